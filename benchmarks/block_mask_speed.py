@@ -27,10 +27,9 @@ import msgspec
 import torch
 from in_processes import write_json
 
+from attncheck.core.mod_spec import FULL, Spec
 from attncheck.inputs.input_tensors import Inputs
 from attncheck.inputs.problem import Problem
-from attncheck.mods.library import FULL
-from attncheck.mods.spec import Spec
 from attncheck.subjects.torch_kernels import Flex
 from attncheck.subjects.triton_flash import Flash2
 from attncheck.verify.environment import default_device, environment, prepare
@@ -38,7 +37,7 @@ from attncheck.verify.environment import default_device, environment, prepare
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attncheck.capabilities.subject import Subject
+    from attncheck.subjects.capabilities.subject import Subject
 
 _DOCUMENTS = 8
 _READING = (

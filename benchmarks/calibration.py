@@ -31,8 +31,8 @@ from in_processes import finished, write_json
 from judged_record import judged_record
 from random_problems import gradient_problem, problem, shaped, tiling
 
-from attncheck.capabilities.named_kernels import subject_named
 from attncheck.inputs.problem import Case, Problem
+from attncheck.subjects.capabilities.named_kernels import subject_named
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.triton_flash import Flash2Atomic
 from attncheck.verify.environment import default_device, environment, prepare
@@ -40,8 +40,8 @@ from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Execution, Failure, InProcess
 
 if TYPE_CHECKING:
-    from attncheck.capabilities.subject import Subject
     from attncheck.inputs.input_tensors import Inputs
+    from attncheck.subjects.capabilities.subject import Subject
 
 # Without the naive one, which overflows where it says it does.
 SOFTMAX: tuple[str, ...] = (

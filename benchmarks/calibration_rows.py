@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attncheck.core.outputs import GRADIENTS
+from attncheck.core.tensor_names import GRADIENTS
 from attncheck.inputs.problem import Case
 
 if TYPE_CHECKING:

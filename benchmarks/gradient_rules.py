@@ -28,9 +28,9 @@ from rules_run import measure, merged, parser
 from spread import Spread
 from wrong_structure import TILING
 
-from attncheck.capabilities.named_kernels import subject_named
-from attncheck.capabilities.subject import Tiling
 from attncheck.inputs.problem import Case, Problem
+from attncheck.subjects.capabilities.named_kernels import subject_named
+from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify import judging
 from attncheck.verify.allowances import GradientAllowance, gradient_allowance
@@ -41,10 +41,10 @@ from attncheck.verify.executor import Execution, InProcess
 if TYPE_CHECKING:
     import argparse
 
-    from attncheck.capabilities.subject import Subject
+    from attncheck.core.declared_arithmetic import Arithmetic
     from attncheck.core.outputs import Outputs
-    from attncheck.judge.declared_arithmetic import Arithmetic
     from attncheck.records.record import Record
+    from attncheck.subjects.capabilities.subject import Subject
     from attncheck.verify.evidence import Evidence
 
 LENGTHS = {"cpu": (70, 250), "cuda": (1000, 2000)}

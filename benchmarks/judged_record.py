@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from attncheck.verify.run_case import new_record, run_on_evidence
 
 if TYPE_CHECKING:
-    from attncheck.capabilities.subject import Subject
     from attncheck.records.record import Record
+    from attncheck.subjects.capabilities.subject import Subject
     from attncheck.verify.evidence_builder import EvidenceBuilder
     from attncheck.verify.executor import Executor
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attncheck.capabilities.subject import Tiling
+from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.subjects.ideal import Ideal
 
 __all__ = ["Lazy", "Reversed", "Tall", "Tiny"]

@@ -13,9 +13,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.input_tensors import Inputs
 from attncheck.inputs.problem import Problem
-from attncheck.mods.spec import Spec
 from attncheck.oracles.streaming_forward import streaming
 from attncheck.oracles.streaming_gradients import streaming_backward
 

@@ -11,7 +11,7 @@ import wrong_arithmetic as arithmetic
 import wrong_structure as structure
 from wrong_structure import TILING, Planted
 
-from attncheck.mods.spec import Spec
+from attncheck.core.mod_spec import Spec
 
 __all__ = ["DTYPES", "FAULTS", "MASKS", "TILING", "Fault", "Planted"]
 

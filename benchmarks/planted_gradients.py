@@ -15,7 +15,7 @@ import wrong_gradient_arithmetic as arithmetic
 import wrong_gradient_sums as sums
 import wrong_gradients as structure
 
-from attncheck.mods.spec import Spec
+from attncheck.core.mod_spec import Spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable

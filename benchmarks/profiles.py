@@ -24,18 +24,18 @@ from calibration import Untimed
 from in_processes import finished, write_json
 from judged_record import judged_record
 
-from attncheck.capabilities.named_kernels import subject_named
+from attncheck.core.declared_arithmetic import FP32, HOPPER_FP8
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.distributions import DISTRIBUTIONS
 from attncheck.inputs.problem import Case, Problem
-from attncheck.judge.declared_arithmetic import FP32, HOPPER_FP8
-from attncheck.mods.spec import Spec
+from attncheck.subjects.capabilities.named_kernels import subject_named
 from attncheck.verify.environment import default_device, environment, prepare
 from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import InProcess
 
 if TYPE_CHECKING:
-    from attncheck.capabilities.subject import Subject
-    from attncheck.judge.declared_arithmetic import Arithmetic
+    from attncheck.core.declared_arithmetic import Arithmetic
+    from attncheck.subjects.capabilities.subject import Subject
 
 DTYPES = ("fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2")
 KERNELS = {

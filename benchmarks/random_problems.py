@@ -15,12 +15,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from attncheck.capabilities.subject import Tiling
 from attncheck.core.draws import Draws
 from attncheck.core.formats import DTYPES
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.distributions import DISTRIBUTIONS
 from attncheck.inputs.problem import SOFTMAX_DTYPES, Problem
-from attncheck.mods.spec import Spec
+from attncheck.subjects.capabilities.subject import Tiling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -24,10 +24,10 @@ from rules_page import page
 from rules_run import measure, merged, parser
 from spread import Spread, difference
 
-from attncheck.capabilities.named_kernels import subject_named
-from attncheck.capabilities.subject import Tiling
 from attncheck.inputs.problem import Case, Problem
 from attncheck.probes import PROBES, cases
+from attncheck.subjects.capabilities.named_kernels import subject_named
+from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.environment import prepare
 from attncheck.verify.evidence_builder import EvidenceBuilder
@@ -36,10 +36,10 @@ from attncheck.verify.executor import Execution, Failure, InProcess
 if TYPE_CHECKING:
     import argparse
 
-    from attncheck.capabilities.subject import Subject
     from attncheck.core.outputs import Outputs
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.records.record import Record
+    from attncheck.subjects.capabilities.subject import Subject
 
 LENGTHS = {"cpu": (250, 1000), "cuda": (4096,)}
 # The ordinary case twice, at scales that are and are not powers of two; then what else is drawn.

@@ -34,12 +34,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from attncheck.core.formats import DTYPES
+from attncheck.core.mod_spec import FULL, Spec
 from attncheck.inputs.problem import Problem
 from attncheck.kernels import flash1_forward, flash2_forward, varlen_backward
 from attncheck.kernels.flash2_backward import by_keys_kernel, by_rows_kernel
 from attncheck.kernels.launch import block_dim
-from attncheck.mods.library import FULL
-from attncheck.mods.spec import Spec
 from attncheck.mods.to_triton import TritonMod, to_triton
 from attncheck.subjects.kernel_mods import (
     captured_reads,

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 from wrong_structure import TILING
 
-from attncheck.conventions.torch_arithmetic import fp32_products
-from attncheck.core.outputs import GRADIENTS, TensorName
-from attncheck.mods.spec import Spec
+from attncheck.core.mod_spec import Spec
+from attncheck.core.tensor_names import GRADIENTS, TensorName
+from attncheck.subjects.conventions.torch_arithmetic import fp32_products
 from attncheck.subjects.ideal import Ideal, Index, attention, with_gradients
 
 if TYPE_CHECKING:
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attncheck.capabilities.subject import Call
     from attncheck.core.outputs import Outputs
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.mods.signatures import MaskMod, ScoreMod
+    from attncheck.subjects.capabilities.subject import Call
 
 BY_ROWS: tuple[TensorName, ...] = ("dq",)
 BY_KEYS: tuple[TensorName, ...] = ("dk", "dv")

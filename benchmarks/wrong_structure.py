@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.capabilities.subject import Tiling
+from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
-from attncheck.mods.spec import Spec
+from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.subjects.ideal import Ideal, Index
 
 if TYPE_CHECKING:
-    from attncheck.capabilities.subject import Call
+    from attncheck.core.declared_arithmetic import Arithmetic
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
-    from attncheck.judge.declared_arithmetic import Arithmetic
     from attncheck.mods.signatures import MaskMod
+    from attncheck.subjects.capabilities.subject import Call
 
 TILING = Tiling(block_query=64, block_kv=64)
 

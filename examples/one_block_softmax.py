@@ -4,8 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from attncheck.capabilities.subject import Subject
 from attncheck.core.outputs import Outputs
+from attncheck.subjects.capabilities.subject import Subject
 
 
 @triton.jit

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from hypothesis import strategies as st
 
-from attncheck.mods.spec import Spec
+from attncheck.core.mod_spec import Spec
 from attncheck.suite import asks
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from attncheck.cases.strategies.score_strategies import scores
-from attncheck.conventions.layouts import pack
+from attncheck.subjects.conventions.layouts import pack
 from attncheck.suite import asks
 
 if TYPE_CHECKING:

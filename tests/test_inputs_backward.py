@@ -7,11 +7,11 @@ import torch
 
 from attncheck.core.errors import ProblemError
 from attncheck.core.formats import round_to
+from attncheck.core.mod_spec import Spec
 from attncheck.core.paged_layout import Paging
 from attncheck.inputs import input_tensors
 from attncheck.inputs.input_tensors import Inputs
 from attncheck.inputs.problem import Problem
-from attncheck.mods.spec import Spec
 
 FORWARD = Problem(
     batch=2, heads=4, kv_heads=2, query=5, kv=7, head_dim=8, value_dim=3, dtype="fp16", sink=True

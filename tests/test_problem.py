@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from attncheck.core import draws
 from attncheck.core.errors import ProblemError, UnknownName, UsageError
 from attncheck.core.formats import DTYPES, fp32
+from attncheck.core.mod_spec import Spec
 from attncheck.core.paged_layout import Paging
 from attncheck.inputs.distributions import DISTRIBUTIONS
 from attncheck.inputs.problem import Case, Problem
-from attncheck.mods.spec import Spec
 
 RICH = Problem(
     batch=2,

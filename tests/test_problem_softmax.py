@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attncheck.core.errors import ProblemError, UnknownName, UsageError
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.distributions import DISTRIBUTIONS
 from attncheck.inputs.problem import Problem
-from attncheck.mods.spec import Spec
 
 SOFTMAX = Problem(operation="softmax", batch=2, heads=3, query=5, kv=7, dtype="fp32")
 

@@ -50,7 +50,7 @@ _OWN = {
         "attncheck.verify.executor",
         "attncheck.reporting.rendering",
         "attncheck.verify.verify",
-        "attncheck.capabilities.configuration",
+        "attncheck.subjects.capabilities.configuration",
     ),
     "pytest": (),
 }

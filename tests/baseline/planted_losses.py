@@ -21,8 +21,8 @@ from attncheck.verify.obligations import outputs_digest
 from attncheck.verify.run_case import new_record
 
 if TYPE_CHECKING:
-    from attncheck.capabilities.subject import Tiling
     from attncheck.inputs.input_tensors import Inputs
+    from attncheck.subjects.capabilities.subject import Tiling
 
 FULL = 24  # significant bits of fp32
 

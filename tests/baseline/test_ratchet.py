@@ -30,10 +30,10 @@ from attncheck.baseline.comparison import (
     mean_ratio,
     tiling_growth,
 )
-from attncheck.capabilities.subject import Tiling
-from attncheck.mods.spec import Spec
+from attncheck.core.mod_spec import Spec
 from attncheck.records.baseline_entries import baseline_entries, environment_id, make_baseline
 from attncheck.records.record import Accuracy, Record
+from attncheck.subjects.capabilities.subject import Tiling
 
 if TYPE_CHECKING:
     from attncheck.records.baseline_entries import Baseline

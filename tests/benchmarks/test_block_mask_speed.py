@@ -9,9 +9,9 @@ import pytest
 import torch
 from block_mask_speed import masks, measured, page, same_bits, tiles
 
+from attncheck.core.mod_spec import FULL
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.problem import Problem
-from attncheck.mods.library import FULL
 from attncheck.verify.environment import prepare
 
 if not torch.cuda.is_available():

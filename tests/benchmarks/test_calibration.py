@@ -13,8 +13,8 @@ from calibration_page import page
 from calibration_summary import merged, summary
 from random_problems import problem
 
+from attncheck.core.declared_arithmetic import HOPPER_FP8
 from attncheck.inputs.problem import Case, Problem
-from attncheck.judge.declared_arithmetic import HOPPER_FP8
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.evidence_builder import EvidenceBuilder
 

@@ -8,10 +8,10 @@ from peers import GRADIENT_PEERS, PEERS, PeerReference
 
 from attncheck import oracles
 from attncheck.core.formats import round_to
+from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
-from attncheck.mods.spec import Spec
 from attncheck.subjects.torch_kernels import Sdpa
 
 DTYPES = ("fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2")

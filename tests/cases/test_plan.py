@@ -17,9 +17,9 @@ from attncheck.cases.variants import (
 )
 from attncheck.cli.rmse import rmse
 from attncheck.core.errors import ProblemError, UnknownName
+from attncheck.core.mod_spec import Spec
 from attncheck.core.paged_layout import Paging
 from attncheck.inputs.problem import Problem
-from attncheck.mods.spec import Spec
 
 
 def cells(**changes):

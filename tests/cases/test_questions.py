@@ -13,10 +13,10 @@ from attncheck.cases import variants
 from attncheck.cases.variants import Shape, own_variant, plan_cells, recorded_cells
 from attncheck.core.errors import ProblemError, UnknownName, UsageError
 from attncheck.core.formats import FORMATS, round_to
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs import input_tensors
 from attncheck.inputs.distributions import DISTRIBUTIONS
 from attncheck.mods import library, mod_files
-from attncheck.mods.spec import Spec
 
 SHAPE = Shape.parse("1x2x5x4")
 FULL, NONE = Spec.of("full"), Spec.of("none")

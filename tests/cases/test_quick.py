@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from attncheck.cases.check_cases import check_cases
-from attncheck.conventions.declarations import adopted
 from attncheck.core.errors import ProblemError, UnknownName
+from attncheck.core.mod_spec import FULL
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case
-from attncheck.mods.library import FULL
 from attncheck.reporting.blind_spots import missed_faults
 from attncheck.reporting.check_document import check_document, check_outcome, worst_record
 from attncheck.reporting.rendering import render
+from attncheck.subjects.conventions.declarations import adopted
 from attncheck.verify.verify import verify
 
 

@@ -12,8 +12,8 @@ from click.testing import CliRunner
 
 from attncheck.cli.blocks import blocks
 from attncheck.core.errors import AttncheckError
+from attncheck.core.mod_spec import Dimensions, Spec
 from attncheck.mods.masks import MASKS
-from attncheck.mods.spec import Dimensions, Spec
 from attncheck.records.json_reports import load_report
 from attncheck.records.survey_reports import BlockRecord, BlockReport
 from attncheck.reporting.rendering import render, show

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from attncheck.capabilities.configuration_mistakes import CONVENTION_NAMES, find_mistakes
+from attncheck.subjects.capabilities.configuration_mistakes import CONVENTION_NAMES, find_mistakes
 
 KERNELS = "def attention(query, key, value): ...\n\ndef gradients(dout): ...\n"
 RIGHT = """
@@ -98,7 +98,7 @@ def test_what_is_no_table_is_a_line(written):
 
 
 def test_conventions_are_those_that_there_are():
-    from attncheck.conventions import declarations
+    from attncheck.subjects.conventions import declarations
 
     assert sorted(CONVENTION_NAMES) == sorted(declarations.CONVENTIONS)
 

@@ -35,7 +35,7 @@ def fickle(b, h, q_idx, kv_idx):
 
 KERNELS = """
 from dataclasses import replace
-from attncheck.mods.library import FULL, NONE
+from attncheck.core.mod_spec import FULL, NONE
 from attncheck.core.outputs import Outputs
 from attncheck.subjects.ideal import Ideal
 

@@ -12,9 +12,9 @@ from msgspec.structs import replace
 from attncheck.cli import attncheck
 from attncheck.cli.standard_output import Interrupts
 from attncheck.core.errors import UsageError
+from attncheck.core.mod_spec import Spec
 from attncheck.diagnose.reproduce import new_failure, run_again
 from attncheck.inputs.problem import Case, Problem
-from attncheck.mods.spec import Spec
 from attncheck.records.failures import keep_failure
 from attncheck.reporting.diagnosis_text import kept_failure_text
 from attncheck.subjects.load import load_subject

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from attncheck.capabilities import named_kernels
 from attncheck.cli import main
 from attncheck.inputs.distributions import DISTRIBUTIONS
 from attncheck.inputs.problem import Problem
 from attncheck.mods import library
 from attncheck.reporting import number_text
+from attncheck.subjects.capabilities import named_kernels
 from attncheck.subjects.load import load_subject
 
 MINE = """

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 import torch
 
+from attncheck.core.mod_spec import Spec
 from attncheck.diagnose.diagnosis import LARGEST_DIAGNOSED, diagnose_failure, explain_failure
 from attncheck.inputs.problem import Case, Problem
 from attncheck.judge.fault_explanation import count_equals
-from attncheck.mods.spec import Spec
 from attncheck.records.record import Diagnosis, Record
 from attncheck.reporting.diagnosis_text import diagnosis_text
 from attncheck.subjects.ideal import Ideal

@@ -8,13 +8,13 @@ import msgspec
 import pytest
 import torch
 
-from attncheck.capabilities.subject import Tiling
+from attncheck.core.mod_spec import Spec
 from attncheck.diagnose import diagnosis as signs
 from attncheck.diagnose.diagnosis import diagnose_failure
 from attncheck.fault_models.fault_model import SIGNS
 from attncheck.inputs.problem import Case, Problem
-from attncheck.mods.spec import Spec
 from attncheck.reporting.diagnosis_text import diagnosis_text
+from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.run_case import run_case
 

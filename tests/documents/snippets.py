@@ -108,8 +108,8 @@ class Command:
 
 def _read(kind: str, data: dict[str, Any]) -> dict[str, Any]:
     """``data`` read as a ``kind`` and written back."""
+    from attncheck.core.mod_spec import Spec
     from attncheck.inputs.problem import Case, Problem
-    from attncheck.mods.spec import Spec
 
     if kind == "mask":
         return Problem(query=128, mask=Spec.from_json(data)).mask.to_json()

@@ -147,7 +147,7 @@ def test_the_table_of_examples_says_what_was_measured():
 
 def test_the_check_page_names_its_questions_and_conventions():
     from attncheck.cases.check_cases import check_cases
-    from attncheck.conventions.declarations import CONVENTIONS
+    from attncheck.subjects.conventions.declarations import CONVENTIONS
 
     compared = {q.name: q.summary for q in check_cases("bf16") if q.case.question == "compare"}
     shown = rows("docs/how-to/check.md", "layout") + rows("docs/how-to/check.md", "numbers")
@@ -195,10 +195,10 @@ def test_arguments_of_the_library_are_documented():
 
 
 def test_sdpa_math_is_at_the_floor_on_a_cpu_as_the_readme_says():
-    from attncheck.capabilities.named_kernels import subject_named
+    from attncheck.core.mod_spec import Spec
     from attncheck.inputs.problem import Case, Problem
-    from attncheck.mods.spec import Spec
     from attncheck.reporting.number_text import ratio
+    from attncheck.subjects.capabilities.named_kernels import subject_named
     from attncheck.verify.evidence_builder import EvidenceBuilder
     from attncheck.verify.run_case import run_case
 

@@ -6,13 +6,13 @@ from functools import cache
 
 import torch
 
+from attncheck.core.declared_arithmetic import default_arithmetic
+from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
 from attncheck.core.paged_layout import Paging
 from attncheck.diagnose.explanations import explain
 from attncheck.fault_models.exact_attention import ExactAttention
 from attncheck.inputs.problem import Case, Problem
-from attncheck.judge.declared_arithmetic import default_arithmetic
-from attncheck.mods.spec import Spec
 from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Execution
 

@@ -9,13 +9,13 @@ from functools import cache
 import torch
 from tests.fault_models.planted_predictions import GRADIENTS, OF, RAGGED
 
-from attncheck.capabilities.subject import Tiling
+from attncheck.core.declared_arithmetic import default_arithmetic
 from attncheck.core.outputs import Outputs
 from attncheck.fault_models import FAULT_MODELS
 from attncheck.fault_models.exact_attention import ExactAttention
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
-from attncheck.judge.declared_arithmetic import default_arithmetic
+from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Execution
 from attncheck.verify.relation_runs import relation_inputs

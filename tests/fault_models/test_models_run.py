@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from attncheck.core.mod_spec import Spec
 from attncheck.fault_models import FAULT_MODELS
 from attncheck.fault_models.exact_attention import ExactAttention
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
-from attncheck.mods.spec import Spec
 
 OF = Spec.of
 PROBLEMS = {

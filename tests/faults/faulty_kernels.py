@@ -5,7 +5,7 @@ import os
 
 import torch
 
-from attncheck.mods.library import FULL, NONE
+from attncheck.core.mod_spec import FULL, NONE
 from attncheck.subjects.ideal import Ideal
 
 

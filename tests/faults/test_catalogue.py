@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from attncheck.core.formats import DTYPES
+from attncheck.core.mod_spec import Spec
 from attncheck.core.paged_layout import Paging
 from attncheck.faults.catalogue import CATEGORIES, CONTROLS, FAULTS
 from attncheck.faults.fault import HOSTS
@@ -14,7 +15,6 @@ from attncheck.faults.planting import plant
 from attncheck.faults.scoring import GateRun
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
-from attncheck.mods.spec import Spec
 from attncheck.probes import case
 from attncheck.records.record import FAILED_STATUSES
 from attncheck.subjects.load import load_subject

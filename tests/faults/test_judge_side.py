@@ -14,7 +14,7 @@ import torch
 
 from attncheck import oracles
 from attncheck.cases import covering
-from attncheck.conventions.call_tensors import paged_inputs
+from attncheck.core.mod_spec import Spec
 from attncheck.core.paged_layout import Paging
 from attncheck.inputs import input_tensors as inputs_room
 from attncheck.inputs.input_tensors import draw_inputs
@@ -22,8 +22,8 @@ from attncheck.inputs.problem import Case, Problem
 from attncheck.judge import allowance, verdict, verdict_rules
 from attncheck.mods import library
 from attncheck.mods import page_table as paging_room
-from attncheck.mods.spec import Spec
 from attncheck.records.record import FAILED_STATUSES
+from attncheck.subjects.conventions.call_tensors import paged_inputs
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.question_fit import allowed_parameters

@@ -6,9 +6,9 @@ import subprocess
 
 import pytest
 
-from attncheck.capabilities.capability_table import matches_pattern
 from attncheck.core.errors import UsageError
 from attncheck.gate.sources import changed_kernels
+from attncheck.subjects.capabilities.capability_table import matches_pattern
 
 TABLE = """
 [kernels.one]

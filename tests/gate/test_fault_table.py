@@ -18,9 +18,9 @@ from tests.gate import planted_faults as of_calls
 from tests.verify import planted_processes as of_processes
 
 from attncheck import oracles
+from attncheck.core.mod_spec import Spec
 from attncheck.gate.gate_worker import work
 from attncheck.inputs.problem import Case, Problem
-from attncheck.mods.spec import Spec
 from attncheck.records.run_reports import GateReport
 from attncheck.reporting.gate_verdict import gate_exit_code
 from attncheck.verify.question_fit import allowed_parameters

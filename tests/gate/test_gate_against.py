@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from attncheck.cases.tier import tier_named
 from attncheck.core.errors import UsageError
+from attncheck.core.mod_spec import Spec
 from attncheck.gate.bound_stage import baseline_units
 from attncheck.gate.gate_report import build_report
 from attncheck.gate.gate_worker import GateWorker
@@ -19,7 +20,6 @@ from attncheck.gate.other_commit import CommitTree, commit_tree
 from attncheck.gate.plan import describe_units
 from attncheck.gate.property_stage import KnownFailures
 from attncheck.inputs.problem import Case, Problem
-from attncheck.mods.spec import Spec
 from attncheck.reporting.gate_verdict import Policy, gate_exit_code
 from attncheck.workers.journal_format import JournalContent
 from attncheck.workers.units import Done, Shard, Unit

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from attncheck.gate.failures import plainer_cases, shrink_case
+from attncheck.core.mod_spec import Spec
+from attncheck.gate.gate_failures import plainer_cases, shrink_case
 from attncheck.inputs.problem import Case, Problem
-from attncheck.mods.spec import Spec
 from attncheck.subjects.load import load_subject
 from attncheck.verify.run_case import new_record
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attncheck.core.declared_arithmetic import Arithmetic, default_arithmetic
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.input_tensors import Inputs, draw_inputs
-from attncheck.judge.declared_arithmetic import Arithmetic, default_arithmetic
 from attncheck.judge.deterministic_bound import deterministic_bound
 from attncheck.judge.gradient_bounds import KeyGradients, row_gradients
 from attncheck.judge.score_errors import score_error

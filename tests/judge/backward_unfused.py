@@ -13,8 +13,8 @@ from attncheck.core.outputs import Outputs
 from attncheck.core.source_files import import_file
 
 if TYPE_CHECKING:
+    from attncheck.core.declared_arithmetic import Arithmetic
     from attncheck.inputs.problem import Problem
-    from attncheck.judge.declared_arithmetic import Arithmetic
 
 kernels = import_file(Path(__file__).parent / "backward_kernels.py", "backward kernels")
 

@@ -7,9 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attncheck.core.errors import ProblemError
-from attncheck.core.formats import DTYPES, FORMATS
-from attncheck.judge.declared_arithmetic import (
+from attncheck.core.declared_arithmetic import (
     AMPERE,
     FP32,
     FP64,
@@ -18,6 +16,8 @@ from attncheck.judge.declared_arithmetic import (
     Accumulator,
     default_arithmetic,
 )
+from attncheck.core.errors import ProblemError
+from attncheck.core.formats import DTYPES, FORMATS
 
 U = 2.0**-24
 

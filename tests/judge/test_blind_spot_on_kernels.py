@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.judge.blind_spot import cut
-from attncheck.mods.spec import Spec
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Execution, InProcess

@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from attncheck import oracles
-from attncheck.capabilities.subject import Tiling
 from attncheck.core.conditions import Conditions, Rows, ScoreModError
+from attncheck.core.declared_arithmetic import FP64_ORACLE, default_arithmetic
 from attncheck.core.formats import DTYPES, FORMATS
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.problem import Case, Problem
-from attncheck.judge.declared_arithmetic import FP64_ORACLE, default_arithmetic
 from attncheck.judge.deterministic_bound import deterministic_bound
 from attncheck.judge.score_errors import score_error
 from attncheck.judge.sum_roundings import half_ulp, sum_roundings
-from attncheck.mods.spec import Spec
 from attncheck.oracles.mp_numbers import Mp
 from attncheck.oracles.row_conditions import compute_conditions
+from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.evidence_builder import EvidenceBuilder
 

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from attncheck.core.conditions import Rows, ScoreModError
+from attncheck.core.declared_arithmetic import FP64_ORACLE, default_arithmetic
 from attncheck.core.formats import DTYPES, FORMATS
+from attncheck.core.mod_spec import Entry, Spec
 from attncheck.core.outputs import Outputs
 from attncheck.core.source_files import import_file
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
-from attncheck.judge.declared_arithmetic import FP64_ORACLE, default_arithmetic
 from attncheck.judge.deterministic_bound import deterministic_bound
 from attncheck.judge.gradient_bounds import (
     HEADS,
@@ -29,7 +30,6 @@ from attncheck.judge.score_errors import score_error
 from attncheck.judge.score_gradient_errors import SavedErrors, _rounded_gradients
 from attncheck.judge.sum_roundings import half_ulp
 from attncheck.mods.scores import SCORES
-from attncheck.mods.spec import Entry, Spec
 from attncheck.oracles.row_conditions import all_rows, compute_gradient_conditions
 
 kernels = import_file(Path(__file__).parent / "backward_kernels.py", "backward kernels")

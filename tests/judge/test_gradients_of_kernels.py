@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from attncheck.core.conditions import ScoreModError
+from attncheck.core.declared_arithmetic import default_arithmetic
 from attncheck.core.formats import DTYPES, FORMATS
+from attncheck.core.mod_spec import Spec
 from attncheck.core.source_files import import_file
 from attncheck.inputs.distributions import DISTRIBUTIONS
 from attncheck.inputs.problem import Problem
-from attncheck.judge.declared_arithmetic import default_arithmetic
 from attncheck.mods.running_error import RunningError
-from attncheck.mods.spec import Spec
 from attncheck.mods.trace import trace_derivative, trace_score
 
 faults = import_file(Path(__file__).parent / "backward_faults.py", "backward faults")

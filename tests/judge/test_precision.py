@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from attncheck.core.conditions import Rows
+from attncheck.core.declared_arithmetic import HOPPER_FP8, default_arithmetic
 from attncheck.core.formats import DTYPES
 from attncheck.core.judgement import Judgement, Precision
 from attncheck.core.outputs import Outputs
 from attncheck.core.source_files import import_file
 from attncheck.judge.allowance import Allowance, Sample
-from attncheck.judge.declared_arithmetic import HOPPER_FP8, default_arithmetic
 from attncheck.judge.error_measures import rmse_over_ideal
 from attncheck.judge.head_precision import FAR, FEWEST, RESIDUAL, SPREAD, Z
 

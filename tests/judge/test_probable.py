@@ -8,11 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attncheck.capabilities.subject import Tiling
 from attncheck.core.conditions import ScoreModError
+from attncheck.core.declared_arithmetic import default_arithmetic
 from attncheck.core.formats import DTYPES, round_to
 from attncheck.inputs.problem import Case, Problem
-from attncheck.judge.declared_arithmetic import default_arithmetic
 from attncheck.judge.probabilistic_bound import (
     MISSED,
     probabilistic_bound,
@@ -20,6 +19,7 @@ from attncheck.judge.probabilistic_bound import (
     sigmas_needed,
 )
 from attncheck.judge.score_errors import score_error
+from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.evidence_builder import EvidenceBuilder
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from attncheck.core.declared_arithmetic import HOPPER_FP8, default_arithmetic
 from attncheck.core.formats import DTYPES, FORMATS, round_to
-from attncheck.judge.declared_arithmetic import HOPPER_FP8, default_arithmetic
 from attncheck.judge.score_errors import score_error, truncation_error
 
 U = 2.0**-24

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from attncheck.core.conditions import ScoreModError
+from attncheck.core.declared_arithmetic import AMPERE, HOPPER_FP8, default_arithmetic
 from attncheck.core.formats import DTYPES, FORMATS, round_to
 from attncheck.judge.blind_spot import cut
-from attncheck.judge.declared_arithmetic import AMPERE, HOPPER_FP8, default_arithmetic
 from attncheck.judge.deterministic_bound import deterministic_bound
 from attncheck.judge.probabilistic_bound import probabilistic_bound
 from attncheck.judge.score_errors import score_error

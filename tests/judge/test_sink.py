@@ -12,16 +12,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attncheck.capabilities.subject import Subject, Tiling
 from attncheck.cases.strategies.mask_strategies import masks
 from attncheck.cases.strategies.problems import problems
 from attncheck.cases.strategies.score_strategies import scores
 from attncheck.cases.strategies.sizes import shapes
 from attncheck.core.conditions import Rows
+from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.problem import Case, Problem
-from attncheck.mods.spec import Spec
 from attncheck.oracles.row_conditions import compute_conditions
+from attncheck.subjects.capabilities.subject import Subject, Tiling
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.evidence_builder import EvidenceBuilder, ensemble_tilings
 from attncheck.verify.run_case import run_case
@@ -256,7 +256,7 @@ def test_conditions_have_one_key_more(problem):
 
 def test_a_sink_has_an_error_of_its_own_units_alone():
     """No rounding of q·k, whatever q: 8 roundings of the sink itself."""
-    from attncheck.judge.declared_arithmetic import default_arithmetic
+    from attncheck.core.declared_arithmetic import default_arithmetic
     from attncheck.judge.score_errors import score_error
 
     problem = Problem(query=4, kv=4, dtype="bf16", sink=True)

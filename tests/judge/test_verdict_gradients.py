@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from attncheck.core.conditions import Rows
+from attncheck.core.declared_arithmetic import default_arithmetic
 from attncheck.core.formats import DTYPES
-from attncheck.core.outputs import GRADIENTS, Outputs, TensorName
+from attncheck.core.outputs import Outputs
 from attncheck.core.source_files import import_file
+from attncheck.core.tensor_names import GRADIENTS, TensorName
 from attncheck.judge.allowance import Allowance, Sample
-from attncheck.judge.declared_arithmetic import default_arithmetic
 from attncheck.judge.verdict_rules import Compared
 
 if TYPE_CHECKING:

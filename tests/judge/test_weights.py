@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from attncheck.core.conditions import ScoreModError
+from attncheck.core.declared_arithmetic import default_arithmetic
 from attncheck.core.formats import DTYPES
-from attncheck.judge.declared_arithmetic import default_arithmetic
 from attncheck.judge.deterministic_bound import weighted_spread
 from attncheck.judge.score_errors import exponent_errors, score_error
 from attncheck.judge.weight_errors import weight_errors

@@ -16,8 +16,8 @@ from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
 
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.problem import Problem
-from attncheck.mods.spec import Spec
 from attncheck.subjects.triton_flash import Flash2
 
 SPILLS = Path(__file__).parents[2] / "benchmarks" / "spills.py"

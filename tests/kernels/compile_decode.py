@@ -11,10 +11,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.problem import Problem
 from attncheck.kernels.decode_forward import _merge, _split
 from attncheck.kernels.launch import block_dim
-from attncheck.mods.spec import Spec
 from attncheck.mods.to_triton import to_triton
 from attncheck.subjects.kernel_mods import mask_expression, score_expression
 from attncheck.subjects.triton_caches import Decode

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from attncheck.core.errors import UsageError
+from attncheck.core.mod_spec import Dimensions
 from attncheck.core.source_files import import_file
 from attncheck.mods import captured_reads, masks, scores
 from attncheck.mods.block_mask import block_mask, list_visits
-from attncheck.mods.spec import Dimensions
 from attncheck.mods.trace import trace_derivative, trace_mask, trace_score
 from attncheck.verify.environment import prepare
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from attncheck.core.mod_spec import Spec
 from attncheck.core.paged_layout import Paging
 from attncheck.core.source_files import import_file
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
-from attncheck.mods.spec import Spec
 from attncheck.subjects.load import load_subject
 from attncheck.subjects.triton_caches import MOST_ROWS, Decode, splits_of
 from attncheck.verify.environment import prepare

@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from attncheck.core.outputs import GRADIENTS
+from attncheck.core.mod_spec import FULL, NONE, Spec
 from attncheck.core.source_files import import_file
+from attncheck.core.tensor_names import GRADIENTS
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
-from attncheck.mods import library
-from attncheck.mods.spec import Spec
 from attncheck.subjects import kernel_mods
 from attncheck.subjects.triton_flash import Flash2, Flash2Atomic
 
@@ -30,9 +29,7 @@ def of_problem(inputs):
     """The same question in this file's terms."""
     case = inputs.problem
     named = {name: getattr(inputs, name) for name in ("q", "k", "v", "dout", "dlse", "sink")}
-    score = (
-        None if case.score == library.NONE else REFERENCE.Score(mod=case.score_mod("cpu"), bend=0.2)
-    )
+    score = None if case.score == NONE else REFERENCE.Score(mod=case.score_mod("cpu"), bend=0.2)
     mods = {"mask": case.mask_mod("cpu"), "score": score}
     return REFERENCE.Given(**named, **mods, dtype=case.dtype, scale=case.scale)
 
@@ -42,7 +39,7 @@ def of_problem(inputs):
     "changes",
     [
         {},
-        {"mask": library.FULL, "dlse": False, "sink": False},
+        {"mask": FULL, "dlse": False, "sink": False},
         {"score": Spec.of("softcap", cap=5.0), "dtype": "tf32"},
         {"score": Spec.of("alibi"), "dtype": "fp16"},
     ],

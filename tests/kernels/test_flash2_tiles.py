@@ -12,10 +12,9 @@ import triton
 import triton.language as tl
 
 from attncheck.core.errors import UsageError
+from attncheck.core.mod_spec import FULL, Spec
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
-from attncheck.mods import library
-from attncheck.mods.spec import Spec
 from attncheck.subjects import kernel_mods as visits_room
 from attncheck.subjects.triton_flash import Flash1, Flash2
 from attncheck.verify.environment import prepare
@@ -81,7 +80,7 @@ def test_the_list_leaves_tiles_out(mask) -> None:
     assert int(found.runs[..., 1].sum(-1).min()) < 3
     reads = {"padding": (2, 1), "of heads": (1, 2), "of both": (2, 2), "gaps": (1, 2)}
     assert found.counts.shape == (*reads.get(mask, (1, 1)), 3)
-    assert Flash2().visited(small(mask=library.FULL), torch.device("cpu")) == {}
+    assert Flash2().visited(small(mask=FULL), torch.device("cpu")) == {}
 
 
 def test_a_score_mod_and_other_numbers_have_the_same_list() -> None:
@@ -258,7 +257,7 @@ def test_what_a_launch_on_hopper_has_besides(monkeypatch) -> None:
         return chosen.stages, chosen.registers
 
     assert besides() == besides(dtype="fp16", head_dim=64) == (3, 128)
-    assert besides(head_dim=65) == besides(value_dim=128, mask=library.FULL) == (3, None)
+    assert besides(head_dim=65) == besides(value_dim=128, mask=FULL) == (3, None)
     assert besides(head_dim=129)[1] is None
     for other in ({"dtype": "fp32"}, {"dtype": "e4m3"}, {"score": Spec.of("alibi")}):
         assert besides(**other)[1] is None
@@ -283,7 +282,7 @@ def test_what_a_skipped_tile_holds_does_not_matter(poison) -> None:
 def test_other_launches_of_flash2() -> None:
     """Half as long, half as wide, twice as large and dense; in fp8 never fewer than 32 keys."""
     assert list(Flash2().launches(small(kv=70), "cpu")) == ["32×64", "64×32", "128×128", "dense"]
-    assert list(Flash2().launches(small(mask=library.FULL, query=20, kv=20), "cpu")) == [
+    assert list(Flash2().launches(small(mask=FULL, query=20, kv=20), "cpu")) == [
         "16×32",
         "32×16",
         "64×64",
@@ -296,7 +295,7 @@ def test_other_launches_of_flash2() -> None:
     assert Flash2().launches(small(head_dim=64), "cuda").keys() == {"64×64", "128×32", "dense"}
 
 
-SINKS = {"causal": {}, "nothing": {"mask": MASKS["nothing"]}, "full": {"mask": library.FULL}}
+SINKS = {"causal": {}, "nothing": {"mask": MASKS["nothing"]}, "full": {"mask": FULL}}
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "e4m3"])
@@ -380,7 +379,7 @@ def forward(inputs, subject, k, v, **more):
 @pytest.mark.parametrize("size", [1, 3, 16, 64])
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"mask": library.FULL, "dtype": "fp32"}, {"sink": True, "dtype": "e4m3", "value_dim": 8}],
+    [{}, {"mask": FULL, "dtype": "fp32"}, {"sink": True, "dtype": "e4m3", "value_dim": 8}],
     ids=["causal", "full", "fp8"],
 )
 def test_pages_give_the_bits_of_rows_one_after_another(changes, size) -> None:
@@ -393,7 +392,7 @@ def test_pages_give_the_bits_of_rows_one_after_another(changes, size) -> None:
 
 
 def test_a_wrong_page_is_noticed() -> None:
-    inputs = draw_inputs(small(batch=2, heads=4, kv_heads=2, query=20, kv=70, mask=library.FULL))
+    inputs = draw_inputs(small(batch=2, heads=4, kv_heads=2, query=20, kv=70, mask=FULL))
     subject = Flash2((32, 32))
     k, v, pages = paged(inputs, 16, poison=0.0)
     wrong = KernelPages(pages.table.roll(1, 0), 16)
@@ -406,7 +405,7 @@ def test_a_wrong_page_is_noticed() -> None:
 @pytest.mark.parametrize("name", ["k", "v"])
 def test_a_tile_beyond_32_bits(name) -> None:
     """Its first key times a row's stride is 2^31: untouched pages of memory cost nothing."""
-    inputs = draw_inputs(small(heads=1, query=3, kv=33, mask=library.FULL))
+    inputs = draw_inputs(small(heads=1, query=3, kv=33, mask=FULL))
     given = getattr(inputs, name)
     stride = 2**31 // 32
     view = torch.empty(33 * stride, dtype=given.dtype).as_strided(given.shape, (0, 0, stride, 1))

@@ -7,10 +7,10 @@ import dataclasses
 import torch
 from hypothesis import strategies as st
 
+from attncheck.core.mod_spec import Spec
 from attncheck.mods.expression import Expression, Structure
 from attncheck.mods.masks import MASKS
 from attncheck.mods.scores import SCORES
-from attncheck.mods.spec import Spec
 
 # Of up to 80 rows and keys, at least 21 keys, 2 sequences; beyond a canvas of 5 · 8 there are some.
 LIBRARY_MASKS = [

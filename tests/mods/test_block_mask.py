@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from attncheck.cases.strategies.mask_strategies import PLAIN_MASKS, masks
 from attncheck.cases.strategies.score_strategies import compositions
 from attncheck.core.errors import ProblemError
+from attncheck.core.mod_spec import Dimensions
 from attncheck.mods import block_mask as block_mask_room
 from attncheck.mods import masks as written
 from attncheck.mods.block_mask import EMPTY, FULL, PARTIAL, BlockMask, block_mask, list_visits
 from attncheck.mods.library import build_mask
-from attncheck.mods.spec import Dimensions
 
 LONGEST = 20
 

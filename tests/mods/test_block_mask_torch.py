@@ -13,6 +13,7 @@ from torch.nn.attention import flex_attention as flex
 from attncheck.cases.strategies.mask_strategies import masks
 from attncheck.cases.strategies.score_strategies import compositions
 from attncheck.core.errors import ProblemError
+from attncheck.core.mod_spec import Dimensions, Spec
 from attncheck.mods import masks as written
 from attncheck.mods.block_mask import (
     EMPTY,
@@ -23,7 +24,6 @@ from attncheck.mods.block_mask import (
     to_torch_block_mask,
 )
 from attncheck.mods.library import build_mask
-from attncheck.mods.spec import Dimensions, Spec
 
 QUERY, KV = 37, 50
 SHARED = Dimensions(batch=3, heads=4, query=QUERY, kv=KV)
@@ -155,7 +155,7 @@ def test_flex_attention_takes_it_and_gives_the_same_bits(heads, mod):
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(3, heads[0], QUERY, 16, generator=generator)
     k, v = (torch.randn(3, heads[1], KV, 16, generator=generator) for _ in range(2))
-    from attncheck.conventions.torch_conventions import uncompiled_flex
+    from attncheck.subjects.conventions.torch_conventions import uncompiled_flex
 
     def attended(mask):
         with uncompiled_flex():

@@ -11,6 +11,7 @@ import torch
 
 from attncheck.core.draws import Draws
 from attncheck.core.errors import ProblemError, TraceError
+from attncheck.core.mod_spec import Dimensions, Spec
 from attncheck.core.source_files import load_member
 from attncheck.mods.ball_algebra import to_ball
 from attncheck.mods.captured_gradients import captured_tensors, leaf_gradients
@@ -18,7 +19,6 @@ from attncheck.mods.captured_reads import count_read_numbers, read_tensors, trac
 from attncheck.mods.library import build_score
 from attncheck.mods.mpmath_algebra import to_mpmath
 from attncheck.mods.running_error import RunningError
-from attncheck.mods.spec import Dimensions, Spec
 from attncheck.mods.to_triton import to_triton
 
 DIMENSIONS = Dimensions(batch=2, heads=3, query=5, kv=7)

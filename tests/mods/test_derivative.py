@@ -18,6 +18,7 @@ from tests.mods.sample_mods import LIBRARY_SCORES, any_score, planted
 from attncheck.core.balls import balls_of
 from attncheck.core.draws import Draws
 from attncheck.core.errors import TraceError
+from attncheck.core.mod_spec import Dimensions, Spec
 from attncheck.mods import torch_tracer
 from attncheck.mods import trace as derivative_room
 from attncheck.mods.ball_algebra import to_ball
@@ -25,7 +26,6 @@ from attncheck.mods.expression import expression_from_json, expression_to_json
 from attncheck.mods.library import build_score
 from attncheck.mods.mpmath_algebra import to_mpmath
 from attncheck.mods.running_error import RunningError
-from attncheck.mods.spec import Dimensions, Spec
 from attncheck.mods.to_triton import to_triton
 from attncheck.mods.trace import trace_derivative, trace_score
 

@@ -11,15 +11,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from attncheck.capabilities import named_kernels
 from attncheck.cases import strategies
 from attncheck.core.errors import ProblemError
 from attncheck.core.formats import fp32
+from attncheck.core.mod_spec import Dimensions, Spec
 from attncheck.inputs.problem import Case, Problem
 from attncheck.mods import formula, library
 from attncheck.mods.index_ranges import check_index_ranges
-from attncheck.mods.spec import Dimensions, Spec
 from attncheck.mods.trace import trace_mask, trace_score
+from attncheck.subjects.capabilities import named_kernels
 from attncheck.verify.evidence_builder import EvidenceBuilder
 
 DIMENSIONS = Dimensions(batch=2, heads=3, query=5, kv=7)

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attncheck.core.errors import ProblemError
+from attncheck.core.mod_spec import Dimensions
 from attncheck.mods import index_ranges
 from attncheck.mods.index_ranges import check_index_ranges
-from attncheck.mods.spec import Dimensions
 from attncheck.mods.trace import trace_mask, trace_score
 
 DIMENSIONS = Dimensions(batch=2, heads=3, query=9, kv=12)

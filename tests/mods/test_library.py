@@ -10,10 +10,10 @@ import torch
 
 from attncheck.core.errors import ProblemError, UnknownName, UsageError
 from attncheck.core.formats import fp32
+from attncheck.core.mod_spec import FULL, NONE, Dimensions, Spec
 from attncheck.mods import library
 from attncheck.mods.masks import MASKS
 from attncheck.mods.scores import SCORES
-from attncheck.mods.spec import Dimensions, Spec
 
 DIMENSIONS = Dimensions(batch=2, heads=4, query=5, kv=7)
 CAUSAL = Spec.of("causal")
@@ -153,8 +153,8 @@ def test_what_is_refused_says_why(kind, spec, message):
 
 
 def test_defaults_pass():
-    library.check_mask(library.FULL, DIMENSIONS)
-    library.check_score(library.NONE, DIMENSIONS)
+    library.check_mask(FULL, DIMENSIONS)
+    library.check_score(NONE, DIMENSIONS)
 
 
 def test_an_integer_is_a_real_number_rounded_to_fp32():

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from attncheck.core.mod_spec import Dimensions, Spec
 from attncheck.mods import masks, scores
 from attncheck.mods.library import build_mask
 from attncheck.mods.masks import MASKS
-from attncheck.mods.spec import Dimensions, Spec
 
 WIDE = Dimensions(batch=2, heads=3, query=5, kv=7)
 TALL = Dimensions(batch=2, heads=3, query=6, kv=4)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from attncheck.core.errors import ProblemError, TraceError, UsageError
+from attncheck.core.mod_spec import FULL, Spec
 from attncheck.core.source_files import import_file
 from attncheck.inputs.problem import Problem
 from attncheck.mods import library, mod_files
@@ -19,7 +20,6 @@ from attncheck.mods.mod_files import (
     load_score,
     mods_in,
 )
-from attncheck.mods.spec import Spec
 
 FILE = """
 import torch
@@ -108,7 +108,7 @@ def test_a_score_mod_too(file):
     problem = Problem(query=5, kv=8, head_dim=4, score=spec)
     given = problem.score_mod()(torch.tensor(1.0), 0, 0, 0, torch.arange(8))
     assert torch.equal(given, 1 + 0.5 * torch.linspace(-1, 1, 8))
-    assert (problem.mask, problem.score) == (library.FULL, spec)
+    assert (problem.mask, problem.score) == (FULL, spec)
 
 
 def test_it_is_composed_like_any(file):

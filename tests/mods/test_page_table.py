@@ -11,6 +11,7 @@ from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.experimental._paged_attention import PagedAttention
 
 from attncheck.core.errors import ProblemError
+from attncheck.core.mod_spec import Dimensions, Spec
 from attncheck.core.paged_layout import Paging
 from attncheck.mods import scores
 from attncheck.mods.block_mask import (
@@ -27,7 +28,6 @@ from attncheck.mods.page_table import (
     physical_mask,
     physical_score,
 )
-from attncheck.mods.spec import Dimensions, Spec
 from attncheck.mods.to_triton import to_triton
 from attncheck.mods.trace import count_disagreements, trace_mask, trace_score
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from attncheck.core.errors import TraceError
-from attncheck.mods.spec import Dimensions
+from attncheck.core.mod_spec import Dimensions
 from attncheck.mods.trace import count_disagreements, trace_mask, trace_score
 
 DIMENSIONS = Dimensions(batch=2, heads=3, query=37, kv=50)

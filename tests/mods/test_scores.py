@@ -11,10 +11,10 @@ import torch
 
 from attncheck.core.draws import Draws
 from attncheck.core.formats import fp32
+from attncheck.core.mod_spec import Dimensions, Spec
 from attncheck.mods import scores
 from attncheck.mods.library import build_score, is_additive
 from attncheck.mods.scores import SCORES, alibi_slopes
-from attncheck.mods.spec import Dimensions, Spec
 
 DIMENSIONS = Dimensions(batch=1, heads=2, query=2, kv=3)
 TABLE = torch.tensor([[[[10.0, 20.0, 30.0], [40.0, 50.0, 60.0]]]])

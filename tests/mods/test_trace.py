@@ -11,11 +11,11 @@ from tests.mods.sample_mods import any_mask, any_score, planted
 
 from attncheck.core.errors import TraceError
 from attncheck.core.formats import fp32
+from attncheck.core.mod_spec import Dimensions, Spec
 from attncheck.inputs.problem import Problem
 from attncheck.mods import masks, scores
 from attncheck.mods.expression import Expression
 from attncheck.mods.library import build_mask, build_score
-from attncheck.mods.spec import Dimensions, Spec
 from attncheck.mods.trace import count_disagreements, trace_derivative, trace_mask, trace_score
 from attncheck.subjects.kernel_mods import mask_expression, score_expression
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
-from attncheck.mods.spec import Spec
 
 if TYPE_CHECKING:
     from attncheck.core.outputs import Outputs

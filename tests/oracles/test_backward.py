@@ -11,10 +11,10 @@ import torch
 
 from attncheck import oracles
 from attncheck.core.errors import ProblemError
-from attncheck.core.outputs import GRADIENTS
+from attncheck.core.mod_spec import Spec
 from attncheck.core.source_files import import_file
+from attncheck.core.tensor_names import GRADIENTS
 from attncheck.inputs.problem import Problem
-from attncheck.mods.spec import Spec
 from attncheck.oracles.backward_recurrences import flash2_backward
 from attncheck.oracles.float64_numbers import Float64
 from attncheck.oracles.mod_calls import Indices

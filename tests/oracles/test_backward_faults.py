@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from attncheck.core.mod_spec import Spec
 from attncheck.core.source_files import import_file
-from attncheck.mods.spec import Spec
 from attncheck.oracles import backward_recurrences, streaming_gradients
 from attncheck.oracles.float64_numbers import Float64
 from attncheck.oracles.streaming_forward import Blocks

@@ -9,10 +9,10 @@ import pytest
 
 from attncheck import oracles
 from attncheck.core.errors import UsageError
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
 from attncheck.mods.mpmath_algebra import MPMATH
-from attncheck.mods.spec import Spec
 from attncheck.oracles.backward_recurrences import dense_backward, flash2_backward
 from attncheck.oracles.mp_numbers import Mp
 from attncheck.oracles.recurrence_steps import Scores, safe, sink_of

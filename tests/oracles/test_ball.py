@@ -14,11 +14,11 @@ import flint
 from attncheck import oracles
 from attncheck.cases.variants import VARIANTS, Shape
 from attncheck.core.errors import UsageError
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
 from attncheck.mods.ball_algebra import BALLS
 from attncheck.mods.mpmath_algebra import MPMATH
-from attncheck.mods.spec import Spec
 from attncheck.oracles.ball_numbers import BITS, Ball
 from attncheck.oracles.mp_numbers import Mp
 

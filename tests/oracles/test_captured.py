@@ -11,12 +11,12 @@ import torch
 
 from attncheck import oracles
 from attncheck.core.errors import ProblemError, UsageError
+from attncheck.core.mod_spec import Spec
 from attncheck.core.source_files import import_file
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
 from attncheck.mods.captured_gradients import leaf_gradients
 from attncheck.mods.mpmath_algebra import MPMATH
-from attncheck.mods.spec import Spec
 from attncheck.oracles.backward_recurrences import dense_backward
 from attncheck.oracles.float64_numbers import Float64
 from attncheck.oracles.mp_numbers import Mp

@@ -17,11 +17,11 @@ from attncheck import oracles
 from attncheck.cases.variants import VARIANTS, Shape
 from attncheck.core.balls import error_bound, is_known
 from attncheck.core.conditions import Rows
+from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
 from attncheck.mods.ball_algebra import BALLS
-from attncheck.mods.spec import Spec
 from attncheck.oracles.ball_numbers import Ball, enclose_rows, proven_error
 
 # value_dim ≠ head_dim; 9 > 4 leaves a window's last rows without keys.

@@ -10,16 +10,16 @@ import torch
 
 from attncheck import oracles
 from attncheck.core.conditions import Rows
+from attncheck.core.declared_arithmetic import FP64_ORACLE
+from attncheck.core.mod_spec import Entry, Spec
 from attncheck.inputs.input_tensors import Inputs, draw_inputs
 from attncheck.inputs.problem import Problem
-from attncheck.judge.declared_arithmetic import FP64_ORACLE
 from attncheck.judge.deterministic_bound import deterministic_bound
 from attncheck.judge.score_errors import score_error
 from attncheck.mods.masks import MASKS
 from attncheck.mods.operation_errors import TORCH_FP64
 from attncheck.mods.running_error import RunningError
 from attncheck.mods.scores import SCORES
-from attncheck.mods.spec import Entry, Spec
 from attncheck.mods.trace import trace_score
 from attncheck.oracles import row_conditions as room
 from attncheck.oracles.row_conditions import (

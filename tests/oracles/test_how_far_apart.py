@@ -7,9 +7,9 @@ import math
 import pytest
 
 from attncheck import oracles
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
-from attncheck.mods.spec import Spec
 from attncheck.oracles.mp_numbers import Mp
 from attncheck.oracles.recurrence_steps import Result
 

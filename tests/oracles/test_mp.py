@@ -15,10 +15,10 @@ import torch
 from attncheck import oracles
 from attncheck.cases.variants import VARIANTS, Shape
 from attncheck.core.errors import UsageError
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.input_tensors import Inputs, draw_inputs
 from attncheck.inputs.problem import Problem
 from attncheck.mods.mpmath_algebra import MPMATH
-from attncheck.mods.spec import Spec
 from attncheck.oracles.forward_recurrences import flash1_forward, flash2_forward, split_forward
 from attncheck.oracles.mp_numbers import Mp
 

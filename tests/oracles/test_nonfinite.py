@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from attncheck import oracles
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
-from attncheck.mods.spec import Spec
 from attncheck.oracles.float64_numbers import Float64
 from attncheck.oracles.forward_recurrences import flash2_forward
 from attncheck.oracles.mp_numbers import Mp

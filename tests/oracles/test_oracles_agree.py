@@ -12,11 +12,11 @@ import torch
 
 from attncheck import oracles
 from attncheck.core.errors import UsageError
+from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.distributions import DISTRIBUTIONS
 from attncheck.inputs.input_tensors import Descale, Inputs, draw_inputs
 from attncheck.inputs.problem import Problem
-from attncheck.mods.spec import Spec
 from attncheck.oracles.float64_numbers import Float64
 from attncheck.oracles.mp_numbers import Mp
 from attncheck.oracles.streaming_forward import Blocks

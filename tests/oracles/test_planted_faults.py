@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from attncheck import oracles
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
-from attncheck.mods.spec import Spec
 from attncheck.oracles import forward_recurrences, recurrence_steps
 from attncheck.oracles.float64_numbers import Float64
 from attncheck.oracles.forward_recurrences import dense_attention

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from attncheck import oracles
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.input_tensors import Inputs, draw_inputs
 from attncheck.inputs.problem import Problem
-from attncheck.mods.spec import Spec
 from attncheck.oracles import forward_recurrences, recurrence_steps
 from attncheck.oracles.ball_numbers import enclose_rows, proven_error
 from attncheck.oracles.float64_numbers import Float64

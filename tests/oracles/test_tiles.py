@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from attncheck import oracles
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.input_tensors import Inputs, draw_inputs
 from attncheck.inputs.problem import Problem
-from attncheck.mods.spec import Spec
 from attncheck.oracles.mod_calls import Indices, call_mask
 from attncheck.oracles.streaming_forward import (
     Blocks,

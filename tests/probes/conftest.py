@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.problem import Problem
-from attncheck.mods.spec import Spec
 
 MASKS = {
     "full": Spec.of("full"),

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import torch
 
-from attncheck.capabilities.subject import Tiling
+from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.input_tensors import Descale
-from attncheck.mods.spec import Spec
+from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.subjects.ideal import Ideal
 
 TILING = Tiling(block_query=32, block_kv=32)

@@ -8,8 +8,8 @@ import torch
 from attncheck import probes
 from attncheck.core.errors import ProblemError, UnknownName
 from attncheck.core.formats import DTYPES
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.problem import Problem
-from attncheck.mods.spec import Spec
 from attncheck.probes.margins import is_countable
 from attncheck.probes.probe_inputs import (
     amplitudes,

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from attncheck import probes
-from attncheck.capabilities.named_kernels import subject_named
+from attncheck.core.mod_spec import Spec
 from attncheck.core.source_files import import_file
 from attncheck.inputs.problem import Case, Problem
-from attncheck.mods.spec import Spec
 from attncheck.reporting.diagnosis_text import diagnosis_text
+from attncheck.subjects.capabilities.named_kernels import subject_named
 from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.run_case import mask_rows, run_case
 

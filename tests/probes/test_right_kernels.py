@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from attncheck import probes
-from attncheck.capabilities.subject import Tiling
 from attncheck.core.formats import FORMATS, round_to
+from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.problem import Problem
-from attncheck.mods.spec import Spec
+from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.triton_flash import Flash2
 from attncheck.verify.evidence_builder import EvidenceBuilder

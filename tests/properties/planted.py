@@ -13,9 +13,9 @@ from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.triton_flash import Flash2
 
 if TYPE_CHECKING:
-    from attncheck.capabilities.subject import Call
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.mods.signatures import MaskMod
+    from attncheck.subjects.capabilities.subject import Call
 
 
 class Right(Ideal):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attncheck.capabilities.subject import Tiling
+from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.subjects.ideal import Ideal
 
 if TYPE_CHECKING:
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
     import torch
 
-    from attncheck.capabilities.subject import Subject
     from attncheck.inputs.problem import Problem
     from attncheck.mods.signatures import MaskMod
+    from attncheck.subjects.capabilities.subject import Subject
     from attncheck.subjects.ideal import Index
 
 BLOCK = 16

@@ -13,10 +13,10 @@ from attncheck.subjects.ideal import Ideal
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from attncheck.capabilities.subject import Call, Subject, Tiling
+    from attncheck.core.mod_spec import Spec
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
-    from attncheck.mods.spec import Spec
+    from attncheck.subjects.capabilities.subject import Call, Subject, Tiling
 
 SPLIT = 16  # keys
 

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.capabilities.subject import Tiling
+from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.subjects.ideal import Ideal
 
 if TYPE_CHECKING:
-    from attncheck.capabilities.subject import Call
     from attncheck.core.outputs import Outputs
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.mods.signatures import MaskMod, ScoreMod
+    from attncheck.subjects.capabilities.subject import Call
     from attncheck.subjects.ideal import Index
 
 

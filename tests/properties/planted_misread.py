@@ -7,18 +7,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.capabilities.subject import Tiling
 from attncheck.cases.strategies.mask_strategies import NEIGHBORHOODS
+from attncheck.core.mod_spec import FULL, NONE, Spec
 from attncheck.inputs.input_tensors import Descale
 from attncheck.inputs.problem import Problem
-from attncheck.mods.library import FULL, NONE
-from attncheck.mods.spec import Spec
+from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.subjects.ideal import Ideal
 
 if TYPE_CHECKING:
-    from attncheck.capabilities.subject import Call
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.mods.signatures import MaskMod, ScoreMod
+    from attncheck.subjects.capabilities.subject import Call
 
 SMALL = Tiling(block_query=16, block_kv=16)
 """Tiles of which several fit a small problem."""

@@ -7,19 +7,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.capabilities.subject import Tiling
-from attncheck.conventions.call_tensors import paged_inputs
+from attncheck.core.mod_spec import FULL, Spec
 from attncheck.inputs.problem import Problem
-from attncheck.mods.library import FULL
 from attncheck.mods.page_table import PageTable
-from attncheck.mods.spec import Spec
+from attncheck.subjects.capabilities.subject import Tiling
+from attncheck.subjects.conventions.call_tensors import paged_inputs
 from attncheck.subjects.ideal import Ideal
 
 if TYPE_CHECKING:
-    from attncheck.capabilities.subject import Call
-    from attncheck.conventions.call_tensors import PagedInputs
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.mods.signatures import MaskMod
+    from attncheck.subjects.capabilities.subject import Call
+    from attncheck.subjects.conventions.call_tensors import PagedInputs
 
 
 class Gathering(Ideal):

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.capabilities.subject import Tiling
 from attncheck.core.outputs import Outputs
+from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.subjects.ideal import Ideal
 
 if TYPE_CHECKING:
-    from attncheck.capabilities.subject import Call
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
+    from attncheck.subjects.capabilities.subject import Call
 
 
 class OtherSinks(Ideal):

@@ -122,7 +122,7 @@ def test_a_wrong_kernel_ends_pytest_in_one_line(judge: Judge, option: str, messa
 
 def test_the_plugin_imports_nothing_heavy() -> None:
     code = (
-        "import sys, attncheck.pytest_plugin; "
+        "import sys, attncheck.suite.pytest_plugin; "
         "print(*{'torch', 'triton', 'hypothesis', 'numpy'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.problem import Case, Problem
-from attncheck.mods.spec import Spec
 from attncheck.verify import question_fit as of_kernels
 
 if TYPE_CHECKING:

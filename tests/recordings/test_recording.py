@@ -17,6 +17,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from attncheck import oracles
 from attncheck.core.errors import ProblemError, UnknownName
 from attncheck.core.formats import FORMATS, round_to
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs import input_tensors
 from attncheck.inputs.distributions import DISTRIBUTIONS
 from attncheck.inputs.problem import Case, Problem
@@ -24,7 +25,6 @@ from attncheck.inputs.recording_file import load
 from attncheck.mods import trace
 from attncheck.mods.masks import MASKS
 from attncheck.mods.scores import SCORES
-from attncheck.mods.spec import Spec
 
 # Of tests/data/trained.safetensors, call by call.
 DIGESTS = ["295948c2", "5a73b380", "f294c281", "6a0855bd"]

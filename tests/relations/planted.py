@@ -7,9 +7,9 @@ import math
 
 import torch
 
+from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.problem import Problem
-from attncheck.mods.spec import Spec
 from attncheck.subjects.ideal import Ideal
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from attncheck.core.errors import ProblemError, UnknownName
+from attncheck.core.mod_spec import Spec
 from attncheck.core.paged_layout import Paging
 from attncheck.inputs.problem import Case
-from attncheck.mods.spec import Spec
 from attncheck.probes import PROBES
 from attncheck.relations import RELATIONS, relation_named
 from attncheck.relations.hidden_keys import first_hidden

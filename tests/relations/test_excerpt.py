@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from attncheck.core.errors import ProblemError
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs import input_tensors as inputs_room
-from attncheck.mods.spec import Spec
 from attncheck.relations.excerpt import Excerpt, can_excerpt
 
 MASKS = {

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs import input_tensors
 from attncheck.inputs.problem import Case, Problem
-from attncheck.mods.spec import Spec
 from attncheck.relations import RELATIONS, relation_named
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.run_case import run_case

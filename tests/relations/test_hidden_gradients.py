@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.problem import Case
-from attncheck.mods.spec import Spec
 from attncheck.relations.relation import Finding
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.run_case import run_case

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from attncheck.capabilities.subject import Tiling
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.problem import Case, Problem
-from attncheck.mods.spec import Spec
 from attncheck.relations import relation_named
+from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.subjects.ideal import Ideal
 from attncheck.suite.kernel_support import is_askable
 from attncheck.verify.run_case import run_case

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from attncheck.core.mod_spec import Spec
 from attncheck.core.paged_layout import Paging
 from attncheck.core.source_files import import_file
-from attncheck.mods.spec import Spec
 from attncheck.relations import RELATIONS, relation_named
 from attncheck.relations.relation import Finding
 from attncheck.verify.executor import Failure

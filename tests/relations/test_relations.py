@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case
-from attncheck.mods.spec import Spec
 from attncheck.relations import relation_named
 from attncheck.relations.parts import merge_error, merge_parts
 from attncheck.relations.relation import Finding, compare_bits, compare_values

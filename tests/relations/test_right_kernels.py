@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from attncheck.capabilities.subject import Tiling
+from attncheck.core.mod_spec import Spec
 from attncheck.core.paged_layout import Paging
 from attncheck.core.source_files import import_file
-from attncheck.mods.spec import Spec
 from attncheck.relations import RELATIONS, relation_named
+from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.subjects.ideal import Ideal
 
 paged = import_file(Path(__file__).parents[1] / "properties" / "planted_paged.py", "planted faults")

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from attncheck.core.formats import FORMATS
+from attncheck.core.mod_spec import Spec
 from attncheck.core.paged_layout import Paging
 from attncheck.core.source_files import import_file
 from attncheck.inputs.input_tensors import draw_inputs
-from attncheck.mods.spec import Spec
 from attncheck.relations import RELATIONS, mask_visibility, relation_named
 
 planted = import_file(Path(__file__).parent / "planted.py", "planted faults")

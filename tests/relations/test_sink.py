@@ -8,11 +8,11 @@ import math
 import pytest
 import torch
 
+from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
 from attncheck.core.paged_layout import Paging
 from attncheck.inputs import input_tensors as inputs_room
 from attncheck.inputs.problem import Case, Problem
-from attncheck.mods.spec import Spec
 from attncheck.relations import RELATIONS
 from attncheck.relations.excerpt import Excerpt
 from attncheck.subjects.ideal import Ideal

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from attncheck.core import strided_alloc
+from attncheck.core.mod_spec import Spec
 from attncheck.core.source_files import import_file
 from attncheck.inputs import input_tensors as inputs_room
-from attncheck.mods.spec import Spec
 from attncheck.relations import relation_named
 from attncheck.relations.relation import Finding
 from attncheck.subjects.ideal import Ideal

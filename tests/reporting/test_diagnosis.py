@@ -7,9 +7,9 @@ import math
 import pytest
 
 from attncheck.core.judgement import Judgement, Place, Worst
+from attncheck.core.mod_spec import Spec
 from attncheck.core.paged_layout import Paging
 from attncheck.inputs.problem import Case, Problem
-from attncheck.mods.spec import Spec
 from attncheck.records.failures import KeptFailure
 from attncheck.records.problem_summary import problem_of
 from attncheck.reporting.check_document import explanation

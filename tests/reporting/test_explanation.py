@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from attncheck.core.declared_arithmetic import default_arithmetic
 from attncheck.core.formats import FORMATS
 from attncheck.core.judgement import Place
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.problem import Case, Problem
-from attncheck.judge.declared_arithmetic import default_arithmetic
-from attncheck.mods.spec import Spec
 from attncheck.reporting import check_document, diagnosis_text
 from attncheck.reporting.check_document import explanation
 from attncheck.reporting.terminal import plain_text

@@ -9,7 +9,7 @@ import math
 import pytest
 
 from attncheck.core.judgement import BlindSpot, Judgement, Precision, Worst
-from attncheck.core.outputs import GRADIENTS
+from attncheck.core.tensor_names import GRADIENTS
 from attncheck.reporting.blind_spots import missed_faults, visible_faults
 from attncheck.reporting.number_text import percent, share
 from attncheck.reporting.record_text import JUDGED, STATUS_LOOKS

@@ -13,11 +13,11 @@ import torch
 
 from attncheck import probes
 from attncheck.core.errors import UsageError
+from attncheck.core.mod_spec import Spec
+from attncheck.diagnose import standalone_script
 from attncheck.diagnose.reproduce import run_again
 from attncheck.inputs.problem import Case, Problem
-from attncheck.mods.spec import Spec
 from attncheck.relations import relation_named
-from attncheck.standalone import standalone_script
 from attncheck.subjects.load import load_subject
 from attncheck.verify.relation_runs import relation_inputs
 

@@ -7,13 +7,13 @@ import dataclasses
 import pytest
 import torch
 
-from attncheck.capabilities import subject
-from attncheck.capabilities.named_kernels import builtin_names, subject_named
-from attncheck.capabilities.subject import Subject, Tiling
+from attncheck.core.declared_arithmetic import FP32, HOPPER_FP8, default_arithmetic
 from attncheck.core.formats import FORMATS, round_to
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.problem import Problem
-from attncheck.judge.declared_arithmetic import FP32, HOPPER_FP8, default_arithmetic
-from attncheck.mods.spec import Spec
+from attncheck.subjects.capabilities import subject
+from attncheck.subjects.capabilities.named_kernels import builtin_names, subject_named
+from attncheck.subjects.capabilities.subject import Subject, Tiling
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.torch_kernels import Flex, Sdpa
 from attncheck.subjects.triton_flash import (

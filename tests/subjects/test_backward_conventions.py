@@ -11,13 +11,13 @@ from tests.subjects.plain_gradients import Plain, exact_gradients
 from tests.subjects.plain_kernels import attend, flash_attn_with, varlen_with
 from torch.nn.functional import scaled_dot_product_attention
 
-from attncheck.capabilities.subject import Subject
-from attncheck.conventions.convention import ConventionOptions
-from attncheck.conventions.declarations import adopted
+from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
-from attncheck.mods.spec import Spec
+from attncheck.subjects.capabilities.subject import Subject
+from attncheck.subjects.conventions.convention import ConventionOptions
+from attncheck.subjects.conventions.declarations import adopted
 from attncheck.verify.executor import Execution, Failure, InProcess
 
 CAUSAL, BOTTOM_RIGHT = Spec.of("causal"), Spec.of("causal_bottom_right")

@@ -9,15 +9,15 @@ import torch
 from tests.subjects.plain_gradients import exact_gradients
 from tests.subjects.plain_kernels import banded
 
-from attncheck.capabilities.capability_table import read_table, render_table
-from attncheck.capabilities.declared import Declared
-from attncheck.conventions.convention import ConventionOptions
-from attncheck.conventions.declarations import adopted
 from attncheck.core.errors import UsageError
 from attncheck.core.formats import FORMATS
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
-from attncheck.mods.spec import Spec
+from attncheck.subjects.capabilities.capability_table import read_table, render_table
+from attncheck.subjects.capabilities.declared import Declared
+from attncheck.subjects.conventions.convention import ConventionOptions
+from attncheck.subjects.conventions.declarations import adopted
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.load import load_subject
 from attncheck.verify.executor import Execution, Failure, InProcess

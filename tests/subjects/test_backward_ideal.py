@@ -9,13 +9,13 @@ import pytest
 import torch
 from tests.subjects.plain_gradients import Plain, exact_gradients
 
-from attncheck.capabilities.subject import Tiling
 from attncheck.core.formats import DTYPES, fp32, round_to
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
 from attncheck.mods import library
-from attncheck.mods.spec import Spec
 from attncheck.subjects import ideal
+from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.executor import Execution, InProcess
 

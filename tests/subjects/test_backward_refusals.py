@@ -9,11 +9,11 @@ from tests.subjects.plain_kernels import flash_attn_with
 from tests.subjects.test_backward_conventions import PADDING, Native, Tampered, run, sdpa, small
 from torch.nn.attention.flex_attention import flex_attention
 
-from attncheck.conventions.convention import ConventionOptions
-from attncheck.conventions.declarations import adopted
+from attncheck.core.mod_spec import Spec
 from attncheck.core.paged_layout import Paging
 from attncheck.inputs.input_tensors import draw_inputs
-from attncheck.mods.spec import Spec
+from attncheck.subjects.conventions.convention import ConventionOptions
+from attncheck.subjects.conventions.declarations import adopted
 from attncheck.verify.executor import Failure, InProcess
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from attncheck.core.errors import UsageError
+from attncheck.diagnose import standalone_script
 from attncheck.inputs.problem import Case, Problem
-from attncheck.standalone import standalone_script
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.run_case import run_case
 

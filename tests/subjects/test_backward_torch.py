@@ -7,12 +7,12 @@ import torch
 from tests.subjects.plain_gradients import exact_gradients
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attncheck.capabilities import named_kernels
-from attncheck.conventions.torch_arithmetic import with_rounded_sums, with_rounded_weights
+from attncheck.core.declared_arithmetic import default_arithmetic
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
-from attncheck.judge.declared_arithmetic import default_arithmetic
-from attncheck.mods.spec import Spec
+from attncheck.subjects.capabilities import named_kernels
+from attncheck.subjects.conventions.torch_arithmetic import with_rounded_sums, with_rounded_weights
 from attncheck.subjects.torch_kernels import Flex, Sdpa
 from attncheck.verify.executor import Execution, InProcess
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from attncheck.conventions import call_tensors
-from attncheck.conventions.call_tensors import mask_size
 from attncheck.core.errors import TraceError
+from attncheck.core.mod_spec import NONE, Spec
 from attncheck.inputs.problem import Problem
 from attncheck.mods import library, trace
-from attncheck.mods.spec import Spec
 from attncheck.subjects import kernel_mods
+from attncheck.subjects.conventions import call_tensors
+from attncheck.subjects.conventions.call_tensors import mask_size
 from attncheck.subjects.torch_kernels import Sdpa
 
 MASKS = {
@@ -20,7 +20,7 @@ MASKS = {
     "padding": Spec.of("padding", lengths=[3, 9]),
 }
 SCORES = {
-    "none": library.NONE,
+    "none": NONE,
     "alibi": Spec.of("alibi"),
     "bias": Spec.of("relative_bias", distance=8, seed=0),
     "expression": Spec.of("expression", text="score + 0.1 * q_idx"),

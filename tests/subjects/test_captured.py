@@ -6,16 +6,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attncheck.capabilities import named_kernels
-from attncheck.capabilities.capability_table import Capabilities
-from attncheck.capabilities.declared import Declared
-from attncheck.capabilities.subject import Refused
+from attncheck.core.mod_spec import Entry, Spec
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.mods import library
 from attncheck.mods.captured_gradients import captured_tensors
-from attncheck.mods.spec import Entry, Spec
 from attncheck.subjects import torch_kernels
+from attncheck.subjects.capabilities import named_kernels
+from attncheck.subjects.capabilities.capability_table import Capabilities
+from attncheck.subjects.capabilities.declared import Declared
+from attncheck.subjects.capabilities.subject import Refused
 from attncheck.subjects.torch_kernels import Flex
 from attncheck.subjects.triton_flash import Flash2, Flash2Atomic
 from attncheck.verify.executor import InProcess

@@ -8,10 +8,10 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-from attncheck.capabilities import configuration
-from attncheck.capabilities.configuration import entry_from, with_table, write_file
-from attncheck.capabilities.declared import Declared
 from attncheck.core.errors import UnknownName, UsageError
+from attncheck.subjects.capabilities import configuration
+from attncheck.subjects.capabilities.configuration import entry_from, with_table, write_file
+from attncheck.subjects.capabilities.declared import Declared
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.load import kernel_names, load_subject
 

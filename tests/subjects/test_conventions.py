@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from attncheck.capabilities.subject import Subject
-from attncheck.conventions.convention import ConventionOptions
-from attncheck.conventions.declarations import CONVENTIONS, adopted, convention_named
 from attncheck.core.errors import UnknownName, UsageError
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
-from attncheck.mods.spec import Spec
+from attncheck.subjects.capabilities.subject import Subject
+from attncheck.subjects.conventions.convention import ConventionOptions
+from attncheck.subjects.conventions.declarations import CONVENTIONS, adopted, convention_named
 from attncheck.subjects.load import load_subject
 from attncheck.verify.executor import Execution, Failure, InProcess
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from tests.subjects import plain_kernels as plain
 
-from attncheck.conventions.window_masks import Band, band_window, mask_band
+from attncheck.core.mod_spec import Dimensions, Spec
 from attncheck.mods.library import build_mask
-from attncheck.mods.spec import Dimensions, Spec
+from attncheck.subjects.conventions.window_masks import Band, band_window, mask_band
 
 EDGES = [None, *range(-2, 3)]
 LENGTHS = [(q, k) for q in range(4) for k in range(4)]

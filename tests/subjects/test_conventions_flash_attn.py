@@ -8,12 +8,12 @@ import pytest
 import torch
 from tests.subjects import plain_kernels as plain
 
-from attncheck.capabilities.subject import Subject
-from attncheck.conventions.convention import ConventionOptions
-from attncheck.conventions.declarations import adopted
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
-from attncheck.mods.spec import Spec
+from attncheck.subjects.capabilities.subject import Subject
+from attncheck.subjects.conventions.convention import ConventionOptions
+from attncheck.subjects.conventions.declarations import adopted
 from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Execution, InProcess
 from attncheck.verify.run_case import run_case

@@ -7,10 +7,10 @@ import torch
 from tests.subjects import plain_kernels as plain
 from torch.nn.attention.flex_attention import flex_attention
 
-from attncheck.conventions.convention import ConventionOptions
-from attncheck.conventions.declarations import adopted
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.problem import Case, Problem
-from attncheck.mods.spec import Spec
+from attncheck.subjects.conventions.convention import ConventionOptions
+from attncheck.subjects.conventions.declarations import adopted
 from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.run_case import run_case
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from tests.subjects.plain_paged import with_kvcache
 
-from attncheck.capabilities.subject import Subject
 from attncheck.cases import check_cases
-from attncheck.conventions.declarations import adopted
+from attncheck.core.mod_spec import Spec
 from attncheck.core.paged_layout import Paging
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
-from attncheck.mods.spec import Spec
+from attncheck.subjects.capabilities.subject import Subject
+from attncheck.subjects.conventions.declarations import adopted
 from attncheck.verify.run_case import run_case
 
 PAGING = Paging(size=8, seed=1)
@@ -236,7 +236,7 @@ def test_a_function_that_writes_to_its_cache_is_found():
 @pytest.mark.parametrize("copied", [1 << 20, 0])
 def test_a_function_that_writes_to_its_tables_is_found(name, copied, monkeypatch):
     """Whether a copy was made before the call, or it is made once more after it."""
-    monkeypatch.setattr("attncheck.conventions.results._COPIED", copied)
+    monkeypatch.setattr("attncheck.subjects.conventions.results._COPIED", copied)
 
     def kernel(q, k_cache, v_cache, cache_seqlens, block_table):
         out = with_kvcache()(q, k_cache, v_cache, None, None, cache_seqlens, block_table)

@@ -8,12 +8,12 @@ import pytest
 import torch
 from tests.subjects import plain_kernels as plain
 
-from attncheck.conventions.call_tensors import attention_mask
-from attncheck.conventions.convention import ConventionOptions
-from attncheck.conventions.declarations import adopted
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
-from attncheck.mods.spec import Spec
+from attncheck.subjects.conventions.call_tensors import attention_mask
+from attncheck.subjects.conventions.convention import ConventionOptions
+from attncheck.subjects.conventions.declarations import adopted
 
 CAUSAL = Spec.of("causal")
 SOFTCAP, ALIBI = Spec.of("softcap", cap=2), Spec.of("alibi")

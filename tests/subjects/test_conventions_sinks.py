@@ -8,11 +8,11 @@ import math
 import pytest
 import torch
 
-from attncheck.conventions.convention import SINKS, ConventionOptions
-from attncheck.conventions.declarations import adopted
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
-from attncheck.mods.spec import Spec
+from attncheck.subjects.conventions.convention import SINKS, ConventionOptions
+from attncheck.subjects.conventions.declarations import adopted
 from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.relation_runs import check_relation
 from attncheck.verify.run_case import run_case

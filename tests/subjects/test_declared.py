@@ -7,15 +7,15 @@ import math
 import pytest
 import torch
 
-from attncheck.capabilities.capability_table import read_table
-from attncheck.capabilities.declared import Declared
-from attncheck.conventions import declarations
-from attncheck.conventions.convention import ConventionOptions
+from attncheck.core.declared_arithmetic import default_arithmetic
 from attncheck.core.errors import UsageError
 from attncheck.core.formats import dtype_named
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.problem import Case, Problem
-from attncheck.judge.declared_arithmetic import default_arithmetic
-from attncheck.mods.spec import Spec
+from attncheck.subjects.capabilities.capability_table import read_table
+from attncheck.subjects.capabilities.declared import Declared
+from attncheck.subjects.conventions import declarations
+from attncheck.subjects.conventions.convention import ConventionOptions
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.run_case import run_case
 

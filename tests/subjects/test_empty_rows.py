@@ -7,19 +7,19 @@ import math
 import pytest
 import torch
 
-from attncheck.capabilities.capability_table import EMPTY_ROWS
-from attncheck.conventions.convention import ConventionOptions
-from attncheck.conventions.declarations import adopted
-from attncheck.conventions.empty_rows import (
+from attncheck.core.mod_spec import Spec
+from attncheck.core.outputs import Outputs
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Case, Problem
+from attncheck.subjects.capabilities.capability_table import EMPTY_ROWS
+from attncheck.subjects.conventions.convention import ConventionOptions
+from attncheck.subjects.conventions.declarations import adopted
+from attncheck.subjects.conventions.empty_rows import (
     WrongEmptyRows,
     empty_rows,
     mean_allowance,
     settle_empty_rows,
 )
-from attncheck.core.outputs import Outputs
-from attncheck.inputs.input_tensors import draw_inputs
-from attncheck.inputs.problem import Case, Problem
-from attncheck.mods.spec import Spec
 from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.run_case import run_case
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from attncheck import oracles
+from attncheck.core.mod_spec import Spec
 from attncheck.core.source_files import import_file
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
 from attncheck.mods import library
-from attncheck.mods.spec import Spec
 from attncheck.subjects import ideal, triton_flash
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.triton_flash import Flash1, Flash2, launch_flash

@@ -7,13 +7,13 @@ import torch
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import flex_attention
 
-from attncheck.capabilities import subject
-from attncheck.capabilities.subject import Refused
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
 from attncheck.mods import library
-from attncheck.mods.spec import Spec
 from attncheck.subjects import torch_kernels
+from attncheck.subjects.capabilities import subject
+from attncheck.subjects.capabilities.subject import Refused
 from attncheck.subjects.torch_kernels import Flex
 
 MASKS = {

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from attncheck import oracles
-from attncheck.capabilities.named_kernels import BUILTIN
-from attncheck.capabilities.subject import Tiling
 from attncheck.core.formats import DTYPES, FORMATS
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
-from attncheck.mods.spec import Spec
 from attncheck.subjects import ideal
+from attncheck.subjects.capabilities.named_kernels import BUILTIN
+from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.triton_flash import (
     Flash1,

@@ -8,13 +8,13 @@ import math
 import pytest
 import torch
 
-from attncheck.capabilities.subject import Tiling
 from attncheck.core.formats import DTYPES, FORMATS, fp32, round_to
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.input_tensors import Descale, draw_inputs
 from attncheck.inputs.problem import Problem
 from attncheck.mods import library
-from attncheck.mods.spec import Spec
 from attncheck.subjects import ideal
+from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.subjects.ideal import Ideal, ideal_softmax
 
 MEASURED = [d.name for d in DTYPES.values() if d.measured]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from attncheck.capabilities import named_kernels
 from attncheck.core.errors import UnknownName, UsageError
+from attncheck.subjects.capabilities import named_kernels
 from attncheck.subjects.load import load_subject
 
 
@@ -51,7 +51,7 @@ def test_an_unknown_name_lists_the_known_ones():
 
 def test_listing_them_imports_neither_torch_nor_triton():
     code = (
-        "import sys; from attncheck.capabilities.named_kernels import builtin_names;"
+        "import sys; from attncheck.subjects.capabilities.named_kernels import builtin_names;"
         "builtin_names();"
         "sys.exit(bool({'torch', 'triton', 'numpy'} & set(sys.modules)))"
     )

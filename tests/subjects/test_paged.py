@@ -8,13 +8,17 @@ import pytest
 import torch
 
 from attncheck.cases.variants import plan_cells
-from attncheck.conventions.call_tensors import inputs_page_table, paged_inputs, sequence_lengths
+from attncheck.core.mod_spec import Spec
 from attncheck.core.paged_layout import Paging
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.page_table import draw_page_table
-from attncheck.mods.spec import Spec
 from attncheck.subjects import triton_caches
+from attncheck.subjects.conventions.call_tensors import (
+    inputs_page_table,
+    paged_inputs,
+    sequence_lengths,
+)
 from attncheck.subjects.triton_caches import Paged
 from attncheck.subjects.triton_flash import Flash2
 from attncheck.verify.environment import prepare

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attncheck.capabilities import subject
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
-from attncheck.mods.spec import Spec
 from attncheck.subjects import torch_kernels
+from attncheck.subjects.capabilities import subject
 from attncheck.subjects.torch_kernels import Sdpa
 
 MASKS = {

@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 
-from attncheck.capabilities.named_kernels import subject_named
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.input_tensors import Inputs, draw_inputs
 from attncheck.inputs.problem import Problem
 from attncheck.subjects import ideal as ideal_module
+from attncheck.subjects.capabilities.named_kernels import subject_named
 from attncheck.subjects.ideal import ideal_softmax
 from attncheck.subjects.softmax_kernels import launch_softmax
 

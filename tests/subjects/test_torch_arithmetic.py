@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attncheck.conventions.torch_arithmetic import CpuFlashDetector, fp32_products
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
 from attncheck.subjects import torch_kernels
+from attncheck.subjects.conventions.torch_arithmetic import CpuFlashDetector, fp32_products
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.torch_kernels import Flex, Sdpa
 from attncheck.verify.further_calls import _Late

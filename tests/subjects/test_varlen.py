@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attncheck.conventions.layouts import pack
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
-from attncheck.mods.spec import Spec
+from attncheck.subjects.conventions.layouts import pack
 from attncheck.subjects.triton_caches import Varlen
 from attncheck.verify.run_case import run_case
 

@@ -9,8 +9,8 @@ import pytest
 
 from attncheck.cases.tier import TIERS
 from attncheck.core.errors import UnknownName
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.problem import Case, Problem
-from attncheck.mods.spec import Spec
 from attncheck.subjects.load import load_subject
 from attncheck.suite import pytest_options
 from attncheck.suite.property_spec import _more, asks, cases

@@ -11,18 +11,18 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import attncheck
+from attncheck.core.declared_arithmetic import Arithmetic
 from attncheck.core.errors import AttncheckError
 from attncheck.core.formats import FORMATS
 from attncheck.core.judgement import Judgement
+from attncheck.core.mod_spec import Spec
 from attncheck.diagnose import user_tensors
 from attncheck.inputs import input_tensors
 from attncheck.inputs.distributions import DISTRIBUTIONS
 from attncheck.inputs.input_tensors import Descale
 from attncheck.inputs.problem import Problem
-from attncheck.judge.declared_arithmetic import Arithmetic
 from attncheck.mods.masks import MASKS
 from attncheck.mods.scores import SCORES
-from attncheck.mods.spec import Spec
 from attncheck.suite import python_api
 
 close = attncheck.assert_attention_close

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import attncheck
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs import input_tensors
 from attncheck.inputs.problem import Problem
-from attncheck.mods.spec import Spec
 from attncheck.suite import python_api
 
 close = attncheck.assert_attention_close

@@ -11,8 +11,8 @@ from torch.nn.functional import scaled_dot_product_attention
 import attncheck
 from attncheck.cases.strategies.sizes import shapes
 from attncheck.core.errors import UsageError
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.problem import Case, Problem
-from attncheck.mods.spec import Spec
 from attncheck.subjects.ideal import Ideal
 
 CAUSAL = Problem(query=5, kv=7, head_dim=8, dtype="fp32", mask=Spec.of("causal"))

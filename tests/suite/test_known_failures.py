@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from attncheck.core.errors import UsageError
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.problem import Case, Problem
-from attncheck.mods.spec import Spec
 from attncheck.subjects.ideal import Ideal
 from attncheck.suite.known_failures import known_failures, read_known_failures
 from attncheck.suite.pytest_options import MARK, Options

@@ -9,10 +9,10 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from attncheck.capabilities.subject import Refused
 from attncheck.cases.tier import TIERS
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.problem import Case, Problem
+from attncheck.subjects.capabilities.subject import Refused
 from attncheck.subjects.ideal import Ideal
 from attncheck.suite import pytest_options
 from attncheck.suite.property_spec import asks, cases
@@ -21,8 +21,8 @@ from attncheck.suite.under_test import UnderTest
 from attncheck.suite.wrong_answers import WrongAnswer
 
 if TYPE_CHECKING:
-    from attncheck.capabilities.subject import Call
     from attncheck.inputs.input_tensors import Inputs
+    from attncheck.subjects.capabilities.subject import Call
 
 pytest_options.register()
 MOST_NEAR = 90  # problems that are tried in place of a refused one

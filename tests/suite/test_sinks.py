@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from attncheck.cases.mask_samples import ProblemKind, sample_problems
-from attncheck.conventions.declarations import adopted
+from attncheck.subjects.conventions.declarations import adopted
 from attncheck.subjects.ideal import Ideal
 from attncheck.suite.kernel_support import NOT_APPLICABLE, KernelSupport
 from attncheck.suite.pytest_options import MARK

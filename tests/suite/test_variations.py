@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.problem import Case, Problem
-from attncheck.mods.spec import Spec
 from attncheck.relations import relation_named
 from attncheck.suite.property_spec import variations
 

@@ -6,8 +6,8 @@ import dataclasses
 
 import torch
 
-from attncheck.capabilities.subject import Refused, Subject, Tiling
 from attncheck.core.formats import FORMATS
+from attncheck.subjects.capabilities.subject import Refused, Subject, Tiling
 from attncheck.subjects.ideal import Ideal
 
 NARROW = Tiling(block_query=128, block_kv=32)

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from attncheck.capabilities.capability_table import read_table, render_table
-from attncheck.conventions.convention import ConventionOptions
+from attncheck.subjects.capabilities.capability_table import read_table, render_table
+from attncheck.subjects.conventions.convention import ConventionOptions
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.load import Candidate
 from attncheck.surveys import capability_detection

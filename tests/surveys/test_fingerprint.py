@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from attncheck.capabilities.subject import Tiling
 from attncheck.core.errors import UnknownName
 from attncheck.core.source_files import import_file
 from attncheck.records.survey_reports import FIELDS
+from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.load import load_subject
 from attncheck.subjects.torch_kernels import Sdpa

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attncheck.capabilities.named_kernels import subject_named
 from attncheck.core.errors import ProblemError
+from attncheck.core.mod_spec import Dimensions, Spec
 from attncheck.mods import expression
 from attncheck.mods.index_ranges import check_index_ranges
 from attncheck.mods.library import build_mask, build_score
-from attncheck.mods.spec import Dimensions, Spec
 from attncheck.mods.trace import trace_mask, trace_score
+from attncheck.subjects.capabilities.named_kernels import subject_named
 from attncheck.subjects.ideal import Ideal
 from attncheck.surveys.mod_survey import compare_backends
 

@@ -9,15 +9,15 @@ from unittest import mock
 import pytest
 import torch
 
-from attncheck.capabilities.named_kernels import subject_named
 from attncheck.core.formats import FORMATS
+from attncheck.core.mod_spec import Dimensions
 from attncheck.core.outputs import Outputs
 from attncheck.core.source_files import import_file
 from attncheck.mods import library
 from attncheck.mods.interval_algebra import Interval
 from attncheck.mods.mod_files import kind_of_mod, mods_in
-from attncheck.mods.spec import Dimensions
 from attncheck.mods.trace import trace_mask
+from attncheck.subjects.capabilities.named_kernels import subject_named
 from attncheck.subjects.ideal import Ideal
 from attncheck.surveys.applied_mods import ScoreInputs, lse_interval
 from attncheck.surveys.mod_survey import compare_backends, mpmath_backend

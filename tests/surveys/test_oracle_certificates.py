@@ -12,9 +12,9 @@ pytest.importorskip("flint", reason="python-flint is an optional extra")
 from attncheck import oracles
 from attncheck.cases.variants import VARIANTS, Shape
 from attncheck.core.errors import UsageError
+from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.problem import Problem
-from attncheck.mods.spec import Spec
 from attncheck.surveys import oracle_certificates
 from attncheck.surveys.oracle_certificates import certify_oracles
 

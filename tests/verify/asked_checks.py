@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from attncheck.core.errors import InterpreterUnavailable
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.problem import Case, Problem
 from attncheck.kernels import interpreter
-from attncheck.mods.spec import Spec
 from attncheck.subjects.load import load_subject
 from attncheck.verify.call_checks import CHECKS
 from attncheck.verify.run_case import run_case

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from attncheck.capabilities.subject import Tiling
 from attncheck.core.outputs import Outputs
+from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.subjects.ideal import Ideal
 
 RIGHT = 2

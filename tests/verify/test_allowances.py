@@ -10,12 +10,12 @@ import torch
 
 from attncheck.core.formats import FORMATS, round_to
 from attncheck.core.judgement import Place
+from attncheck.core.mod_spec import Entry, Spec
 from attncheck.inputs.problem import Case, Problem
 from attncheck.judge.deterministic_bound import deterministic_bound
 from attncheck.judge.score_errors import score_error
 from attncheck.mods.masks import MASKS
 from attncheck.mods.scores import SCORES
-from attncheck.mods.spec import Entry, Spec
 from attncheck.oracles import row_conditions as conditions_room
 from attncheck.oracles.row_conditions import compute_conditions
 from attncheck.subjects.ideal import Ideal

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from attncheck import probes
-from attncheck.capabilities.subject import Refused
 from attncheck.core.errors import UnknownName
+from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.problem import Case, Problem
-from attncheck.mods.spec import Spec
 from attncheck.relations import RELATIONS
+from attncheck.subjects.capabilities.subject import Refused
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify import relation_runs
 from attncheck.verify.question_fit import question_summary

@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 import torch
 
-from attncheck.capabilities.subject import Tiling
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.problem import Case, Problem
 from attncheck.mods import captured_gradients
-from attncheck.mods.spec import Spec
+from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.allowances import gradient_allowance, numbers_read
 from attncheck.verify.evidence_builder import EvidenceBuilder

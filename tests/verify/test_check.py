@@ -7,14 +7,14 @@ import math
 import pytest
 import torch
 
-from attncheck.capabilities.subject import Subject, Tiling
 from attncheck.core.formats import FORMATS, round_to
 from attncheck.core.judgement import Place
+from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.judge.error_measures import measure_errors, rounding_floor
-from attncheck.mods.spec import Spec
 from attncheck.records.record import LseErrors, OutErrors
+from attncheck.subjects.capabilities.subject import Subject, Tiling
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.run_case import run_case

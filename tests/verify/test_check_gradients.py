@@ -8,12 +8,12 @@ import msgspec
 import pytest
 import torch
 
-from attncheck.capabilities.subject import Tiling
 from attncheck.core.formats import FORMATS, round_to
 from attncheck.core.judgement import Place
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.problem import Case, Problem
 from attncheck.judge.error_measures import measure_errors
-from attncheck.mods.spec import Spec
+from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.run_case import run_case

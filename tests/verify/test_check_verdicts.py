@@ -7,10 +7,11 @@ import math
 import pytest
 import torch
 
-from attncheck.capabilities.subject import Refused, Tiling
-from attncheck.core.outputs import GRADIENTS, Outputs
+from attncheck.core.mod_spec import Spec
+from attncheck.core.outputs import Outputs
+from attncheck.core.tensor_names import GRADIENTS
 from attncheck.inputs.problem import Case, Problem, head_arrangement
-from attncheck.mods.spec import Spec
+from attncheck.subjects.capabilities.subject import Refused, Tiling
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.torch_kernels import Sdpa
 from attncheck.verify.evidence_builder import EvidenceBuilder

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from attncheck.core.mod_spec import Spec
 from attncheck.core.source_files import import_file
 from attncheck.inputs.problem import Case, Problem
 from attncheck.kernels import interpreter
-from attncheck.mods.spec import Spec
 from attncheck.subjects.load import load_subject
 from attncheck.verify.call_checks import CHECKS
 from attncheck.verify.environment import prepare

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 import torch
 
-from attncheck.capabilities.subject import Refused
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.problem import Case, Problem
+from attncheck.subjects.capabilities.subject import Refused
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify import accuracy
 from attncheck.verify.accuracy import measure_accuracy
@@ -20,8 +20,8 @@ from attncheck.verify.obligations import DIGITS, outputs_digest
 from attncheck.verify.run_case import run_case
 
 if TYPE_CHECKING:
-    from attncheck.capabilities.subject import Call
     from attncheck.inputs.input_tensors import Inputs
+    from attncheck.subjects.capabilities.subject import Call
 
 OUT = torch.tensor([[[[1.0, -2.0], [0.0, 4.0]]]])
 CASE = Case(problem=Problem(query=24, head_dim=16, dtype="bf16"))

@@ -7,10 +7,10 @@ import math
 import msgspec
 import pytest
 
-from attncheck.capabilities.subject import Tiling
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.record import ErrorMap
+from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.judging import MOST_HEADS, MOST_ROWS
 from attncheck.verify.run_case import run_case

@@ -10,12 +10,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attncheck.capabilities.subject import Subject
 from attncheck.core.formats import FORMATS
+from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
 from attncheck.inputs import input_tensors as inputs_room
 from attncheck.inputs.problem import Problem
-from attncheck.mods.spec import Spec
+from attncheck.subjects.capabilities.subject import Subject
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.executor import Execution, Failure, InProcess
 

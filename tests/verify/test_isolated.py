@@ -12,11 +12,11 @@ from msgspec.structs import replace
 from tests.verify import planted_processes as planted
 
 from attncheck.core.errors import UsageError
+from attncheck.core.mod_spec import Spec
 from attncheck.core.paged_layout import Paging
 from attncheck.diagnose.reproduce import exact_runs
 from attncheck.inputs import input_tensors as inputs_room
 from attncheck.inputs.problem import Case, Problem
-from attncheck.mods.spec import Spec
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.call_conditions import CallConditions
 from attncheck.verify.executor import Execution, Failure, InProcess, Origin

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from attncheck.capabilities.subject import Subject
 from attncheck.cases.variants import Cell, plan_cells
+from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.problem import Case, Problem
-from attncheck.mods.spec import Spec
+from attncheck.subjects.capabilities.subject import Subject
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.torch_kernels import Sdpa
 from attncheck.verify import evidence_builder

@@ -12,9 +12,9 @@ import torch
 from attncheck import assert_attention_close, oracles
 from attncheck.core.errors import OraclesDisagree
 from attncheck.core.judgement import Place
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
-from attncheck.mods.spec import Spec
 from attncheck.oracles.row_conditions import samples_all_rows
 from attncheck.records.record import FAILED_STATUSES
 from attncheck.subjects.ideal import Ideal

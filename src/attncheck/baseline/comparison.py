@@ -26,7 +26,7 @@ from attncheck.records.run_reports import Change
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from attncheck.core.outputs import TensorName
+    from attncheck.core.tensor_names import TensorName
     from attncheck.records.baseline_entries import Baseline, BaselineTensor, Entry, Key
     from attncheck.records.record import Environment, Record, Status
     from attncheck.records.run_reports import Answer, BaselineStanding, Stage

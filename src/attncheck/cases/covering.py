@@ -15,10 +15,9 @@ import covertable
 from attncheck.cases.variants import FURTHER, VARIANTS, Shape
 from attncheck.core.errors import ProblemError
 from attncheck.core.formats import DTYPES
+from attncheck.core.mod_spec import FULL, NONE, Spec
 from attncheck.core.paged_layout import Paging
 from attncheck.inputs.problem import Problem
-from attncheck.mods.library import FULL, NONE
-from attncheck.mods.spec import Spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from attncheck.core.formats import DTYPES
+from attncheck.core.mod_spec import Spec
 from attncheck.core.paged_layout import Paging
 from attncheck.inputs.problem import SOFTMAX_DTYPES, Problem
-from attncheck.mods.spec import Spec
 
 __all__ = ["PLAIN_KIND", "SOFTMAX", "ProblemKind", "sample_problems"]
 

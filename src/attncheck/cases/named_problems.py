@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from attncheck.core.formats import FORMATS
+from attncheck.core.mod_spec import Spec
 from attncheck.core.paged_layout import Paging
-from attncheck.mods.spec import Spec
 
 __all__ = [
     "BACKWARD_CAP",

@@ -14,19 +14,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from attncheck.core.errors import ProblemError, UnknownName, UsageError, without_recorded
 from attncheck.core.formats import DTYPES, round_to
+from attncheck.core.mod_spec import FULL, NONE, Entry, Spec
 from attncheck.core.paged_layout import Paging
 from attncheck.inputs.distributions import DISTRIBUTIONS, Sizes
 from attncheck.inputs.problem import SOFTMAX_DTYPES, Problem, head_arrangement
-from attncheck.mods.library import FULL, NONE
 from attncheck.mods.masks import MASKS
 from attncheck.mods.scores import SCORES
-from attncheck.mods.spec import Entry, Spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from attncheck.capabilities.subject import Subject
     from attncheck.inputs.recorded_calls import Recording
+    from attncheck.subjects.capabilities.subject import Subject
 
 __all__ = [
     "ALL",

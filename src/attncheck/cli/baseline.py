@@ -46,8 +46,8 @@ class Measurements:
 
 def baseline_path(typed: str | None) -> Path:
     """Where the baseline is: as typed, or beside the project's configuration, or here."""
-    from attncheck.capabilities.configuration import nearest_tables
     from attncheck.records.baseline_entries import BASELINE_FILE
+    from attncheck.subjects.capabilities.configuration import nearest_tables
 
     if typed is not None:
         return Path(typed)

@@ -75,7 +75,7 @@ def blocks(  # noqa: PLR0913  # one parameter per option
     A kernel with a block mask, FlexAttention's or ours, skips the empty tiles, and applies the mask
     in the partial ones.
     """
-    from attncheck.mods.spec import Dimensions
+    from attncheck.core.mod_spec import Dimensions
     from attncheck.reporting import rendering
     from attncheck.surveys.block_survey import blocks_of, mask_of, survey_blocks
 

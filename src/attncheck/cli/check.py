@@ -20,9 +20,9 @@ from attncheck.cli.options import (
 from attncheck.cli.standard_output import Interrupts, Verb, standard_output
 
 if TYPE_CHECKING:
-    from attncheck.capabilities.subject import Subject
     from attncheck.cases.check_cases import CheckCase
     from attncheck.records.record import Record, Report
+    from attncheck.subjects.capabilities.subject import Subject
 
 __all__ = ["check"]
 

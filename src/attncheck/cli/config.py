@@ -23,8 +23,8 @@ def config(files: tuple[str, ...]) -> int:
 
     Exit code 2 when something is wrong.
     """
-    from attncheck.capabilities.configuration_mistakes import find_mistakes
     from attncheck.core.sanitize_text import one_line
+    from attncheck.subjects.capabilities.configuration_mistakes import find_mistakes
 
     paths = [Path(file) for file in files] or [_nearest()]
     wrong = []
@@ -43,8 +43,8 @@ def _nearest() -> Path:
     """Raises UsageError where no file names kernels."""
     import os
 
-    from attncheck.capabilities import configuration
     from attncheck.core.errors import UsageError
+    from attncheck.subjects.capabilities import configuration
 
     path, _ = configuration.nearest_tables()
     if path is None:

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
     import torch
 
-    from attncheck.capabilities.subject import Subject
     from attncheck.cases.tier import Tier
     from attncheck.inputs.problem import Case
     from attncheck.records.record import Record
+    from attncheck.subjects.capabilities.subject import Subject
     from attncheck.suite.under_test import UnderTest
 
 __all__ = [
@@ -273,14 +273,13 @@ def search_with_hypothesis(
 
 def search_tile_edges(subject: Subject, device: str) -> DemoFailure | None:
     """The shortest of the lengths at the edges of tiles that fails, asked one after the other."""
-    from attncheck.inputs.problem import Problem
-    from attncheck.probes import cases
+    from attncheck.inputs.problem import Case, Problem
     from attncheck.verify.run_case import run_case
 
     lengths = sorted({tile + step for tile in _TILES for step in (-1, 0, 1)})
     for count, length in enumerate(lengths, 1):
         problem = Problem(query=1, kv=length, head_dim=16, heads=1, dtype=DTYPE)
-        case: Case = cases(_QUESTION, problem)[0]
+        case = Case(problem=problem, question=_QUESTION, parameters={"round": 0})
         record = run_case(subject, case, device=device)
         if record.status in {"fail", "error"}:
             return DemoFailure(first=record, smallest=record, before=count, after=0)

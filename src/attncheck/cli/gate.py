@@ -269,11 +269,11 @@ def plan_run(
     if missing := [name for name in ("hypothesis", "pytest") if find_spec(name) is None]:
         raise UsageError(f"a gate needs {missing[0]}: pip install 'attncheck[properties]'.")
     from attncheck.cases.tier import default_tier, tier_named
-    from attncheck.conventions.declarations import convention_named
     from attncheck.gate.choices import BaselineCases, Choices, parse_stages
     from attncheck.gate.gate_report import journal_header
     from attncheck.gate.plan import describe_units, replay_units
     from attncheck.gate.sources import source_fingerprint
+    from attncheck.subjects.conventions.declarations import convention_named
     from attncheck.verify.environment import default_device, require_device
     from attncheck.workers.units import Shard
 
@@ -441,7 +441,7 @@ def _kernels_of(words: tuple[str, ...]) -> tuple[str, ...]:
     Raises:
         UsageError: where there is none, or a name that nobody knows.
     """
-    from attncheck.capabilities.configuration import read_configuration
+    from attncheck.subjects.capabilities.configuration import read_configuration
     from attncheck.subjects.load import is_reference, kernel_names
 
     if not words:

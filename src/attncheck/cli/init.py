@@ -53,7 +53,7 @@ def init(  # noqa: PLR0913  # one parameter per option
 
     Exit code 5, and nothing is written, when the kernel takes nothing.
     """
-    from attncheck.capabilities.configuration import (
+    from attncheck.subjects.capabilities.configuration import (
         check_kernel_name,
         default_path,
         with_table,
@@ -81,8 +81,8 @@ def _table(kernel: Candidate, detected: DetectedCapabilities, path: Path, name: 
     """The proposal, with what only its author can say kept from the table that it replaces."""
     from msgspec.structs import replace
 
-    from attncheck.capabilities.capability_table import render_table
-    from attncheck.capabilities.configuration import entry_from, table_header
+    from attncheck.subjects.capabilities.capability_table import render_table
+    from attncheck.subjects.capabilities.configuration import entry_from, table_header
     from attncheck.surveys.proposed_table import propose_table
 
     proposal, comments = propose_table(detected, entry_from(kernel.entry, path))

@@ -61,12 +61,12 @@ def _echo(catalogue: dict[str, Any]) -> None:
 
 
 def _catalogue(device: str) -> dict[str, Any]:
-    from attncheck.capabilities import named_kernels
     from attncheck.cases.variants import FURTHER, VARIANTS
     from attncheck.core.formats import DTYPES
     from attncheck.inputs.distributions import DISTRIBUTIONS
     from attncheck.mods.masks import MASKS
     from attncheck.mods.scores import SCORES
+    from attncheck.subjects.capabilities import named_kernels
 
     subjects = [named_kernels.subject_named(name) for name in named_kernels.builtin_names()]
     dtypes = {
@@ -90,7 +90,7 @@ def _catalogue(device: str) -> dict[str, Any]:
 
 def _kernels_of_others() -> dict[str, dict[str, str]]:
     """Those of the configuration and of installed packages, none of which is imported."""
-    from attncheck.capabilities import configuration
+    from attncheck.subjects.capabilities import configuration
 
     project = configuration.read_configuration()
     points = configuration.entry_points()

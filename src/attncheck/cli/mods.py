@@ -20,8 +20,8 @@ from attncheck.cli.standard_output import Interrupts, Verb, standard_output
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attncheck.capabilities.subject import Subject
-    from attncheck.mods.spec import Dimensions
+    from attncheck.core.mod_spec import Dimensions
+    from attncheck.subjects.capabilities.subject import Subject
 
 __all__ = ["mods"]
 
@@ -121,8 +121,8 @@ def _refuse(
 
 def _subjects(kernels: tuple[str, ...], device: str) -> list[Subject]:
     """Raises UsageError for a kernel asked for by name that mods do not concern."""
-    from attncheck.capabilities import named_kernels
     from attncheck.core.errors import UsageError
+    from attncheck.subjects.capabilities import named_kernels
     from attncheck.surveys.mod_survey import concerns_mods, takes_any_mod
     from attncheck.verify.environment import prepare
 

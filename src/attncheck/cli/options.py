@@ -13,7 +13,7 @@ import click
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
 
-    from attncheck.capabilities.subject import Subject
+    from attncheck.subjects.capabilities.subject import Subject
 
 __all__ = [
     "apply_options",

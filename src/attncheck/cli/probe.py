@@ -58,9 +58,9 @@ def probe(
 
     Exit code 0, whatever is found; 5 when the kernel takes nothing.
     """
-    from attncheck.capabilities.capability_table import render_table
-    from attncheck.capabilities.configuration import default_path, entry_from, table_header
     from attncheck.reporting.terminal import document_lines, print_lines, print_text
+    from attncheck.subjects.capabilities.capability_table import render_table
+    from attncheck.subjects.capabilities.configuration import default_path, entry_from, table_header
     from attncheck.surveys.proposed_table import propose_table
 
     device, kernel, detected = run_probe(interrupts, spec, convention, device, quiet=quiet)
@@ -122,7 +122,7 @@ def run_probe(
 
 def name_of(spec: str) -> str:
     """What a table of the kernel is called unless it is told: as the function is."""
-    from attncheck.capabilities import named_kernels
+    from attncheck.subjects.capabilities import named_kernels
 
     if spec in named_kernels.BUILTIN:
         return f"my-{spec}"

@@ -12,10 +12,10 @@ from attncheck.cli.options import device_option
 from attncheck.cli.standard_output import Interrupts, Verb, standard_output
 
 if TYPE_CHECKING:
-    from attncheck.capabilities.subject import Subject
     from attncheck.inputs.problem import Case
     from attncheck.records.failures import Reproduction
     from attncheck.records.record import Record
+    from attncheck.subjects.capabilities.subject import Subject
 
 __all__ = ["repro", "write_script"]
 
@@ -165,8 +165,8 @@ def write_script(  # who is asked what
     """
     from attncheck.core.files import write_texts
     from attncheck.core.sanitize_text import one_line
+    from attncheck.diagnose.standalone_script import render_script
     from attncheck.records.problem_summary import problem_of
-    from attncheck.standalone.standalone_script import render_script
     from attncheck.verify.question_fit import question_summary
 
     facts = {

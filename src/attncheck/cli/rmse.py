@@ -23,9 +23,9 @@ from attncheck.cli.options import (
 from attncheck.cli.standard_output import Interrupts, Verb, standard_output
 
 if TYPE_CHECKING:
-    from attncheck.capabilities.subject import Subject
     from attncheck.cases.variants import Cell
     from attncheck.records.record import Report
+    from attncheck.subjects.capabilities.subject import Subject
 
 __all__ = ["RmseOptions", "rmse"]
 
@@ -213,10 +213,10 @@ def _joined_report(options: RmseOptions) -> Report:
 
 def _measured(interrupts: Interrupts, options: RmseOptions) -> Report:
     """Measure what is asked for; of one cell that is to be explained show that."""
-    from attncheck.capabilities import named_kernels
     from attncheck.cli.progress import progress
     from attncheck.inputs.problem import Case
     from attncheck.reporting import rendering
+    from attncheck.subjects.capabilities import named_kernels
     from attncheck.verify.environment import default_device, prepare, require_device
     from attncheck.verify.verify import (
         applicable_subjects,

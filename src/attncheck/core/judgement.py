@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from attncheck.core.outputs import AXES, TensorName
+from attncheck.core.tensor_names import AXES, TensorName
 
 __all__ = [
     "BlindSpot",

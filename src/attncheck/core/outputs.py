@@ -1,32 +1,18 @@
-"""Tensors that an oracle and a kernel both give: their names, axes and values."""
+"""Tensors that an oracle and a kernel both give."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
+
+from attncheck.core.tensor_names import AXES, GRADIENTS
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["AXES", "GRADIENTS", "Outputs", "TensorName"]
+    from attncheck.core.tensor_names import TensorName
 
-
-TensorName = Literal["out", "lse", "dq", "dk", "dv", "dsink", "dcaptured"]
-"""Names of the tensors that are compared."""
-
-AXES: dict[TensorName, tuple[str, ...]] = {
-    "out": ("batch", "head", "query", "dim"),
-    "lse": ("batch", "head", "query"),
-    "dq": ("batch", "head", "query", "dim"),
-    "dk": ("batch", "key head", "key", "dim"),
-    "dv": ("batch", "key head", "key", "dim"),
-    "dsink": ("head",),
-    "dcaptured": ("number",),
-}
-"""The axes of each."""
-
-GRADIENTS: tuple[TensorName, ...] = ("dq", "dk", "dv", "dsink", "dcaptured")
-"""Names of the gradients."""
+__all__ = ["Outputs"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

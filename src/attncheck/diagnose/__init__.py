@@ -1,1 +1,1 @@
-"""Room ``diagnose``."""
+"""Diagnosis of a failure, and ways to see it again."""

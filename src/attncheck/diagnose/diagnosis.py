@@ -46,10 +46,10 @@ from attncheck.verify.run_case import run_case
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
-    from attncheck.capabilities.subject import Subject
     from attncheck.inputs.problem import Problem
     from attncheck.judge.fault_explanation import FaultExplanation
     from attncheck.records.record import Record
+    from attncheck.subjects.capabilities.subject import Subject
     from attncheck.verify.executor import Executor
 
 __all__ = [

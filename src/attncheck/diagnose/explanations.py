@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attncheck.core.outputs import Outputs, TensorName
+    from attncheck.core.outputs import Outputs
+    from attncheck.core.tensor_names import TensorName
     from attncheck.fault_models import FaultModel
     from attncheck.inputs.problem import Problem
     from attncheck.verify.evidence_builder import EvidenceBuilder

@@ -16,8 +16,8 @@ from attncheck.verify.relation_runs import relation_inputs
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from attncheck.capabilities.subject import Subject
     from attncheck.core.outputs import Outputs
+    from attncheck.subjects.capabilities.subject import Subject
     from attncheck.verify.call_conditions import Contents
     from attncheck.verify.executor import Executor
 

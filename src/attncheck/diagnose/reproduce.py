@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.capabilities.subject import capability
+from attncheck.core.declared_arithmetic import default_arithmetic
 from attncheck.core.outputs import Outputs
 from attncheck.diagnose.diagnosis import diagnose_failure
 from attncheck.inputs.problem import Case, short_id
-from attncheck.judge.declared_arithmetic import default_arithmetic
 from attncheck.records.failures import KeptFailure
 from attncheck.relations import RELATIONS
+from attncheck.subjects.capabilities.subject import capability
 from attncheck.verify.environment import environment, fingerprint
 from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Executor, Failure, InProcess, Origin
@@ -22,9 +22,9 @@ from attncheck.verify.relation_runs import relation_inputs as runs_of
 from attncheck.verify.run_case import run_case
 
 if TYPE_CHECKING:
-    from attncheck.capabilities.subject import Subject
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.records.record import Record
+    from attncheck.subjects.capabilities.subject import Subject
 
 __all__ = ["ExactRun", "exact_runs", "new_failure", "run_again"]
 

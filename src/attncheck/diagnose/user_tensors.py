@@ -10,23 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attncheck.capabilities.subject import capability
+from attncheck.core.declared_arithmetic import Arithmetic, default_arithmetic
 from attncheck.core.errors import ProblemError, UsageError
 from attncheck.core.formats import DTYPES, FORMATS
+from attncheck.core.mod_spec import FULL, NONE, Dimensions, Entry, Spec
 from attncheck.core.outputs import Outputs
 from attncheck.diagnose.diagnosis import LARGEST_DIAGNOSED, diagnose_result
 from attncheck.inputs import input_tensors as inputs_room
 from attncheck.inputs.distributions import DISTRIBUTIONS, Distribution
 from attncheck.inputs.input_tensors import Descale, Inputs
 from attncheck.inputs.problem import Case, Problem
-from attncheck.judge.declared_arithmetic import Arithmetic, default_arithmetic
 from attncheck.mods.index_ranges import check_index_ranges
-from attncheck.mods.library import FULL, NONE
 from attncheck.mods.masks import MASKS
 from attncheck.mods.scores import SCORES, table_reader
-from attncheck.mods.spec import Dimensions, Entry, Spec
 from attncheck.mods.torch_tracer import describe_mod
 from attncheck.mods.trace import count_disagreements, trace_mask, trace_score
+from attncheck.subjects.capabilities.subject import capability
 from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Execution, out_of_memory
 from attncheck.verify.judging import judge_outputs

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from attncheck.core.mod_spec import Dimensions, Spec
     from attncheck.fault_models.exact_attention import ExactAttention
     from attncheck.fault_models.fault_model import Form
     from attncheck.inputs.problem import Problem
     from attncheck.mods.signatures import ScoreMod
-    from attncheck.mods.spec import Dimensions, Spec
 
 __all__ = ["MODELS", "fixed_scale", "scale_by", "score_with"]
 

@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from attncheck.core.formats import FORMATS
+from attncheck.core.mod_spec import build_entry
 from attncheck.mods.masks import MASKS
 from attncheck.mods.scores import SCORES
-from attncheck.mods.spec import build_entry
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
 
+    from attncheck.core.mod_spec import Dimensions, Entry, Spec
     from attncheck.inputs.problem import Problem
     from attncheck.mods.signatures import MaskMod, ScoreMod
-    from attncheck.mods.spec import Dimensions, Entry, Spec
 
 __all__ = [
     "LOG2E",

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attncheck
-from attncheck.capabilities.subject import Subject
 from attncheck.core.errors import UnknownName, UsageError
 from attncheck.core.source_files import import_file
 from attncheck.faults.catalogue import CATEGORIES, CONTROLS, FAULTS, fault_named
 from attncheck.faults.fault import Control, Fault
 from attncheck.records.fault_scores import ControlScore, FaultScore
+from attncheck.subjects.capabilities.subject import Subject
 from attncheck.workers.units import Unit
 
 if TYPE_CHECKING:

@@ -9,21 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attncheck.capabilities.subject import Refused
-from attncheck.conventions.declarations import parse_call
-from attncheck.conventions.parse import ParsedCall, UnreadableCall
 from attncheck.core.errors import AttncheckError
+from attncheck.core.mod_spec import FULL, Spec
 from attncheck.core.outputs import Outputs
 from attncheck.diagnose.user_tensors import UserTensors
-from attncheck.mods.library import FULL
-from attncheck.mods.spec import Spec
+from attncheck.subjects.capabilities.subject import Refused
+from attncheck.subjects.conventions.declarations import parse_call
+from attncheck.subjects.conventions.parse import ParsedCall, UnreadableCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from attncheck.capabilities.subject import Subject
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
+    from attncheck.subjects.capabilities.subject import Subject
 
 __all__ = ["ShimSettings", "make_shim"]
 

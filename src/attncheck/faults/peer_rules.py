@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attncheck import oracles
-from attncheck.conventions.call_tensors import attention_mask
-from attncheck.conventions.torch_arithmetic import fp32_products
 from attncheck.core.formats import FORMATS, round_to
-from attncheck.mods import library
+from attncheck.core.mod_spec import NONE
 from attncheck.probes import PROBES
 from attncheck.records.fault_scores import PeerVerdict
+from attncheck.subjects.conventions.call_tensors import attention_mask
+from attncheck.subjects.conventions.torch_arithmetic import fp32_products
 from attncheck.subjects.ideal import Ideal, Index, slope
 from attncheck.verify.executor import Execution, Failure, InProcess
 
@@ -37,10 +37,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attncheck.capabilities.subject import Subject
-    from attncheck.core.outputs import Outputs, TensorName
+    from attncheck.core.outputs import Outputs
+    from attncheck.core.tensor_names import TensorName
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Case
+    from attncheck.subjects.capabilities.subject import Subject
 
 __all__ = [
     "ALLCLOSE",
@@ -127,7 +128,7 @@ class PeerReference:
         q, k, v = self._operands
         scaled, dout = self._rounded(k * problem.scale), inputs.dout.float()
         scores, slopes = self._product(q, scaled.mT), torch.ones(())
-        if problem.score != library.NONE:
+        if problem.score != NONE:
             mod, at = problem.score_mod(str(scores.device)), self._indices
             slopes = slope(mod, scores, Index(b=at[0], h=at[1], q_idx=at[2], kv_idx=at[3]))
             scores = self._rounded(self._modified(scores))
@@ -159,7 +160,7 @@ class PeerReference:
     def _modified(self, products: Tensor) -> Tensor:
         """Scores ``(batch, heads, query, kv)`` through the score mod of the problem."""
         problem = self.inputs.problem
-        if problem.score == library.NONE:
+        if problem.score == NONE:
             return products
         mod = problem.score_mod(str(products.device))
         return mod(products, *self._indices).to(products.dtype)

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import attncheck
-from attncheck.capabilities import named_kernels
 from attncheck.faults.catalogue import SHARED_PATCHES
 from attncheck.faults.patching import NotPlanted, apply_patches
+from attncheck.subjects.capabilities import named_kernels
 
 if TYPE_CHECKING:
     from attncheck.fault_models.steps import Steps

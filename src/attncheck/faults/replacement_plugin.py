@@ -125,9 +125,9 @@ def _replacing(replacement: Replacement, log: _EventLog) -> Callable[[ModuleType
 
 
 def _make_shim(function: Callable[..., Any], replacement: Replacement, log: _EventLog) -> Any:
-    from attncheck.conventions import declarations
-    from attncheck.conventions.declarations import READERS
     from attncheck.faults.kernel_shim import ShimSettings, make_shim
+    from attncheck.subjects.conventions import declarations
+    from attncheck.subjects.conventions.declarations import READERS
     from attncheck.subjects.load import load_subject
 
     shown = [name for name in READERS if declarations.CONVENTIONS[name].claims(function)]

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 from msgspec import UNSET, to_builtins
 from msgspec.structs import replace
 
-from attncheck.capabilities.named_kernels import subject_named
 from attncheck.core.errors import AttncheckError, UsageError
 from attncheck.core.sanitize_text import one_line
 from attncheck.faults.catalogue import fault_named
@@ -36,6 +35,7 @@ from attncheck.gate.property_stage import KnownFailures
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.fault_scores import ControlScore, Detection, FaultScore, WrongAnswer
 from attncheck.records.record import FAILED_STATUSES, Diagnosis
+from attncheck.subjects.capabilities.named_kernels import subject_named
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.environment import environment, fingerprint, prepare
 from attncheck.verify.remote_kernel import Deadlines
@@ -45,9 +45,9 @@ from attncheck.workers.units import Done
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from attncheck.capabilities.subject import Subject
     from attncheck.records.record import Explanation, Record
     from attncheck.records.run_reports import Answer
+    from attncheck.subjects.capabilities.subject import Subject
     from attncheck.workers.units import Unit
 
 __all__ = ["CATEGORY_OF_FILES", "FaultScorer", "GateRun", "NotScored", "rank_of", "work"]

@@ -17,7 +17,6 @@ import torch
 from msgspec.structs import replace
 
 from attncheck import oracles
-from attncheck.capabilities.subject import Tiling
 from attncheck.core.draws import Draws
 from attncheck.core.errors import UsageError
 from attncheck.faults.continuous_faults import continuous_fault_named
@@ -31,6 +30,7 @@ from attncheck.inputs.problem import Case
 from attncheck.probes import PROBES
 from attncheck.records.fault_scores import ATTNCHECK_RULE, FaultSensitivity, SmallestFault
 from attncheck.records.record import FAILED_STATUSES
+from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.run_case import run_case
 

@@ -28,12 +28,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 from msgspec import to_builtins
 
-from attncheck.conventions.declarations import READERS
 from attncheck.core.errors import UnknownName, UsageError
 from attncheck.faults.catalogue import fault_named
 from attncheck.faults.planting import plant
 from attncheck.faults.replacement_plugin import VARIABLE, Replacement
 from attncheck.records.fault_scores import OwnTestsScore
+from attncheck.subjects.conventions.declarations import READERS
 from attncheck.workers.units import Done
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from attncheck.core.errors import UsageError
 from attncheck.gate.choices import Choices
-from attncheck.gate.failures import SHRUNK_STATUSES, FailureLog
+from attncheck.gate.gate_failures import SHRUNK_STATUSES, FailureLog
 from attncheck.gate.kernel_hosts import KernelHosts, MissingKernelError
 from attncheck.gate.plan import plan_kernel
 from attncheck.gate.planning import CachingExecutor, Planning

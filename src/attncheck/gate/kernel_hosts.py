@@ -13,8 +13,8 @@ from attncheck.verify.remote_kernel import Deadlines
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attncheck.capabilities.subject import Subject
     from attncheck.gate.choices import Choices
+    from attncheck.subjects.capabilities.subject import Subject
     from attncheck.verify.executor import Executor
     from attncheck.workers.units import Unit
 

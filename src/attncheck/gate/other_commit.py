@@ -121,7 +121,7 @@ class CommitTree:
             UsageError: for a kernel of attncheck's, and for a file outside of the repository: they
                 are no part of the commit.
         """
-        from attncheck.capabilities.named_kernels import BUILTIN
+        from attncheck.subjects.capabilities.named_kernels import BUILTIN
 
         if kernel in BUILTIN:
             raise UsageError(

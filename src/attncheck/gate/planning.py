@@ -28,10 +28,10 @@ from attncheck.workers.units import Unit
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from attncheck.capabilities.subject import Subject
     from attncheck.gate.choices import Choices
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.records.run_reports import Stage
+    from attncheck.subjects.capabilities.subject import Subject
     from attncheck.verify.executor import Execution, Executor, Origin
 
 __all__ = ["CachingExecutor", "Planning", "move_case"]

@@ -11,11 +11,11 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attncheck.capabilities import named_kernels
-from attncheck.capabilities.capability_table import matches_pattern, pattern_files
-from attncheck.capabilities.configuration import read_configuration
 from attncheck.core.errors import UsageError
 from attncheck.core.sanitize_text import one_line
+from attncheck.subjects.capabilities import named_kernels
+from attncheck.subjects.capabilities.capability_table import matches_pattern, pattern_files
+from attncheck.subjects.capabilities.configuration import read_configuration
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from attncheck.capabilities.capability_table import ALIASES
-from attncheck.capabilities.configuration import read_configuration
 from attncheck.cases.check_cases import check_cases
 from attncheck.cases.mask_samples import SOFTMAX
 from attncheck.cases.named_problems import (
@@ -28,12 +26,13 @@ from attncheck.cases.named_problems import (
 )
 from attncheck.core.errors import ProblemError
 from attncheck.core.formats import DTYPES
+from attncheck.core.mod_spec import FULL, Spec
 from attncheck.gate.planning import move_case
 from attncheck.inputs.problem import Case, Problem
-from attncheck.mods.library import FULL
-from attncheck.mods.spec import Spec
 from attncheck.records.run_reports import Answer
 from attncheck.relations import RELATIONS
+from attncheck.subjects.capabilities.capability_table import ALIASES
+from attncheck.subjects.capabilities.configuration import read_configuration
 from attncheck.suite.kernel_support import compares_launches
 from attncheck.verify import sanitizer
 from attncheck.verify.question_fit import CHECKS, COMPARE, allowed_parameters, unfit_reason

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from attncheck.core import draws
 from attncheck.core.errors import ProblemError, UnknownName
 from attncheck.core.formats import DTYPES, FORMATS, Dtype, dtype_named, fp32
+from attncheck.core.mod_spec import FULL, NONE, Dimensions, Spec
 from attncheck.core.paged_layout import Paging
 from attncheck.inputs.distributions import DISTRIBUTIONS, distribution_named
 from attncheck.mods import library
-from attncheck.mods.spec import Dimensions, Spec
 
 if TYPE_CHECKING:
     from attncheck.mods.library import MaskMod, ScoreMod
@@ -42,8 +42,8 @@ _ATTENTION_ONLY: dict[str, Any] = {
     "head_dim": 0,
     "value_dim": 0,
     "scale": 1.0,
-    "mask": library.FULL,
-    "score": library.NONE,
+    "mask": FULL,
+    "score": NONE,
     "sink": False,
     "paging": None,
     "backward": False,
@@ -113,8 +113,8 @@ class Problem:
     head_dim: int = 0
     value_dim: int = 0
     dtype: str = "bf16"
-    mask: Spec = library.FULL
-    score: Spec = library.NONE
+    mask: Spec = FULL
+    score: Spec = NONE
     scale: float = 0.0
     sink: bool = False
     paging: Paging | None = None
@@ -292,7 +292,7 @@ class Problem:
         parts = (
             self.dtype,
             self.operation if softmax else str(self.mask),
-            str(self.score) if self.score != library.NONE else "",
+            str(self.score) if self.score != NONE else "",
             "sink" if self.sink else "",
             str(self.paging) if self.paging else "",
             "backward" if self.backward else "",

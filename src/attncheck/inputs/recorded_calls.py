@@ -24,20 +24,19 @@ import msgspec
 import torch
 
 from attncheck.core.errors import ProblemError
+from attncheck.core.mod_spec import FULL, NONE, Entry, Spec
 from attncheck.inputs.distributions import DISTRIBUTIONS, Distribution
 from attncheck.inputs.problem import Problem
-from attncheck.mods.library import FULL, NONE
 from attncheck.mods.masks import MASKS
 from attncheck.mods.scores import SCORES, table_reader
-from attncheck.mods.spec import Entry, Spec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from attncheck.core.draws import Draws
+    from attncheck.core.mod_spec import Dimensions
     from attncheck.inputs.distributions import Drawn, Sizes
     from attncheck.mods.signatures import MaskMod, ScoreMod
-    from attncheck.mods.spec import Dimensions
 
 __all__ = [
     "DTYPES",

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attncheck.core.conditions import Rows
-    from attncheck.core.outputs import TensorName
+    from attncheck.core.tensor_names import TensorName
 
 __all__ = [
     "Allowance",

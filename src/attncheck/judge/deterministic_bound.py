@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attncheck.core.conditions import Conditions, ScoreModError
-    from attncheck.judge.declared_arithmetic import Accumulator, Arithmetic
+    from attncheck.core.declared_arithmetic import Accumulator, Arithmetic
     from attncheck.judge.score_errors import ExponentErrors, ScoreError
     from attncheck.judge.weight_errors import SumError, WeightErrors
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.core.outputs import GRADIENTS
+from attncheck.core.tensor_names import GRADIENTS
 from attncheck.judge.allowance import shares
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attncheck.core.outputs import TensorName
+    from attncheck.core.tensor_names import TensorName
 
     Tensors = Mapping[TensorName, Tensor]
 

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from attncheck.core.declared_arithmetic import Arithmetic
     from attncheck.judge.allowance import Allowance
-    from attncheck.judge.declared_arithmetic import Arithmetic
 
 __all__ = [
     "FAR",

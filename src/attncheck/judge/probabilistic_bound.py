@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attncheck.core.conditions import Conditions, ScoreModError
-    from attncheck.judge.declared_arithmetic import Arithmetic
+    from attncheck.core.declared_arithmetic import Arithmetic
     from attncheck.judge.score_errors import ScoreError
     from attncheck.judge.weight_errors import WeightErrors
 

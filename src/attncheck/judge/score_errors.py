@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attncheck.core.conditions import Conditions, ScoreModError
-    from attncheck.judge.declared_arithmetic import Accumulator, Arithmetic
+    from attncheck.core.declared_arithmetic import Accumulator, Arithmetic
 
 __all__ = [
     "ExponentErrors",

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attncheck.core.conditions import GradientConditions, ScoreModError
-    from attncheck.judge.declared_arithmetic import Arithmetic
+    from attncheck.core.declared_arithmetic import Arithmetic
     from attncheck.judge.score_errors import ScoreError
 
     Count = TypeVar("Count", float, Tensor)

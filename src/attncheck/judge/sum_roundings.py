@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attncheck.core.declared_arithmetic import FP32, FP64
 from attncheck.core.formats import spacing
-from attncheck.judge.declared_arithmetic import FP32, FP64
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from attncheck.core.conditions import Conditions
+    from attncheck.core.declared_arithmetic import Accumulator, Arithmetic
     from attncheck.core.formats import Format
-    from attncheck.judge.declared_arithmetic import Accumulator, Arithmetic
 
 __all__ = [
     "division_error",

@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from attncheck.core.judgement import Judgement, Worst
-from attncheck.core.outputs import GRADIENTS
+from attncheck.core.tensor_names import GRADIENTS
 from attncheck.judge import verdict_rules as rules
 from attncheck.judge.allowance import Share, at_rows, shares
 from attncheck.judge.head_precision import HeadPrecision, measure_heads, measure_precision
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from attncheck.core.declared_arithmetic import Arithmetic
     from attncheck.core.judgement import BlindSpot, Status
-    from attncheck.core.outputs import TensorName
+    from attncheck.core.tensor_names import TensorName
     from attncheck.judge.allowance import Allowance
-    from attncheck.judge.declared_arithmetic import Arithmetic
 
 __all__ = ["KernelResult", "decide", "first_tighter_profile", "heads_with_ensemble", "judge_heads"]
 

@@ -26,10 +26,10 @@ from attncheck.judge.head_precision import FAR, RESIDUAL, SPREAD, Z, can_fail_by
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from attncheck.core.declared_arithmetic import Arithmetic
     from attncheck.core.judgement import Place, Precision, Rule
-    from attncheck.core.outputs import TensorName
+    from attncheck.core.tensor_names import TensorName
     from attncheck.judge.allowance import Allowance
-    from attncheck.judge.declared_arithmetic import Arithmetic
     from attncheck.judge.head_precision import HeadPrecision
 
 __all__ = [

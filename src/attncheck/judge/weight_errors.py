@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attncheck.core.conditions import Conditions
-    from attncheck.judge.declared_arithmetic import Arithmetic
+    from attncheck.core.declared_arithmetic import Arithmetic
     from attncheck.judge.score_errors import ExponentErrors
 
 __all__ = [

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from attncheck.core.mod_spec import Dimensions
     from attncheck.mods.signatures import MaskMod
-    from attncheck.mods.spec import Dimensions
 
 __all__ = [
     "EMPTY",

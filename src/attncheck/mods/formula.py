@@ -31,8 +31,8 @@ from attncheck.core.formats import fp32
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from attncheck.core.mod_spec import Dimensions
     from attncheck.mods.signatures import MaskMod, ScoreMod
-    from attncheck.mods.spec import Dimensions
 
 __all__ = ["formula_mask", "formula_score", "mask_formula_code", "score_formula_code"]
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attncheck.mods.spec import Dimensions
+    from attncheck.core.mod_spec import Dimensions
 
 __all__ = ["check_index_ranges", "index_parts"]
 

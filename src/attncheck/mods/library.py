@@ -9,16 +9,21 @@ from functools import lru_cache
 
 from attncheck.core.errors import ProblemError
 from attncheck.core.formats import fp32
+from attncheck.core.mod_spec import (
+    Dimensions,
+    Entry,
+    Spec,
+    build_entry,
+    check_spec,
+    positive_number,
+)
 from attncheck.mods.masks import MASKS
 from attncheck.mods.scores import SCORES, alibi_slopes
 from attncheck.mods.signatures import MaskMod, ScoreMod
-from attncheck.mods.spec import Dimensions, Entry, Spec, build_entry, check_spec, positive_number
 
 __all__ = [
     "BUILT_IN",
-    "FULL",
     "MASKS",
-    "NONE",
     "SCORES",
     "Entry",
     "MaskMod",
@@ -33,8 +38,6 @@ __all__ = [
     "is_additive",
 ]
 
-FULL = Spec.of("full")
-NONE = Spec.of("none")
 
 BUILT_IN = frozenset({*MASKS, *SCORES})
 """Names that mean the same for good: those of files, recordings and tensors come and go."""

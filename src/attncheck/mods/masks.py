@@ -14,18 +14,18 @@ from functools import reduce
 from operator import and_, or_
 from typing import TYPE_CHECKING, TypeAlias
 
+from attncheck.core import mod_spec as check
 from attncheck.core.errors import ProblemError
+from attncheck.core.mod_spec import Entry
 from attncheck.mods import formula
-from attncheck.mods import spec as check
-from attncheck.mods.spec import Entry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
+    from attncheck.core.mod_spec import Argument, Dimensions, Values
     from attncheck.mods.signatures import MaskMod
-    from attncheck.mods.spec import Argument, Dimensions, Values
 
 __all__ = [
     "MASKS",

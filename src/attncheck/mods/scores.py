@@ -14,17 +14,17 @@ import math
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from attncheck.core import mod_spec as check
 from attncheck.core.errors import ProblemError
 from attncheck.core.formats import fp32
+from attncheck.core.mod_spec import ANY_SEED, Entry
 from attncheck.mods import formula, masks
-from attncheck.mods import spec as check
-from attncheck.mods.spec import ANY_SEED, Entry
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from attncheck.core.mod_spec import Dimensions, Values
     from attncheck.mods.signatures import MaskMod, ScoreMod
-    from attncheck.mods.spec import Dimensions, Values
 
 __all__ = [
     "SCORES",

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from attncheck.core.mod_spec import Dimensions
     from attncheck.mods.expression import Captured
     from attncheck.mods.signatures import MaskMod, ScoreMod
-    from attncheck.mods.spec import Dimensions
 
 __all__ = ["count_disagreements", "trace_derivative", "trace_index", "trace_mask", "trace_score"]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attncheck.core.conditions import Conditions, GradientConditions, Rows
-from attncheck.mods import library
+from attncheck.core.mod_spec import NONE
 from attncheck.oracles.float64_numbers import Float64
 from attncheck.oracles.mod_calls import Indices, call_mask, call_score_mod
 
@@ -97,7 +97,7 @@ def compute_conditions(inputs: Inputs, truth: Outputs, rows: Rows) -> Conditions
         out=truth.out.flatten(0, 1)[_heads(rows)][:, rows.query],
         lse=truth.lse.flatten(0, 1)[_heads(rows)][:, rows.query],
         given_scores=problem.operation == "softmax",
-        has_score_mod=problem.score != library.NONE,
+        has_score_mod=problem.score != NONE,
         has_sink=problem.sink,
     )
 

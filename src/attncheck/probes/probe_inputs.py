@@ -16,8 +16,8 @@ from attncheck.probes.margins import is_countable
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from attncheck.core.mod_spec import Spec
     from attncheck.inputs.problem import Problem
-    from attncheck.mods.spec import Spec
 
 __all__ = [
     "Code",

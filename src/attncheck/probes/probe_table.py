@@ -11,6 +11,7 @@ import torch
 
 from attncheck.core.draws import Draws
 from attncheck.core.errors import ProblemError
+from attncheck.core.mod_spec import NONE
 from attncheck.inputs.question_parameters import (
     Allowed,
     Parameters,
@@ -18,7 +19,6 @@ from attncheck.inputs.question_parameters import (
     fits_all,
     no_parameters,
 )
-from attncheck.mods import library
 from attncheck.probes.margins import USUAL_WEIGHT_ERRORS, WeightErrors
 from attncheck.probes.probe_inputs import (
     amplitudes,
@@ -74,7 +74,7 @@ class Probe:
         """
         if problem.operation != "attention":
             return problem
-        return problem.replace(score=library.NONE, distribution="normal", dcaptured=False)
+        return problem.replace(score=NONE, distribution="normal", dcaptured=False)
 
     def unfit(self, problem: Problem) -> str | None:
         """Return why the probe does not apply to ``problem``, in one line; None if it does."""

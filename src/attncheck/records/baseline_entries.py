@@ -17,8 +17,8 @@ from msgspec.structs import replace
 
 from attncheck.core import json_numbers
 from attncheck.core.errors import AttncheckError, UsageError
-from attncheck.core.outputs import TensorName
 from attncheck.core.sanitize_text import one_line
+from attncheck.core.tensor_names import TensorName
 from attncheck.records.record import Environment, Record, Status
 
 if TYPE_CHECKING:

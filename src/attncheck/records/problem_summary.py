@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from attncheck.core.errors import UsageError
+from attncheck.core.mod_spec import Spec
 from attncheck.core.paged_layout import Paging
 from attncheck.core.sanitize_text import one_line
-from attncheck.mods.spec import Spec
 
 if TYPE_CHECKING:
     from attncheck.records.record import Record

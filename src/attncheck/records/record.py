@@ -8,7 +8,7 @@ import msgspec
 
 from attncheck.core.errors import UsageError
 from attncheck.core.judgement import Judgement, Place
-from attncheck.core.outputs import TensorName
+from attncheck.core.tensor_names import TensorName
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,9 +10,9 @@ import torch
 
 from attncheck.core.draws import Draws
 from attncheck.core.formats import FORMATS, round_to
+from attncheck.core.mod_spec import NONE
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.input_tensors import Inputs, round_inputs
-from attncheck.mods import library
 from attncheck.relations.mask_visibility import visible_blocks
 from attncheck.relations.relation import (
     Relation,
@@ -24,9 +24,9 @@ from attncheck.relations.relation import (
 )
 
 if TYPE_CHECKING:
+    from attncheck.core.mod_spec import Spec
     from attncheck.inputs.problem import Problem
     from attncheck.inputs.question_parameters import Parameters
-    from attncheck.mods.spec import Spec
     from attncheck.relations.relation import Finding, Results
 
 __all__ = ["FIRST_ROW", "ONE_HOT", "ZERO_QUERY", "ZERO_VALUES", "round_as_read"]
@@ -137,7 +137,7 @@ def _factor(problem: Problem) -> float:
 
 
 def _unless_bits_fit(problem: Problem) -> str | None:
-    if problem.score != library.NONE:
+    if problem.score != NONE:
         return "its score mod may make something else of a score"
     if problem.head_dim < 2 * _bits(problem):
         return f"head_dim={problem.head_dim} has no room for {_bits(problem)} bits of a key, twice"

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attncheck.core.mod_spec import NONE, Spec
 from attncheck.core.outputs import Outputs
-from attncheck.mods.library import NONE
-from attncheck.mods.spec import Spec
 from attncheck.relations.relation import Relation, compare_outputs, of_attention
 
 if TYPE_CHECKING:

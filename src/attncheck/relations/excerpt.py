@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from attncheck.core.errors import ProblemError
+from attncheck.core.mod_spec import FULL, Spec
 from attncheck.inputs.input_tensors import Descale, Inputs
-from attncheck.mods.library import FULL
-from attncheck.mods.spec import Spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable

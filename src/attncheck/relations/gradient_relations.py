@@ -21,7 +21,7 @@ from attncheck.relations.relation import (
 )
 
 if TYPE_CHECKING:
-    from attncheck.core.outputs import TensorName
+    from attncheck.core.tensor_names import TensorName
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
     from attncheck.inputs.question_parameters import Parameters

@@ -22,11 +22,11 @@ from attncheck.relations.relation import (
 )
 
 if TYPE_CHECKING:
+    from attncheck.core.mod_spec import Spec
     from attncheck.core.outputs import Outputs
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
     from attncheck.inputs.question_parameters import Allowed, Parameters
-    from attncheck.mods.spec import Spec
     from attncheck.relations.relation import Finding, Results
 
 __all__ = [

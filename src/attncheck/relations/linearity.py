@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from attncheck.core.formats import FORMATS, round_to
+from attncheck.core.mod_spec import NONE, Spec
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.input_tensors import Descale, Inputs, round_inputs
 from attncheck.inputs.problem import LARGEST_HEAD_DIM
-from attncheck.mods import library
-from attncheck.mods.spec import Spec
 from attncheck.relations.mask_visibility import rows_without_keys
 from attncheck.relations.relation import (
     Relation,
@@ -343,7 +342,7 @@ def _key_shifts(problem: Problem) -> Allowed:
 
 
 def _unless_shift_fits(problem: Problem) -> str | None:
-    if problem.score != library.NONE:
+    if problem.score != NONE:
         return "its score mod may make something else of a shifted score"
     if not _key_shifts(problem)["nats"]:
         return f"scale={problem.scale:g} asks for q and k beyond {problem.formats.storage.name}"
@@ -437,7 +436,7 @@ def _shift_mod(problem: Problem, nats: int) -> Spec:
 def _shift_logits(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ...]:
     problem = inputs.problem
     added = _shift_mod(problem, int(parameters["nats"]))
-    score = added if problem.score == library.NONE else Spec.of("chain", problem.score, added)
+    score = added if problem.score == NONE else Spec.of("chain", problem.score, added)
     return inputs, inputs.replace(problem=problem.replace(score=score))
 
 
@@ -445,11 +444,11 @@ def _compare_logit_shift(results: Results) -> Finding | None:
     (before, after), problem = results.outputs, results.inputs[0].problem
     lse = before.lse
     if lse is not None:
-        mod = _shift_mod(problem, results.number("nats"))
+        shift_mod = problem.replace(score=_shift_mod(problem, results.number("nats"))).score_mod()
         head = torch.arange(problem.heads)[:, None]
         zero = torch.zeros_like(head)
         # What is added to 0, float64 (heads, 1).
-        shift = library.build_score(mod, problem.dimensions)(zero.double(), zero, head, zero, zero)
+        shift = shift_mod(zero.double(), zero, head, zero, zero)
         lse = lse.double() + shift.to(lse.device)
     return compare_outputs(after, Outputs(before.out, lse), results.errors)
 

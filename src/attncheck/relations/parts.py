@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from attncheck.core.mod_spec import FULL, Spec
 from attncheck.core.outputs import Outputs
-from attncheck.mods.library import FULL
-from attncheck.mods.spec import Spec
 from attncheck.relations.excerpt import Excerpt, can_excerpt
 from attncheck.relations.relation import (
     Relation,

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from attncheck.core.draws import Draws
+from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.input_tensors import Descale
-from attncheck.mods.spec import Spec
 from attncheck.relations.relation import (
     Relation,
     change_tensors,
@@ -29,7 +29,7 @@ from attncheck.relations.relation import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attncheck.core.outputs import TensorName
+    from attncheck.core.tensor_names import TensorName
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
     from attncheck.inputs.question_parameters import Allowed, Parameters

@@ -22,10 +22,10 @@ from attncheck.inputs.question_parameters import (
 )
 
 if TYPE_CHECKING:
-    from attncheck.core.outputs import TensorName
+    from attncheck.core.mod_spec import Spec
+    from attncheck.core.tensor_names import TensorName
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
-    from attncheck.mods.spec import Spec
 
 __all__ = [
     "INDICES",

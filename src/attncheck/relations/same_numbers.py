@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attncheck.core import strided_alloc
+from attncheck.core.mod_spec import FULL, Spec
 from attncheck.core.paged_layout import Paging
 from attncheck.inputs.input_tensors import draw_inputs
-from attncheck.mods.library import FULL
-from attncheck.mods.spec import Spec
 from attncheck.relations.excerpt import Excerpt, can_excerpt
 from attncheck.relations.relation import (
     Relation,

@@ -7,7 +7,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from attncheck.core.judgement import Rule
-from attncheck.core.outputs import AXES
+from attncheck.core.tensor_names import AXES
 from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import FAILED_STATUSES, UNTRUSTED_STATUSES
 from attncheck.reporting import number_text

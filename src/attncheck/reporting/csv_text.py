@@ -8,8 +8,8 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from attncheck.core.judgement import BlindSpot, Judgement, Place, Precision, Worst
-from attncheck.core.outputs import GRADIENTS
 from attncheck.core.sanitize_text import for_spreadsheet
+from attncheck.core.tensor_names import GRADIENTS
 from attncheck.records.problem_summary import ProblemSummary, problem_of
 from attncheck.records.record import Environment, GradientErrors, LseErrors, OutErrors
 from attncheck.reporting.number_text import quotient

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from attncheck.core.outputs import AXES
 from attncheck.core.sanitize_text import one_line
+from attncheck.core.tensor_names import AXES
 from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import Diagnosis, ErrorMap, TileMap
 from attncheck.reporting import number_text

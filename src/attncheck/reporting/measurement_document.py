@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from attncheck.core.outputs import GRADIENTS
+from attncheck.core.tensor_names import GRADIENTS
 from attncheck.records.problem_summary import problem_of
 from attncheck.reporting import number_text
 from attncheck.reporting.blind_spots import missed_faults, visible_faults
@@ -24,7 +24,7 @@ from attncheck.reporting.record_text import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from attncheck.core.outputs import TensorName
+    from attncheck.core.tensor_names import TensorName
     from attncheck.records.problem_summary import ProblemSummary
     from attncheck.records.record import GradientErrors, OutErrors, Record, Report
 

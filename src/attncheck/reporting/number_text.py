@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from attncheck.core.judgement import Place, Worst
-    from attncheck.core.outputs import TensorName
+    from attncheck.core.tensor_names import TensorName
 
 __all__ = [
     "NOTHING",

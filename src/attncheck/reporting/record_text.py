@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from attncheck.core.judgement import Judgement, Rule
-    from attncheck.core.outputs import TensorName
+    from attncheck.core.tensor_names import TensorName
     from attncheck.records.record import Environment, GradientErrors, Record, Status
 
 __all__ = [

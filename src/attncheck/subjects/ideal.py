@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
 
-from attncheck.capabilities.subject import Call, Subject, Tiling, with_full_tanh
-from attncheck.conventions.torch_arithmetic import fp32_products
 from attncheck.core.formats import FORMATS, Format, fp32
+from attncheck.core.mod_spec import NONE
 from attncheck.core.outputs import Outputs
 from attncheck.fault_models.steps import RIGHT
 from attncheck.inputs.problem import OPERATIONS
 from attncheck.inputs.question_parameters import PROMISES
-from attncheck.mods import library
 from attncheck.mods.captured_gradients import CapturedSums
+from attncheck.subjects.capabilities.subject import Call, Subject, Tiling, with_full_tanh
+from attncheck.subjects.conventions.torch_arithmetic import fp32_products
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from attncheck.core.declared_arithmetic import Arithmetic
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
-    from attncheck.judge.declared_arithmetic import Arithmetic
     from attncheck.mods.signatures import MaskMod, ScoreMod
 
 __all__ = [
@@ -211,7 +211,7 @@ class Pass:
         own_mask = steps.mask and steps.mask(problem, self.device)
         self.mask = own_mask or problem.mask_mod(self.device)
         self.score: ScoreMod | None = None
-        if problem.score != library.NONE:
+        if problem.score != NONE:
             own_score = steps.score and steps.score(problem, self.device)
             self.score = own_score or problem.score_mod(self.device)
         self.factors = _Factors(kernel, inputs)
@@ -399,7 +399,7 @@ class Pass:
 
 def _in_nats(problem: Problem) -> bool:
     """Whether scores are multiplied by the scale before the softmax: mods and sinks are natural."""
-    return problem.score != library.NONE or problem.sink
+    return problem.score != NONE or problem.sink
 
 
 Part = TypeVar("Part")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attncheck.conventions.call_tensors import ModKey, once_for_mods
 from attncheck.core.errors import TraceError
 from attncheck.mods import captured_reads as captured
 from attncheck.mods import trace
 from attncheck.mods.block_mask import block_mask, list_visits
 from attncheck.mods.trace import trace_derivative
+from attncheck.subjects.conventions.call_tensors import ModKey, once_for_mods
 
 if TYPE_CHECKING:
     from attncheck.inputs.problem import Problem

@@ -13,23 +13,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attncheck.capabilities.capability_table import AUTOGRAD
-from attncheck.capabilities.configuration import (
+from attncheck.core.errors import UnknownName, UsageError
+from attncheck.core.source_files import error_line, load_member, load_module_member
+from attncheck.subjects.capabilities.capability_table import AUTOGRAD
+from attncheck.subjects.capabilities.configuration import (
     entry_points,
     nearest_tables,
     published_kernel,
     read_configuration,
 )
-from attncheck.capabilities.named_kernels import BUILTIN, subject_named
-from attncheck.capabilities.subject import Subject
-from attncheck.core.errors import UnknownName, UsageError
-from attncheck.core.source_files import error_line, load_member, load_module_member
+from attncheck.subjects.capabilities.named_kernels import BUILTIN, subject_named
+from attncheck.subjects.capabilities.subject import Subject
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attncheck.capabilities.capability_table import Capabilities
-    from attncheck.conventions.convention import ConventionOptions
+    from attncheck.subjects.capabilities.capability_table import Capabilities
+    from attncheck.subjects.conventions.convention import ConventionOptions
 
 __all__ = ["Candidate", "is_reference", "kernel_names", "load_candidate", "load_subject"]
 
@@ -67,7 +67,7 @@ class Candidate:
         Raises:
             UsageError: where it is none of the convention.
         """
-        from attncheck.conventions.declarations import adopted
+        from attncheck.subjects.conventions.declarations import adopted
 
         convention = convention or (self.capabilities.convention if self.capabilities else None)
         target = self._instance(convention)
@@ -81,7 +81,7 @@ class Candidate:
 
     def conventions(self) -> tuple[str, ...]:
         """Return those that it may follow, the likeliest first; none where it is no kernel."""
-        from attncheck.conventions.declarations import CONVENTIONS
+        from attncheck.subjects.conventions.declarations import CONVENTIONS
 
         table = self.capabilities
         if table is not None and table.convention is not None:
@@ -110,7 +110,7 @@ class Candidate:
 
     def _options(self, *, native: bool) -> ConventionOptions:
         """Options of a function; of a Subject only what differs from every Subject's."""
-        from attncheck.conventions.convention import ConventionOptions
+        from attncheck.subjects.conventions.convention import ConventionOptions
 
         table = self.capabilities
         if table is None:
@@ -162,7 +162,7 @@ def load_subject(kernel: str, convention: str | None = None) -> Subject:
         return subject
     # A table names the kernel: what its class is called does not matter then.
     if candidate.capabilities is not None:
-        from attncheck.capabilities.declared import Declared
+        from attncheck.subjects.capabilities.declared import Declared
 
         _check_text(subject, kernel, "summary", "one line on it")
         return Declared(subject, candidate.capabilities, candidate.name)
@@ -182,7 +182,7 @@ def load_candidate(kernel: str, convention: str | None = None) -> Candidate:
         _check_builtin(kernel, convention)
         return Candidate(kernel=kernel, target=subject_named(kernel), name=kernel, entry=kernel)
     if convention is not None and (is_reference(kernel) or kernel in kernel_names()):
-        from attncheck.conventions.declarations import convention_named
+        from attncheck.subjects.conventions.declarations import convention_named
 
         convention_named(convention)  # before somebody's file is imported
     if is_reference(kernel):

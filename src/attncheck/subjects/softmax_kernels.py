@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.capabilities.subject import Call, Subject
 from attncheck.core.outputs import Outputs
+from attncheck.subjects.capabilities.subject import Call, Subject
 
 if TYPE_CHECKING:
     from attncheck.inputs.input_tensors import Inputs

@@ -14,8 +14,20 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention import flex_attention as flex
 
-from attncheck.capabilities.subject import Call, Refused, Subject, memory_refusal, with_full_tanh
-from attncheck.conventions.call_tensors import (
+from attncheck.core.formats import FORMATS, Format
+from attncheck.core.mod_spec import FULL, NONE
+from attncheck.core.outputs import Outputs
+from attncheck.core.source_files import error_line
+from attncheck.mods import library
+from attncheck.mods.captured_gradients import captured_tensors
+from attncheck.subjects.capabilities.subject import (
+    Call,
+    Refused,
+    Subject,
+    memory_refusal,
+    with_full_tanh,
+)
+from attncheck.subjects.conventions.call_tensors import (
     attention_bias,
     attention_mask,
     bias_is_exact,
@@ -24,8 +36,8 @@ from attncheck.conventions.call_tensors import (
     needs_no_mask,
     row_blocks,
 )
-from attncheck.conventions.empty_rows import empty_rows, settle_empty_rows
-from attncheck.conventions.torch_arithmetic import (
+from attncheck.subjects.conventions.empty_rows import empty_rows, settle_empty_rows
+from attncheck.subjects.conventions.torch_arithmetic import (
     Products,
     fp32_products,
     with_rounded_heads,
@@ -35,25 +47,20 @@ from attncheck.conventions.torch_arithmetic import (
     with_split_keys,
     with_three_products,
 )
-from attncheck.conventions.torch_conventions import (
+from attncheck.subjects.conventions.torch_conventions import (
     flex_block_mask,
     flex_score_mod,
     uncompiled_flex,
 )
-from attncheck.core.formats import FORMATS, Format
-from attncheck.core.outputs import Outputs
-from attncheck.core.source_files import error_line
-from attncheck.mods import library
-from attncheck.mods.captured_gradients import captured_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch.nn.attention.flex_attention import BlockMask
 
+    from attncheck.core.declared_arithmetic import Arithmetic
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
-    from attncheck.judge.declared_arithmetic import Arithmetic
     from attncheck.mods.signatures import ScoreMod
 
 __all__ = ["Flex", "Sdpa"]
@@ -147,7 +154,7 @@ class Sdpa(Subject):
 
     def _garbage(self, problem: Problem, device: str) -> torch.Tensor | None:
         """Rows ``(batch, heads, query)`` that see no key, where cuDNN leaves finite garbage."""
-        if self._backend != "cudnn" or problem.mask == library.FULL or is_causal(problem):
+        if self._backend != "cudnn" or problem.mask == FULL or is_causal(problem):
             return None
         dead = empty_rows(problem, device)
         return dead if bool(dead.any()) else None
@@ -192,14 +199,14 @@ class Sdpa(Subject):
         if self._backend == "math":
             both = every_head * (16 if problem.backward else 8)  # and the gradients of both
             return memory_refusal("scores and weights in fp32", both, device)
-        if problem.score != library.NONE:
+        if problem.score != NONE:
             return memory_refusal("bias in fp32", every_head * 4, device)
         return None if needs_no_mask(problem) else memory_refusal("attn_mask", pairs, device)
 
     def _unsupported_score(self, problem: Problem, device: str) -> str | None:
         if not library.is_additive(problem.score):
             return f"SDPA takes no score mod, and {problem.score} is more than an added number"
-        if problem.score == library.NONE:
+        if problem.score == NONE:
             return None
         fmt = self._bias_format(problem, device)
         if not bias_is_exact(problem, fmt, device):
@@ -224,7 +231,7 @@ class Sdpa(Subject):
 
     def _written_out(self, problem: Problem, device: str, rows: range) -> torch.Tensor:
         seen = attention_mask(problem, device, rows)
-        if problem.score == library.NONE:
+        if problem.score == NONE:
             return seen
         bias = torch.where(seen, attention_bias(problem, device, rows), -math.inf)
         return bias.to(self._bias_format(problem, device).torch_dtype)
@@ -233,7 +240,7 @@ class Sdpa(Subject):
         """A tensor as large as ``_mask``, and of its dtype: of any numbers."""
         if needs_no_mask(problem):
             return None
-        plain = problem.score == library.NONE
+        plain = problem.score == NONE
         dtype = torch.bool if plain else self._bias_format(problem, device).torch_dtype
         return torch.empty(mask_size(problem, device), dtype=dtype, device=device)
 
@@ -275,7 +282,7 @@ def _aligned(tensors: Iterable[torch.Tensor]) -> bool:
 
 def _arguments(problem: Problem) -> dict[str, Any]:
     return {
-        "is_causal": problem.score == library.NONE and is_causal(problem),
+        "is_causal": problem.score == NONE and is_causal(problem),
         "scale": problem.scale,
         "enable_gqa": problem.group > 1,
     }
@@ -345,11 +352,11 @@ class Flex(Subject):
     def prepare(self, inputs: Inputs) -> Call:
         """Make the block mask, and compile on CUDA, which takes seconds."""
         problem, device = inputs.problem, inputs.q.device
-        score = None if problem.score == library.NONE else flex_score_mod(problem, str(device))
+        score = None if problem.score == NONE else flex_score_mod(problem, str(device))
         read = captured_tensors(score, device) if score and problem.dcaptured else ()
         if any(tensor.itemsize < _FP32_BYTES for tensor in read):
             raise Refused("torch rounds the gradient of a 16-bit tensor to 16 bits")
-        blocks = None if problem.mask == library.FULL else flex_block_mask(problem, str(device))
+        blocks = None if problem.mask == FULL else flex_block_mask(problem, str(device))
         # Seeds and values compile to the same function.
         structure = problem.replace(seed=0, distribution="normal")
         function = _eager if device.type == "cpu" else _compiled(structure)

@@ -8,27 +8,27 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attncheck.conventions.call_tensors import paged_inputs
-from attncheck.conventions.function_gradients import Leaf
-from attncheck.conventions.layouts import pack, packed_layout
-from attncheck.conventions.window_masks import band_window, mask_band
+from attncheck.core.mod_spec import FULL, NONE
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.input_tensors import Descale
-from attncheck.mods import library
+from attncheck.subjects.conventions.call_tensors import paged_inputs
+from attncheck.subjects.conventions.function_gradients import Leaf
+from attncheck.subjects.conventions.layouts import pack, packed_layout
+from attncheck.subjects.conventions.window_masks import band_window, mask_band
 from attncheck.subjects.kernel_mods import mask_expression, score_expression, slope_expression
 from attncheck.subjects.triton_flash import BY_KEYS, BY_ROWS, Flash, Flash2, launch_flash
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from attncheck.capabilities.subject import Call, Subject, Tiling
-    from attncheck.conventions.layouts import Layout, PackedProblem
+    from attncheck.core.declared_arithmetic import Arithmetic
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
-    from attncheck.judge.declared_arithmetic import Arithmetic
     from attncheck.kernels.launch import KernelPages, Launch
     from attncheck.kernels.varlen_forward import Causal
     from attncheck.mods.to_triton import TritonMod
+    from attncheck.subjects.capabilities.subject import Call, Subject, Tiling
+    from attncheck.subjects.conventions.layouts import Layout, PackedProblem
 
     Tensors = tuple[torch.Tensor, ...]
     Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
@@ -64,7 +64,7 @@ class Varlen(Flash):
         if device == "cuda" and problem.heads > _MOST_HEADS:
             return f"heads = {problem.heads}: at most {_MOST_HEADS} on a GPU"
         # Documents are one axis of the grid, and its mask is this class's own matter.
-        return super().unsupported(problem.replace(batch=1, mask=library.FULL), device)
+        return super().unsupported(problem.replace(batch=1, mask=FULL), device)
 
     def forward(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
         """``kernels.varlen_forward.varlen_forward``."""
@@ -165,7 +165,7 @@ def _packed(problem: Problem) -> PackedProblem:
 
 def _alone(problem: Problem) -> Problem:
     """As long, of one sequence in which nothing is hidden."""
-    return problem.replace(batch=1, mask=library.FULL, score=library.NONE, dcaptured=False)
+    return problem.replace(batch=1, mask=FULL, score=NONE, dcaptured=False)
 
 
 def _documents(inputs: Inputs) -> dict[str, torch.Tensor]:
@@ -213,9 +213,9 @@ def _mods(problem: Problem, device: str) -> dict[str, Any]:
     causal = _causal(problem, packed)
     mask = score = None
     # A mask in a tile costs more than the flag.
-    if packed.rest != library.FULL and not causal:
+    if packed.rest != FULL and not causal:
         mask = to_triton(mask_expression(problem.replace(mask=packed.rest), device))
-    if problem.score != library.NONE:
+    if problem.score != NONE:
         score = to_triton(score_expression(problem, device))
     return {"causal": causal, "mask": mask, "score": score}
 
@@ -224,7 +224,7 @@ def _slope(problem: Problem, device: str) -> TritonMod | None:
     """The score mod's derivative; None without one."""
     from attncheck.mods.to_triton import to_triton
 
-    return None if problem.score == library.NONE else to_triton(slope_expression(problem, device))
+    return None if problem.score == NONE else to_triton(slope_expression(problem, device))
 
 
 def _causal(problem: Problem, packed: PackedProblem) -> Causal:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attncheck.capabilities.subject import Call, Subject, Tiling, with_full_tanh
+from attncheck.core.declared_arithmetic import FP32
+from attncheck.core.mod_spec import FULL, NONE
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.question_parameters import PROMISES
-from attncheck.judge.declared_arithmetic import FP32
-from attncheck.mods import library
+from attncheck.subjects.capabilities.subject import Call, Subject, Tiling, with_full_tanh
 from attncheck.subjects.kernel_mods import (
     captured_reads,
     mask_expression,
@@ -29,11 +29,11 @@ from attncheck.subjects.kernel_mods import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from attncheck.core.declared_arithmetic import Arithmetic
+    from attncheck.core.mod_spec import Spec
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
-    from attncheck.judge.declared_arithmetic import Arithmetic
     from attncheck.kernels.launch import KernelPages, Launch, VisitList
-    from attncheck.mods.spec import Spec
 
     Gradients = tuple[
         torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None
@@ -171,7 +171,7 @@ class Flash(Subject):
 
         forward = self.forward()
         mask = to_triton(mask_expression(problem, device))
-        identity = problem.score == library.NONE
+        identity = problem.score == NONE
         score = None if identity else to_triton(score_expression(problem, device))
         k, v, pages = self.stored(inputs)
         paged = {} if pages is None else {"pages": pages, "kv": problem.kv}
@@ -212,7 +212,7 @@ def launch_flash(problem: Problem, device: str, hopper: Tiles = HOPPER) -> Launc
         **tiles,
         precision="tf32" if problem.dtype == "tf32" else "ieee",
         causal=_hides_future(problem.mask),
-        free=problem.mask == library.FULL,
+        free=problem.mask == FULL,
         weights_scale=problem.formats.weights_scale,
     )
 
@@ -329,7 +329,7 @@ class Flash2(Flash):
 
     def visited(self, problem: Problem, device: torch.device) -> dict[str, VisitList]:
         """The tiles of the block mask; all of them where nothing is hidden."""
-        if self._dense or problem.mask == library.FULL:
+        if self._dense or problem.mask == FULL:
             return {}
         chosen = self.launch(problem, device.type)
         return {"tiles": visited_tiles(problem, chosen.block_query, chosen.block_kv, str(device))}
@@ -347,13 +347,13 @@ class Flash2(Flash):
             for of in sizes
             if _SMALLEST <= of[0] <= _LARGEST and least <= of[1] <= _LARGEST
         }
-        if problem.mask != library.FULL:
+        if problem.mask != FULL:
             other["dense"] = type(self)(self._blocks, dense=True)
         return other
 
     def _gradients_visit(self, problem: Problem, device: torch.device) -> dict[str, VisitList]:
         """The tiles of dQ and of dK and dV, as ``visited``."""
-        if self._dense or problem.mask == library.FULL:
+        if self._dense or problem.mask == FULL:
             return {}
         rows, keys = self.gradient_launches(problem, device.type)
         return {
@@ -382,7 +382,7 @@ class Flash2(Flash):
         from attncheck.mods.to_triton import to_triton
 
         device, problem = inputs.device.type, inputs.problem
-        identity = problem.score == library.NONE
+        identity = problem.score == NONE
         rows, keys = self.gradient_launches(problem, device)
         # fmt: off
         launched = partial(
@@ -482,7 +482,7 @@ def _on_hopper(problem: Problem) -> dict[str, Any]:
     import torch
 
     widest = max(problem.head_dim, problem.value_dim)
-    if problem.dtype not in {"fp16", "bf16"} or problem.score != library.NONE or widest > 128:
+    if problem.dtype not in {"fp16", "bf16"} or problem.score != NONE or widest > 128:
         return {}
     # Without a GPU kernels are compiled alone, for Hopper; others may not have the memory.
     if torch.version.hip or (

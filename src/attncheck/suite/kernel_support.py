@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from attncheck.capabilities.subject import Subject
 from attncheck.cases.mask_samples import PLAIN_KIND, SOFTMAX, ProblemKind, sample_problems
 from attncheck.cases.strategies.families import MASK_FAMILIES
 from attncheck.cases.strategies.problems import nearest_supported
 from attncheck.relations import RELATIONS
+from attncheck.subjects.capabilities.subject import Subject
 from attncheck.verify.executor import Executor, Failure, InProcess
 
 if TYPE_CHECKING:

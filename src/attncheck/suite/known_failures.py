@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from attncheck.capabilities import named_kernels
 from attncheck.cases.mask_samples import SOFTMAX
 from attncheck.cases.strategies.families import MASK_FAMILIES
 from attncheck.core.errors import UsageError
 from attncheck.core.formats import DTYPES
 from attncheck.inputs.problem import Case
 from attncheck.records.record import FAILED_STATUSES
+from attncheck.subjects.capabilities import named_kernels
 from attncheck.suite.pytest_options import MARK
 from attncheck.suite.session import NO_KERNEL
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import strategies as st
 
-from attncheck.capabilities import named_kernels
 from attncheck.cases.mask_samples import SOFTMAX, ProblemKind
 from attncheck.cases.strategies.families import family_named
 from attncheck.cases.strategies.problems import problems, softmax_problems
@@ -19,6 +18,7 @@ from attncheck.cases.strategies.sizes import shapes as any_shapes
 from attncheck.core.errors import ProblemError, without_recorded
 from attncheck.inputs.distributions import DISTRIBUTIONS
 from attncheck.inputs.problem import Case, Problem
+from attncheck.subjects.capabilities import named_kernels
 from attncheck.suite.pytest_options import MARK
 from attncheck.suite.search import search_cases
 from attncheck.verify.question_fit import (
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from hypothesis.strategies import SearchStrategy
 
-    from attncheck.mods.spec import Spec
+    from attncheck.core.mod_spec import Spec
     from attncheck.suite.under_test import UnderTest
 
 __all__ = ["PropertySpec", "asks", "cases", "variations"]

@@ -210,7 +210,7 @@ def _one_of(kind: str, name: str, valid: tuple[str, ...]) -> str:
     return name
 
 
-_PLUGIN = "attncheck.pytest_plugin"
+_PLUGIN = "attncheck.suite.pytest_plugin"
 
 
 def is_ours(metafunc: pytest.Metafunc, name: str) -> bool:

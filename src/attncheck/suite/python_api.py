@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import hypothesis
 
-from attncheck.capabilities.subject import Subject
 from attncheck.cases.check_cases import check_cases
 from attncheck.core.errors import OraclesDisagree, UsageError
 from attncheck.diagnose.diagnosis import diagnose_failure
@@ -19,6 +18,7 @@ from attncheck.diagnose.user_tensors import UserOutputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.record import UNTRUSTED_STATUSES
 from attncheck.reporting.diagnosis_text import explanation_facts, tile_picture
+from attncheck.subjects.capabilities.subject import Subject
 from attncheck.subjects.load import load_subject
 from attncheck.suite.pytest_options import settings_of
 from attncheck.suite.wrong_answers import WrongAnswer, WrongAnswers
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
     from torch import Tensor
 
+    from attncheck.core.declared_arithmetic import Arithmetic
     from attncheck.core.judgement import BlindSpot, Judgement, Worst
     from attncheck.inputs.input_tensors import Descale, Inputs
-    from attncheck.judge.declared_arithmetic import Arithmetic
     from attncheck.records.record import Record
 
 __all__ = ["NotAttention", "assert_attention_close", "check", "given"]
@@ -113,7 +113,7 @@ def _subject(kernel: Callable[..., object] | Subject | str, convention: str | No
         return kernel
     if isinstance(kernel, str):
         return _load_once(kernel, convention)
-    from attncheck.conventions.declarations import adopted
+    from attncheck.subjects.conventions.declarations import adopted
 
     name = getattr(kernel, "__name__", type(kernel).__name__)
     subject = adopted(kernel, name, convention)

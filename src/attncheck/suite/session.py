@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from attncheck.capabilities import named_kernels
-from attncheck.capabilities.configuration import read_configuration
 from attncheck.cases.check_cases import check_cases
 from attncheck.cases.mask_samples import PLAIN_KIND, ProblemKind
 from attncheck.core.errors import UsageError
 from attncheck.core.formats import DTYPES
+from attncheck.subjects.capabilities import named_kernels
+from attncheck.subjects.capabilities.configuration import read_configuration
 from attncheck.subjects.load import load_subject
 from attncheck.suite.kernel_support import NOT_APPLICABLE, KernelSupport, is_askable
 from attncheck.suite.pytest_options import MARK, choose_gpu
@@ -26,7 +26,7 @@ from attncheck.verify.kernel_server import Compiling
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from attncheck.capabilities.subject import Subject
+    from attncheck.subjects.capabilities.subject import Subject
     from attncheck.suite.property_spec import PropertySpec
     from attncheck.suite.pytest_options import Options
 

@@ -18,9 +18,9 @@ from attncheck.verify.kernel_server import Compiling
 from attncheck.verify.run_case import run_case
 
 if TYPE_CHECKING:
-    from attncheck.capabilities.subject import Subject
     from attncheck.inputs.problem import Case
     from attncheck.records.record import Record
+    from attncheck.subjects.capabilities.subject import Subject
     from attncheck.verify.executor import Executor
 
 __all__ = ["UnderTest", "gpu_is_lost"]

@@ -15,11 +15,11 @@ import torch
 
 from attncheck.core.draws import Draws
 from attncheck.core.formats import FORMATS
+from attncheck.core.mod_spec import NONE, Dimensions, Spec
 from attncheck.inputs.input_tensors import Inputs
 from attncheck.inputs.problem import Problem
 from attncheck.mods import interval_algebra, library
 from attncheck.mods.operation_errors import KERNEL_FP32
-from attncheck.mods.spec import Dimensions, Spec
 from attncheck.verify.executor import Executor, Failure
 
 if TYPE_CHECKING:
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from attncheck.capabilities.subject import Subject
     from attncheck.mods.interval_algebra import Interval
     from attncheck.mods.signatures import MaskMod, ScoreMod
+    from attncheck.subjects.capabilities.subject import Subject
 
 __all__ = ["NotMeasurable", "ScoreInputs", "applied_mask", "applied_score", "lse_interval"]
 
@@ -178,9 +178,7 @@ def lse_interval(scores: Interval) -> Interval:
     )
 
 
-def _problem(
-    dimensions: Dimensions, *, value_dim: int, mask: Spec, score: Spec = library.NONE
-) -> Problem:
+def _problem(dimensions: Dimensions, *, value_dim: int, mask: Spec, score: Spec = NONE) -> Problem:
     return Problem(
         batch=dimensions.batch,
         heads=dimensions.heads,

@@ -18,10 +18,10 @@ from attncheck.verify.executor import InProcess
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from attncheck.capabilities.subject import Subject, Tiling
+    from attncheck.core.declared_arithmetic import Accumulator, Arithmetic
     from attncheck.core.formats import Dtype, Format
-    from attncheck.judge.declared_arithmetic import Accumulator, Arithmetic
     from attncheck.records.survey_reports import ReadingVerdict
+    from attncheck.subjects.capabilities.subject import Subject, Tiling
     from attncheck.surveys.fingerprint_scenes import Grid, SceneResult
     from attncheck.surveys.product_readings import SmallestWeight
     from attncheck.surveys.step_readings import Exponential, Parts, Sentinel, Tiles

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 
 import attncheck
 from attncheck.core.errors import ProblemError, UnknownName, UsageError, without_recorded
+from attncheck.core.mod_spec import Spec
 from attncheck.mods.block_mask import EMPTY, FULL, PARTIAL, block_mask
 from attncheck.mods.library import build_mask
 from attncheck.mods.masks import MASKS
 from attncheck.mods.mod_files import load_mask
-from attncheck.mods.spec import Spec
 from attncheck.records.survey_reports import BlockRecord, BlockReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from attncheck.core.mod_spec import Dimensions
     from attncheck.mods.signatures import MaskMod
-    from attncheck.mods.spec import Dimensions
 
 __all__ = ["blocks_of", "mask_of", "survey_blocks"]
 

@@ -14,22 +14,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from attncheck.capabilities.capability_table import (
-    ALIGNMENTS,
-    EMPTY_ROWS,
-    Capabilities,
-)
-from attncheck.capabilities.declared import Declared
-from attncheck.capabilities.subject import Subject
-from attncheck.conventions.convention import ConventionOptions
 from attncheck.core.errors import UsageError
 from attncheck.core.formats import DTYPES
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs import input_tensors as inputs_room
 from attncheck.inputs.problem import Case, Problem
 from attncheck.inputs.question_parameters import PROMISES
-from attncheck.mods.spec import Spec
 from attncheck.records.record import FAILED_STATUSES
 from attncheck.relations import RELATIONS
+from attncheck.subjects.capabilities.capability_table import ALIGNMENTS, EMPTY_ROWS, Capabilities
+from attncheck.subjects.capabilities.declared import Declared
+from attncheck.subjects.capabilities.subject import Subject
+from attncheck.subjects.conventions.convention import ConventionOptions
 from attncheck.verify.executor import Failure, InProcess
 from attncheck.verify.question_fit import adapted_problems
 from attncheck.verify.run_case import run_case

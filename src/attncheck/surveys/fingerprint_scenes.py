@@ -14,9 +14,9 @@ import torch
 
 from attncheck.core.errors import ProblemError
 from attncheck.core.formats import dtype_named, fp32, round_to
+from attncheck.core.mod_spec import FULL
 from attncheck.inputs.input_tensors import Descale, Inputs
 from attncheck.inputs.problem import Problem
-from attncheck.mods import library
 from attncheck.verify.call_checks import Unanswered
 from attncheck.verify.executor import Failure
 from attncheck.verify.question_fit import adapted_problems
@@ -24,9 +24,9 @@ from attncheck.verify.question_fit import adapted_problems
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from attncheck.capabilities.subject import Subject, Tiling
-    from attncheck.judge.declared_arithmetic import Arithmetic
-    from attncheck.mods.spec import Spec
+    from attncheck.core.declared_arithmetic import Arithmetic
+    from attncheck.core.mod_spec import Spec
+    from attncheck.subjects.capabilities.subject import Subject, Tiling
     from attncheck.verify.executor import Executor
 
 __all__ = [
@@ -100,7 +100,7 @@ def make_scene(  # q, k and v, and what a Problem has besides
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    mask: Spec = library.FULL,
+    mask: Spec = FULL,
     scale: float = LN2,
     batch: int = 1,
 ) -> Scene:

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from attncheck.capabilities import named_kernels
 from attncheck.core.errors import AttncheckError
 from attncheck.core.paged_layout import Paging
 from attncheck.inputs import input_tensors as inputs_room
 from attncheck.inputs.problem import Problem
+from attncheck.subjects.capabilities import named_kernels
 from attncheck.verify.environment import default_device, environment, prepare
 from attncheck.verify.executor import Execution, InProcess
 
 if TYPE_CHECKING:
-    from attncheck.capabilities.subject import Subject
     from attncheck.inputs.input_tensors import Inputs
+    from attncheck.subjects.capabilities.subject import Subject
 
 __all__ = ["check_machine"]
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from attncheck.core.errors import AttncheckError, ProblemError, UsageError
+from attncheck.core.mod_spec import Dimensions, Spec
 from attncheck.core.source_files import error_line, import_file, load_attribute
 from attncheck.inputs.problem import Problem
 from attncheck.mods.enclosures import Truth
@@ -25,7 +26,6 @@ from attncheck.mods.interval_algebra import Interval, to_interval
 from attncheck.mods.mod_files import definition_line, kind_of_mod, mods_in
 from attncheck.mods.mpmath_algebra import to_mpmath
 from attncheck.mods.operation_errors import KERNEL_FP32, TORCH_FP64
-from attncheck.mods.spec import Dimensions, Spec
 from attncheck.mods.trace import trace_mask, trace_score
 from attncheck.oracles.mod_calls import Indices, call_mask, call_score_mod
 from attncheck.records.survey_reports import ModAnswer, ModRecord, ModReport
@@ -42,8 +42,8 @@ from attncheck.verify.executor import InProcess
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from attncheck.capabilities.subject import Subject
     from attncheck.mods.expression import Expression
+    from attncheck.subjects.capabilities.subject import Subject
     from attncheck.verify.executor import Executor
 
 __all__ = [

@@ -14,10 +14,10 @@ import torch
 
 from attncheck import oracles
 from attncheck.core.balls import flint_version
+from attncheck.core.declared_arithmetic import FP64_ORACLE, default_arithmetic
 from attncheck.core.errors import UsageError
 from attncheck.core.judgement import Place
 from attncheck.inputs.problem import Case
-from attncheck.judge.declared_arithmetic import FP64_ORACLE, default_arithmetic
 from attncheck.judge.verdict_rules import PROVEN
 from attncheck.mods.ball_algebra import BALLS
 from attncheck.oracles.ball_numbers import BITS, Ball, enclose_rows, proven_error

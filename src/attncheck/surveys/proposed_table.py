@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attncheck.capabilities.capability_table import ANY, Capabilities, Override, When
+from attncheck.subjects.capabilities.capability_table import ANY, Capabilities, Override, When
 from attncheck.surveys.capability_detection import HEAD_DIMS
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch
 
 from attncheck.core.errors import ProblemError
 from attncheck.core.formats import FORMATS, dtype_named
-from attncheck.mods.spec import Spec
+from attncheck.core.mod_spec import Spec
 from attncheck.surveys.fingerprint_scenes import (
     DIM,
     GROUP,

@@ -1,1 +1,1 @@
-"""Room ``verify``."""
+"""Verification: one kernel, one Case, one Record, and the loop over cases."""

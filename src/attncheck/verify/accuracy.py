@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
-from attncheck.capabilities.subject import Tiling
 from attncheck.judge.error_measures import (
     measure_errors,
     relative_error,
@@ -16,6 +15,7 @@ from attncheck.judge.error_measures import (
     row_units,
 )
 from attncheck.records.record import FAILED_STATUSES, Accuracy
+from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.evidence_builder import EvidenceBuilder, ensemble_tilings
 from attncheck.verify.executor import InProcess
@@ -27,11 +27,12 @@ if TYPE_CHECKING:
 
     import torch
 
-    from attncheck.capabilities.subject import Subject
-    from attncheck.core.outputs import Outputs, TensorName
+    from attncheck.core.outputs import Outputs
+    from attncheck.core.tensor_names import TensorName
     from attncheck.inputs.problem import Case, Problem
     from attncheck.judge.error_measures import ErrorMeasures
     from attncheck.records.record import Record
+    from attncheck.subjects.capabilities.subject import Subject
     from attncheck.verify.executor import Execution, Executor
 
 __all__ = ["RUNS", "accuracies", "accuracy_tilings", "measure_accuracy", "promises_same_bits"]

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from attncheck.core.conditions import Conditions, ReadConditions, Rows, ScoreModError
+from attncheck.core.declared_arithmetic import FP64_ORACLE
 from attncheck.core.outputs import Outputs
 from attncheck.judge.allowance import Allowance, Sample
-from attncheck.judge.declared_arithmetic import FP64_ORACLE
 from attncheck.judge.deterministic_bound import deterministic_bound
 from attncheck.judge.gradient_bounds import KeyGradients, row_gradients
 from attncheck.judge.probabilistic_bound import probabilistic_bound, sigmas_needed
@@ -39,9 +39,9 @@ from attncheck.verify.evidence import score_analysis
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from attncheck.core.declared_arithmetic import Arithmetic
     from attncheck.core.judgement import Place
-    from attncheck.core.outputs import TensorName
-    from attncheck.judge.declared_arithmetic import Arithmetic
+    from attncheck.core.tensor_names import TensorName
     from attncheck.judge.deterministic_bound import DeterministicBound
     from attncheck.judge.score_errors import ScoreError
     from attncheck.mods.captured_reads import CapturedRead

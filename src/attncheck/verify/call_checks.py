@@ -36,13 +36,14 @@ from attncheck.verify.relation_runs import check_relation
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from attncheck.capabilities.subject import Subject
     from attncheck.core.judgement import Rule
-    from attncheck.core.outputs import Outputs, TensorName
+    from attncheck.core.outputs import Outputs
+    from attncheck.core.tensor_names import TensorName
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
     from attncheck.inputs.question_parameters import Parameters
     from attncheck.records.run_reports import Stage
+    from attncheck.subjects.capabilities.subject import Subject
     from attncheck.verify.call_conditions import CallNotes
     from attncheck.verify.executor import Execution, Executor
 

@@ -31,9 +31,10 @@ from attncheck.verify.process_effects import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from attncheck.capabilities.subject import Call, Subject
-    from attncheck.core.outputs import Outputs, TensorName
+    from attncheck.core.outputs import Outputs
+    from attncheck.core.tensor_names import TensorName
     from attncheck.inputs.input_tensors import Inputs
+    from attncheck.subjects.capabilities.subject import Call, Subject
     from attncheck.verify.memory_patterns import Primed
     from attncheck.verify.process_effects import State
 

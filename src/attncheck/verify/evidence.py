@@ -16,10 +16,10 @@ from attncheck.probes import PROBES
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from attncheck.core.declared_arithmetic import Arithmetic
     from attncheck.core.outputs import Outputs
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Case, Problem
-    from attncheck.judge.declared_arithmetic import Arithmetic
     from attncheck.mods.captured_reads import CapturedRead
     from attncheck.mods.expression import Expression
     from attncheck.mods.running_error import RunningError

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from attncheck import oracles, probes
-from attncheck.capabilities.subject import Tiling
 from attncheck.core.formats import FORMATS
 from attncheck.inputs import input_tensors as inputs_room
 from attncheck.judge.blind_spot import blind_spot
@@ -19,6 +18,7 @@ from attncheck.oracles.row_conditions import (
     sampled_rows,
     score_slopes,
 )
+from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.allowances import allowance, numbers_read
 from attncheck.verify.evidence import Evidence
@@ -29,12 +29,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attncheck.core.conditions import Conditions
+    from attncheck.core.declared_arithmetic import Arithmetic
     from attncheck.core.judgement import BlindSpot
-    from attncheck.core.outputs import Outputs, TensorName
+    from attncheck.core.outputs import Outputs
+    from attncheck.core.tensor_names import TensorName
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Case, Problem
     from attncheck.judge.allowance import Allowance
-    from attncheck.judge.declared_arithmetic import Arithmetic
 
 __all__ = ["EvidenceBuilder", "ensemble_tilings"]
 

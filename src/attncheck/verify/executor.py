@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from attncheck.capabilities.subject import ContractViolation, Refused
 from attncheck.core.outputs import Outputs
+from attncheck.subjects.capabilities.subject import ContractViolation, Refused
 from attncheck.verify.call_conditions import PLAIN_CALL, CallConditions, CallNotes, under_conditions
 from attncheck.verify.obligations import (
     aliased_input,
@@ -32,10 +32,10 @@ from attncheck.verify.process_effects import process_state
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from attncheck.capabilities.subject import Call, Subject, Tiling
+    from attncheck.core.declared_arithmetic import Arithmetic
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Case, Problem
-    from attncheck.judge.declared_arithmetic import Arithmetic
+    from attncheck.subjects.capabilities.subject import Call, Subject, Tiling
     from attncheck.verify.process_effects import State
 
 __all__ = ["Execution", "Executor", "Failure", "InProcess", "Origin", "failure", "out_of_memory"]

@@ -17,9 +17,9 @@ from attncheck.verify.memory_patterns import fill_free
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from attncheck.capabilities.subject import Call, Subject
     from attncheck.core.outputs import Outputs
     from attncheck.inputs.input_tensors import Inputs
+    from attncheck.subjects.capabilities.subject import Call, Subject
 
 __all__ = ["RepeatedCall", "compare_bits", "late_call", "repeat_calls"]
 

@@ -40,10 +40,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from types import TracebackType
 
-    from attncheck.capabilities.subject import Subject
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
     from attncheck.records.record import Record, Status
+    from attncheck.subjects.capabilities.subject import Subject
     from attncheck.workers.transport import Frame
 
 __all__ = [

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from msgspec.structs import replace as replace_of_structs
 
+from attncheck.core.declared_arithmetic import FP32
 from attncheck.judge.allowance import shares
-from attncheck.judge.declared_arithmetic import FP32
 from attncheck.judge.verdict import (
     KernelResult,
     decide,
@@ -23,10 +23,10 @@ from attncheck.subjects.ideal import Ideal
 from attncheck.verify.allowances import budget, gradient_allowance
 
 if TYPE_CHECKING:
-    from attncheck.capabilities.subject import Tiling
+    from attncheck.core.declared_arithmetic import Arithmetic
     from attncheck.core.judgement import Judgement
-    from attncheck.judge.declared_arithmetic import Arithmetic
     from attncheck.records.record import Record
+    from attncheck.subjects.capabilities.subject import Tiling
     from attncheck.verify.evidence_builder import EvidenceBuilder
     from attncheck.verify.executor import Execution
 

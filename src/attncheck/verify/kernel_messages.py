@@ -14,18 +14,19 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, g
 
 import torch
 
-from attncheck.capabilities.subject import Tiling
+from attncheck.core.declared_arithmetic import Arithmetic
 from attncheck.core.errors import UsageError
 from attncheck.core.formats import FORMATS, Format
-from attncheck.core.outputs import AXES, Outputs
-from attncheck.judge.declared_arithmetic import Arithmetic
+from attncheck.core.outputs import Outputs
+from attncheck.core.tensor_names import AXES
+from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.verify.call_conditions import CallNotes
 from attncheck.workers.process import HostError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from attncheck.capabilities.subject import Subject
+    from attncheck.subjects.capabilities.subject import Subject
     from attncheck.workers.transport import Frame
 
 __all__ = [

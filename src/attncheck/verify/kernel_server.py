@@ -25,7 +25,7 @@ from attncheck.workers.transport import LARGEST_WORDS, Frame
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attncheck.capabilities.subject import Subject
+    from attncheck.subjects.capabilities.subject import Subject
 
 __all__ = ["Compiling", "KernelServer"]
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attncheck.core.declared_arithmetic import Arithmetic
 from attncheck.core.outputs import Outputs
-from attncheck.judge.declared_arithmetic import Arithmetic
 from attncheck.mods.captured_gradients import captured_tensors
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from attncheck.capabilities.subject import Call
+    from attncheck.subjects.capabilities.subject import Call
 
 __all__ = [
     "WINDOWS",

@@ -14,11 +14,11 @@ from attncheck.verify.call_checks import CHECKS
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from attncheck.capabilities.subject import Subject
     from attncheck.inputs.problem import Case, Problem
     from attncheck.inputs.question_parameters import Allowed
     from attncheck.probes import Probe
     from attncheck.relations import Relation
+    from attncheck.subjects.capabilities.subject import Subject
     from attncheck.verify.call_checks import Check
     from attncheck.verify.executor import Executor
 

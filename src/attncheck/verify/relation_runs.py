@@ -22,11 +22,12 @@ from attncheck.verify.executor import Execution, Executor, Failure, InProcess, O
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from attncheck.capabilities.subject import Subject
-    from attncheck.core.outputs import Outputs, TensorName
+    from attncheck.core.outputs import Outputs
+    from attncheck.core.tensor_names import TensorName
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.relations import Relation
     from attncheck.relations.relation import Finding
+    from attncheck.subjects.capabilities.subject import Subject
 
 __all__ = ["check_relation", "draw_case_inputs", "judge_relation", "relation_inputs"]
 

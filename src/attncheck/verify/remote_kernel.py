@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from attncheck.capabilities.subject import Subject
 from attncheck.core.errors import UsageError
 from attncheck.inputs.question_parameters import PROMISES
+from attncheck.subjects.capabilities.subject import Subject
 from attncheck.verify.kernel_messages import (
     check_description,
     read_arithmetic,
@@ -20,10 +20,10 @@ from attncheck.workers.transport import Frame
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from attncheck.capabilities.subject import Call, Tiling
+    from attncheck.core.declared_arithmetic import Arithmetic
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
-    from attncheck.judge.declared_arithmetic import Arithmetic
+    from attncheck.subjects.capabilities.subject import Call, Tiling
 
 __all__ = ["Deadlines", "KernelConnection", "RemoteSubject"]
 

@@ -30,12 +30,12 @@ from attncheck.verify.second_opinion import second_opinion
 if TYPE_CHECKING:
     import torch
 
-    from attncheck.capabilities.subject import Subject, Tiling
     from attncheck.core.judgement import Rule
-    from attncheck.core.outputs import TensorName
+    from attncheck.core.tensor_names import TensorName
     from attncheck.inputs.problem import Case, Problem
     from attncheck.probes import VisibleKeys
     from attncheck.records.record import Status
+    from attncheck.subjects.capabilities.subject import Subject, Tiling
     from attncheck.verify.executor import Execution, Executor
 
 __all__ = [

@@ -15,7 +15,7 @@ from attncheck.verify.environment import prepare
 from attncheck.verify.executor import Failure, InProcess
 
 if TYPE_CHECKING:
-    from attncheck.capabilities.subject import Subject
+    from attncheck.subjects.capabilities.subject import Subject
 
 __all__ = ["main"]
 

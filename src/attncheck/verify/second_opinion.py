@@ -21,10 +21,11 @@ import torch
 from msgspec.structs import replace
 
 from attncheck.core.conditions import Rows
+from attncheck.core.declared_arithmetic import FP64_ORACLE
 from attncheck.core.judgement import Place
-from attncheck.core.outputs import GRADIENTS, Outputs
+from attncheck.core.outputs import Outputs
+from attncheck.core.tensor_names import GRADIENTS
 from attncheck.judge.allowance import at_rows, shares
-from attncheck.judge.declared_arithmetic import FP64_ORACLE
 from attncheck.judge.verdict_rules import element, number
 from attncheck.oracles.backward_recurrences import flash2_backward
 from attncheck.oracles.float64_numbers import Float64
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attncheck.core.judgement import Judgement, Rule
-    from attncheck.core.outputs import TensorName
+    from attncheck.core.tensor_names import TensorName
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
     from attncheck.records.record import Record

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from attncheck.capabilities.subject import Subject
 from attncheck.records.record import Report
+from attncheck.subjects.capabilities.subject import Subject
 from attncheck.verify.environment import environment, fingerprint, prepare
 from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import InProcess

@@ -1,1 +1,1 @@
-"""Room ``workers``."""
+"""Child processes, the pool of workers, and the journal of a run."""

@@ -7,8 +7,8 @@ import pytest
 from attncheck.cases import strategies
 from attncheck.cases.strategies.problems import nearest_supported, problems
 from attncheck.core.errors import ProblemError
+from attncheck.core.mod_spec import Dimensions, Spec
 from attncheck.mods.library import check_captures
-from attncheck.mods.spec import Dimensions, Spec
 
 DIMENSIONS = Dimensions(batch=2, heads=3, query=40, kv=50)
 OF_READS = {"backward": True, "dtypes": ("bf16",), "scores": strategies.captured_scores()}

@@ -8,8 +8,8 @@ import pytest
 
 from attncheck.cases import strategies
 from attncheck.cases.strategies.mask_strategies import PLAIN_MASKS
+from attncheck.core.mod_spec import Dimensions, Spec
 from attncheck.mods.library import build_mask, build_score
-from attncheck.mods.spec import Dimensions, Spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from attncheck.cases import strategies
+from attncheck.core.mod_spec import Dimensions, Spec
 from attncheck.mods.library import build_mask, build_score, check_mask
-from attncheck.mods.spec import Dimensions, Spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable

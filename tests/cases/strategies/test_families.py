@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from attncheck.cases import strategies
+from attncheck.core.mod_spec import Dimensions, Spec
 from attncheck.mods.library import build_mask
-from attncheck.mods.spec import Dimensions, Spec
 
 SMALL = Dimensions(batch=1, heads=1, query=1, kv=1)
 SIMPLEST = {

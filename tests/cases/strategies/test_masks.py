@@ -10,9 +10,9 @@ import torch
 
 from attncheck.cases import strategies
 from attncheck.cases.strategies.mask_strategies import NEIGHBORHOODS, PLAIN_MASKS
+from attncheck.core.mod_spec import Dimensions, Spec
 from attncheck.mods.library import build_mask, check_mask
 from attncheck.mods.masks import MASKS
-from attncheck.mods.spec import Dimensions, Spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from attncheck.cases import strategies
 from attncheck.cases.strategies.mask_strategies import PLAIN_MASKS
 from attncheck.core.errors import UnknownName, UsageError
+from attncheck.core.mod_spec import Dimensions, Spec
 from attncheck.inputs.distributions import DISTRIBUTIONS
 from attncheck.inputs.problem import Case, Problem
 from attncheck.mods import library
-from attncheck.mods.spec import Dimensions, Spec
 from attncheck.relations import relation_named
 
 if TYPE_CHECKING:

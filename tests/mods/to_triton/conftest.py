@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from attncheck.core.errors import InterpreterUnavailable
+from attncheck.core.mod_spec import Dimensions
 from attncheck.kernels import interpreter
-from attncheck.mods.spec import Dimensions
 from attncheck.mods.trace import trace_mask, trace_score
 
 try:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tests.mods.sample_mods import planted
 
 from attncheck.core.formats import FORMATS
+from attncheck.core.mod_spec import Dimensions
 from attncheck.mods.operation_errors import Arithmetic
 from attncheck.mods.running_error import RunningError
-from attncheck.mods.spec import Dimensions
 from attncheck.mods.trace import count_disagreements, trace_mask, trace_score
 
 if TYPE_CHECKING:

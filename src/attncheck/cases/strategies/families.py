@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from hypothesis.strategies import SearchStrategy
 
-    from attncheck.mods.spec import Spec
+    from attncheck.core.mod_spec import Spec
 
 __all__ = ["MASK_FAMILIES", "MaskFamily", "family_named"]
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from attncheck.cases.strategies.sizes import numbers
 from attncheck.core.errors import UnknownName
-from attncheck.mods.library import FULL
-from attncheck.mods.spec import Dimensions, Spec
+from attncheck.core.mod_spec import FULL, Dimensions, Spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

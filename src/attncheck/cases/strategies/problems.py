@@ -15,19 +15,18 @@ from attncheck.cases.strategies.sizes import lengths
 from attncheck.cases.strategies.sizes import shapes as any_shapes
 from attncheck.core.errors import ProblemError, UnknownName, UsageError, without_recorded
 from attncheck.core.formats import DTYPES
+from attncheck.core.mod_spec import NONE, Dimensions
 from attncheck.inputs.distributions import DISTRIBUTIONS
 from attncheck.inputs.problem import SOFTMAX_DTYPES, Problem
-from attncheck.mods.library import NONE
-from attncheck.mods.spec import Dimensions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from hypothesis.strategies import SearchStrategy
 
+    from attncheck.core.mod_spec import Spec
     from attncheck.core.paged_layout import Paging
     from attncheck.inputs.distributions import Sizes
-    from attncheck.mods.spec import Spec
 
 __all__ = ["AMPLITUDES", "nearest_supported", "problems", "softmax_problems"]
 

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from attncheck.cases.strategies.mask_strategies import masks
 from attncheck.cases.strategies.sizes import numbers
 from attncheck.core.errors import UnknownName
-from attncheck.mods.library import NONE
-from attncheck.mods.spec import Dimensions, Spec
+from attncheck.core.mod_spec import NONE, Dimensions, Spec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -11,15 +11,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attncheck.capabilities.capability_table import AUTOGRAD, pattern_files
-from attncheck.capabilities.configuration import read_tables, tables_of
-from attncheck.capabilities.named_kernels import BUILTIN
 from attncheck.core.errors import UnknownName, UsageError
+from attncheck.subjects.capabilities.capability_table import AUTOGRAD, pattern_files
+from attncheck.subjects.capabilities.configuration import read_tables, tables_of
+from attncheck.subjects.capabilities.named_kernels import BUILTIN
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from attncheck.capabilities.capability_table import Capabilities
+    from attncheck.subjects.capabilities.capability_table import Capabilities
 
 __all__ = ["CONVENTION_NAMES", "find_mistakes"]
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.mods.library import FULL
-from attncheck.mods.spec import Spec
+from attncheck.core.mod_spec import FULL, Spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

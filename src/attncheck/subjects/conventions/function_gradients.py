@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attncheck.capabilities.subject import Refused
-from attncheck.conventions.convention import callee
-from attncheck.conventions.empty_rows import empty_rows
-from attncheck.conventions.results import BrokenResult
+from attncheck.core.mod_spec import FULL
 from attncheck.core.outputs import Outputs
-from attncheck.mods import library
+from attncheck.subjects.capabilities.subject import Refused
+from attncheck.subjects.conventions.convention import callee
+from attncheck.subjects.conventions.empty_rows import empty_rows
+from attncheck.subjects.conventions.results import BrokenResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from attncheck.conventions.convention import ConventionOptions, Parameter
-    from attncheck.conventions.layouts import Layout
-    from attncheck.conventions.results import Returned
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
+    from attncheck.subjects.conventions.convention import ConventionOptions, Parameter
+    from attncheck.subjects.conventions.layouts import Layout
+    from attncheck.subjects.conventions.results import Returned
 
 __all__ = ["GradientCall", "Leaf", "gradient_refusal"]
 
@@ -235,7 +235,7 @@ def gradient_refusal(
         keywords = _backward_keywords(options.backward, loss, parameters)
         if isinstance(keywords, str):
             return keywords
-    if options.empty_row != "nan" or problem.mask == library.FULL or problem.sink:
+    if options.empty_row != "nan" or problem.mask == FULL or problem.sink:
         return None
     if bool(empty_rows(problem, device).any()):
         return "its rows that see no key are NaN, and so is every gradient of a key beside them"

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
+from attncheck.core.declared_arithmetic import default_arithmetic
 from attncheck.core.errors import AttncheckError, UnknownName, UsageError
 from attncheck.core.formats import DTYPES, FORMATS, Format, fp32
+from attncheck.core.mod_spec import NONE
 from attncheck.inputs.question_parameters import PROMISES
-from attncheck.judge.declared_arithmetic import default_arithmetic
-from attncheck.mods.library import NONE
 from attncheck.mods.masks import MASKS
 from attncheck.mods.scores import SCORES
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from tomlkit.items import InlineTable, Table
 
+    from attncheck.core.mod_spec import Spec
     from attncheck.inputs.problem import Problem
-    from attncheck.mods.spec import Spec
 
 __all__ = [
     "ALIASES",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from attncheck.core.errors import UnknownName
 
 if TYPE_CHECKING:
-    from attncheck.capabilities.subject import Subject
+    from attncheck.subjects.capabilities.subject import Subject
 
 __all__ = ["BUILTIN", "builtin_names", "subject_named"]
 

@@ -7,13 +7,12 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from attncheck.core.errors import ProblemError
+from attncheck.core.mod_spec import FULL, NONE, Spec
 from attncheck.diagnose.diagnosis import diagnose_failure, explain_failure
 from attncheck.diagnose.reproduce import new_failure
 from attncheck.gate.planning import move_case
 from attncheck.gate.property_stage import KNOWN
 from attncheck.inputs.problem import Case, Problem
-from attncheck.mods.library import FULL, NONE
-from attncheck.mods.spec import Spec
 from attncheck.records.failures import keep_failure
 from attncheck.records.record import FAILED_STATUSES
 from attncheck.verify.question_fit import question_problem, unfit_reason

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from attncheck.capabilities.subject import ContractViolation, Refused
-from attncheck.conventions.convention import MadeArgument
 from attncheck.core.outputs import Outputs
 from attncheck.core.source_files import error_line
+from attncheck.subjects.capabilities.subject import ContractViolation, Refused
+from attncheck.subjects.conventions.convention import MadeArgument
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from attncheck.conventions.convention import ConventionOptions
-    from attncheck.conventions.layouts import Layout
     from attncheck.inputs.input_tensors import Inputs
+    from attncheck.subjects.conventions.convention import ConventionOptions
+    from attncheck.subjects.conventions.layouts import Layout
 
 __all__ = [
     "BrokenResult",

@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-from attncheck.capabilities.subject import Call, Refused, Subject, Tiling, TooLarge
 from attncheck.core.formats import Format
+from attncheck.core.mod_spec import FULL, NONE
 from attncheck.core.outputs import Outputs
-from attncheck.mods.library import FULL, NONE
+from attncheck.subjects.capabilities.subject import Call, Refused, Subject, Tiling, TooLarge
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from attncheck.capabilities.capability_table import Capabilities
+    from attncheck.core.declared_arithmetic import Arithmetic
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
     from attncheck.inputs.question_parameters import Promise
-    from attncheck.judge.declared_arithmetic import Arithmetic
+    from attncheck.subjects.capabilities.capability_table import Capabilities
 
 __all__ = ["Declared", "DeclaredButRefusedError"]
 

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from attncheck.core.declared_arithmetic import Arithmetic
     from attncheck.inputs.problem import Problem
-    from attncheck.judge.declared_arithmetic import Arithmetic
 
 __all__ = [
     "CpuFlashDetector",

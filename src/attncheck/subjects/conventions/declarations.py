@@ -5,18 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attncheck.capabilities.subject import Subject
-from attncheck.conventions.convention import Convention, ConventionOptions, Signature
-from attncheck.conventions.flash_conventions import FLASH_ATTN, PAGED, VARLEN
-from attncheck.conventions.function_subject import FunctionSubject
-from attncheck.conventions.parse import CallArguments, UnreadableCall
-from attncheck.conventions.torch_conventions import FLEX, SDPA
 from attncheck.core.errors import UnknownName
+from attncheck.subjects.capabilities.subject import Subject
+from attncheck.subjects.conventions.convention import Convention, ConventionOptions, Signature
+from attncheck.subjects.conventions.flash_conventions import FLASH_ATTN, PAGED, VARLEN
+from attncheck.subjects.conventions.function_subject import FunctionSubject
+from attncheck.subjects.conventions.parse import CallArguments, UnreadableCall
+from attncheck.subjects.conventions.torch_conventions import FLEX, SDPA
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attncheck.conventions.parse import ParsedCall
+    from attncheck.subjects.conventions.parse import ParsedCall
 
 __all__ = ["CONVENTIONS", "READERS", "adopted", "convention_named", "parse_call"]
 

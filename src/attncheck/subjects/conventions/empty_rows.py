@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.capabilities.subject import capability
+from attncheck.core.declared_arithmetic import default_arithmetic
 from attncheck.core.formats import spacing
-from attncheck.judge.declared_arithmetic import default_arithmetic
+from attncheck.subjects.capabilities.subject import capability
 
 if TYPE_CHECKING:
     from attncheck.core.outputs import Outputs

@@ -10,18 +10,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from attncheck.core.formats import fp32
-from attncheck.mods.library import FULL
+from attncheck.core.mod_spec import FULL, Spec
 from attncheck.mods.masks import shifted_dimensions
 from attncheck.mods.scores import alibi_slopes, softcap
-from attncheck.mods.spec import Spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
 
-    from attncheck.conventions.layouts import Lengths
-    from attncheck.mods.spec import Dimensions
+    from attncheck.core.mod_spec import Dimensions
+    from attncheck.subjects.conventions.layouts import Lengths
 
     Mod = Callable[..., Tensor]
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attncheck.mods.library import FULL
+from attncheck.core.mod_spec import FULL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
+    from attncheck.core.mod_spec import Spec
     from attncheck.core.outputs import Outputs
-    from attncheck.mods.spec import Spec
 
     Mod = Callable[..., torch.Tensor]
 

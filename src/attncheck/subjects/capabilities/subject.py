@@ -8,15 +8,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from attncheck.judge.declared_arithmetic import default_arithmetic
-from attncheck.mods.library import NONE
+from attncheck.core.declared_arithmetic import default_arithmetic
+from attncheck.core.mod_spec import NONE
 
 if TYPE_CHECKING:
+    from attncheck.core.declared_arithmetic import Arithmetic
     from attncheck.core.outputs import Outputs
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
     from attncheck.inputs.question_parameters import Promise
-    from attncheck.judge.declared_arithmetic import Arithmetic
 
 __all__ = [
     "Call",

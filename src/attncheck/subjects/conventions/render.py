@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from attncheck.conventions.convention import MadeArgument
 from attncheck.mods.scores import alibi_slopes
+from attncheck.subjects.conventions.convention import MadeArgument
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from attncheck.conventions.layouts import Layout
+    from attncheck.core.mod_spec import Spec
     from attncheck.inputs.problem import Problem
-    from attncheck.mods.spec import Spec
+    from attncheck.subjects.conventions.layouts import Layout
 
 __all__ = ["render_call", "render_score_mod"]
 

@@ -15,6 +15,8 @@ from attncheck.core.errors import ProblemError, UnknownName, refuse_recorded, wi
 
 __all__ = [
     "ANY_SEED",
+    "FULL",
+    "NONE",
     "Argument",
     "Check",
     "Dimensions",
@@ -316,3 +318,7 @@ def _lengths(label: str, value: Argument) -> tuple[int, ...]:
     raise ProblemError(
         f"{label}={shown!r} must be a list of whole numbers from 0 to {INT32_LARGEST}."
     )
+
+
+FULL = Spec.of("full")
+NONE = Spec.of("none")

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from attncheck.capabilities.capability_table import ALIGNMENTS, EMPTY_ROWS, LSE_BASES
 from attncheck.core.errors import UnknownName
 from attncheck.core.formats import fp32
+from attncheck.subjects.capabilities.capability_table import ALIGNMENTS, EMPTY_ROWS, LSE_BASES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
-    from attncheck.conventions.layouts import Layout
-    from attncheck.conventions.parse import CallArguments, ParsedCall
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
+    from attncheck.subjects.conventions.layouts import Layout
+    from attncheck.subjects.conventions.parse import CallArguments, ParsedCall
 
 __all__ = [
     "ALIGNMENTS",

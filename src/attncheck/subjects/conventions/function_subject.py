@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from attncheck.capabilities.subject import Call, Subject, memory_refusal
-from attncheck.conventions.convention import MadeArgument, Request
-from attncheck.conventions.empty_rows import empty_rows, settle_empty_rows
-from attncheck.conventions.function_gradients import GradientCall, gradient_refusal
-from attncheck.conventions.render import render_call
-from attncheck.conventions.results import (
+from attncheck.core.mod_spec import FULL
+from attncheck.subjects.capabilities.subject import Call, Subject, memory_refusal
+from attncheck.subjects.conventions.convention import MadeArgument, Request
+from attncheck.subjects.conventions.empty_rows import empty_rows, settle_empty_rows
+from attncheck.subjects.conventions.function_gradients import GradientCall, gradient_refusal
+from attncheck.subjects.conventions.render import render_call
+from attncheck.subjects.conventions.results import (
     MutationCheck,
     read_result,
     refusals,
@@ -24,25 +25,24 @@ from attncheck.conventions.results import (
     to_natural_lse,
     to_outputs,
 )
-from attncheck.conventions.torch_arithmetic import (
+from attncheck.subjects.conventions.torch_arithmetic import (
     CpuFlashDetector,
     Products,
     fp32_products,
     with_rounded_sums,
     with_short_exp,
 )
-from attncheck.mods import library
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attncheck.conventions.convention import Convention, ConventionOptions, Signature
-    from attncheck.conventions.layouts import Layout
+    from attncheck.core.declared_arithmetic import Arithmetic
     from attncheck.core.outputs import Outputs
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
     from attncheck.inputs.question_parameters import Promise
-    from attncheck.judge.declared_arithmetic import Arithmetic
+    from attncheck.subjects.conventions.convention import Convention, ConventionOptions, Signature
+    from attncheck.subjects.conventions.layouts import Layout
 
 __all__ = ["FunctionSubject"]
 
@@ -274,7 +274,7 @@ class FunctionSubject(Subject):
         """Rows that are settled before the judge sees them; None where there are none."""
         plain = self.options.empty_row in {"", "zero"}
         as_judged = plain and self._convention.empty_lse == (-math.inf,)
-        if as_judged or inputs.problem.mask == library.FULL or inputs.problem.sink:
+        if as_judged or inputs.problem.mask == FULL or inputs.problem.sink:
             return None  # with a sink no row has nothing to weigh
         dead = empty_rows(inputs.problem, inputs.device)
         return dead if bool(dead.any()) else None

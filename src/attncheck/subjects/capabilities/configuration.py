@@ -18,14 +18,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attncheck.capabilities.capability_table import read_table
-from attncheck.capabilities.named_kernels import BUILTIN
 from attncheck.core.errors import UsageError
+from attncheck.subjects.capabilities.capability_table import read_table
+from attncheck.subjects.capabilities.named_kernels import BUILTIN
 
 if TYPE_CHECKING:
     from tomlkit.items import Comment, Table, Whitespace
 
-    from attncheck.capabilities.capability_table import Capabilities
+    from attncheck.subjects.capabilities.capability_table import Capabilities
 
 __all__ = [
     "FILES",

@@ -9,8 +9,10 @@ from unittest import mock
 import torch
 from torch.nn.attention import flex_attention as flex
 
-from attncheck.conventions.call_tensors import attention_mask
-from attncheck.conventions.convention import (
+from attncheck.core.mod_spec import FULL, NONE, Spec
+from attncheck.mods.scores import bias
+from attncheck.subjects.conventions.call_tensors import attention_mask
+from attncheck.subjects.conventions.convention import (
     SINKS,
     Argument,
     Arguments,
@@ -22,13 +24,10 @@ from attncheck.conventions.convention import (
     offered,
     spare,
 )
-from attncheck.conventions.layouts import bhsd
-from attncheck.conventions.parse import CallArguments, ParsedCall, UnreadableCall
-from attncheck.conventions.render import render_score_mod
-from attncheck.conventions.window_masks import band_window, mask_band
-from attncheck.mods import library
-from attncheck.mods.scores import bias
-from attncheck.mods.spec import Spec
+from attncheck.subjects.conventions.layouts import bhsd
+from attncheck.subjects.conventions.parse import CallArguments, ParsedCall, UnreadableCall
+from attncheck.subjects.conventions.render import render_score_mod
+from attncheck.subjects.conventions.window_masks import band_window, mask_band
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -57,14 +56,14 @@ def _bind_sdpa(request: Request) -> Arguments | str:
     * ``enable_gqa`` is passed where there are fewer key than query heads.
     """
     problem = request.problem
-    if problem.score != library.NONE:
+    if problem.score != NONE:
         return "the sdpa convention has no score mod"
     band, lengths = mask_band(problem.mask, problem.dimensions), [(problem.query, problem.kv)]
     # By what it shows, not by name: at equal lengths several masks are the causal one.
     window = band and band_window(band, lengths, bottom_right=request.bottom_right)
     causal = window == (-1, 0)
     flagged = causal and "causal" in request.able
-    unmasked = flagged or problem.mask == library.FULL
+    unmasked = flagged or problem.mask == FULL
     arguments = {
         "enable_gqa": needed(value=True) if problem.group > 1 else offered(value=False),
         "scale": request.scale(),
@@ -94,11 +93,11 @@ def _written_mask(problem: Problem) -> MadeArgument:
 def _parse_sdpa(call: CallArguments) -> ParsedCall:
     """The Problem of a call; raises UnreadableCall for a bias with a gradient."""
     q, k, v = (call.tensor(name) for name in "qkv")
-    mask: Spec | torch.Tensor = Spec.of("causal") if call.value("causal") else library.FULL
+    mask: Spec | torch.Tensor = Spec.of("causal") if call.value("causal") else FULL
     score, table = None, call.value("attn_mask")
     # A float mask is an added bias, a bool one says what is seen.
     if table is not None:
-        if not isinstance(table, torch.Tensor) or mask != library.FULL:
+        if not isinstance(table, torch.Tensor) or mask != FULL:
             raise UnreadableCall("its mask is no tensor, or is_causal is set beside it")
         # The kernel in its place would give no gradient of the bias.
         if table.requires_grad:
@@ -207,7 +206,7 @@ def _bind_flex(request: Request) -> Arguments:
     )
     no_lse = request.options.returns_lse is False
     return {
-        "score_mod": spare(None) if problem.score == library.NONE else needed(score),
+        "score_mod": spare(None) if problem.score == NONE else needed(score),
         **_flex_mask(problem, request.able),
         "scale": request.scale(),
         "enable_gqa": needed(value=True) if problem.group > 1 else offered(value=False),
@@ -217,7 +216,7 @@ def _bind_flex(request: Request) -> Arguments:
 
 
 def _flex_mask(problem: Problem, able: frozenset[str]) -> dict[str, Argument]:
-    if problem.mask == library.FULL:
+    if problem.mask == FULL:
         return {"block_mask": spare(None), "mask_mod": spare(None)}
     # A block mask is what flex_attention itself takes, and its tiles are examined with it.
     if "mask_mod" in able and "block_mask" not in able:
@@ -256,7 +255,7 @@ def _parse_flex(call: CallArguments) -> ParsedCall:
         q=q,
         k=k,
         v=v,
-        mask=blocks.mask_mod if blocks is not None else mask or library.FULL,
+        mask=blocks.mask_mod if blocks is not None else mask or FULL,
         score=call.value("score_mod"),
         scale=call.value("scale"),
         returned=returned,

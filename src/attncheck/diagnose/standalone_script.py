@@ -13,24 +13,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attncheck.capabilities.configuration import entry_points, read_configuration
-from attncheck.capabilities.declared import Declared
-from attncheck.conventions import declarations
-from attncheck.conventions.call_tensors import attention_mask
-from attncheck.conventions.function_subject import FunctionSubject
 from attncheck.core import strided_alloc
 from attncheck.core.errors import UsageError
 from attncheck.diagnose.reproduce import ExactRun, exact_runs
 from attncheck.relations import RELATIONS
+from attncheck.subjects.capabilities.configuration import entry_points, read_configuration
+from attncheck.subjects.capabilities.declared import Declared
+from attncheck.subjects.conventions import declarations
+from attncheck.subjects.conventions.call_tensors import attention_mask
+from attncheck.subjects.conventions.function_subject import FunctionSubject
 from attncheck.subjects.torch_kernels import Flex, Sdpa
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from attncheck.capabilities.subject import Subject
     from attncheck.core.judgement import Judgement
     from attncheck.inputs.problem import Case, Problem
     from attncheck.records.record import Record
+    from attncheck.subjects.capabilities.subject import Subject
 
 __all__ = ["LARGEST", "KernelCall", "kernel_call", "render_script"]
 

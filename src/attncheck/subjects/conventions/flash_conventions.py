@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.conventions.call_tensors import (
+from attncheck.core.mod_spec import FULL, Spec
+from attncheck.mods.page_table import draw_page_table
+from attncheck.mods.scores import alibi_slopes
+from attncheck.subjects.conventions.call_tensors import (
     inputs_page_table,
     paged_inputs,
     sequence_lengths,
 )
-from attncheck.conventions.convention import (
+from attncheck.subjects.conventions.convention import (
     SINKS,
     Arguments,
     Convention,
@@ -32,9 +35,9 @@ from attncheck.conventions.convention import (
     offered,
     spare,
 )
-from attncheck.conventions.layouts import Layout, bshd, pack, packed_layout
-from attncheck.conventions.parse import CallArguments, ParsedCall, UnreadableCall
-from attncheck.conventions.window_masks import (
+from attncheck.subjects.conventions.layouts import Layout, bshd, pack, packed_layout
+from attncheck.subjects.conventions.parse import CallArguments, ParsedCall, UnreadableCall
+from attncheck.subjects.conventions.window_masks import (
     Band,
     band_window,
     diagonal_offset,
@@ -43,17 +46,13 @@ from attncheck.conventions.window_masks import (
     softcap_and_slopes,
     window_mask,
 )
-from attncheck.mods.library import FULL
-from attncheck.mods.page_table import draw_page_table
-from attncheck.mods.scores import alibi_slopes
-from attncheck.mods.spec import Spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from attncheck.conventions.layouts import Lengths
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
+    from attncheck.subjects.conventions.layouts import Lengths
 
 __all__ = ["FLASH_ATTN", "PAGED", "VARLEN"]
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar, cast
 
 import torch
 
-from attncheck.conventions.layouts import conjuncts
 from attncheck.core.formats import FORMATS
+from attncheck.core.mod_spec import FULL, NONE, Spec
 from attncheck.mods import library
 from attncheck.mods.page_table import PageTable, draw_page_table, pack_pages
-from attncheck.mods.spec import Spec
+from attncheck.subjects.conventions.layouts import conjuncts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attncheck.core.formats import Format
+    from attncheck.core.mod_spec import Dimensions
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
-    from attncheck.mods.spec import Dimensions
 
 __all__ = [
     "ModKey",
@@ -161,14 +161,14 @@ def _mask_size(key: ModKey) -> tuple[int, ...]:
     problem = key.problem
     # One row shows which axes broadcast; the whole may be too large to be made.
     row = attention_mask(problem, key.device, range(1))
-    if problem.score != library.NONE:
+    if problem.score != NONE:
         row = row * attention_bias(problem, key.device, range(1))
     return (*row.shape[:2], problem.query, problem.kv)
 
 
 def needs_no_mask(problem: Problem) -> bool:
     """Return whether ``is_causal`` says all of it, or there is nothing to say."""
-    return problem.score == library.NONE and (problem.mask == library.FULL or is_causal(problem))
+    return problem.score == NONE and (problem.mask == FULL or is_causal(problem))
 
 
 def is_causal(problem: Problem) -> bool:

@@ -1,0 +1,24 @@
+"""Names and axes of the tensors that are compared: pages read them without loading torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+__all__ = ["AXES", "GRADIENTS", "TensorName"]
+
+TensorName = Literal["out", "lse", "dq", "dk", "dv", "dsink", "dcaptured"]
+"""Names of the tensors that are compared."""
+
+AXES: dict[TensorName, tuple[str, ...]] = {
+    "out": ("batch", "head", "query", "dim"),
+    "lse": ("batch", "head", "query"),
+    "dq": ("batch", "head", "query", "dim"),
+    "dk": ("batch", "key head", "key", "dim"),
+    "dv": ("batch", "key head", "key", "dim"),
+    "dsink": ("head",),
+    "dcaptured": ("number",),
+}
+"""The axes of each."""
+
+GRADIENTS: tuple[TensorName, ...] = ("dq", "dk", "dv", "dsink", "dcaptured")
+"""Names of the gradients."""

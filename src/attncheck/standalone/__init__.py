@@ -1,1 +1,0 @@
-"""Standalone scripts: a failing Case for somebody without attncheck."""
