@@ -136,6 +136,7 @@ def distribution_named(name: str) -> Distribution:
     """
     if isinstance(name, str) and name in DISTRIBUTIONS:
         return DISTRIBUTIONS[name]
+    # Any other type is no name of a recording: it is refused as unknown.
     if isinstance(name, str):
         refuse_recorded("distribution", name)
     raise UnknownName("distribution", name, without_recorded(DISTRIBUTIONS))
@@ -205,6 +206,7 @@ def _one_hot(draws: Draws, sizes: Sizes) -> Drawn:
 
     # A code of the key's number, repeated over the columns: distance grows with head_dim.
     bits = max(1, (sizes.kv - 1).bit_length())
+    # Fewer columns than bits: keys that differ in the bits left out are equal.
     used = min(bits, sizes.head_dim)
     flips = draws.integers("k signs", (*sizes.k[:2], 1, sizes.head_dim), 2)
     chosen = draws.integers("chosen key", sizes.q[:3], sizes.kv)
@@ -222,6 +224,7 @@ def _signs(numbers: Integers, bits: int, flips: Integers) -> Floats:
     # Bit j % bits of the number in column j, exclusive-or a random sign.
     column_bit = np.arange(flips.shape[-1]) % bits
     signs = ((numbers[..., None] >> column_bit) & 1 ^ flips).astype(np.float64)
+    # Bit 0 becomes +1, bit 1 becomes −1.
     signs *= -2.0
     signs += 1.0
     return signs
@@ -241,6 +244,7 @@ def _constant_rows(draws: Draws, sizes: Sizes) -> Drawn:
     import numpy as np
 
     def rows(stream: str, shape: tuple[int, int, int, int]) -> Floats:
+        # Drawn once and repeated: rows are equal to the bit.
         row = draws.normal(stream, (*shape[:2], 1, shape[3]))
         return np.repeat(row, shape[2], axis=2)
 
@@ -262,14 +266,17 @@ def _sink(draws: Draws, sizes: Sizes) -> Drawn:
     q, k, v = _normal(draws, sizes)
     column = math.sqrt(_sink_logit(sizes) * math.sqrt(sizes.head_dim))
     q[..., 0] = column
+    # Column 0 is the sink's alone: of any other key it adds nothing to a logit.
     k[..., 0] = 0.0
     k[..., 0, :] = 0.0
     k[..., 0, 0] = column
+    # Small values under a large weight: lost small weights of other keys show in out.
     v[..., 0, :] /= 64.0
     return q, k, v
 
 
 def _sink_logit(sizes: Sizes) -> float:
+    # By the bit length: a logarithm of a library differs in its last bit between machines.
     return 4.0 + _LN2 * (sizes.kv - 1).bit_length()
 
 
@@ -300,6 +307,7 @@ def _zero_scores(_draws: Draws, sizes: Sizes) -> Floats:
 
 DISTRIBUTIONS: dict[str, Distribution] = {
     d.name: d
+    # Draws go by seed and stream alone: the order of entries changes no bits.
     for d in (
         Distribution(
             name="normal",
