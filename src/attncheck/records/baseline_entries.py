@@ -43,7 +43,7 @@ __all__ = [
 _SCHEMA = 1
 
 BASELINE_FILE = "attncheck-baseline.json"
-"""What the file is called, in the folder of the project."""
+"""Name of the file, in the folder of the project."""
 
 LARGEST_BASELINE = 2**26
 """Bytes of the largest baseline that is read: some 100,000 entries."""
@@ -57,7 +57,7 @@ _PAIR: TypeAlias = tuple[str, Any]
 
 
 class BaselineTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is kept of one tensor; the numbers of ``record.Accuracy``, and two measured.
+    """Kept numbers of one tensor; those of ``record.Accuracy``, and two measured.
 
     Attributes:
         rmse: Root mean square error.
@@ -109,7 +109,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def key(self) -> Key:
-        """What it is found by."""
+        """Key that it is looked up by."""
         return self.kernel, self.case, self.device
 
     def checked(self) -> Entry:
@@ -119,7 +119,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Baseline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a project's kernels could do.
+    """Results of a project's kernels at an earlier time.
 
     Attributes:
         schema: Version of this layout.
@@ -135,7 +135,7 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def architecture(environment: Environment) -> str:
-    """What numbers are compared within: the GPU's compute capability, else the processor's kind."""
+    """Kind of device that numbers are compared on: a GPU's compute capability, or the processor."""
     return f"sm {environment.capability}" if environment.capability else environment.machine
 
 
@@ -147,7 +147,7 @@ def environment_id(environment: Environment) -> str:
 def baseline_entries(
     records: Iterable[Record], environments: Mapping[str, Environment]
 ) -> tuple[Entry, ...]:
-    """What would be kept of ``records``, whether right or wrong, in their order.
+    """Return the entries of ``records``, whether right or wrong, in their order.
 
     Args:
         records: Answers to the question ``compare``; others are left out.
@@ -296,7 +296,7 @@ def _check(baseline: Baseline) -> None:
 
 
 def _is_asked(entry: Entry) -> bool:
-    """Whether its Case is one, and the one whose id it has."""
+    """Return whether its Case is one, and the one whose id it has."""
     from attncheck.inputs.problem import Case
 
     try:

@@ -72,7 +72,7 @@ class KeptFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reproduction:
-    """What is to be asked again.
+    """A failure to reproduce.
 
     Attributes:
         case: The Case, as JSON.
@@ -92,7 +92,7 @@ class Reproduction:
 
 
 def is_id(text: str) -> bool:
-    """Whether ``text`` is an id of a Case or of a failure, and not a file."""
+    """Return whether ``text`` is an id of a Case or of a failure, and not a file."""
     return _ID.fullmatch(text) is not None
 
 
@@ -134,7 +134,7 @@ def load_failure(source: Path | str) -> KeptFailure:
 def find_reproduction(
     wanted: str, reports: Path | str = "reports", kernel: str = ""
 ) -> Reproduction:
-    """What is meant by an id, or what a file says.
+    """Return the failure that an id or a file names.
 
     Args:
         wanted: The id of a failure or of a Case, which is looked for in ``reports``/failures and
@@ -196,7 +196,7 @@ def _failed(data: Any, name: str) -> KeptFailure:
 
 
 def _of_file(path: Path) -> Reproduction:
-    """What a file asks for, by what is in it."""
+    """Read the failure in a file, by what the file holds."""
     data = json_numbers.read_json(path, "failure, case or problem", _LARGEST)
     name = json_numbers.source_name(path)
     keys = set(data) if isinstance(data, dict) else set()
@@ -224,7 +224,7 @@ def _of_failure(failed: KeptFailure, path: Path) -> Reproduction:
 
 
 def _mentioned(path: Path, wanted: str, broken: list[str]) -> Iterator[Reproduction]:
-    """What one file holds under an id; why it cannot be read goes to ``broken``."""
+    """Yield what one file holds under an id; why it cannot be read goes to ``broken``."""
     try:
         with path.open("rb") as file:
             text = file.read(LARGEST_REPORT + 1)
@@ -266,7 +266,7 @@ def _device(report: Report, record: Record) -> str:
 
 
 def _option(typed: str, name: str) -> str:
-    """What follows an option in a command line; empty where it is not there."""
+    """Return the value of an option in a command line; empty where it is not there."""
     try:
         words = shlex.split(typed)
     except ValueError:

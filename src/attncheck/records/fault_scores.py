@@ -71,7 +71,7 @@ class WrongAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class PeerVerdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What another project's rule said of the problems that were asked.
+    """Verdicts of another project's rule on the problems.
 
     Attributes:
         rule: Its name.
@@ -87,7 +87,7 @@ class PeerVerdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Detection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a fault was caught.
+    """The way in which a fault was caught.
 
     Attributes:
         first: The first wrong answer.
@@ -242,7 +242,7 @@ class FaultReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class OwnTestsScore(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What somebody's own tests made of one fault.
+    """Score of somebody's own tests on one fault.
 
     Attributes:
         fault, category: Which.
@@ -267,7 +267,7 @@ class OwnTestsScore(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class OwnTestsReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What somebody's own tests made of the planted faults.
+    """Score of somebody's own tests on the planted faults.
 
     Attributes:
         schema: Version of this layout.
@@ -311,7 +311,7 @@ class SmallestFault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class FaultSensitivity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How small one fault is still seen in one dtype.
+    """Smallest size at which one fault is still seen in one dtype.
 
     Attributes:
         fault: Its id.

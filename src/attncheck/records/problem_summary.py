@@ -96,7 +96,7 @@ class ProblemSummary(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def _has_usual_scale(self) -> bool:
-        """Whether the scale is 1/√head_dim in fp32; of a softmax there is none."""
+        """Return whether the scale is 1/√head_dim in fp32; of a softmax there is none."""
         if self.operation == "softmax":
             return True
         (usual,) = struct.unpack("<f", struct.pack("<f", self.head_dim**-0.5))

@@ -57,7 +57,7 @@ UNTRUSTED_STATUSES: frozenset[Status] = FAILED_STATUSES | {"oracle disagrees"}
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the numbers depend on besides the Case.
+    """Settings that the numbers depend on besides the Case.
 
     Attributes:
         device: ``cpu`` or the GPU's own name.
@@ -153,7 +153,7 @@ class GradientErrors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class ErrorMap(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where in out the errors are: the largest |error| ÷ allowance of each part of it.
+    """Map of the errors in out: the largest |error| ÷ allowance of each part of it.
 
     Attributes:
         rows: Query rows of one cell, the last one's may be fewer.
@@ -187,7 +187,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class TileMap(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which tiles of rows and keys the error is from, as far as out and LSE tell.
+    """Tiles of rows and keys that the error is from, as far as out and LSE tell.
 
     Attributes:
         rows: Query rows of one cell, the last one's may be fewer.
@@ -202,7 +202,7 @@ class TileMap(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What may be wrong with a kernel.
+    """Fault models that explain the error of a kernel.
 
     Attributes:
         ranked: The best first; none where no fault model explains anything to speak of.
@@ -221,7 +221,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Accuracy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How large the errors of one tensor are, and how much of that is chance.
+    """Size of the errors of one tensor, and how much of it is chance.
 
     Attributes:
         rmse: Root mean square error.

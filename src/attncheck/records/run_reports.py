@@ -27,7 +27,7 @@ __all__ = [
 
 
 Stage = Literal["contract", "probes", "bounds", "properties", "memory", "determinism", "baseline"]
-"""What is asked, in this order."""
+"""Questions, in this order."""
 
 STAGES: tuple[Stage, ...] = Stage.__args__  # type: ignore[attr-defined]  # a Literal has them
 
@@ -84,7 +84,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class BaselineComparison(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What has become of the cases of a baseline.
+    """Changes in the cases of a baseline.
 
     Attributes:
         schema: Version of this layout.

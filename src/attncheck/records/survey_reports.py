@@ -56,7 +56,7 @@ class Distance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Rows(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What became of the rows that see a key.
+    """Results in the rows that see a key.
 
     Attributes:
         total: How many there are.
@@ -120,7 +120,7 @@ class Agreement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     furthest: str | None = None
 
     def holds(self, digits: int) -> bool:
-        """Whether every distance is at most 10^-digits."""
+        """Return whether every distance is at most 10^-digits."""
         return not self.infinite and (self.log10 is None or self.log10 <= -digits)
 
 
@@ -185,7 +185,7 @@ class ProvenError(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Certificate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is proven of one float64 oracle on one Case.
+    """Proven error of one float64 oracle on one Case.
 
     Attributes:
         case_id, case: The Case and its short id.
@@ -208,7 +208,7 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     proven_rows: int
 
     def holds(self, limit: float) -> bool:
-        """Whether all of it is proven to be at most this part of its allowance."""
+        """Return whether all of it is proven to be at most this part of its allowance."""
         return all(
             not part.unproven and (part.share is None or part.share <= limit)
             for part in (self.out, self.lse)
@@ -216,7 +216,7 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def within_a_priori(self) -> bool:
-        """Whether no proven error is beyond what is assumed of the oracle without a proof."""
+        """Return whether no proven error is beyond what is assumed without a proof."""
         parts = (self.out.a_priori, self.lse.a_priori)
         return all(part is None or part <= 1 for part in parts)
 
@@ -253,7 +253,7 @@ class CertificateReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class ModAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one backend makes of a mod, compared with what the callable itself says.
+    """Result of one backend on a mod, compared with that of the callable itself.
 
     Attributes:
         status: ``equal``; ``different``; ``unknown`` where it differs nowhere, but somewhere
@@ -378,7 +378,7 @@ FIELDS: dict[str, str] = {
     "sentinel": "score of a hidden key",
     "subnormals": "what becomes of numbers below the smallest normal one",
 }
-"""What is read, in this order, and what each is."""
+"""Parts that are read, in this order, and what each is."""
 
 ReadingVerdict = Literal["agrees", "finer", "differs", "not declared", "not seen"]
 """A reading beside the declaration: the same; less error than is declared; another thing, or more
