@@ -40,6 +40,7 @@ MOST_KEPT = 200
 _SCHEMA = 1
 _LARGEST = 2**22  # bytes of one failure, case or problem
 _MOST_FILES = 2000  # that are looked through for an id
+# The alphabet of base 32, as short ids have it: no path looks like one.
 _ID = re.compile(r"[a-z2-7]{10}")
 
 
@@ -106,6 +107,7 @@ def keep_failure(
     Raises:
         UsageError: where the directory cannot be written to, or for an id that is none.
     """
+    # It becomes the name of a file, which must not lead out of the folder.
     if not is_id(failed.id):
         raise UsageError(f"{one_line(failed.id)!r} is no id: it has ten letters and digits.")
     text = json_numbers.to_json_text(failed)
@@ -156,6 +158,7 @@ def find_reproduction(
     if not candidates:
         raise UsageError(_unknown(wanted, reports, files, broken))
     named = [one for one in candidates if one.kernel == kernel]
+    # A kernel that never failed the Case may be asked it too, to compare the two.
     if kernel:
         return (
             named[0]
@@ -183,6 +186,7 @@ def _by_age(folder: Path) -> list[Path]:
 
 def _failed(data: Any, name: str) -> KeptFailure:
     schema = data.get("schema") if isinstance(data, dict) else None
+    # True equals 1 in Python, and is no version.
     if schema != _SCHEMA or isinstance(schema, bool):
         fact = f"schema is {schema!r}, this version reads {_SCHEMA}"
         raise UsageError(json_numbers.refusal_message(name, "failure", fact))
@@ -191,6 +195,7 @@ def _failed(data: Any, name: str) -> KeptFailure:
         failed = msgspec.convert(data | {"record": record}, KeptFailure)
     except (msgspec.ValidationError, RecursionError) as error:
         raise UsageError(json_numbers.refusal_message(name, "failure", str(error))) from None
+    # Raises for a Case without a problem, here and not where it is shown later.
     problem_of(failed.record)
     return failed
 
@@ -262,6 +267,7 @@ def _of_report(report: Report, wanted: str, path: Path) -> Iterator[Reproduction
 
 
 def _device(report: Report, record: Record) -> str:
+    # The failure is of the device that it was seen on, whatever is here now.
     return "cpu" if report.environments[record.environment].device == "cpu" else "cuda"
 
 
@@ -269,6 +275,7 @@ def _option(typed: str, name: str) -> str:
     """Return the value of an option in a command line; empty where it is not there."""
     try:
         words = shlex.split(typed)
+    # Unbalanced quotes: a file that somebody edited may hold anything.
     except ValueError:
         return ""
     for word, following in zip(words, [*words[1:], ""], strict=True):

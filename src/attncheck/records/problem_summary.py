@@ -99,6 +99,7 @@ class ProblemSummary(msgspec.Struct, frozen=True, kw_only=True):
         """Return whether the scale is 1/√head_dim in fp32; of a softmax there is none."""
         if self.operation == "softmax":
             return True
+        # Without numpy: reports are read where it need not be loaded.
         (usual,) = struct.unpack("<f", struct.pack("<f", self.head_dim**-0.5))
         return bool(self.scale == usual)
 

@@ -70,7 +70,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     Attributes:
         kernel: The kernel.
         case_id: The Case.
-        standing: See ``Standing``.
+        standing: See ``BaselineStanding``.
         reason: Why, in one line: by what numbers.
         before, after: RMSE of out; None where it was not measured.
     """
@@ -134,15 +134,18 @@ class GateReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     kernels: dict[str, str]
     absent: dict[str, str] = {}
     stages: tuple[Stage, ...] = STAGES
+    # Beside the answers, so that a gate that was cut short cannot look finished.
     planned: dict[Stage, int] = {}
     unfinished: int = 0
     unfinished_because: str = ""
+    # Apart: a broken harness must look neither like a broken kernel nor like a pass.
     harness: tuple[str, ...] = ()
     baseline: str = ""
     changes: tuple[Change, ...] = ()
     answers: tuple[Answer, ...] = ()
 
 
+# Not frozen, unlike the others: it is counted up while the tests run.
 class Tally(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Problems that one kernel was asked.
 
@@ -159,6 +162,7 @@ class Tally(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     @property
     def total(self) -> int:
         """Problems that were answered: refusals do not count."""
+        # A refusal is said beforehand: the kernel was asked nothing.
         return sum(count for status, count in self.problems.items() if status != "unsupported")
 
     def add(self, other: Tally) -> None:
@@ -236,6 +240,7 @@ def join_property_reports(reports: Sequence[PropertyReport]) -> PropertyReport:
         environment=reports[0].environment,
         tier=reports[0].tier,
         processes=max(one.processes for one in reports),
+        # The runs came one after the other, so their times add up.
         seconds=sum(one.seconds for one in reports),
         untaken=untaken,
         outcomes=tuple(sorted(last.values(), key=lambda one: (one.file, one.test, one.kernel))),
