@@ -16,6 +16,7 @@ from attncheck.core.errors import ProblemError, UnknownName, refuse_recorded, wi
 __all__ = [
     "ANY_SEED",
     "FULL",
+    "GENERATOR",
     "NONE",
     "Argument",
     "Check",
@@ -41,6 +42,9 @@ Values: TypeAlias = Mapping[str, Any]
 """Arguments by name, each of the type that its check wants."""
 
 INT32_LARGEST = 2**31 - 1
+
+GENERATOR = 1
+"""Version of ``core.draws``: of all that a seed gives. Not there, since that module loads NumPy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
