@@ -51,5 +51,5 @@ class Outputs:
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def gradients(self) -> dict[TensorName, torch.Tensor]:
-        """The gradients among them."""
+        """Return the gradients among them."""
         return {name: one for name, one in self.tensors().items() if name in GRADIENTS}
