@@ -32,8 +32,8 @@ COPIED = (
         for file in (_ROOT / "kernels").glob("[!_]*.py")
         if file.stem not in _SHARED
     ),
-    "conventions.call_tensors",
-    "conventions.empty_rows",
+    "subjects.conventions.call_tensors",
+    "subjects.conventions.empty_rows",
     "mods.block_mask",
     "subjects.ideal",
     "subjects.kernel_mods",
@@ -130,10 +130,9 @@ def _copy(patches: list[str], package: Path) -> None:
     texts = apply_patches(sources, patches)
     shutil.rmtree(package, ignore_errors=True)
     for name, text in texts.items():
-        room, _, module = name.partition(".")
-        path = package / room / f"{module}.py"
+        path = package.joinpath(*name.split(".")).with_suffix(".py")
         path.parent.mkdir(parents=True, exist_ok=True)
-        for each in (path.parent, package):
+        for each in path.parents[: name.count(".") + 1]:
             (each / "__init__.py").touch()
         # What imports a copied module imports the copy.
         own = _IMPORTED.sub(rf"{package.name}.\1", text)
