@@ -209,8 +209,8 @@ class Recording:
             SCORES[self.name] = Entry(summary=summary, build=self._score_mod)
 
     def _tensors(self) -> dict[str, Tensor]:
-        named = {"q": self.q, "k": self.k, "v": self.v}
-        return named if self.mask is None else named | {"mask": self.mask}
+        tensors = {"q": self.q, "k": self.k, "v": self.v}
+        return tensors if self.mask is None else tensors | {"mask": self.mask}
 
     @cached_property
     def _visible(self) -> Tensor | None:
@@ -218,8 +218,9 @@ class Recording:
         if self.mask is None or self.mask.dtype is torch.bool:
             return self.mask
         # 0 and −∞ alone: a bool mask in disguise, which kernels have a faster path for.
-        seen = self.mask == 0
-        return seen if bool((seen | torch.isneginf(self.mask)).all()) else None
+        # Exactly 0 and −∞: any other number changes a score.
+        visible = self.mask == 0
+        return visible if bool((visible | torch.isneginf(self.mask)).all()) else None
 
     def _mods(self) -> tuple[Spec, Spec]:
         if self.mask is None:

@@ -98,8 +98,8 @@ def load(path: Path | str) -> tuple[Recording, ...]:
     for name in tensors:
         _refuse(path, f"has a tensor {name!r} that belongs to no call")
     recordings = tuple(
-        Recording(file=path.name, call=call, **taken)
-        for call, taken in zip(header.calls, of_calls, strict=True)
+        Recording(file=path.name, call=call, **tensors)
+        for call, tensors in zip(header.calls, of_calls, strict=True)
     )
     for recording in recordings:
         recording.register()
@@ -156,14 +156,14 @@ def _taken(path: Path, index: int, call: Call, tensors: dict[str, Tensor]) -> di
     fact = call_fact(call)
     if fact:
         _refuse(path, f"{where}: {fact}")
-    wanted = ["q", "k", "v"] + ["mask"] * (call.mask in {"bool", "additive"})
-    taken = {}
-    for name in wanted:
+    of_call = {}
+    for name in ["q", "k", "v"] + ["mask"] * (call.mask in {"bool", "additive"}):
         stored = tensor_name(index, name)
         if stored not in tensors:
             _refuse(path, f"{where} has no tensor {stored!r}")
-        taken[name] = tensors.pop(stored)
-        fact = tensor_fact(call, name, taken[name])
+        # Out of the dictionary: what is left at the end belongs to no call.
+        of_call[name] = tensors.pop(stored)
+        fact = tensor_fact(call, name, of_call[name])
         if fact:
             _refuse(path, f"{where}: {fact}")
-    return taken
+    return of_call

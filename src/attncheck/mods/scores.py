@@ -79,6 +79,7 @@ def relative_bias(table: Tensor) -> ScoreMod:
     distance = table.shape[1] // 2
 
     def biased(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        # Clamped, as T5 does: all keys farther away share the outermost numbers.
         column = (kv_idx - q_idx).clamp(-distance, distance) + distance
         return score + table[h, column].to(score.dtype)
 
@@ -137,6 +138,7 @@ def alibi_slopes(heads: int) -> tuple[float, ...]:
 
     Through ``decimal``, so that the bits are the same on every machine.
     """
+    # More digits than fp32 has by far: the last rounding alone decides.
     context = decimal.Context(prec=50)
     exponents = [context.divide(decimal.Decimal(-8 * (h + 1)), heads) for h in range(heads)]
     return tuple(fp32(float(context.power(2, exponent))) for exponent in exponents)
