@@ -53,7 +53,7 @@ _INFINITY = flint.arb.pos_inf()
 
 
 def flint_version() -> str:
-    """Of python-flint."""
+    """Return the version of python-flint."""
     return str(flint.__version__)
 
 

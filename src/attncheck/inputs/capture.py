@@ -93,8 +93,8 @@ def capture(
         if recorder.recorded_calls:
             try:
                 _write(path, recorder)
-            except UsageError as unwritten:
-                error.add_note(str(unwritten))
+            except UsageError as write_error:
+                error.add_note(str(write_error))
         raise
     if not recorder.recorded_calls:
         raise UsageError(
@@ -162,7 +162,7 @@ class _Recorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is not _SDPA:
-            return self._listening(func)(*args, **kwargs)
+            return self._make_listening(func)(*args, **kwargs)
         out = func(*args, **kwargs)
         name = self._modules.name()
         if self._most is None or len(self.recorded_calls) < self._most:
@@ -180,7 +180,7 @@ class _Recorder(TorchFunctionMode):
                 printable = name if name.isprintable() else repr(name)
                 warnings.warn(f"capture leaves out {printable}: {reason}.", stacklevel=2)
 
-    def _listening(self, func: Any) -> Any:
+    def _make_listening(self, func: Any) -> Any:
         """``func``, or a copy of it whose own calls of the function come back to this mode.
 
         A Python function of torch that lets modes override it, multi_head_attention_forward, runs
@@ -369,7 +369,7 @@ def _writable(file: str | os.PathLike[str]) -> Path:
         with tempfile.TemporaryFile(dir=path.parent):
             return path
     except (OSError, ValueError) as error:
-        raise _unwritten(path, error) from None
+        raise _write_error(path, error) from None
 
 
 def _write(path: Path, recorder: _Recorder) -> None:
@@ -388,7 +388,7 @@ def _write(path: Path, recorder: _Recorder) -> None:
         draft.chmod(mode)
         draft.replace(path)
     except (OSError, SafetensorError) as error:
-        raise _unwritten(path, error) from None
+        raise _write_error(path, error) from None
     finally:
         draft.unlink(missing_ok=True)
 
@@ -398,6 +398,6 @@ def _draft(path: Path) -> Path:
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}")
 
 
-def _unwritten(path: Path, error: Exception) -> UsageError:
+def _write_error(path: Path, error: Exception) -> UsageError:
     reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
     return UsageError(f"recording {str(path)!r} cannot be written: {reason}.")

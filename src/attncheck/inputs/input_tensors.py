@@ -116,7 +116,7 @@ class Inputs:
 
     def clone(self) -> Inputs:
         """The same numbers in memory of their own, laid out alike: strides, gaps and all."""
-        return self._with(_cloned)
+        return self._with(_clone_memory)
 
     def _with(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
         changed: dict[str, Any] = {n: change(tensor) for n, tensor in self.tensors().items()}
@@ -224,9 +224,9 @@ def round_inputs(exact: Inputs, problem: Problem) -> Inputs:
                 _descale(values, problem.kv_heads, fmt), name, problem
             )
             each = scale.double().repeat_interleave(values.shape[1] // problem.kv_heads, dim=1)
-            stored[name] = _stored(values / each[..., None, None], fmt)
+            stored[name] = _to_storage(values / each[..., None, None], fmt)
         else:
-            stored[name] = _stored(values, fmt)
+            stored[name] = _to_storage(values, fmt)
     return Inputs(problem=problem, **stored, descale=Descale(**scales) if scales else None)
 
 
@@ -257,7 +257,7 @@ def _share_descale(scale: torch.Tensor, name: str, problem: Problem) -> torch.Te
     return scale.amax(0, keepdim=True).expand_as(scale).contiguous()
 
 
-def _cloned(tensor: torch.Tensor) -> torch.Tensor:
+def _clone_memory(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of all the memory that a tensor is a view of, seen through the same view.
 
     Of what lies between rows that are spread nothing is copied.
@@ -307,7 +307,7 @@ def _sizes(problem: Problem) -> Sizes:
     return Sizes(**{name: getattr(problem, name) for name in names})
 
 
-def _stored(values: torch.Tensor, fmt: Format) -> torch.Tensor:
+def _to_storage(values: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Float64 ``values`` rounded once to ``fmt``, in its storage dtype."""
     out = torch.empty(values.shape, dtype=fmt.torch_dtype, device=values.device)
     stored, exact = out.view(-1), values.view(-1)
