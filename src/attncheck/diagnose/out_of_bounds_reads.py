@@ -53,7 +53,7 @@ class _Asking:
         return found if isinstance(found, Execution) else None
 
     def differ(self, evidence: EvidenceBuilder, by: Surroundings) -> bool:
-        """Return whether ordinary numbers beside it give one thing, and ``by`` another, each time."""
+        """Return whether ordinary numbers around it give one thing and ``by`` always another."""
         sides = Surroundings(), by
         first = tuple(self._outputs(evidence, side) for side in sides)
         if not _other(*first):

@@ -183,7 +183,7 @@ class _RowBounds:
 def mod_error(
     evidence: Evidence, arithmetic: Arithmetic, known: Conditions, scores: ScoreError
 ) -> ScoreModError:
-    """Return the score mod's errors at every pair that the mask shows, and none where it hides one."""
+    """Return the score mod's errors at every pair that the mask shows, none at others."""
     analysis = evidence.running_error(arithmetic)
     if analysis is None:
         nothing = torch.full_like(known.products, math.inf)
@@ -464,7 +464,7 @@ def gradient_allowance(
 def _saved(
     evidence: Evidence, outputs: Outputs, lse_bound: Tensor | None, rows: Rows
 ) -> SavedErrors:
-    """Return the errors of the kernel's own out and LSE; LSE by its bound where it is not exposed."""
+    """Return errors of the kernel's own out and LSE; of a hidden LSE the bound."""
 
     def of(tensor: Tensor) -> Tensor:
         return tensor.flatten(0, 1)[rows.heads.start : rows.heads.stop][:, rows.query]

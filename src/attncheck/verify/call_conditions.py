@@ -236,7 +236,7 @@ class ConditionedCall:
             yield self
 
     def copied(self, inputs: Inputs) -> Inputs:
-        """Return what the kernel is to read: the same numbers, laid out alike, in memory of their own."""
+        """Return what the kernel is to read: the same numbers, laid out alike, in other memory."""
         if self._under.surroundings is not None:
             return place_among(inputs, self._under.surroundings)
         # A copy in any case: what the kernel writes must not change what the judge reads.

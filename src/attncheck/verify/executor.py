@@ -115,7 +115,7 @@ class Execution:
         tiling: What it declares of its tiles.
         arithmetic: The arithmetic that it declares, or that is assumed of it.
         notes: What was seen around the call.
-        left: ``obligations.inputs_digest`` of what it read, after the call; empty where nobody asked.
+        left: ``obligations.inputs_digest`` of what it read, afterwards; empty where nobody asked.
         compiling: Seconds of its calls that compilers took; 0 where nobody listened.
     """
 
@@ -132,7 +132,7 @@ class Executor(Protocol):
     """A way to ask and call a kernel."""
 
     def absence(self, subject: Subject, device: str) -> str | None:
-        """Return why ``subject`` can run nothing on ``device``; None if it can, or asking raises."""
+        """Return why ``subject`` can run nothing on ``device``; None if it can or asking raises."""
         ...
 
     def concerns(self, subject: Subject, problem: Problem) -> bool:

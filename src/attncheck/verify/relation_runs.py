@@ -183,7 +183,7 @@ def _refusal(
 def _launches(
     subject: Subject, case: Case, executor: Executor, device: str, count: int
 ) -> list[Subject] | Failure:
-    """Return the maker of each run: the kernel, and of some relations at last another launch of it."""
+    """Return the maker of each run: the kernel, or for the last of some another launch."""
     if not relation_named(case.question).relaunched:
         return [subject] * count
     launches = executor.launches(subject, case.problem, device)

@@ -130,7 +130,7 @@ def _disagreement(found: Judgement, evidence: Evidence) -> str:
 
 
 def _asked(worst: Place | None, evidence: Evidence) -> Iterator[Rows]:
-    """Yield the rows that are compared, in pieces that fit into memory; without a place of all heads."""
+    """Yield the rows to compare, in pieces that fit into memory; without a place of all heads."""
     problem, device = evidence.case.problem, evidence.inputs.device
     if worst is None:
         yield from sampled_rows(problem, device)

@@ -1,6 +1,6 @@
 """The journal of a run: what is done is on the disk before anybody is told, and is done once.
 
-``Journal`` writes it, one process at a time; ``read_journal`` says what it holds, also while it is written.
+``Journal`` writes it, one process at a time; ``read_journal`` says what it holds, also meanwhile.
 Its lines: ``journal_format``. Everything else that a run leaves behind can be made from it.
 """
 

@@ -127,7 +127,7 @@ class Shard:
         return f"{self.number}/{self.count}" if self.count > 1 else ""
 
     def has(self, unit: Unit) -> bool:
-        """Return whether this part does ``unit``: by its id but for the commit, equal on every machine."""
+        """Return whether this part does ``unit`` by its id but for the commit: alike everywhere."""
         if self.count == 1 or unit.kind not in _IN_PARTS:
             return True
         # In one part: a question, the same of another commit, and what makes its failure smaller,
