@@ -60,7 +60,7 @@ def test_listing_them_imports_neither_torch_nor_triton():
 
 PLANTED = Path(__file__).parents[1] / "properties" / "planted.py"
 MINE = """
-from attncheck.capabilities.subject import Subject
+from attncheck.subjects.capabilities.subject import Subject
 from attncheck.subjects.ideal import Ideal
 class Mine(Ideal):
     {body}
