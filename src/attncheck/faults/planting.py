@@ -84,7 +84,7 @@ def plant(fault: Fault | Control, host: HostName, folder: Path) -> str:
             changed; what is there already is written again.
 
     Returns:
-        What ``subjects.load.load_subject`` takes: ``FILE::Planted``.
+        What ``subjects.load.load`` takes: ``FILE::Planted``.
 
     Raises:
         NotPlanted: where a text to be changed is not found exactly once.
@@ -132,8 +132,8 @@ def _copy(patches: list[str], package: Path) -> None:
     for name, text in texts.items():
         path = package / f"{name.replace('.', '/')}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
-        for each in path.relative_to(package).parents:
-            (package / each / "__init__.py").touch()
+        for parent in path.relative_to(package).parents:
+            (package / parent / "__init__.py").touch()
         # What imports a copied module imports the copy.
         own = _IMPORTED.sub(rf"{package.name}.\1", text)
         own = _FROM_KERNELS.sub(f"from {package.name}.kernels import", own)
