@@ -103,7 +103,7 @@ class Inputs:
         return self.q.device
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return all tensors by name: q, k, v and, where there are any, descales, x, sink and dout."""
+        """Return every tensor that is not None by name, q, k and v first."""
         named = {"q": self.q, "k": self.k, "v": self.v}
         if self.descale is not None:
             named |= {f"{name}_descale": getattr(self.descale, name) for name in named}
