@@ -40,7 +40,7 @@ def test_the_names_and_their_order():
 def test_a_subject_knows_its_name(name):
     subject = named_kernels.subject_named(name)
     assert subject.name == name
-    assert subject.summary
+    assert subject.summary == named_kernels.BUILTIN[name].summary
     assert "\n" not in subject.summary
 
 

@@ -46,13 +46,14 @@ Ball: TypeAlias = Any  # flint.arb
 BallArray: TypeAlias = NDArray[np.object_]
 """Balls in the axes of a tensor."""
 
+# NaN takes part in every operation and comes out of it as NaN: ignorance spreads by itself.
 NOTHING_KNOWN: Ball = flint.arb.nan()
 
 _INFINITY = flint.arb.pos_inf()
 
 
 def flint_version() -> str:
-    """Of python-flint."""
+    """Return the version of python-flint."""
     return str(flint.__version__)
 
 

@@ -59,6 +59,7 @@ _RECORDED = re.compile(r"(.+?):.+@[0-9a-f]{8}", re.DOTALL)
 
 def refuse_recorded(kind: str, name: str) -> None:
     """Raise ProblemError, with the file to give, for a name of a recording that is not loaded."""
+    # Only a name of this form can be cured by a file: others are misspelt.
     recorded = _RECORDED.fullmatch(name)
     if recorded:
         raise ProblemError(

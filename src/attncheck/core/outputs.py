@@ -44,8 +44,11 @@ class Outputs:
 
     def tensors(self) -> dict[TensorName, torch.Tensor]:
         """Return those that are not None, by name, in the order above."""
-        named: dict[TensorName, torch.Tensor | None] = {name: getattr(self, name) for name in AXES}
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
+        # By AXES, which has the names that messages use, in their order.
+        tensors: dict[TensorName, torch.Tensor | None] = {
+            name: getattr(self, name) for name in AXES
+        }
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def gradients(self) -> dict[TensorName, torch.Tensor]:
         """The gradients among them."""

@@ -11,6 +11,7 @@ from attncheck.core.errors import ProblemError
 __all__ = ["LARGEST_PAGE", "Paging"]
 
 LARGEST_PAGE = 4096
+# A seed of JSON and of NumPy alike: what fits in a signed 64-bit number.
 _LARGEST_SEED = 2**63 - 1
 
 
@@ -39,6 +40,7 @@ class Paging:
             ("shared", 0, _LARGEST_SEED),
         ):
             value = getattr(self, name)
+            # bool is an int: True would pass for a page of one key.
             if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
                 raise ProblemError(
                     f"paging.{name}={value!r} must be a whole number, {least}–{most}."

@@ -56,15 +56,15 @@ def for_markdown(text: str) -> str:
     # Entities first: what is escaped afterwards must not be escaped twice.
     entities = shortened(text).translate(_ENTITIES)
     entities = _WWW.sub(r"\1&#46;", _SCHEME.sub("&#58;", entities))
-    return _OPENING.sub(_disarmed, _outside_entities(entities))
+    return _OPENING.sub(_escape_opening, _escape_backslashes(entities))
 
 
-def _disarmed(opening: re.Match[str]) -> str:
+def _escape_opening(opening: re.Match[str]) -> str:
     mark = opening[0]
     return f"{mark}\\" if mark.isdigit() else f"\\{mark}"
 
 
-def _outside_entities(text: str) -> str:
+def _escape_backslashes(text: str) -> str:
     # An entity holds a # that must stay bare.
     parts = re.split(r"(&(?:#\d+|amp|lt|gt);)", text)
     return "".join(

@@ -117,10 +117,10 @@ class _Exposed:
     judges_lse: bool = False
 
     def add(self, rows: _AllowedRows, examined: int) -> None:
-        judged = rows.out_allowance.isfinite()
-        out = rows.known.out[judged].abs()
-        allowed = rows.out_allowance[judged]
-        self.elements += int(judged.sum())
+        bounded = rows.out_allowance.isfinite()
+        out = rows.known.out[bounded].abs()
+        allowed = rows.out_allowance[bounded]
+        self.elements += int(bounded.sum())
         self.judges_lse = self.judges_lse or bool(rows.lse_allowance.isfinite().any())
         self.allowances.append(float(allowed.sum()))
         self.squares.append(float(out.square().sum()))

@@ -246,6 +246,7 @@ def imprecise_heads(
     by_z, by_spread = (heads.z > Z) & ~usual, spread > SPREAD
     both = by_z & by_spread
     if generic:
+        # On other inputs ideal kernels may be exact by chance, and any ratio to them is large.
         both = both | (spread > FAR)
     findings = []
     if bool(both.any()):
@@ -323,15 +324,16 @@ def drop_implied(findings: list[Finding]) -> list[Finding]:
     An element that is NaN is beyond every bound, and what is beyond one bound is beyond a tighter
     one: after a tensor has failed, only other rows and a probe's answer are news of it.
     """
+    # By tensor: a broken out says nothing of LSE.
     failed: set[str] = set()
-    kept = []
+    news = []
     for finding in findings:
         if finding.tensor in failed and finding.rule not in ("empty rows", "structure", ""):
             continue
-        kept.append(finding)
+        news.append(finding)
         if finding.status == "fail" and finding.rule not in ("empty rows", "structure"):
             failed.add(finding.tensor)
-    return kept
+    return news
 
 
 def _about(
@@ -347,6 +349,7 @@ def element(tensor: TensorName, place: Place) -> str:
 
 def number(value: float, within: float) -> str:
     """``value`` with the digits that matter where ``within`` is allowed: two of it."""
+    # Neither has a logarithm to count digits by.
     if not math.isfinite(value) or value == 0:
         return f"{value + 0.0:g}"  # −0 is 0
     if not (math.isfinite(within) and within > 0):

@@ -79,6 +79,7 @@ def relative_bias(table: Tensor) -> ScoreMod:
     distance = table.shape[1] // 2
 
     def biased(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        # Clamped, as T5 does: all keys farther away share the outermost numbers.
         column = (kv_idx - q_idx).clamp(-distance, distance) + distance
         return score + table[h, column].to(score.dtype)
 
@@ -137,6 +138,7 @@ def alibi_slopes(heads: int) -> tuple[float, ...]:
 
     Through ``decimal``, so that the bits are the same on every machine.
     """
+    # More digits than fp32 has by far: the last rounding alone decides.
     context = decimal.Context(prec=50)
     exponents = [context.divide(decimal.Decimal(-8 * (h + 1)), heads) for h in range(heads)]
     return tuple(fp32(float(context.power(2, exponent))) for exponent in exponents)
@@ -165,7 +167,7 @@ def _bias_shape(values: Values, dims: Dimensions) -> tuple[int, int, int, int]:
     return batch, dims.heads if values["per_head"] else 1, dims.query, dims.kv
 
 
-def _few_enough(name: str, values: Values, dims: Dimensions) -> None:
+def _check_table_size(name: str, values: Values, dims: Dimensions) -> None:
     shape = _bias_shape(values, dims)
     if math.prod(shape) > _MOST_NUMBERS:
         raise ProblemError(
@@ -175,12 +177,12 @@ def _few_enough(name: str, values: Values, dims: Dimensions) -> None:
 
 def _bias(values: Values, dims: Dimensions, device: str) -> ScoreMod:
     shape = _bias_shape(values, dims)
-    few = math.prod(shape) <= _KEPT
-    table = (_kept_bias if few else _drawn_bias)(values["seed"], shape)
+    few = math.prod(shape) <= _MOST_CACHED
+    table = (_cached_bias if few else _draw_bias)(values["seed"], shape)
     return bias(table.to(device))
 
 
-def _drawn_bias(seed: int, shape: tuple[int, int, int, int]) -> Tensor:
+def _draw_bias(seed: int, shape: tuple[int, int, int, int]) -> Tensor:
     """Standard normal fp32 numbers; element (b, h, i, j) is the same in every shape that has it.
 
     So that a part of a Problem has a part of its bias.
@@ -196,8 +198,8 @@ def _drawn_bias(seed: int, shape: tuple[int, int, int, int]) -> Tensor:
     return torch.from_numpy(table)
 
 
-_KEPT = 2**24  # numbers, 64 MiB: a mod is built several times for one Case
-_kept_bias = lru_cache(maxsize=4)(_drawn_bias)
+_MOST_CACHED = 2**24  # numbers, 64 MiB: a mod is built several times for one Case
+_cached_bias = lru_cache(maxsize=4)(_draw_bias)
 
 
 SCORES: dict[str, Entry[ScoreMod]] = {
@@ -221,7 +223,7 @@ SCORES: dict[str, Entry[ScoreMod]] = {
             "per_batch": check.whole_number(0, 1),
             "per_head": check.whole_number(0, 1),
         },
-        together=_few_enough,
+        together=_check_table_size,
         build=_bias,
     ),
     "temperature": Entry(
