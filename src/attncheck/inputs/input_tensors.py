@@ -103,7 +103,7 @@ class Inputs:
         return self.q.device
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor by name: q, k, v and, where there are any, q_descale …, x, sink and dout."""
+        """Return every tensor that is not None by name, q, k and v first."""
         named = {"q": self.q, "k": self.k, "v": self.v}
         if self.descale is not None:
             named |= {f"{name}_descale": getattr(self.descale, name) for name in named}
@@ -111,12 +111,12 @@ class Inputs:
         return named | {name: tensor for name, tensor in more.items() if tensor is not None}
 
     def to(self, device: str | torch.device) -> Inputs:
-        """The same numbers on another device."""
+        """Return the same numbers on another device."""
         return self._with(lambda tensor: tensor.to(device))
 
     def clone(self) -> Inputs:
         """The same numbers in memory of their own, laid out alike: strides, gaps and all."""
-        return self._with(_cloned)
+        return self._with(_clone_memory)
 
     def _with(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
         changed: dict[str, Any] = {n: change(tensor) for n, tensor in self.tensors().items()}
@@ -131,7 +131,7 @@ class Inputs:
         descale: Descale | None = None,
         **tensors: torch.Tensor | None,
     ) -> Inputs:
-        """These Inputs with other tensors, or of another Problem; checked like any.
+        """Return these Inputs with other tensors, or of another Problem; checked like any.
 
         What is None stays as it is.
         """
@@ -212,7 +212,7 @@ def unrounded_inputs(problem: Problem) -> Inputs:
 
 
 def round_inputs(exact: Inputs, problem: Problem) -> Inputs:
-    """fp64 Inputs rounded once to the storage format of ``problem``, as ``draw`` says."""
+    """Return fp64 Inputs rounded once to the storage format of ``problem``, as ``draw`` says."""
     fmt = problem.formats.storage
     stored, scales = {}, {}
     for name, values in exact.tensors().items():
@@ -224,9 +224,9 @@ def round_inputs(exact: Inputs, problem: Problem) -> Inputs:
                 _descale(values, problem.kv_heads, fmt), name, problem
             )
             each = scale.double().repeat_interleave(values.shape[1] // problem.kv_heads, dim=1)
-            stored[name] = _stored(values / each[..., None, None], fmt)
+            stored[name] = _to_storage(values / each[..., None, None], fmt)
         else:
-            stored[name] = _stored(values, fmt)
+            stored[name] = _to_storage(values, fmt)
     return Inputs(problem=problem, **stored, descale=Descale(**scales) if scales else None)
 
 
@@ -257,7 +257,7 @@ def _share_descale(scale: torch.Tensor, name: str, problem: Problem) -> torch.Te
     return scale.amax(0, keepdim=True).expand_as(scale).contiguous()
 
 
-def _cloned(tensor: torch.Tensor) -> torch.Tensor:
+def _clone_memory(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of all the memory that a tensor is a view of, seen through the same view.
 
     Of what lies between rows that are spread nothing is copied.
@@ -307,7 +307,7 @@ def _sizes(problem: Problem) -> Sizes:
     return Sizes(**{name: getattr(problem, name) for name in names})
 
 
-def _stored(values: torch.Tensor, fmt: Format) -> torch.Tensor:
+def _to_storage(values: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Float64 ``values`` rounded once to ``fmt``, in its storage dtype."""
     out = torch.empty(values.shape, dtype=fmt.torch_dtype, device=values.device)
     stored, exact = out.view(-1), values.view(-1)

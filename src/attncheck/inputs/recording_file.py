@@ -93,8 +93,8 @@ def load(path: Path | str) -> tuple[Recording, ...]:
     for name in names:
         if names.count(name) > 1:
             _refuse(path, f"has two calls {name!r}")
-    of_calls = [_taken(path, i, call, tensors) for i, call in enumerate(header.calls)]
-    # _taken took out what belongs to a call: anything left was written by somebody else.
+    of_calls = [_take_tensors(path, i, call, tensors) for i, call in enumerate(header.calls)]
+    # _take_tensors took out what belongs to a call: anything left was written by somebody else.
     for name in tensors:
         _refuse(path, f"has a tensor {name!r} that belongs to no call")
     recordings = tuple(
@@ -150,7 +150,9 @@ class _Versioned(msgspec.Struct):
     version: int
 
 
-def _taken(path: Path, index: int, call: Call, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _take_tensors(
+    path: Path, index: int, call: Call, tensors: dict[str, Tensor]
+) -> dict[str, Tensor]:
     """The checked tensors of a call by name, taken out of ``tensors``."""
     where = f"call {call.name!r}"
     fact = call_fact(call)

@@ -76,7 +76,7 @@ class KernelResult:
                 )
 
     def forward(self) -> list[Compared]:
-        """out, and LSE where the kernel exposes it, beside the exact ones."""
+        """Return out, and LSE where the kernel exposes it, each with the exact one."""
         out, lse = self.allowance.out, self.allowance.lse
         both = [Compared.of("out", self.out, self.exact_out, out, self.alive)]
         if self.lse is not None and self.exact_lse is not None:
@@ -96,7 +96,7 @@ def judge_heads(result: KernelResult) -> HeadPrecision:
 def heads_with_ensemble(
     result: KernelResult, heads: HeadPrecision, outs: Iterable[Tensor]
 ) -> HeadPrecision:
-    """``heads`` compared with ``outs`` of ideal kernels at several tilings."""
+    """Compare ``heads`` with ``outs`` of ideal kernels at several tilings."""
     return heads.with_ensemble(outs, result.exact_out, result.forward()[0].counted)
 
 
@@ -161,7 +161,7 @@ def decide(
         status=status,
         rule=first.rule if first else "",
         reason=first.text if first else "",
-        warnings=(*(one.text for one in others), *_partly_judged(result.gradients)),
+        warnings=(*(one.text for one in others), *_partial_warnings(result.gradients)),
         out_over_bound=_size(bounds["out"]),
         lse_over_bound=_size(bounds.get("lse")),
         out_over_probable=_size(probable["out"]),
@@ -196,7 +196,7 @@ def _size(share: Share | None) -> float | None:
     return None if share is None else share.size
 
 
-def _partly_judged(gradients: Iterable[Compared]) -> list[str]:
+def _partial_warnings(gradients: Iterable[Compared]) -> list[str]:
     """Gradients of which some elements have no finite bound, one line each."""
     counts = [(one.name, int(one.alive.sum()), int(one.counted.sum())) for one in gradients]
     return [

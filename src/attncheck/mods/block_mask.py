@@ -188,7 +188,7 @@ def block_mask(
         pass
     else:
         batch, heads = batch if traced.reads("b") else 1, heads if traced.reads("h") else 1
-    visible = _of_ranges(mask_mod, device)
+    visible = _mask_of_ranges(mask_mod, device)
     strips = []
     for first in range(0, query, block_query):
         rows = range(first, min(first + block_query, query))
@@ -210,7 +210,7 @@ def block_mask(
     )
 
 
-def _of_ranges(
+def _mask_of_ranges(
     mask_mod: MaskMod, device: torch.device | str
 ) -> Callable[[tuple[range, ...]], Tensor]:
     """Return the mask of four ranges of indices: uint8, each axis of its range's length or of 1."""

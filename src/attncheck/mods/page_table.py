@@ -110,17 +110,17 @@ def draw_page_table(
     counts = torch.tensor([-(-length // paging.size) for length in lengths])
     places = torch.arange(most)
     own = places < counts[:, None]
-    which, used = _numbered(own, shared)
+    which, used = _number_pages(own, shared)
     order, free = _order(paging.seed, used)
     # An engine that gives pages back leaves their numbers in the table.
-    given_back = free[torch.arange(batch * most).view(batch, most) % len(free)]
-    table = torch.where(own, order[which], given_back)
+    free_pages = free[torch.arange(batch * most).view(batch, most) % len(free)]
+    table = torch.where(own, order[which], free_pages)
     return PageTable(
         table=table.to(torch.int32), pages=len(order) + len(free), size=paging.size, lengths=lengths
     )
 
 
-def _numbered(own: Tensor, shared: int) -> tuple[Tensor, int]:
+def _number_pages(own: Tensor, shared: int) -> tuple[Tensor, int]:
     """Return the number of each entry among the used pages, 0 of none; and their count.
 
     Those that all sequences share come first, then each sequence's own in turn.
