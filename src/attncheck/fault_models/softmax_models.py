@@ -151,7 +151,7 @@ def _sunk(problem: Problem) -> bool:
 
 
 def _with_sink(call: ExactAttention, change: Tensor | float) -> Outputs:
-    """Return outputs with another sink: each head's times a number, or another ``(1, heads, 1)``."""
+    """Return outputs with another sink, each head's times a number or new ``(1, heads, 1)``."""
     assert call.sink is not None, "asked of what has one"
     sink = change * call.sink if isinstance(change, float) else change
     return call.softmax(call.z, sink=sink).outputs

@@ -278,7 +278,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
 
 
 def _whole_tiles(call: ExactAttention, rows: int, size: int) -> Tensor:
-    """Return what the mask says in whole tiles ``(batch', heads', rows, keys)``, to the tiles' ends.
+    """Return what the mask says in whole tiles, ``(batch', heads', rows, keys)``.
 
     Of a mask that has no more than the call's rows and keys, what it says of the last of them.
     """
