@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attncheck.core import draws
 from attncheck.core.errors import ProblemError, UnknownName, UsageError
 from attncheck.core.formats import DTYPES, fp32
-from attncheck.core.mod_spec import Spec
+from attncheck.core.mod_spec import GENERATOR, Spec
 from attncheck.core.paged_layout import Paging
 from attncheck.inputs.distributions import DISTRIBUTIONS
 from attncheck.inputs.problem import Case, Problem
@@ -137,7 +136,7 @@ def test_ids_of_cases_differ():
         Case(problem=RICH),
         Case(problem=RICH, question="scale_v"),
         Case(problem=RICH, parameters={"power": 1}),
-        Case(problem=RICH, generator=draws.VERSION + 1),
+        Case(problem=RICH, generator=GENERATOR + 1),
         Case(problem=RICH.replace(seed=0)),
     ]
     assert len({case.id for case in cases} | {RICH.id}) == len(cases) + 1
@@ -291,11 +290,8 @@ def test_any_json_gives_a_problem_or_one_line(field, value):
     ("fields", "message"),
     [
         (
-            {"generator": draws.VERSION + 1},
-            (
-                f"the case was drawn by generator {draws.VERSION + 1}; "
-                f"this version draws {draws.VERSION}."
-            ),
+            {"generator": GENERATOR + 1},
+            (f"the case was drawn by generator {GENERATOR + 1}; this version draws {GENERATOR}."),
         ),
         ({"question": 5}, "a case's question is a name, not 5."),
         ({"parameters": [1]}, "a case's parameters are numbers by name, not [1]."),

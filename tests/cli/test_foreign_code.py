@@ -106,7 +106,7 @@ def test_help_of_a_verb_is_exit_code_0(attncheck):
     code, out, err = attncheck("mods", "--help")
     assert (code, err) == (0, "")
     assert out.startswith("Usage: attncheck mods")
-    assert "Exit code 1 when a world differs, raises, or is unknown somewhere" in out
+    assert "Exit code 1 when a backend differs, raises, or is unknown somewhere" in out
 
 
 def test_a_mod_that_exits_is_one_line(attncheck, tmp_path):

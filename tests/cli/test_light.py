@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from attncheck.cli import attncheck
 
 HEAVY = {"torch", "triton", "numpy", "rich", "mpmath", "hypothesis", "jinja2", "attncheck.verify"}
@@ -30,15 +32,19 @@ def test_the_help_of_no_verb_imports_anything_heavy(tmp_path):
     assert done.stdout.count("Usage: attncheck") == len(verbs)
 
 
-def test_list_runs_without_the_room_that_runs_kernels(tmp_path):
-    # But with torch, whose dispatcher says which calls PyTorch's own kernels take.
+# The table asks torch, whose dispatcher says which calls PyTorch's own kernels take.
+@pytest.mark.parametrize(
+    ("options", "absent"), [((), HEAVY), (("--support", "--device", "cpu"), {"attncheck.verify"})]
+)
+def test_list_imports_nothing_heavy_that_it_needs_not(tmp_path, options, absent):
     program = """
 import sys
 from attncheck.cli import attncheck
 
-attncheck(["list", "--device", "cpu"], standalone_mode=False)
+attncheck(sys.argv[1:], standalone_mode=False)
 print(*sys.modules)
 """
-    words = [sys.executable, "-c", program]
+    words = [sys.executable, "-c", program, "list", *options]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert "attncheck.verify" not in done.stdout.splitlines()[-1].split()
+    assert not absent & set(done.stdout.splitlines()[-1].split())
+    assert ("what supports what on cpu" in done.stdout) is bool(options)

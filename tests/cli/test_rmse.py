@@ -154,7 +154,7 @@ def test_the_command_of_a_report_holds_no_folder(attncheck, tmp_path, form):
         assert "some where" not in path.read_text()
 
 
-@pytest.mark.parametrize("command", [("doctor", "--json"), ("list", "--json")])
+@pytest.mark.parametrize("command", [("doctor", "--json"), ("list", "--json", "--support")])
 def test_json_is_json_alone(tmp_path, command):
     run = fresh(*command, cwd=tmp_path)
     assert (run.returncode, run.stderr) == (0, "")
@@ -168,10 +168,12 @@ def test_the_doctor_finds_every_kernel_well(attncheck, tmp_path):
 
 
 def test_the_list_says_what_supports_what(attncheck, tmp_path):
-    run = attncheck("list", cwd=tmp_path)
+    run = attncheck("list", "--support", cwd=tmp_path)
     assert run.returncode == 0
     for word in ("triton-flash2", "sliding_window", "bf16", "one_hot", "document", "softcap"):
         assert word in run.stdout
+    table = run.stdout.partition("what supports what on ")[2]
+    assert "ideal                   bf16: all" in table
 
 
 @pytest.mark.parametrize("question", ["absent", "unsupported", "tiling", "prepare"])

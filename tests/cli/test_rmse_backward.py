@@ -18,7 +18,7 @@ from attncheck.subjects.capabilities import named_kernels
 from attncheck.subjects.load import load_subject
 
 MINE = """
-from attncheck.capabilities.subject import Subject
+from attncheck.subjects.capabilities.subject import Subject
 from attncheck.subjects.ideal import Ideal
 
 class Unscaled(Ideal):

@@ -218,7 +218,7 @@ def test_fp8_is_measured_and_its_inputs_cost_the_most(folder, attncheck, dtype):
 
 @pytest.fixture(scope="module")
 def catalogue(warm_python, tmp_path_factory):
-    words = ("list", "--json", "--device", "cpu")
+    words = ("list", "--json", "--support", "--device", "cpu")
     run = warm_python.run("attncheck", *words, cwd=tmp_path_factory.mktemp("list"))
     assert (run.returncode, run.stderr) == (0, "")
     return json.loads(run.stdout)
@@ -229,6 +229,13 @@ def test_the_list_names_softmax_and_fp8(catalogue):
     assert list(catalogue["dtypes"]) == ["fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2"]
     for name, summary in catalogue["dtypes"].items():
         assert ("a descale per batch and key head" in summary) is (name in {"e4m3", "e5m2"})
+
+
+def test_the_list_has_no_table_of_support_unless_asked(catalogue, attncheck):
+    code, out, err = attncheck("list", "--json")
+    assert (code, err) == (0, "")
+    # A device is what the table is about.
+    assert json.loads(out) == {k: v for k, v in catalogue.items() if k not in {"device", "support"}}
 
 
 def test_the_list_says_who_takes_softmax_and_fp8(catalogue):

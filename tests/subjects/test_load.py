@@ -40,7 +40,7 @@ def test_the_names_and_their_order():
 def test_a_subject_knows_its_name(name):
     subject = named_kernels.subject_named(name)
     assert subject.name == name
-    assert subject.summary
+    assert subject.summary == named_kernels.BUILTIN[name].summary
     assert "\n" not in subject.summary
 
 
@@ -60,7 +60,7 @@ def test_listing_them_imports_neither_torch_nor_triton():
 
 PLANTED = Path(__file__).parents[1] / "properties" / "planted.py"
 MINE = """
-from attncheck.capabilities.subject import Subject
+from attncheck.subjects.capabilities.subject import Subject
 from attncheck.subjects.ideal import Ideal
 class Mine(Ideal):
     {body}

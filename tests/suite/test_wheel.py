@@ -35,7 +35,7 @@ def test_every_template_is_in_it(installed: Path) -> None:
     folder = Path("attncheck") / "reporting" / "templates"
     ours = {path.name: path.read_bytes() for path in (ROOT / "src" / folder).iterdir()}
     assert {path.name: path.read_bytes() for path in (installed / folder).iterdir()} == ours
-    assert "gate.html.j2" in ours
+    assert "page.html.j2" in ours
 
 
 def test_they_run_from_it(installed: Path, tmp_path: Path) -> None:

@@ -374,6 +374,7 @@ def _missing_changes(before: Mapping[Key, Entry], after: Mapping[Key, object]) -
     measured = {before[key].kernel for key in after if key in before}
     for key, entry in before.items():
         if key not in after:
+            # A kernel that is not asked at all would pass otherwise.
             lost = entry.kernel not in measured
             reason = "of all that the baseline has of this kernel nothing was asked" if lost else ""
             yield _change(entry, None, "worse" if lost else "gone", reason)
@@ -386,10 +387,13 @@ def _standings(both: Mapping[Key, _Case]) -> dict[Key, tuple[BaselineStanding, s
     for key, case in unequal.items():
         for name, pair in case.pairs().items():
             if case.independent:
+                # Like with like: errors of other dtypes and tensors are sums of other roundings.
                 kind = (case.after.kernel, case.after.dtype, name, len(pair.ensemble))
                 groups[kind][key] = pair
+    # One pair alone is what its own case is tested by.
     several = {kind: of for kind, of in groups.items() if len(of) > 1}
     tests = len(several) + sum(len(case.before.tensors) for case in unequal.values())
+    # Bonferroni: every test gets an equal part of the run's probability of a false alarm.
     limit = math.log(FALSE_ALARM / max(tests, 1))
     standings = {key: _judge_alone(case, limit) for key, case in both.items()}
     for (_, dtype, name, _), of in several.items():
@@ -488,6 +492,7 @@ def _judge_together(
             else f"{mean_ratio(pairs):.3g} × what it was"
         )
         for key, pair in zip(left, turned, strict=True):
+            # All cases together prove it; only those that moved that way are blamed.
             if pair.after > pair.before:
                 own = found[key][1]
                 reason = (

@@ -1,10 +1,8 @@
-"""``attncheck list``: what there is, and what supports what."""
+"""``attncheck list``: what there is, and on demand what supports what."""
 
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import click
@@ -15,13 +13,30 @@ __all__ = ["list_"]
 
 
 @click.command("list", cls=Verb)
-@click.option("--json", "as_json", is_flag=True, help="JSON on standard output, nothing else.")
 @click.option(
-    "--device", type=click.Choice(["cpu", "cuda"]), help="Default: cuda where there is a GPU."
+    "--support",
+    is_flag=True,
+    help="Also what supports what: each kernel's variants on this device (loads torch).",
 )
-def list_(*, as_json: bool, device: str | None) -> None:
-    """Kernels, variants, dtypes, distributions, masks and score mods, and what supports what."""
-    catalogue = _catalogue(_device(device))
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="JSON on standard output, nothing else; its `support` and `device` only with --support.",
+)
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    help="Of --support. Default: cuda where there is a GPU.",
+)
+def list_(*, support: bool, as_json: bool, device: str | None) -> None:
+    """Kernels, variants, dtypes, distributions, masks and score mods; what supports what."""
+    # A device is looked for where one is needed alone: that loads torch, which takes seconds.
+    if support or device == "cuda":
+        device = _usable_device(device)
+    catalogue = _catalogue()
+    if support and device:
+        catalogue = {"device": device, **catalogue, "support": _support_table(device)}
     with standard_output():
         if as_json:
             click.echo(json.dumps(catalogue, indent=2))
@@ -29,14 +44,10 @@ def list_(*, as_json: bool, device: str | None) -> None:
             _echo(catalogue)
 
 
-def _device(device: str | None) -> str:
-    """``device``, or what torch finds; torch is loaded only where there may be a GPU.
-
-    Loading torch takes seconds, and a machine whose kernel driver offers no GPU needs none of it to
-    be told that the device is the CPU.
-    """
-    if device == "cpu" or (device is None and _no_gpu_driver()):
-        return "cpu"
+def _usable_device(device: str | None) -> str:
+    """Return ``device``, or what torch finds; raises UsageError for one that is not here."""
+    if device == "cpu":
+        return device
     from attncheck.verify.environment import default_device, require_device
 
     device = device or default_device()
@@ -44,31 +55,26 @@ def _device(device: str | None) -> str:
     return device
 
 
-def _no_gpu_driver() -> bool:
-    """Whether this is a Linux with none of the files by which a driver gives GPUs to programs."""
-    # NVIDIA's own, that of its Jetson boards, that of Windows' Linux, and AMD's.
-    drivers = ("nvidiactl", "nvhost-gpu", "nvgpu", "dxg", "kfd")
-    return sys.platform == "linux" and not any(Path("/dev", name).exists() for name in drivers)
-
-
 def _echo(catalogue: dict[str, Any]) -> None:
     for title, entries in catalogue.items():
         if entries and title not in {"support", "device"}:
             click.echo(f"{title}:")
             _echo_entries(entries)
-    click.echo(f"what supports what on {catalogue['device']} (variants at the default shape):")
-    _echo_support(catalogue["support"])
+    if "support" in catalogue:
+        click.echo(f"what supports what on {catalogue['device']} (variants at the default shape):")
+        _echo_support(catalogue["support"])
+    else:
+        click.echo("What supports what on this device: attncheck list --support")
 
 
-def _catalogue(device: str) -> dict[str, Any]:
+def _catalogue() -> dict[str, Any]:
     from attncheck.cases.variants import FURTHER, VARIANTS
     from attncheck.core.formats import DTYPES
     from attncheck.inputs.distributions import DISTRIBUTIONS
     from attncheck.mods.masks import MASKS
     from attncheck.mods.scores import SCORES
-    from attncheck.subjects.capabilities import named_kernels
+    from attncheck.subjects.capabilities.named_kernels import BUILTIN
 
-    subjects = [named_kernels.subject_named(name) for name in named_kernels.builtin_names()]
     dtypes = {
         d.name: f"{d.storage.name} stored, {d.products.name} products, {d.output.name} out"
         + (", a descale per batch and key head" if d.scaled else "")
@@ -76,15 +82,13 @@ def _catalogue(device: str) -> dict[str, Any]:
         if d.measured
     }
     return {
-        "device": device,
-        "kernels": {s.name: s.summary for s in subjects},
+        "kernels": {name: kernel.summary for name, kernel in BUILTIN.items()},
         **_kernels_of_others(),
         "variants": {name: v.summary for name, v in (VARIANTS | FURTHER).items()},
         "dtypes": dtypes,
         "distributions": {name: d.summary for name, d in DISTRIBUTIONS.items()},
         "masks": {name: e.summary for name, e in MASKS.items()},
         "score mods": {name: e.summary for name, e in SCORES.items()},
-        "support": {s.name: _support(s, device) for s in subjects},
     }
 
 
@@ -102,6 +106,15 @@ def _kernels_of_others() -> dict[str, dict[str, str]]:
         "kernels of packages": {
             name: " and ".join(point.value for point in several) for name, several in points.items()
         },
+    }
+
+
+def _support_table(device: str) -> dict[str, Any]:
+    from attncheck.subjects.capabilities import named_kernels
+
+    return {
+        name: _support(named_kernels.subject_named(name), device)
+        for name in named_kernels.builtin_names()
     }
 
 

@@ -64,6 +64,7 @@ class Conditions:
     total: torch.Tensor
     out: torch.Tensor
     lse: torch.Tensor
+    # Of a softmax or an attention without mod and sink, the usual case, nothing more is said.
     given_scores: bool = False
     has_score_mod: bool = False
     has_sink: bool = False
@@ -90,6 +91,7 @@ class GradientConditions:
     known: Conditions
     dout: torch.Tensor
     dlse: torch.Tensor
+    # Kept apart from dx: a kernel rounds delta before it is subtracted.
     delta: torch.Tensor
     value_products: torch.Tensor
     slope: torch.Tensor
@@ -119,6 +121,7 @@ class ScoreModError:
     radius: torch.Tensor
     own: torch.Tensor
     jump: torch.Tensor
+    # None where nobody reads them: each costs another evaluation of the mod.
     falls: torch.Tensor | None = None
     likely: torch.Tensor | None = None
 

@@ -90,14 +90,14 @@ class Accumulator:
         error: Count = (roundings / (1 - roundings)).masked_fill(roundings >= 1, math.inf)
         return error
 
-    def det(self, n: Count, taken: Count | None = None) -> Count:
+    def det(self, n: Count, nonzero_steps: Count | None = None) -> Count:
         """Largest error of a sum of ``n`` products, relative to the sum of magnitudes (B1, B2).
 
-        What is cut off toward zero is less than everything. Of ``taken`` see ``bias``.
+        What is cut off toward zero is less than everything. Of ``nonzero_steps`` see ``bias``.
         """
         if self.block is None:
             return self.rounded(n)
-        bias = self.bias(n, taken)
+        bias = self.bias(n, nonzero_steps)
         at_most_one: Count = min(bias, 1.0) if isinstance(bias, float) else bias.clamp(max=1)
         return self.rounded(n) + at_most_one
 
@@ -107,20 +107,21 @@ class Accumulator:
         deviation: Count = n**0.5 * (self.unit / math.sqrt(3))
         return deviation
 
-    def bias(self, n: Count, taken: Count | None = None) -> Count:
+    def bias(self, n: Count, nonzero_steps: Count | None = None) -> Count:
         """Largest systematic error, relative to the largest running sum; 0 of rounding (B3).
 
         Args:
             n: Products.
-            taken: Steps in which one of them is not 0, where they do not follow on each other.
+            nonzero_steps: Steps in which one of them is not 0, where those do not follow on each
+                other.
         """
         if self.block is None:
             return n * 0.0
         aligned, truncated = self.step_loss()
-        if taken is None:
+        if nonzero_steps is None:
             steps = n / self.block
-            taken = float(math.ceil(steps)) if isinstance(steps, float) else steps.ceil()
-        return taken * (aligned + truncated)
+            nonzero_steps = float(math.ceil(steps)) if isinstance(steps, float) else steps.ceil()
+        return nonzero_steps * (aligned + truncated)
 
 
 FP32 = Accumulator(name="fp32")

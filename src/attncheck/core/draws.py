@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from attncheck.core.mod_spec import GENERATOR
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["VERSION", "Draws"]
-
-VERSION: int = 1
+__all__ = ["Draws"]
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -120,7 +120,7 @@ class Draws:
         self, stream: str, out: NDArray[np.generic]
     ) -> Iterator[tuple[NDArray[np.generic], NDArray[np.uint64]]]:
         """Consecutive parts of ``out``, each with a random 64-bit number an element."""
-        name = f"attncheck draws {VERSION}/{self.seed}/{stream}"
+        name = f"attncheck draws {GENERATOR}/{self.seed}/{stream}"
         # Name and seed are hashed to a key: streams are independent, and none is another's tail.
         key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "little")
         generator = np.random.Philox(key=key)

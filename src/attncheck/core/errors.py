@@ -59,6 +59,7 @@ _RECORDED = re.compile(r"(.+?):.+@[0-9a-f]{8}", re.DOTALL)
 
 def refuse_recorded(kind: str, name: str) -> None:
     """Raise ProblemError, with the file to give, for a name of a recording that is not loaded."""
+    # Only a name of this form can be cured by a file: others are misspelt.
     recorded = _RECORDED.fullmatch(name)
     if recorded:
         raise ProblemError(
@@ -67,5 +68,5 @@ def refuse_recorded(kind: str, name: str) -> None:
 
 
 def without_recorded(names: Iterable[str]) -> list[str]:
-    """Those of ``names`` that are no recording's: the ones to choose from."""
+    """Return those of ``names`` that are no recording's: the ones to choose from."""
     return [name for name in names if not _RECORDED.fullmatch(name)]

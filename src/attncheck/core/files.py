@@ -52,7 +52,8 @@ def write_texts(
     what: str = "reports",
     instead: str = "--out",
 ) -> tuple[Path, ...]:
-    """``write_files`` of texts in UTF-8."""
+    """Write texts in UTF-8 as ``write_files`` does."""
+    # A lone surrogate, as of a foreign file name, must not cost the whole report.
     files = {name: text.encode(errors="backslashreplace") for name, text in texts.items()}
     return write_files(files, directory, what=what, instead=instead)
 
@@ -84,6 +85,7 @@ def write_files(
         directory.mkdir(parents=True, exist_ok=True)
         for path, content in paths.items():
             path.parent.mkdir(exist_ok=True)
+            # In the same directory: a rename across file systems is a copy, which can tear.
             drafts[path] = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
             with drafts[path].open("xb") as file:
                 file.write(content)

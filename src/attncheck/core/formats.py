@@ -75,9 +75,11 @@ FORMATS: dict[str, Format] = {
     for f in (
         _format("fp64", "float64", 53, -1022, math.ldexp(2 - 2.0**-52, 1023)),
         _format("fp32", "float32", 24, -126, math.ldexp(2 - 2.0**-23, 127)),
+        # tf32 is what tensor cores read of fp32: its exponents, and 10 bits after the point.
         _format("tf32", "float32", 11, -126, math.ldexp(2 - 2.0**-10, 127)),
         _format("fp16", "float16", 11, -14, 65504.0),
         _format("bf16", "bfloat16", 8, -126, math.ldexp(2 - 2.0**-7, 127)),
+        # e4m3fn has no infinity: its top exponent holds numbers too, up to 448 instead of 240.
         _format("e4m3", "float8_e4m3fn", 4, -6, 448.0),
         _format("e5m2", "float8_e5m2", 3, -14, 57344.0),
     )
@@ -134,6 +136,7 @@ DTYPES: dict[str, Dtype] = {
         _dtype("tf32", "fp32", "fp32"),
         _dtype("fp16", "fp16", "fp16"),
         _dtype("bf16", "bf16", "bf16"),
+        # Kernels give bf16 for fp8 inputs: 3 or 4 bits are too few for a result.
         _dtype("e4m3", "e4m3", "bf16"),
         _dtype("e5m2", "e5m2", "bf16"),
         _dtype("fp64", "fp64", "fp64", measured=False),
@@ -149,7 +152,7 @@ def dtype_named(name: str) -> Dtype:
 
 
 def fp32(number: float) -> float:
-    """``number`` rounded to the nearest fp32 value (ties to even), as a Python float.
+    """Return ``number`` rounded to the nearest fp32 value (ties to even), as a Python float.
 
     Every number that a kernel would receive in fp32 goes through here once, in the Problem, so
     that the oracle and the kernel read the same one. What is too large becomes infinite.
@@ -185,7 +188,7 @@ def round_to(values: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 
 def spacing(values: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """An ulp of finite float64 ``values`` (any shape): how far neighbours in ``fmt`` are apart.
+    """Return the distance of neighbours in ``fmt`` at finite float64 ``values``: an ulp.
 
     From a power of two upwards; that of subnormal numbers below the smallest normal one. As if
     ``fmt`` had no largest number; of fp64 never below 2^-1022.

@@ -23,12 +23,13 @@ __all__ = [
 
 # JSON has no word for these; strings keep the file valid for every reader.
 _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+# Elsewhere, as in a name or a message, "nan" is text.
 _PLACES = ("case", "out", "lse", "gradients", "judgement", "seconds", "accuracy", "error_map")
 _LONGEST_MESSAGE = 300
 
 
 def to_json_text(data: msgspec.Struct) -> str:
-    """``data`` as indented JSON, keys in the order of its fields.
+    """Return ``data`` as indented JSON, keys in the order of its fields.
 
     NaN and infinities are the strings ``"nan"``, ``"inf"`` and ``"-inf"``. What is no Unicode text
     (a lone surrogate in a foreign message) is written as its escape.
@@ -37,17 +38,21 @@ def to_json_text(data: msgspec.Struct) -> str:
 
 
 def to_plain_data(data: Any) -> Any:
-    """``data``, of structs and what JSON knows, as what JSON can say; see ``written``."""
-    return _worded(msgspec.to_builtins(data))
+    """Return ``data``, of structs and plain values, as what JSON can say; see ``to_json_text``."""
+    return _numbers_to_words(msgspec.to_builtins(data))
 
 
 def words_to_numbers(value: Any) -> Any:
-    """``value`` with numbers for all the words in it: where no text can stand."""
-    return _unworded(value)
+    """Return ``value`` with numbers for all the words in it: where no text can stand."""
+    if isinstance(value, dict):
+        return {k: words_to_numbers(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [words_to_numbers(v) for v in value]
+    return _WORDS.get(value, value) if isinstance(value, str) else value
 
 
 def read_json(source: Path | str, kind: str, largest: int) -> Any:
-    """The JSON of a Path, or that a str is.
+    """Return the data of JSON: of the file of a Path, or of a str itself.
 
     Args:
         source: Where.
@@ -59,16 +64,16 @@ def read_json(source: Path | str, kind: str, largest: int) -> Any:
     """
     name = source_name(source)
     try:
-        return msgspec.json.decode(_bytes(source, name, kind, largest))
+        return msgspec.json.decode(_read_bytes(source, name, kind, largest))
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise UsageError(refusal_message(name, kind, str(error))) from None
 
 
 def words_to_record_numbers(record: Any) -> Any:
-    """A Record's JSON with numbers for the words, where a number can stand."""
+    """Return a Record's JSON with numbers for the words, where a number can stand."""
     if not isinstance(record, dict):
         return record
-    return record | {name: _unworded(record[name]) for name in _PLACES if name in record}
+    return record | {name: words_to_numbers(record[name]) for name in _PLACES if name in record}
 
 
 def source_name(source: Path | str) -> str:
@@ -77,11 +82,11 @@ def source_name(source: Path | str) -> str:
 
 
 def refusal_message(name: str, kind: str, fact: str) -> str:
-    """Why something is no ``kind`` of attncheck's, in one line."""
+    """Return one line that says why something is no ``kind`` of attncheck's."""
     return f"{name} is no {kind} of attncheck: {one_line(fact)[:_LONGEST_MESSAGE]}."
 
 
-def _bytes(source: Path | str, name: str, kind: str, largest: int) -> bytes:
+def _read_bytes(source: Path | str, name: str, kind: str, largest: int) -> bytes:
     try:
         if isinstance(source, str):
             raw = source.encode()
@@ -91,26 +96,19 @@ def _bytes(source: Path | str, name: str, kind: str, largest: int) -> bytes:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"{name} cannot be read: {one_line(reason)}.") from None
-    # One byte more than allowed was read: enough to know that it is too large.
+    # One byte more than is allowed was read: enough to know that it is too large.
     if len(raw) > largest:
         raise UsageError(f"{name} is larger than {largest} bytes, the most that a {kind} may be.")
     return raw
 
 
-def _unworded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _unworded(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_unworded(v) for v in value]
-    return _WORDS.get(value, value) if isinstance(value, str) else value
-
-
-def _worded(value: Any) -> Any:
+def _numbers_to_words(value: Any) -> Any:
     """``value`` with words for what JSON cannot say."""
     if isinstance(value, dict):
-        return {_worded(k): _worded(v) for k, v in value.items()}
+        return {_numbers_to_words(k): _numbers_to_words(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_worded(v) for v in value]
+        return [_numbers_to_words(v) for v in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
+    # A lone surrogate, as of a foreign file name, is no UTF-8.
     return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value

@@ -73,14 +73,15 @@ class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @classmethod
     def of(cls, index: tuple[int, ...]) -> Place:
-        """The element at ``index``, in the axes that ``AXES`` has."""
+        """Return the element at ``index``, in the axes that ``AXES`` has."""
+        # dsink and dcaptured have one axis, whatever it counts: it takes the head's place.
         if len(index) == 1:
             return cls(batch=0, head=index[0], query=0)
         batch, head, query, *dim = index
         return cls(batch=batch, head=head, query=query, dim=dim[0] if dim else -1)
 
     def index(self, tensor: TensorName) -> tuple[int, ...]:
-        """Its index in ``tensor``."""
+        """Return its index in ``tensor``."""
         axes = len(AXES[tensor])
         return (self.head,) if axes == 1 else (self.batch, self.head, self.query, self.dim)[:axes]
 
@@ -126,6 +127,7 @@ class BlindSpot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         mean_allowance: Mean allowance of out ÷ its root mean square.
     """
 
+    # Not 0 where no row sees two keys: nothing can be dropped from one.
     dropped_keys: float | None
     weight: float
     scale: float
@@ -153,6 +155,7 @@ class Precision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         cosine: Cosine of out and the exact result, for comparison with other tools; never a rule.
     """
 
+    # None where a figure cannot be had: 0 would read as perfect.
     z: float | None = None
     spread: float | None = None
     residual: float | None = None
@@ -198,9 +201,11 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     reason: str = ""
     warnings: tuple[str, ...] = ()
     out_over_bound: float | None = None
+    # None, not 0: a share of 0 would say that LSE was compared and exact.
     lse_over_bound: float | None = None
     out_over_probable: float | None = None
     lse_over_probable: float | None = None
+    # Unset is left out of the JSON: a forward has no gradients to speak of.
     gradients_over_bound: dict[TensorName, float] | msgspec.UnsetType = msgspec.UNSET
     worst: Worst | None = None
     wrong: int = 0

@@ -16,6 +16,7 @@ from attncheck.core.errors import ProblemError, UnknownName, refuse_recorded, wi
 __all__ = [
     "ANY_SEED",
     "FULL",
+    "GENERATOR",
     "NONE",
     "Argument",
     "Check",
@@ -41,6 +42,9 @@ Values: TypeAlias = Mapping[str, Any]
 """Arguments by name, each of the type that its check wants."""
 
 INT32_LARGEST = 2**31 - 1
+
+GENERATOR = 1
+"""Version of ``core.draws``: of all that a seed gives. Not there, since that module loads NumPy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,8 +197,8 @@ def check_spec(
     if entry.compose is None and spec.parts:
         raise ProblemError(f"{spec.name} takes no parts: only a composition does.")
     if entry.compose is not None and not 1 <= len(spec.parts) <= entry.most_parts:
-        wanted = "exactly one part" if entry.most_parts == 1 else "at least one part"
-        raise ProblemError(f"{spec.name} has {len(spec.parts)} parts: it takes {wanted}.")
+        parts_text = "exactly one part" if entry.most_parts == 1 else "at least one part"
+        raise ProblemError(f"{spec.name} has {len(spec.parts)} parts: it takes {parts_text}.")
     # Last: the dimensions of the parts follow from arguments that are known to be right.
     for part in spec.parts:
         check_spec(kind, entries, part, entry.within(values, dims))
@@ -293,10 +297,10 @@ def formula_text(read: Callable[[str, Dimensions], object]) -> Check:
 
     def check(label: str, value: Argument, dimensions: Dimensions) -> None:
         if not isinstance(value, str) or not _LINE.fullmatch(value):
-            shown = repr(value)
-            shown = shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}…"
+            text = repr(value)
+            text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
             raise ProblemError(
-                f"{label}={shown} must be one line of at most {_LONGEST} ASCII characters, with "
+                f"{label}={text} must be one line of at most {_LONGEST} ASCII characters, with "
                 "no space before or after."
             )
         try:

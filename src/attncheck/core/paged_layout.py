@@ -11,6 +11,7 @@ from attncheck.core.errors import ProblemError
 __all__ = ["LARGEST_PAGE", "Paging"]
 
 LARGEST_PAGE = 4096
+# A seed of JSON and of NumPy alike: what fits in a signed 64-bit number.
 _LARGEST_SEED = 2**63 - 1
 
 
@@ -39,18 +40,19 @@ class Paging:
             ("shared", 0, _LARGEST_SEED),
         ):
             value = getattr(self, name)
+            # bool is an int: True would pass for a page of one key.
             if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
                 raise ProblemError(
                     f"paging.{name}={value!r} must be a whole number, {least}–{most}."
                 )
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object; ``from_json`` gives the same Paging back."""
+        """Return a JSON object; ``from_json`` gives the same Paging back."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Paging:
-        """The Paging that ``to_json`` wrote; raises ProblemError on anything else."""
+        """Return the Paging that ``to_json`` wrote; raises ProblemError on anything else."""
         known = {field.name for field in fields(cls)}
         if not isinstance(data, Mapping) or "size" not in data or set(data) - known:
             raise ProblemError(f"paging is an object with size, seed and shared, not {data!r}.")

@@ -9,6 +9,7 @@ __all__ = ["AXES", "GRADIENTS", "TensorName"]
 TensorName = Literal["out", "lse", "dq", "dk", "dv", "dsink", "dcaptured"]
 """Names of the tensors that are compared."""
 
+# In the order in which tables list the tensors.
 AXES: dict[TensorName, tuple[str, ...]] = {
     "out": ("batch", "head", "query", "dim"),
     "lse": ("batch", "head", "query"),

@@ -125,6 +125,7 @@ def diagnose_failure(
     diagnosis, predicted = failure.by_models(findings, before)
     proof = failure.proof(wrong=True, explained=predicted)
     if proof is not None:
+        # A proof goes before models, which only fit the numbers.
         ranked = (proof, *diagnosis.ranked)[:EXPLANATIONS_SHOWN]
         diagnosis = replace(diagnosis, ranked=ranked, tied=1, tried=0)
     return replace(record, diagnosis=diagnosis)
@@ -169,7 +170,7 @@ class _Failure:
 
     @property
     def is_of_numbers(self) -> bool:
-        """Whether outputs were there, and wrong."""
+        """True where outputs were there, and wrong."""
         return self.record.status == "fail" and self.record.judgement is not None
 
     def status(self, case: Case) -> str:
@@ -179,7 +180,7 @@ class _Failure:
         ).status
 
     def findings(self) -> Findings | None:
-        """What fault models say; None where there is nothing that they could speak of."""
+        """Return what fault models say; None where they could speak of nothing."""
         question = self.record.case.get("question")
         known = question in RELATIONS or question in PROBES or question == "compare"
         if self.record.status != "fail" or not known:
@@ -209,7 +210,7 @@ class _Failure:
                 yield findings
 
     def by_models(self, findings: Findings, before: Findings | None) -> tuple[Diagnosis, bool]:
-        """What fault models say, and whether one predicts the numbers that were given.
+        """Return what fault models say, and whether one predicts the numbers that were given.
 
         Of NaN and infinities, and of rows that are left to chance, others may say the same.
         """
@@ -227,10 +228,11 @@ class _Failure:
         return _as_diagnosis(ranking, findings, problems), certain
 
     def _fitting(self, problem: Problem, keys: int, models: Collection[str]) -> set[str]:
-        """Which of ``models`` fit what it gives on a larger problem, be that right or wrong.
+        """Return those of ``models`` that fit what it gives on a larger problem, right or wrong.
 
         Empty where the problem is as large, there is none of so many keys, or it does not take it.
         """
+        # A smaller problem would tell apart no more than this one has.
         if problem.kv >= keys:
             return set()
         with _skip_unfit():  # a mask may be of so many keys and no more
@@ -247,7 +249,7 @@ class _Failure:
         return set()
 
     def proof(self, *, wrong: bool, explained: bool) -> Explanation | None:
-        """What other layouts and surroundings prove; None where that is nothing.
+        """Return what other layouts and surroundings prove; None where that is nothing.
 
         Args:
             wrong: Whether a run of its question is beyond its bound, not only unlike another one.
@@ -273,7 +275,7 @@ class _Failure:
         return None
 
     def _of_layout(self, case: Case) -> Explanation | None:
-        """What a failing relation of layouts says, where no input alone is wrong laid out near."""
+        """Explain a failing relation of layouts where no input alone is wrong laid out near."""
         if case.question not in (_FAR, *_SAME_NUMBERS):
             return None
         status = self.status(case)  # far rows take gibibytes: once more is to do
@@ -284,7 +286,7 @@ class _Failure:
         return _sign("strides-not-taken", of="k" if case.question == "strides_transposed" else "")
 
     def sign(self) -> Explanation | None:
-        """What the failure says of calls that differ; None where that is nothing."""
+        """Return the sign that calls differ; None where there is none."""
         if not self.is_of_numbers:
             return None
         try:
@@ -320,7 +322,7 @@ class _Failure:
 def _explain_calls(
     call: Callable[[], Execution | Failure], evidence: EvidenceBuilder, *, related: bool
 ) -> Findings | None:
-    """What explains a call that is wrong; of two that gave different things, what explains both.
+    """Explain a call that is wrong; of two that gave different things, both at once.
 
     Memory holds something else each time: what is never written looks like it. A kernel that is
     wrong now and then is called until it is.
@@ -367,6 +369,7 @@ def _sign(name: str, of: str = "") -> Explanation:
 
 
 def _as_diagnosis(ranking: list[FaultExplanation], findings: Findings, problems: int) -> Diagnosis:
+    # What explains less than half is shown to nobody: it would read like a reason.
     telling = [one for one in ranking if one.share >= _TELLING]
     return Diagnosis(
         ranked=tuple(

@@ -73,12 +73,14 @@ def tile_map(
     grown = torch.ones_like(exact.total)
     if lse is not None:
         grown = (lse - exact.lse).exp()
+        # A row without keys has LSE −∞ on both sides, whose difference is NaN.
         grown = torch.where(exact.dead, 1.0, grown)
     moved = out * grown[..., None] - exact.out
     target = torch.cat([moved, (grown - 1.0)[..., None]], -1)
     v = call.v.expand(problem.batch, problem.heads, -1, -1)
     if not bool(target.isfinite().all()) or not bool(v.isfinite().all()):
         return None
+    # One size for all columns: the pseudo-inverse drops what is small beside the others.
     unit = v.abs().amax(dim=(-2, -1), keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
     columns = torch.cat([v / unit, torch.ones_like(v[..., :1])], -1)
     target = torch.cat([target[..., :-1] / unit, target[..., -1:]], -1)
@@ -117,7 +119,7 @@ _FEWEST_ROWS = 16
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Findings:
-    """What fault models say of a kernel on one Case.
+    """The fault models' account of a kernel on one Case.
 
     Attributes:
         ranking: All that explain anything, the best first.
@@ -147,12 +149,14 @@ def explain(
     error, call = _observed_error(result, evidence)
     if proven and not error.proven:
         return None
+    # Models of a backward need all rows at once, which a large problem is too large for.
     if not error.wrong or (not error.forward and pair_count(problem) > _WHOLE):
         return None
     of = "forward" if error.forward else "backward"
     models = [m for m in FAULT_MODELS.values() if m.of == of and m.applies(problem)]
     ranking = rank_explanations(error, _predictions(call, models))
     tiles = tile_map(call, error.got, error) if error.forward else None
+    # An LSE of −∞ is right where a row sees no key.
     finite = all(bool(x.isfinite().all()) for name, x in error.got.items() if name != "lse")
     return Findings(ranking=ranking, tried=len(models), tiles=tiles, finite=finite)
 
@@ -186,6 +190,7 @@ def _observed_error(
     if problem.backward:
         bounds = gradient_allowance(evidence.evidence, result.arithmetic, result.outputs).bounds
         allowed |= {name: bound.cpu() for name, bound in bounds.items()}
+    # NaN in out makes every gradient NaN, from which no model of a backward is told.
     if not problem.backward or got["out"].isnan().any():
         got = {name: tensor for name, tensor in got.items() if name in ("out", "lse")}
     spacing = {name: torch.finfo(x.dtype).eps for name, x in result.outputs.tensors().items()}
@@ -223,13 +228,14 @@ def _rows(problem: Problem, got: Tensor, exact: Tensor, allowed: Tensor) -> Tens
     off = ((got - exact).abs() / allowed.clamp(min=torch.finfo(torch.float32).tiny)).nan_to_num(
         nan=torch.inf
     )
+    # Half and half, because a model must also fit where the kernel is right.
     worst = off.amax(dim=(0, 1, 3)).argsort(descending=True)[: most // 2]
     spread = torch.linspace(0, problem.query - 1, most - most // 2).long()
     return torch.tensor(sorted({*worst.tolist(), *spread.tolist()}))
 
 
 def _predictions(call: ExactAttention, models: list[FaultModel]) -> Iterator[FaultPrediction]:
-    """What each model predicts; what it cannot be asked of this problem is left out."""
+    """Yield what each model predicts; leave out what it cannot be asked of this problem."""
     for model in models:
         with contextlib.suppress(*NO_FIT), torch.no_grad():
             for one in model.predictions(call):

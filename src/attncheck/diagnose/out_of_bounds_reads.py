@@ -53,7 +53,7 @@ class _Asking:
         return found if isinstance(found, Execution) else None
 
     def differ(self, evidence: EvidenceBuilder, by: Surroundings) -> bool:
-        """Whether it gives one thing among ordinary numbers and another ``by``, each time."""
+        """Return whether ordinary numbers around it give one thing and ``by`` always another."""
         sides = Surroundings(), by
         first = tuple(self._outputs(evidence, side) for side in sides)
         if not _other(*first):
@@ -68,7 +68,7 @@ class _Asking:
         return True
 
     def changes(self, evidence: EvidenceBuilder) -> bool:
-        """Whether calls that are alike in all that we decide give other bits."""
+        """Return whether calls that are alike in all that we decide give other bits."""
         first, *more = (self._outputs(evidence, Surroundings()) for _ in range(1 + self._times))
         return any(_other(again, first) for again in more)
 
@@ -78,11 +78,11 @@ class _Asking:
 
 
 def changes_between_calls(case: Case, subject: Subject, device: str, executor: Executor) -> bool:
-    """Whether a kernel that promises to repeat itself gives one thing and then another.
+    """Return whether a kernel that promises to repeat itself gives other bits at times.
 
     Of memory that it does not clear nothing is told: that holds the same each time.
 
-    Arguments as of ``read_beside``.
+    Arguments as of ``out_of_bounds_reads``.
     """
     if not _asked_often(case):
         return False
@@ -94,7 +94,7 @@ def changes_between_calls(case: Case, subject: Subject, device: str, executor: E
 
 
 def out_of_bounds_reads(case: Case, subject: Subject, device: str, executor: Executor) -> str:
-    """Names of inputs, with commas between them, beside which it reads; empty where nobody knows.
+    """Return names of inputs, with commas between, beside which it reads; empty if none is known.
 
     Of a kernel that gives the same whatever lies there nothing is said, nor of one that gives
     something else each time.
@@ -117,6 +117,7 @@ def out_of_bounds_reads(case: Case, subject: Subject, device: str, executor: Exe
                 for name in evidence.inputs.tensors()
                 if asking.differ(evidence, Surroundings(contents=contents, of=name))
             ]
+            # What shows beside all inputs and beside none alone may be chance.
             if alone:
                 return ", ".join(alone)
     return ""
@@ -125,7 +126,7 @@ def out_of_bounds_reads(case: Case, subject: Subject, device: str, executor: Exe
 def misread_strides(
     case: Case, subject: Subject, device: str, executor: Executor
 ) -> tuple[bool, str]:
-    """Whether it is right where all is contiguous, and inputs that it has wrong laid out otherwise.
+    """Return whether it is right on contiguous inputs, and which it has wrong laid out otherwise.
 
     Args:
         case: Its question is not looked at.
@@ -156,7 +157,7 @@ def misread_strides(
 
 
 def _asked_often(case: Case) -> bool:
-    """Whether many calls of it take neither long nor, each, gibibytes."""
+    """Return whether many calls of it take neither long nor, each, gibibytes."""
     spacious = case.question in RELATIONS and relation_named(case.question).spacious
     return not spacious and pair_count(case.problem) <= _LARGEST
 
@@ -171,7 +172,8 @@ def _evidence(case: Case, device: str) -> Iterator[EvidenceBuilder]:
 
 
 def _other(one: Outputs | None, before: Outputs | None) -> bool:
-    """Whether any number differs; NaN is NaN. Dcaptured is added up in whatever order."""
+    """Return whether any number differs; NaN is NaN. Dcaptured is added up in whatever order."""
+    # A call that failed says nothing of what lies beside its inputs.
     if one is None or before is None:
         return False
     then = before.tensors()

@@ -123,6 +123,7 @@ def _run(
     else:
         arithmetic = result.arithmetic
     bound = evidence.allowance(arithmetic)
+    # Exactly 0 in rows without keys, also where nothing is known of the others.
     alive = evidence.alive
     allowed = Outputs(
         torch.where(alive[..., None], bound.out, 0.0), torch.where(alive, bound.lse, 0.0)

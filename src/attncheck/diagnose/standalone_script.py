@@ -149,6 +149,7 @@ def kernel_call(
 def _of_function(inner: FunctionSubject, problem: Problem, had: str, device: str) -> KernelCall:
     interpreted = inner.triton and device == "cpu"
     made = _FUNCTION.format(first=_INTERPRETED if interpreted else "", had=had)
+    # LSE of a row without keys is left open by every convention, out by some.
     plain = inner.options.empty_row in {"", "zero"}
     return _named_call(
         made,
@@ -189,9 +190,11 @@ def _source(subject: FunctionSubject, problem: Problem) -> str:
 def _named_call(
     made: str, call: str, *, unasked: frozenset[str] = frozenset(), notes: tuple[str, ...] = ()
 ) -> KernelCall:
+    # Named by its text, so that runs which call alike share one function.
     name = f"call_{zlib.crc32(call.encode()):08x}"
     reads_mask = re.search(r"\bmask\b", call) is not None
     call = call.replace("def call(", f"def {name}(", 1)
+    # ``import torch`` alone does not load it.
     if "torch.nn.attention" in made + call:
         call = f"import torch.nn.attention.flex_attention\n\n\n{call}"
     return KernelCall(
@@ -308,6 +311,7 @@ def render_script(  # what was asked of whom, what was answered, and where it go
         "title": " ".join([case.question, *(f"{k}={v}" for k, v in case.parameters.items())]),
         "facts": dict(facts),
         "device": device,
+        # torch's word for tf32, which the script's own process has to be told.
         "products": "high" if case.problem.dtype == "tf32" else "highest",
         "must": _relation_data(record.judgement) if case.question in RELATIONS else None,
         "note": _blind_note(record.judgement),
@@ -337,6 +341,7 @@ class _Memory:
         """Return where a tensor lies, its shape and its strides."""
         size = tensor.untyped_storage().nbytes() // tensor.element_size()
         far = strided_alloc.has_far_rows(tensor)
+        # Gaps too, because a wrong kernel may read them; but not where they are gibibytes.
         whole = tensor.detach() if far else tensor.detach().as_strided((size,), (1,), 0)
         whole = whole.cpu().contiguous().flatten()
         raw = whole.view(torch.uint8).numpy().tobytes()
@@ -376,6 +381,7 @@ def _run_data(run: ExactRun, how: KernelCall, memory: _Memory) -> dict[str, Any]
         assert bound is not None, "the judge bounds it"
         if name in how.unasked_in_empty_rows:
             rows = empty if name == "lse" else empty[..., None]
+            # NaN tells the script that anything may stand there.
             bound = torch.where(rows, torch.nan, bound)
         data[name] = {
             part: memory.view(tensor.cpu().contiguous())

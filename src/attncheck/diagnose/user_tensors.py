@@ -104,6 +104,7 @@ class UserTensors:
             )
             _known(names, DISTRIBUTIONS, given, drawn)
             problem = self._problem().replace(mask=mask, score=score, distribution=given)
+            # They may require gradients, and autograd would keep all that the oracle computes.
             q, k, v = (tensor.detach() for tensor in (self.q, self.k, self.v))
             descale = self._descale(problem)
             yield Inputs(problem=problem, q=q, k=k, v=v, descale=descale, sink=self._sink())
@@ -150,6 +151,7 @@ class UserTensors:
         names = {
             dtype.storage.torch_dtype: name
             for name, dtype in DTYPES.items()
+            # tf32 tensors are stored as fp32: which is meant, the dtype does not say.
             if dtype.measured and name != "tf32"
         }
         if self.q.dtype not in names:
@@ -251,6 +253,7 @@ def _entry(mod: Callable[..., Tensor]) -> Entry[Any]:
 
 def _known(names: ExitStack, library: dict[str, Any], name: str, entry: object) -> Spec:
     library[name] = entry
+    # The libraries are the whole process's: nothing of one call stays in them.
     names.callback(library.pop, name)
     return Spec.of(name)
 
@@ -266,7 +269,7 @@ class UserOutputs:
     Attributes:
         out: ``(batch, heads, query, value_dim)``.
         lse: ``(batch, heads, query)``, natural logarithm; None where there is none.
-        call: What ``GivenTensors`` takes, by name; all None where a problem is given.
+        call: What ``UserTensors`` takes, by name; all None where a problem is given.
         problem: In place of the call: Inputs, or a Problem whose Inputs are drawn.
         arithmetic: Of the kernel; None for what is usual at these dtypes on this device.
         generic: Whether the tensors are random and without structure.
@@ -280,7 +283,7 @@ class UserOutputs:
     generic: bool = False
 
     def judgement(self) -> tuple[Judgement, str]:
-        """What the judge says, and where the oracles that it rests on disagree, if anywhere.
+        """Return what the judge says, and where the oracles it rests on disagree, if anywhere.
 
         Raises:
             UsageError: for arguments that are no call of attention, or no answer to it.
@@ -290,7 +293,7 @@ class UserOutputs:
             return found, disagreement(found, evidence.evidence)
 
     def diagnosis(self) -> Diagnosis | None:
-        """What may be wrong; None where nobody can say, or nothing is."""
+        """Return what may be wrong; None where nobody can say, or nothing is."""
         with self._evidence() as (result, evidence):
             return diagnose_result(result, evidence)
 
@@ -302,6 +305,7 @@ class UserOutputs:
         if rows * kv > LARGEST_DIAGNOSED:
             return None
         try:
+            # Copies, because whoever called may write to theirs before the diagnosis.
             return replace(
                 self,
                 out=_copied(self.out),
@@ -338,6 +342,7 @@ class UserOutputs:
             with UserTensors(**self.call, tf32=tf32, generic=self.generic).inputs() as inputs:
                 yield inputs
             return
+        # False is what ``is_causal`` is where nobody gave it.
         twice = [n for n, value in self.call.items() if value is not None and value is not False]
         if twice:
             raise UsageError(f"problem and {twice[0]} are given both: the problem says it all.")
@@ -385,6 +390,7 @@ def _checked(name: str, tensor: object, shape: tuple[int, ...], inputs: Inputs) 
     if tensor.layout != torch.strided:
         raise UsageError(f"{name}.layout={tensor.layout} must be torch.strided.")
     for fmt in FORMATS.values():
+        # fp8 saturates: no kernel gives its result in it.
         if fmt.torch_dtype == tensor.dtype and not fmt.saturates:
             return fmt
     raise UsageError(f"{name}.dtype={tensor.dtype} is no dtype of a result.")

@@ -32,9 +32,9 @@ COPIED = (
         for file in (_ROOT / "kernels").glob("[!_]*.py")
         if file.stem not in _SHARED
     ),
-    "conventions.call_tensors",
-    "conventions.empty_rows",
     "mods.block_mask",
+    "subjects.conventions.call_tensors",
+    "subjects.conventions.empty_rows",
     "subjects.ideal",
     "subjects.kernel_mods",
     "subjects.softmax_kernels",
@@ -130,11 +130,10 @@ def _copy(patches: list[str], package: Path) -> None:
     texts = apply_patches(sources, patches)
     shutil.rmtree(package, ignore_errors=True)
     for name, text in texts.items():
-        room, _, module = name.partition(".")
-        path = package / room / f"{module}.py"
+        path = package / f"{name.replace('.', '/')}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
-        for each in (path.parent, package):
-            (each / "__init__.py").touch()
+        for parent in path.relative_to(package).parents:
+            (package / parent / "__init__.py").touch()
         # What imports a copied module imports the copy.
         own = _IMPORTED.sub(rf"{package.name}.\1", text)
         own = _FROM_KERNELS.sub(f"from {package.name}.kernels import", own)

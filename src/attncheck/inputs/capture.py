@@ -90,13 +90,13 @@ def capture(
         with _no_fast_path(), modules, recorder:
             yield
     except BaseException as error:
-        if recorder.kept:
+        if recorder.recorded_calls:
             try:
                 _write(path, recorder)
-            except UsageError as unwritten:
-                error.add_note(str(unwritten))
+            except UsageError as write_error:
+                error.add_note(str(write_error))
         raise
-    if not recorder.kept:
+    if not recorder.recorded_calls:
         raise UsageError(
             f"capture saw no call of {_NAME} that it could keep: {str(path)!r} is not written."
         )
@@ -131,6 +131,7 @@ class _Modules:
 
         for handle in (
             module.register_forward_pre_hook(enter, prepend=True),
+            # Also where the module raises: the names of later calls depend on it.
             module.register_forward_hook(leave, always_call=True),
         ):
             self._handles.callback(handle.remove)
@@ -151,7 +152,7 @@ class _Recorder(TorchFunctionMode):
 
     def __init__(self, modules: _Modules, most: int | None) -> None:
         super().__init__()
-        self.kept: list[tuple[Call, dict[str, Tensor]]] = []
+        self.recorded_calls: list[tuple[Call, dict[str, Tensor]]] = []
         self._modules = modules
         self._most = most
         self._warned: set[str] = set()
@@ -161,25 +162,25 @@ class _Recorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is not _SDPA:
-            return self._listening(func)(*args, **kwargs)
+            return self._make_listening(func)(*args, **kwargs)
         out = func(*args, **kwargs)
         name = self._modules.name()
-        if self._most is None or len(self.kept) < self._most:
+        if self._most is None or len(self.recorded_calls) < self._most:
             self._keep(name, out, args, kwargs)
         return out
 
     def _keep(self, name: str, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
-            self.kept.append(_recorded_call(name, _Arguments(*args, **kwargs), out))
+            self.recorded_calls.append(_recorded_call(name, _Arguments(*args, **kwargs), out))
         except _Unfit as error:
             reason = str(error).rstrip(".")
             # A model of a hundred layers says the same a hundred times.
             if reason not in self._warned:
                 self._warned.add(reason)
-                shown = name if name.isprintable() else repr(name)
-                warnings.warn(f"capture leaves out {shown}: {reason}.", stacklevel=2)
+                printable = name if name.isprintable() else repr(name)
+                warnings.warn(f"capture leaves out {printable}: {reason}.", stacklevel=2)
 
-    def _listening(self, func: Any) -> Any:
+    def _make_listening(self, func: Any) -> Any:
         """``func``, or a copy of it whose own calls of the function come back to this mode.
 
         A Python function of torch that lets modes override it, multi_head_attention_forward, runs
@@ -189,13 +190,13 @@ class _Recorder(TorchFunctionMode):
             return func
         original: Callable[..., Tensor] = func.__globals__.get(_NAME, _SDPA)
 
-        def seen(*args: Any, **kwargs: Any) -> Tensor:
+        def recorded(*args: Any, **kwargs: Any) -> Tensor:
             with self:
                 return original(*args, **kwargs)
 
         listening = FunctionType(
             func.__code__,
-            func.__globals__ | {_NAME: seen},
+            func.__globals__ | {_NAME: recorded},
             func.__name__,
             func.__defaults__,
             func.__closure__,
@@ -207,6 +208,7 @@ class _Recorder(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _no_fast_path() -> Iterator[None]:
+    # The fast path of nn.MultiheadAttention is one C++ call: no mode sees inside it.
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -233,19 +235,19 @@ class _Arguments:
     enable_gqa: bool = False
 
 
-def _recorded_call(name: str, given: _Arguments, out: Tensor) -> tuple[Call, dict[str, Tensor]]:
+def _recorded_call(name: str, args: _Arguments, out: Tensor) -> tuple[Call, dict[str, Tensor]]:
     """Return the call and copies of its tensors q, k, v and, where there is one, mask, on the CPU.
 
     Args:
         name: Name of the call.
-        given: Its arguments.
+        args: What it was called with.
         out: Its result. Its dtype is what q, k and v were cast to, if autocast is on.
 
     Raises:
         _Unfit: for tensors that a recording cannot hold, and for whatever its reader would refuse.
     """
-    kind, mask = _mask(given)
-    tensors = [given.query, given.key, given.value] + ([] if mask is None else [mask])
+    kind, mask = _mask(args)
+    tensors = [args.query, args.key, args.value] + ([] if mask is None else [mask])
     for tensor in tensors:
         _refuse(_oddity(tensor))
     shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
@@ -256,7 +258,7 @@ def _recorded_call(name: str, given: _Arguments, out: Tensor) -> tuple[Call, dic
         raise _Unfit(f"{out.dtype} is not one of {', '.join(DTYPES)}")
     other_shapes = f"shapes {shapes} are not those of (batch, heads, length, dim)"
     try:
-        q, k, v, mask = _four_axes(given.query, given.key, given.value, mask, gqa=given.enable_gqa)
+        q, k, v, mask = _four_axes(args.query, args.key, args.value, mask, gqa=args.enable_gqa)
     except RuntimeError:
         raise _Unfit(other_shapes) from None
     call = Call(
@@ -270,13 +272,13 @@ def _recorded_call(name: str, given: _Arguments, out: Tensor) -> tuple[Call, dic
         value_dim=v.shape[3],
         dtype=cast("Dtype", dtypes[0]),
         mask=kind,
-        scale=None if given.scale is None else float(given.scale),
-        dropout=float(given.dropout_p),
+        scale=None if args.scale is None else float(args.scale),
+        dropout=float(args.dropout_p),
     )
     _refuse(call_fact(call))
     _refuse(other_shapes if out.numel() != q[..., 0].numel() * v.shape[3] else None)
     # Autocast casts an added mask too.
-    cast_mask = mask is not None and mask.is_floating_point() and given.query.dtype != out.dtype
+    cast_mask = mask is not None and mask.is_floating_point() and args.query.dtype != out.dtype
     dtypes_kept = [out.dtype] * 3 + [out.dtype if cast_mask or mask is None else mask.dtype]
     copies = {
         part: tensor.detach().to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
@@ -295,13 +297,13 @@ def _refuse(fact: str | None) -> None:
         raise _Unfit(fact)
 
 
-def _mask(given: _Arguments) -> tuple[MaskKind, Tensor | None]:
-    mask = given.attn_mask
+def _mask(args: _Arguments) -> tuple[MaskKind, Tensor | None]:
+    mask = args.attn_mask
     if isinstance(mask, CausalBias):
         top_left = mask.variant == CausalVariant.UPPER_LEFT
         return ("causal" if top_left else "causal_bottom_right"), None
     if mask is None:
-        return ("causal" if given.is_causal else "none"), None
+        return ("causal" if args.is_causal else "none"), None
     return ("bool" if mask.dtype is torch.bool else "additive"), mask
 
 
@@ -327,6 +329,7 @@ def _four_axes(
 
     Raises RuntimeError for shapes that do not go together.
     """
+    # Without heads an axis is put in front, so that every tensor has three to name.
     q, k, v = (tensor if tensor.dim() > 2 else tensor.unsqueeze(0) for tensor in (q, k, v))
     before = (tensor.shape[:-3] for tensor in (q, k, v))
     axes: tuple[int, ...] = tuple(torch.broadcast_shapes(*before))  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -364,15 +367,15 @@ def _writable(file: str | os.PathLike[str]) -> Path:
         with tempfile.TemporaryFile(dir=path.parent):
             return path
     except (OSError, ValueError) as error:
-        raise _unwritten(path, error) from None
+        raise _write_error(path, error) from None
 
 
 def _write(path: Path, recorder: _Recorder) -> None:
-    header = Header(version=VERSION, calls=[call for call, _ in recorder.kept])
+    header = Header(version=VERSION, calls=[call for call, _ in recorder.recorded_calls])
     tensors = {
         tensor_name(i, name): tensor
-        for i, (_, named) in enumerate(recorder.kept)
-        for name, tensor in named.items()
+        for i, (_, copies) in enumerate(recorder.recorded_calls)
+        for name, tensor in copies.items()
     }
     draft = _draft(path)
     try:
@@ -383,7 +386,7 @@ def _write(path: Path, recorder: _Recorder) -> None:
         draft.chmod(mode)
         draft.replace(path)
     except (OSError, SafetensorError) as error:
-        raise _unwritten(path, error) from None
+        raise _write_error(path, error) from None
     finally:
         draft.unlink(missing_ok=True)
 
@@ -393,6 +396,6 @@ def _draft(path: Path) -> Path:
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}")
 
 
-def _unwritten(path: Path, error: Exception) -> UsageError:
+def _write_error(path: Path, error: Exception) -> UsageError:
     reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
     return UsageError(f"recording {str(path)!r} cannot be written: {reason}.")

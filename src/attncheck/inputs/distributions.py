@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
-
-from attncheck.core.draws import Draws
 from attncheck.core.errors import ProblemError, UnknownName, refuse_recorded, without_recorded
 
+# What draws imports numpy and Draws: `attncheck list`, which only names, must not wait for them.
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from attncheck.core.draws import Draws
 
 __all__ = [
     "DISTRIBUTIONS",
@@ -31,9 +33,9 @@ __all__ = [
     "draw_scores",
 ]
 
-Floats = NDArray[np.float64]
-Integers = NDArray[np.int64]
-Drawn = tuple[Floats, Floats, Floats]
+Floats: TypeAlias = "NDArray[np.float64]"
+Integers: TypeAlias = "NDArray[np.int64]"
+Drawn: TypeAlias = "tuple[Floats, Floats, Floats]"
 """q, k and v."""
 
 # How far the chosen key's logit stands above every other in one_hot: kv·exp(−64) is below half a
@@ -108,6 +110,8 @@ def draw(name: str, sizes: Sizes, seed: int) -> Drawn:
         q ``(batch, heads, query, head_dim)``, k ``(batch, kv_heads, kv, head_dim)`` and
         v ``(batch, kv_heads, kv, value_dim)``.
     """
+    from attncheck.core.draws import Draws
+
     return distribution_named(name).draw(Draws(seed), sizes)
 
 
@@ -116,6 +120,8 @@ def draw_scores(name: str, sizes: Sizes, seed: int) -> Floats:
 
     Arguments as for ``draw``; raises ProblemError for a distribution that has none.
     """
+    from attncheck.core.draws import Draws
+
     scores = distribution_named(name).scores
     if scores is None:
         able = ", ".join(d.name for d in DISTRIBUTIONS.values() if d.scores)
@@ -130,6 +136,7 @@ def distribution_named(name: str) -> Distribution:
     """
     if isinstance(name, str) and name in DISTRIBUTIONS:
         return DISTRIBUTIONS[name]
+    # Any other type is no name of a recording: it is refused as unknown.
     if isinstance(name, str):
         refuse_recorded("distribution", name)
     raise UnknownName("distribution", name, without_recorded(DISTRIBUTIONS))
@@ -195,8 +202,11 @@ def _one_hot(draws: Draws, sizes: Sizes) -> Drawn:
     of two that makes this at least 64. Signs and powers of two are exact in every format. Where
     head_dim < B, up to 2**(B − head_dim) keys are equal, and share the weight evenly.
     """
+    import numpy as np
+
     # A code of the key's number, repeated over the columns: distance grows with head_dim.
     bits = max(1, (sizes.kv - 1).bit_length())
+    # Fewer columns than bits: keys that differ in the bits left out are equal.
     used = min(bits, sizes.head_dim)
     flips = draws.integers("k signs", (*sizes.k[:2], 1, sizes.head_dim), 2)
     chosen = draws.integers("chosen key", sizes.q[:3], sizes.kv)
@@ -209,9 +219,12 @@ def _one_hot(draws: Draws, sizes: Sizes) -> Drawn:
 
 def _signs(numbers: Integers, bits: int, flips: Integers) -> Floats:
     """±1 by the low ``bits`` of each number, over and over along a last axis like ``flips``'s."""
+    import numpy as np
+
     # Bit j % bits of the number in column j, exclusive-or a random sign.
     column_bit = np.arange(flips.shape[-1]) % bits
     signs = ((numbers[..., None] >> column_bit) & 1 ^ flips).astype(np.float64)
+    # Bit 0 becomes +1, bit 1 becomes −1.
     signs *= -2.0
     signs += 1.0
     return signs
@@ -219,6 +232,8 @@ def _signs(numbers: Integers, bits: int, flips: Integers) -> Floats:
 
 def _one_hot_scores(draws: Draws, sizes: Sizes) -> Floats:
     """0, and in each row one score that stands ``_ONE_HOT_GAP`` above."""
+    import numpy as np
+
     scores = np.zeros(sizes.x)
     chosen = draws.integers("chosen key", sizes.x[:3], sizes.kv)
     np.put_along_axis(scores, chosen[..., None], _ONE_HOT_GAP, axis=-1)
@@ -226,7 +241,10 @@ def _one_hot_scores(draws: Draws, sizes: Sizes) -> Floats:
 
 
 def _constant_rows(draws: Draws, sizes: Sizes) -> Drawn:
+    import numpy as np
+
     def rows(stream: str, shape: tuple[int, int, int, int]) -> Floats:
+        # Drawn once and repeated: rows are equal to the bit.
         row = draws.normal(stream, (*shape[:2], 1, shape[3]))
         return np.repeat(row, shape[2], axis=2)
 
@@ -234,6 +252,8 @@ def _constant_rows(draws: Draws, sizes: Sizes) -> Drawn:
 
 
 def _constant_scores(draws: Draws, sizes: Sizes) -> Floats:
+    import numpy as np
+
     return np.broadcast_to(draws.normal("x", (*sizes.x[:3], 1)), sizes.x).copy()
 
 
@@ -246,14 +266,17 @@ def _sink(draws: Draws, sizes: Sizes) -> Drawn:
     q, k, v = _normal(draws, sizes)
     column = math.sqrt(_sink_logit(sizes) * math.sqrt(sizes.head_dim))
     q[..., 0] = column
+    # Column 0 is the sink's alone: of any other key it adds nothing to a logit.
     k[..., 0] = 0.0
     k[..., 0, :] = 0.0
     k[..., 0, 0] = column
+    # Small values under a large weight: lost small weights of other keys show in out.
     v[..., 0, :] /= 64.0
     return q, k, v
 
 
 def _sink_logit(sizes: Sizes) -> float:
+    # By the bit length: a logarithm of a library differs in its last bit between machines.
     return 4.0 + _LN2 * (sizes.kv - 1).bit_length()
 
 
@@ -265,15 +288,26 @@ def _sink_scores(draws: Draws, sizes: Sizes) -> Floats:
 
 
 def _ones_v(draws: Draws, sizes: Sizes) -> Drawn:
+    import numpy as np
+
     return draws.normal("q", sizes.q), draws.normal("k", sizes.k), np.ones(sizes.v)
 
 
 def _zero_q(draws: Draws, sizes: Sizes) -> Drawn:
+    import numpy as np
+
     return np.zeros(sizes.q), draws.normal("k", sizes.k), draws.normal("v", sizes.v)
+
+
+def _zero_scores(_draws: Draws, sizes: Sizes) -> Floats:
+    import numpy as np
+
+    return np.zeros(sizes.x)
 
 
 DISTRIBUTIONS: dict[str, Distribution] = {
     d.name: d
+    # Draws go by seed and stream alone: the order of entries changes no bits.
     for d in (
         Distribution(
             name="normal",
@@ -341,7 +375,7 @@ DISTRIBUTIONS: dict[str, Distribution] = {
             name="zero_q",
             summary="q = 0: even weights over the visible keys, by counting",
             draw=_zero_q,
-            scores=lambda _, sizes: np.zeros(sizes.x),
+            scores=_zero_scores,
             generic=False,
         ),
     )

@@ -80,16 +80,16 @@ class Inputs:
     def __post_init__(self) -> None:
         problem, sizes = self.problem, _sizes(self.problem)
         # What a Problem has and what Inputs hold must agree tensor by tensor.
-        for name, given in (
+        for name, needed in (
             ("descale", problem.formats.scaled),
             ("x", _is_softmax(problem)),
             ("sink", problem.sink),
             ("dout", problem.backward),
             ("dlse", problem.dlse),
         ):
-            if (getattr(self, name) is not None) != given:
-                wanted = "needs its" if given else "has no"
-                raise ProblemError(f"{problem.operation} in {problem.dtype} {wanted} {name}.")
+            if (getattr(self, name) is not None) != needed:
+                verb = "needs its" if needed else "has no"
+                raise ProblemError(f"{problem.operation} in {problem.dtype} {verb} {name}.")
         for name, tensor in self.tensors().items():
             shape, dtype = _should_be(name, problem, sizes)
             if tuple(tensor.shape) != shape:
@@ -103,7 +103,7 @@ class Inputs:
         return self.q.device
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor by name: q, k, v and, where there are any, q_descale …, x, sink and dout."""
+        """Return every tensor that is not None by name, q, k and v first."""
         named = {"q": self.q, "k": self.k, "v": self.v}
         if self.descale is not None:
             named |= {f"{name}_descale": getattr(self.descale, name) for name in named}
@@ -111,12 +111,12 @@ class Inputs:
         return named | {name: tensor for name, tensor in more.items() if tensor is not None}
 
     def to(self, device: str | torch.device) -> Inputs:
-        """The same numbers on another device."""
+        """Return the same numbers on another device."""
         return self._with(lambda tensor: tensor.to(device))
 
     def clone(self) -> Inputs:
         """The same numbers in memory of their own, laid out alike: strides, gaps and all."""
-        return self._with(_cloned)
+        return self._with(_clone_memory)
 
     def _with(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
         changed: dict[str, Any] = {n: change(tensor) for n, tensor in self.tensors().items()}
@@ -131,7 +131,7 @@ class Inputs:
         descale: Descale | None = None,
         **tensors: torch.Tensor | None,
     ) -> Inputs:
-        """These Inputs with other tensors, or of another Problem; checked like any.
+        """Return these Inputs with other tensors, or of another Problem; checked like any.
 
         What is None stays as it is.
         """
@@ -195,11 +195,10 @@ def unrounded_inputs(problem: Problem) -> Inputs:
     """The float64 numbers of the Problem's distribution, before any rounding: its fp64 Inputs."""
     exact, sizes = problem.replace(dtype="fp64"), _sizes(problem)
     if not _is_softmax(problem):
-        drawn = distributions.draw(problem.distribution, sizes, problem.seed)
-        q, k, v = map(torch.from_numpy, drawn)
-        if (
-            problem.paging is not None
-        ):  # pages that all sequences share hold what the first one's do
+        arrays = distributions.draw(problem.distribution, sizes, problem.seed)
+        q, k, v = map(torch.from_numpy, arrays)
+        # Pages that all sequences share hold what the first one's do.
+        if problem.paging is not None:
             shared = problem.paging.shared * problem.paging.size
             for tensor in (k, v):
                 tensor[:, :, :shared] = tensor[:1, :, :shared].clone()
@@ -213,7 +212,7 @@ def unrounded_inputs(problem: Problem) -> Inputs:
 
 
 def round_inputs(exact: Inputs, problem: Problem) -> Inputs:
-    """fp64 Inputs rounded once to the storage format of ``problem``, as ``draw`` says."""
+    """Return fp64 Inputs rounded once to the storage format of ``problem``, as ``draw`` says."""
     fmt = problem.formats.storage
     stored, scales = {}, {}
     for name, values in exact.tensors().items():
@@ -221,20 +220,22 @@ def round_inputs(exact: Inputs, problem: Problem) -> Inputs:
         if name in _FP32:
             stored[name] = values
         elif problem.formats.scaled:
-            scales[name] = scale = _of_all(_descale(values, problem.kv_heads, fmt), name, problem)
+            scales[name] = scale = _share_descale(
+                _descale(values, problem.kv_heads, fmt), name, problem
+            )
             each = scale.double().repeat_interleave(values.shape[1] // problem.kv_heads, dim=1)
-            stored[name] = _stored(values / each[..., None, None], fmt)
+            stored[name] = _to_storage(values / each[..., None, None], fmt)
         else:
-            stored[name] = _stored(values, fmt)
+            stored[name] = _to_storage(values, fmt)
     return Inputs(problem=problem, **stored, descale=Descale(**scales) if scales else None)
 
 
 def _sink(problem: Problem) -> torch.Tensor:
     """fp32 logits ``(heads,)`` that matter: spread around what a row's scores may add up to."""
     amplitude = problem.scale * math.sqrt(problem.head_dim)
-    drawn = Draws(problem.seed).normal("sink", (problem.heads,))
+    normal = Draws(problem.seed).normal("sink", (problem.heads,))
     usual = _LN2 * (problem.kv.bit_length() - 1)  # ln kv, in products alone: the same bits anywhere
-    sinks = torch.from_numpy(usual + 2.0 * amplitude * drawn)
+    sinks = torch.from_numpy(usual + 2.0 * amplitude * normal)
     return sinks.clamp(-_LARGEST_SINK, _LARGEST_SINK).float()
 
 
@@ -249,14 +250,14 @@ def _loss(problem: Problem) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     return dout, dlse
 
 
-def _of_all(scale: torch.Tensor, name: str, problem: Problem) -> torch.Tensor:
+def _share_descale(scale: torch.Tensor, name: str, problem: Problem) -> torch.Tensor:
     """One descale for all sequences, the largest, where they share pages: what is stored is one."""
     if name == "q" or problem.paging is None or not problem.paging.shared:
         return scale
     return scale.amax(0, keepdim=True).expand_as(scale).contiguous()
 
 
-def _cloned(tensor: torch.Tensor) -> torch.Tensor:
+def _clone_memory(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of all the memory that a tensor is a view of, seen through the same view.
 
     Of what lies between rows that are spread nothing is copied.
@@ -306,7 +307,7 @@ def _sizes(problem: Problem) -> Sizes:
     return Sizes(**{name: getattr(problem, name) for name in names})
 
 
-def _stored(values: torch.Tensor, fmt: Format) -> torch.Tensor:
+def _to_storage(values: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Float64 ``values`` rounded once to ``fmt``, in its storage dtype."""
     out = torch.empty(values.shape, dtype=fmt.torch_dtype, device=values.device)
     stored, exact = out.view(-1), values.view(-1)

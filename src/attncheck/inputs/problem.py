@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from attncheck.core import draws
 from attncheck.core.errors import ProblemError, UnknownName
 from attncheck.core.formats import DTYPES, FORMATS, Dtype, dtype_named, fp32
-from attncheck.core.mod_spec import FULL, NONE, Dimensions, Spec
+from attncheck.core.mod_spec import FULL, GENERATOR, NONE, Dimensions, Spec
 from attncheck.core.paged_layout import Paging
 from attncheck.inputs.distributions import DISTRIBUTIONS, distribution_named
 from attncheck.mods import library
@@ -324,7 +323,7 @@ class Case:
     problem: Problem
     question: str = "compare"
     parameters: Mapping[str, int | float] = field(default_factory=dict)
-    generator: int = draws.VERSION
+    generator: int = GENERATOR
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object; ``from_json`` gives the same Case back."""
@@ -340,10 +339,10 @@ class Case:
         if not isinstance(data, Mapping) or "problem" not in data:
             raise ProblemError("a case is a JSON object with a problem.")
         # Another generator draws other bits: such a case cannot be reproduced here.
-        generator = data.get("generator", draws.VERSION)
-        if generator != draws.VERSION:
+        generator = data.get("generator", GENERATOR)
+        if generator != GENERATOR:
             raise ProblemError(
-                f"the case was drawn by generator {generator}; this version draws {draws.VERSION}."
+                f"the case was drawn by generator {generator}; this version draws {GENERATOR}."
             )
         question, parameters = data.get("question", "compare"), data.get("parameters", {})
         if not isinstance(question, str):

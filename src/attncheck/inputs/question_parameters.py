@@ -57,9 +57,10 @@ def check_parameters(question: str, parameters: Parameters, allowed: Allowed) ->
         parameters: Its parameters, by name.
         allowed: The parameters that the Problem allows, and the numbers of each.
     """
+    # One too few is refused as well: a default would change what an old report means.
     if set(parameters) != set(allowed):
-        wanted = ", ".join(allowed) or "none"
-        raise ProblemError(f"{question} has parameters {dict(parameters)}: it needs {wanted}.")
+        needed = ", ".join(allowed) or "none"
+        raise ProblemError(f"{question} has parameters {dict(parameters)}: it needs {needed}.")
     for name, value in parameters.items():
         if value not in allowed[name]:
             raise ProblemError(f"{question}.{name}={value} must be one of {list(allowed[name])}.")

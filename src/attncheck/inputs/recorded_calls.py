@@ -173,7 +173,10 @@ class Recording:
         """
         # Of the bits, not of the values: −0 and 0 are different inputs.
         digest = hashlib.sha256()
-        for name, tensor in self._tensors().items():
+        tensors = {"q": self.q, "k": self.k, "v": self.v, "mask": self.mask}
+        for name, tensor in tensors.items():
+            if tensor is None:
+                continue
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
             digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
         return f"{self.file}:{self.call.name}@{digest.hexdigest()[:8]}"
@@ -199,7 +202,7 @@ class Recording:
     def register(self) -> None:
         """Make the names that its Problem holds known to this process."""
         DISTRIBUTIONS[self.name] = Distribution(
-            name=self.name, summary=f"recorded: {self.call.name} of {self.file}", draw=self._drawn
+            name=self.name, summary=f"recorded: {self.call.name} of {self.file}", draw=self._draw
         )
         mask, score = self._mods()
         summary = f"recorded with {self.call.name} of {self.file}"
@@ -208,18 +211,15 @@ class Recording:
         if score.name == self.name:
             SCORES[self.name] = Entry(summary=summary, build=self._score_mod)
 
-    def _tensors(self) -> dict[str, Tensor]:
-        named = {"q": self.q, "k": self.k, "v": self.v}
-        return named if self.mask is None else named | {"mask": self.mask}
-
     @cached_property
     def _visible(self) -> Tensor | None:
         """The mask as a bool one; None if there is none, or it is more than that."""
         if self.mask is None or self.mask.dtype is torch.bool:
             return self.mask
         # 0 and −∞ alone: a bool mask in disguise, which kernels have a faster path for.
-        seen = self.mask == 0
-        return seen if bool((seen | torch.isneginf(self.mask)).all()) else None
+        # Exactly 0 and −∞: any other number changes a score.
+        visible = self.mask == 0
+        return visible if bool((visible | torch.isneginf(self.mask)).all()) else None
 
     def _mods(self) -> tuple[Spec, Spec]:
         if self.mask is None:
@@ -228,7 +228,7 @@ class Recording:
             return FULL, Spec.of(self.name)
         return (FULL if bool(self._visible.all()) else Spec.of(self.name)), NONE
 
-    def _drawn(self, draws: Draws, sizes: Sizes) -> Drawn:
+    def _draw(self, draws: Draws, sizes: Sizes) -> Drawn:
         recorded = tuple(tuple(tensor.shape) for tensor in (self.q, self.k, self.v))
         if (sizes.q, sizes.k, sizes.v) != recorded:
             raise ProblemError(

@@ -93,13 +93,13 @@ def load(path: Path | str) -> tuple[Recording, ...]:
     for name in names:
         if names.count(name) > 1:
             _refuse(path, f"has two calls {name!r}")
-    of_calls = [_taken(path, i, call, tensors) for i, call in enumerate(header.calls)]
-    # _taken took out what belongs to a call: anything left was written by somebody else.
+    of_calls = [_take_tensors(path, i, call, tensors) for i, call in enumerate(header.calls)]
+    # _take_tensors took out what belongs to a call: anything left was written by somebody else.
     for name in tensors:
         _refuse(path, f"has a tensor {name!r} that belongs to no call")
     recordings = tuple(
-        Recording(file=path.name, call=call, **taken)
-        for call, taken in zip(header.calls, of_calls, strict=True)
+        Recording(file=path.name, call=call, **tensors)
+        for call, tensors in zip(header.calls, of_calls, strict=True)
     )
     for recording in recordings:
         recording.register()
@@ -150,20 +150,22 @@ class _Versioned(msgspec.Struct):
     version: int
 
 
-def _taken(path: Path, index: int, call: Call, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _take_tensors(
+    path: Path, index: int, call: Call, tensors: dict[str, Tensor]
+) -> dict[str, Tensor]:
     """The checked tensors of a call by name, taken out of ``tensors``."""
     where = f"call {call.name!r}"
     fact = call_fact(call)
     if fact:
         _refuse(path, f"{where}: {fact}")
-    wanted = ["q", "k", "v"] + ["mask"] * (call.mask in {"bool", "additive"})
-    taken = {}
-    for name in wanted:
+    of_call = {}
+    for name in ["q", "k", "v"] + ["mask"] * (call.mask in {"bool", "additive"}):
         stored = tensor_name(index, name)
         if stored not in tensors:
             _refuse(path, f"{where} has no tensor {stored!r}")
-        taken[name] = tensors.pop(stored)
-        fact = tensor_fact(call, name, taken[name])
+        # Out of the dictionary: what is left at the end belongs to no call.
+        of_call[name] = tensors.pop(stored)
+        fact = tensor_fact(call, name, of_call[name])
         if fact:
             _refuse(path, f"{where}: {fact}")
-    return taken
+    return of_call

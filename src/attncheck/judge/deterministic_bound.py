@@ -96,8 +96,8 @@ def bound_of_weights(
     dead = ~conditions.seen.any(-1)
     unknown_out = errors.unbounded[..., None] | ~torch.isfinite(conditions.out)
     unknown_lse = errors.unbounded | ~torch.isfinite(conditions.lse)
-    out = {n: _settled(t, dead[..., None], unknown_out) for n, t in out.items()}
-    lse = {n: _settled(t, dead, unknown_lse) for n, t in lse.items()}
+    out = {n: _settle_rows(t, dead[..., None], unknown_out) for n, t in out.items()}
+    lse = {n: _settle_rows(t, dead, unknown_lse) for n, t in lse.items()}
     return DeterministicBound(
         out=torch.stack(list(out.values())).sum(0),
         lse=torch.stack(list(lse.values())).sum(0),
@@ -106,7 +106,7 @@ def bound_of_weights(
     )
 
 
-def _settled(term: Tensor, dead: Tensor, unknown: Tensor) -> Tensor:
+def _settle_rows(term: Tensor, dead: Tensor, unknown: Tensor) -> Tensor:
     known = torch.where(unknown | torch.isnan(term), torch.inf, term)
     return torch.where(dead, 0.0, known)
 
@@ -243,13 +243,13 @@ class _Step:
         sum: Its exact part of out, ``(heads, rows, value_dim)``.
         size: Σ |terms| of what a kernel adds, likewise.
         largest: No term of the step is larger.
-        taken: Whether a row sees a key of it, float64 ``(heads, rows, 1)``.
+        sees_key: Whether a row sees a key of it, float64 ``(heads, rows, 1)``.
     """
 
     sum: Tensor
     size: Tensor
     largest: Tensor
-    taken: Tensor
+    sees_key: Tensor
 
 
 def _steps(
@@ -272,13 +272,13 @@ def _cut_off(
 ) -> Tensor:
     """B17's second part: what alignment and truncation take, step by step."""
     assert accumulator.block is not None
-    running, taken = _running(conditions, accumulator, moved, values)
+    running, steps = _running(conditions, accumulator, moved, values)
     unit = 2.0**-accumulator.alignment
     # Once a step the running sum itself is cut to its own bits.
-    error = taken * 2.0 ** (1 - accumulator.result) * running
+    error = steps * 2.0 ** (1 - accumulator.result) * running
     for step in _steps(conditions, accumulator.block, moved, values):
         above = unit * torch.maximum(step.largest, running)
-        error += step.taken * (torch.minimum(accumulator.block * above, step.size) + above)
+        error += step.sees_key * (torch.minimum(accumulator.block * above, step.size) + above)
     return error
 
 
@@ -289,12 +289,12 @@ def _running(
     assert accumulator.block is not None
     total = torch.zeros_like(conditions.out)
     low, high, size, largest = (total.clone() for _ in range(4))
-    taken = torch.zeros_like(conditions.total)[..., None]
+    steps = torch.zeros_like(conditions.total)[..., None]
     for step in _steps(conditions, accumulator.block, moved, values):
         total = total + step.sum
         low, high = torch.minimum(low, total), torch.maximum(high, total)
         size, largest = size + step.size, largest + step.largest
-        taken = taken + step.taken
+        steps = steps + step.sees_key
     spread = values.abs()
     exact = high - low + (moved.changed + moved.rounded) @ spread
-    return torch.minimum(running_size(exact, largest, accumulator, taken), size), taken
+    return torch.minimum(running_size(exact, largest, accumulator, steps), size), steps

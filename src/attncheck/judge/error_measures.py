@@ -206,6 +206,7 @@ def slope(error: Tensor, truth: Tensor) -> float:
     largest = float(truth.abs().max()) if truth.numel() else 0.0
     if largest == 0.0:
         return 0.0
+    # Squares of the exact values themselves could underflow to 0.
     scaled = truth / largest
     return float((error / largest * scaled).sum() / scaled.square().sum())
 

@@ -154,8 +154,8 @@ class ObservedError:
         right = [name for name in tensors if name in errors and name not in self.wrong]
         if self.forward:
             right = [name for name in right if name not in GRADIENTS]
-        kept = [errors[name].rest(tensors[name], room, free) for name in right]
-        if self.proven and any(not rest.within for rest in kept):
+        unexplained = [errors[name].rest(tensors[name], room, free) for name in right]
+        if self.proven and any(not rest.within for rest in unexplained):
             return None
         # A fault has to explain every wrong tensor: the worst one counts.
         share = min(rest.share for rest in rests)

@@ -56,7 +56,7 @@ class Sums:
         shift: What the saved out makes of the sum, exactly; None where that touches nothing.
         exact: The exact sum; None where it is not needed.
         parts: What ``moved`` is made of, in proportion, each ``(heads, count)``.
-        taken: Terms that are summed, ``(heads, count)``.
+        term_count: Terms that are summed, ``(heads, count)``.
         lost: What is taken for 0 below the normal range, ``(heads, count)``.
         unknown: bool ``(heads, count)``: nothing is known of some term.
     """
@@ -66,12 +66,12 @@ class Sums:
     shift: Tensor | None
     exact: Tensor | None
     parts: dict[str, Tensor]
-    taken: Tensor
+    term_count: Tensor
     lost: Tensor
     unknown: Tensor
 
     def spread(self, to: Tensor, count: int) -> Sums:
-        """Those of ``count`` heads: each one's added to number ``to``."""
+        """Return the sums of ``count`` heads: each one's added to number ``to``."""
 
         def of(x: Tensor) -> Tensor:
             whole = torch.zeros((count, *x.shape[1:]), dtype=torch.float64, device=x.device)
@@ -83,13 +83,13 @@ class Sums:
             shift=None if self.shift is None else of(self.shift),
             exact=None if self.exact is None else of(self.exact),
             parts={name: of(part) for name, part in self.parts.items()},
-            taken=of(self.taken),
+            term_count=of(self.term_count),
             lost=of(self.lost),
             unknown=of(self.unknown) > 0,
         )
 
     def plus(self, other: Sums) -> Sums:
-        """Both together; a name of parts may be in one alone."""
+        """Return both added up; a name of parts may be in one alone."""
         nothing = torch.zeros_like(self.lost)
         names = sorted(self.parts.keys() | other.parts.keys())
         return Sums(
@@ -98,7 +98,7 @@ class Sums:
             shift=_sum(self.shift, other.shift),
             exact=_sum(self.exact, other.exact),
             parts={n: self.parts.get(n, nothing) + other.parts.get(n, nothing) for n in names},
-            taken=self.taken + other.taken,
+            term_count=self.term_count + other.term_count,
             lost=self.lost + other.lost,
             unknown=self.unknown | other.unknown,
         )
@@ -128,7 +128,7 @@ class Sums:
         total = self.moved + self.size
         if self.shift is not None:
             terms[_SAVED] = scale * self.shift.abs()
-        added = accumulator.det(self.taken + _AROUND, steps)[..., None]
+        added = accumulator.det(self.term_count + _AROUND, steps)[..., None]
         terms[_ACCUMULATION] = scale * (added * (1 + operand)) * total
         if operand:
             terms["rounding of operands"] = scale * operand * total
@@ -136,7 +136,7 @@ class Sums:
         beyond = 2 * max(1.0, scale) * total > arithmetic.computes.max
         terms[_ACCUMULATION] = torch.where(beyond, torch.inf, terms[_ACCUMULATION])
         # The sums of this bound are float64 themselves, and some dozen operations each term.
-        inflation = 1 + 8 * (self.taken[..., None] + total.shape[-1] + 8) * 2.0**-53
+        inflation = 1 + 8 * (self.term_count[..., None] + total.shape[-1] + 8) * 2.0**-53
         return {name: term * inflation for name, term in terms.items()}
 
 
@@ -145,12 +145,12 @@ def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
 
 
 def rounding_error(exact: Tensor, terms: dict[str, Tensor], fmt: Format) -> Tensor:
-    """B4 of a sum that is off by ``terms``."""
+    """Return B4 of a sum that is off by ``terms``."""
     return half_ulp(exact.abs() + sum(terms.values()), fmt)
 
 
 def partial_sum_error(size: Tensor, terms: dict[str, Tensor], parts: int, fmt: Format) -> Tensor:
-    """B39 of a sum that is added up in ``parts``, in ``fmt``, in any order; infinite beyond it.
+    """Return B39 of a sum added up in ``parts``, in ``fmt``, in any order; infinite beyond it.
 
     Args:
         size: Σ of the magnitudes of what is summed, which no partial sum passes.
@@ -303,7 +303,7 @@ class _Rows:
             shift=gradients.shift @ forward.k,
             exact=None,
             parts={name: part.sum(-1) for name, part in gradients.parts.items()},
-            taken=count,
+            term_count=count,
             lost=self._lost(count, (error + size).sum(-1), keys),
             unknown=self.weights.unbounded,
         )
@@ -374,7 +374,7 @@ class _Rows:
             shift=None,
             exact=self._of_keys(exact).mT @ operand if apart else None,
             parts={name: self._of_keys(part).sum(-2) for name, part in parts.items()},
-            taken=count,
+            term_count=count,
             lost=self._lost(count, (error + size).sum(-1), largest),
             unknown=self._of_keys(exposed).any(-2),
         )
@@ -395,7 +395,7 @@ class _Rows:
             shift=take(gradients.shift)[..., None],
             exact=None,
             parts=parts,
-            taken=count,
+            term_count=count,
             lost=2.0**self.arithmetic.computes.min_exponent * (2 * count + moved + size),
             unknown=unknown,
         )
@@ -490,13 +490,17 @@ class KeyGradients:
         accumulator = arithmetic.values
         steps = self._steps(sums, accumulator)
         terms = sums.terms(arithmetic, accumulator, scale=scale, operand=operand, steps=steps)
-        seen, unknown = sums.taken > 0, sums.unknown
+        seen, unknown = sums.term_count > 0, sums.unknown
         if arithmetic.sums_rounded_heads:
             assert sums.exact is not None, "rows keep it where heads are rounded"
             terms = self._of_heads(scale * sums.exact, terms)
             seen, unknown = (_by_group(x, self._group).any(1) for x in (seen, unknown))
         if arithmetic.dkv_parts > 1:
-            terms[PARTS] = self._of_parts(scale * sums.size, terms)
+            # B39: added up part after part in the output format.
+            size = scale * sums.size
+            if arithmetic.sums_rounded_heads:
+                size = _by_group(size, self._group).sum(1)
+            terms[PARTS] = partial_sum_error(size, terms, arithmetic.dkv_parts, arithmetic.output)
         flat = exact.flatten(0, 1)
         terms[OUTPUT] = rounding_error(flat, terms, arithmetic.output)
         bound, terms = mask_unknown(terms, ~(seen | unknown)[..., None], unknown[..., None])
@@ -516,18 +520,12 @@ class KeyGradients:
         )
         return terms
 
-    def _of_parts(self, size: Tensor, terms: dict[str, Tensor]) -> Tensor:
-        """B39: added up part after part in the output format."""
-        if self._arithmetic.sums_rounded_heads:
-            size = _by_group(size, self._group).sum(1)
-        return partial_sum_error(size, terms, self._arithmetic.dkv_parts, self._arithmetic.output)
-
     def _steps(self, sums: Sums, accumulator: Accumulator) -> Tensor | None:
         """Steps of a truncating accumulator in which a key is seen: at most all of its tiles'."""
         if accumulator.block is None:
             return None
         heads = 1 if self._arithmetic.sums_rounded_heads else self._group
-        return sums.taken.clamp(max=heads * math.ceil(self._query / accumulator.block))
+        return sums.term_count.clamp(max=heads * math.ceil(self._query / accumulator.block))
 
     def _in_fp32(self, name: str, exact: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """B38 and B40: summed in fp32 and given in fp32, whatever the products are."""
@@ -537,7 +535,7 @@ class KeyGradients:
         output = FORMATS["fp64"] if fp64 else FORMATS["fp32"]
         terms[OUTPUT] = rounding_error(exact.view_as(sums.moved), terms, output)
         # Every row sees a sink; a number may be read by no score that counts.
-        unread = (sums.taken == 0) & ~sums.unknown & (name == "dcaptured")
+        unread = (sums.term_count == 0) & ~sums.unknown & (name == "dcaptured")
         bound, terms = mask_unknown(terms, unread[..., None], sums.unknown[..., None])
         return bound.flatten(), {name: term.flatten() for name, term in terms.items()}
 

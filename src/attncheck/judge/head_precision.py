@@ -101,7 +101,7 @@ class HeadPrecision:
     def with_ensemble(
         self, outs: Iterable[Tensor], truth: Tensor, counted: Tensor
     ) -> HeadPrecision:
-        """The same with ``spread`` over ideal kernels' ``outs``, each in the shape of ``truth``."""
+        """Return this with ``spread`` over ideal kernels' ``outs``, each of the shape of truth."""
         rmse = (head_rmse(out, truth, counted) for out in outs)
         ratio = rmse_over_ideal(self.rmse, rmse, self.lost)
         return replace(self, spread=torch.where(self.enough, ratio, math.nan))
@@ -109,6 +109,7 @@ class HeadPrecision:
 
 def can_fail_by_precision(arithmetic: Arithmetic) -> bool:
     """Return whether precision has a gate: not in fp32 or tf32, where orders of a sum differ 5×."""
+    # tf32 is stored as float32 too: its name in torch covers both.
     return arithmetic.products.torch_name != "float32"
 
 
@@ -186,7 +187,9 @@ def _z(out: Tensor, truth: Tensor, counted: Tensor, allowance: Allowance) -> Ten
         used = at_rows(rows, counted) & deviation.isfinite()
         error = at_rows(rows, out).to(torch.float64) - at_rows(rows, truth)
         ratio = torch.where(used & (error != 0), error / deviation, 0.0)
+        # A NaN is larger than nothing: no gate would see it.
         ratio = torch.where(ratio.isnan(), math.inf, ratio)
+        # Samples of one head may come in several parts: they add up.
         numbers = torch.tensor(list(rows.heads), device=squares.device)
         squares.index_add_(0, numbers, ratio.square().sum((-2, -1)))
         elements.index_add_(0, numbers, used.sum((-2, -1)).to(torch.float64))
@@ -202,7 +205,7 @@ def measure_precision(
     arithmetic: Arithmetic,
     emulation: Tensor | None,
 ) -> Precision:
-    """Precision as it is reported; arguments as those of ``measure_heads``.
+    """Return precision as it is reported; arguments as those of ``measure_heads``.
 
     ``emulation`` is out of the ideal kernel at the kernel's own tiling, where it declares one.
     """
@@ -218,6 +221,7 @@ def measure_precision(
         z=_largest(heads.z),
         spread=None if heads.spread is None else _largest(heads.spread),
         residual=residual,
+        # An exact kernel has no error to be biased.
         bias=whole.bias / whole.rmse if whole.rmse else 0.0,
         slope=slope(error, exact),
         ulp_p50=p50,
@@ -228,8 +232,8 @@ def measure_precision(
 
 
 def _largest(of_heads: Tensor) -> float | None:
-    judged = of_heads[~of_heads.isnan()]
-    return float(judged.max()) if judged.numel() else None
+    measured = of_heads[~of_heads.isnan()]
+    return float(measured.max()) if measured.numel() else None
 
 
 def _residual(
@@ -239,6 +243,7 @@ def _residual(
 
     What underflow may cost is taken off the first.
     """
+    # Of few outputs the ratio is noise.
     if int(counted.sum()) < FEWEST:
         return None
     # Both by the same measure, so that a factor in it cancels.

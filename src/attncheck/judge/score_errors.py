@@ -312,25 +312,25 @@ def exponent_errors(
     """B9: errors of every exponent of these rows."""
     seen = conditions.seen
     # A score mod replaces the score's error by its own bound of the mod's result.
-    given = scores.radius if mod is None else mod.radius
-    own = torch.zeros_like(given) if mod is None else mod.own.clamp_max(given)
+    radius = scores.radius if mod is None else mod.radius
+    own = torch.zeros_like(radius) if mod is None else mod.own.clamp_max(radius)
     # A score mod may hide a key, or show it, after rounding: its radius is infinite there.
-    unknown = ~torch.isfinite(given) & (seen if mod is None else True)
+    unknown = ~torch.isfinite(radius) & (seen if mod is None else True)
     unbounded = unknown.any(-1)
     counted = seen & ~unbounded[..., None]
-    given, own = torch.where(counted, given, 0.0), torch.where(counted, own, 0.0)
+    radius, own = torch.where(counted, radius, 0.0), torch.where(counted, own, 0.0)
     maximum = conditions.maximum[..., None]
     below = (maximum - conditions.scores).abs()
-    moved = torch.where(counted, given - below, 0.0).amax(-1, keepdim=True)
+    moved = torch.where(counted, radius - below, 0.0).amax(-1, keepdim=True)
     # The computed maximum is at most the highest score, and at least the one that fell least.
-    fallen = torch.where(counted, given + below, torch.inf).amin(-1, keepdim=True)
+    fallen = torch.where(counted, radius + below, torch.inf).amin(-1, keepdim=True)
     highest = torch.maximum(moved, torch.where(torch.isfinite(fallen), fallen, 0.0))
-    exponent = _exponent_error(conditions, arithmetic, given + highest, below)
+    exponent = _exponent_error(conditions, arithmetic, radius + highest, below)
     at_top = _exponent_error(
         conditions, arithmetic, 2 * highest, torch.zeros_like(highest), maximum
     )
     return ExponentErrors(
-        product=given - own,
+        product=radius - own,
         own=own,
         exponent=torch.where(counted, exponent, 0.0),
         arrival=at_top,

@@ -76,7 +76,7 @@ class KernelResult:
                 )
 
     def forward(self) -> list[Compared]:
-        """out, and LSE where the kernel exposes it, beside the exact ones."""
+        """Return out, and LSE where the kernel exposes it, each with the exact one."""
         out, lse = self.allowance.out, self.allowance.lse
         both = [Compared.of("out", self.out, self.exact_out, out, self.alive)]
         if self.lse is not None and self.exact_lse is not None:
@@ -96,7 +96,7 @@ def judge_heads(result: KernelResult) -> HeadPrecision:
 def heads_with_ensemble(
     result: KernelResult, heads: HeadPrecision, outs: Iterable[Tensor]
 ) -> HeadPrecision:
-    """``heads`` compared with ``outs`` of ideal kernels at several tilings."""
+    """Compare ``heads`` with ``outs`` of ideal kernels at several tilings."""
     return heads.with_ensemble(outs, result.exact_out, result.forward()[0].counted)
 
 
@@ -133,6 +133,7 @@ def decide(
     tensors = [*both, *result.gradients]
     bounds = {one.name: one.largest_share() for one in tensors}
     probable = {one.name: rules.improbable_share(one, allowance) for one in both}
+    # Beyond this share the exact result itself is in doubt: no failure can rest on it.
     proven, generic = allowance.oracle_share <= rules.PROVEN, result.generic
     # All rules run: what a later one adds is told as a warning.
     findings = [
@@ -160,7 +161,7 @@ def decide(
         status=status,
         rule=first.rule if first else "",
         reason=first.text if first else "",
-        warnings=(*(one.text for one in others), *_partly_judged(result.gradients)),
+        warnings=(*(one.text for one in others), *_partial_warnings(result.gradients)),
         out_over_bound=_size(bounds["out"]),
         lse_over_bound=_size(bounds.get("lse")),
         out_over_probable=_size(probable["out"]),
@@ -182,6 +183,7 @@ def decide(
 def _summary(findings: list[Finding]) -> tuple[Status, Finding | None, list[Finding]]:
     """The status, the finding that it rests on, and the others."""
     statuses: tuple[Literal["fail", "inconclusive", "warn"], ...]
+    # Gravest first: the verdict rests on a failure even where a warning comes before it.
     statuses = ("fail", "inconclusive", "warn")
     for status in statuses:
         for first in findings:
@@ -194,12 +196,13 @@ def _size(share: Share | None) -> float | None:
     return None if share is None else share.size
 
 
-def _partly_judged(gradients: Iterable[Compared]) -> list[str]:
+def _partial_warnings(gradients: Iterable[Compared]) -> list[str]:
     """Gradients of which some elements have no finite bound, one line each."""
     counts = [(one.name, int(one.alive.sum()), int(one.counted.sum())) for one in gradients]
     return [
         f"not judged: {alive - counted} of {alive} elements of {name} have no finite bound"
         for name, alive, counted in counts
+        # None at all is a finding of its own: see ``unbounded_gradient``.
         if 0 < counted < alive
     ]
 
@@ -221,6 +224,7 @@ def _worst(
         tensor, place = most.tensor, most.place
     one = next(one for one in tensors if one.name == tensor)
     index = place.index(tensor)
+    # Of the others the axis is not that of the queries, which tiles cut.
     has_rows = tensor in ("out", "lse", "dq")
     return Worst(
         tensor=tensor,
@@ -244,6 +248,7 @@ def first_tighter_profile(result: KernelResult, allowances: Mapping[str, Tensor]
     if len(both) == 1 or not bool(both[1].counted.any()):
         return ""
     lse = both[1]
+    # Errors in float64: the difference of two fp32 numbers rounds.
     error = lse.got.to(torch.float64) - lse.exact
     for profile, allowed in allowances.items():
         if not bool((shares(error, allowed) > 1)[lse.counted].any()):

@@ -230,6 +230,7 @@ def _unless_whole(op: str) -> _Rule:
 def _truncate(graph: Graph, position: int) -> int:
     if graph.kind(position) != "float":
         return position
+    # The vocabulary has no truncation: it is ceil below 0 and floor above.
     negative = graph.apply("lt", position, graph.number(0.0))
     return graph.apply(
         "where", negative, graph.apply("ceil", position), graph.apply("floor", position)
@@ -262,6 +263,7 @@ def _div(graph: Graph, args: _Arguments, kwargs: _Keywords) -> int:
 
 def _pow(graph: Graph, args: _Arguments, _kwargs: _Keywords) -> int:
     base, exponent = args
+    # 2 ** whole is a shift: exact, where pow in floats need not be.
     if isinstance(base, int) and base == 2 and graph.kind(graph.operand(exponent)) == "int":
         return graph.apply("left_shift", graph.number(1), graph.operand(exponent))
     if not isinstance(exponent, int | float):
@@ -363,6 +365,7 @@ _RULES: dict[str, _Rule] = {
     "relu": _of_one(lambda graph, x: graph.apply("maximum", x, graph.number(0))),
     "rsub": _rsub,
     "masked_fill": _masked_fill,
+    # Only a NaN is unequal to itself: no operation of its own is needed.
     "isnan": _of_one(lambda graph, x: graph.apply("ne", x, x)),
     "isinf": _of_one(
         lambda graph, x: graph.apply("eq", graph.apply("abs", x), graph.number(math.inf))

@@ -79,6 +79,7 @@ class _Balls(Enclosures["BallArray"]):
         return _HULL(a, b)
 
     def choose(self, condition: Truth, first: BallArray, second: BallArray) -> BallArray:
+        # Where the condition may be either, the exact result is one of two: both are enclosed.
         both = condition.yes & condition.no
         chosen = np.where(condition.yes, first, second)
         return np.where(both, _HULL(first, second), chosen) if both.any() else chosen
@@ -152,6 +153,7 @@ def _infinite_or(function: Callable[[Ball], Ball]) -> Callable[[Ball], Ball]:
     return lambda ball: ball if not ball.is_finite() and is_known(ball) else function(ball)
 
 
+# A ball that reaches below 0 may hold no real root: nothing is said of it.
 def _sqrt(ball: Ball) -> Ball:
     return ball.sqrt() if ball >= 0 else NOTHING_KNOWN
 
@@ -169,6 +171,7 @@ _OF_ONE: dict[str, Callable[[Ball], Ball]] = {
     "tanh": flint.arb.tanh,
     "sigmoid": lambda x: 1 / (1 + (-x).exp()),
     "exp": flint.arb.exp,
+    # Arb has no powers of two of its own: through ln 2, enclosed in a ball as well.
     "exp2": lambda x: (x * flint.arb.const_log2()).exp(),
     "log": _log,
     "log2": lambda x: _log(x) / flint.arb.const_log2(),

@@ -188,17 +188,17 @@ def block_mask(
         pass
     else:
         batch, heads = batch if traced.reads("b") else 1, heads if traced.reads("h") else 1
-    visible = _of_ranges(mask_mod, device)
+    visible = _mask_of_ranges(mask_mod, device)
     strips = []
     for first in range(0, query, block_query):
         rows = range(first, min(first + block_query, query))
         some = torch.zeros(batch, heads, kv, dtype=torch.uint8, device=device)
         every = torch.ones_like(some)
         for parts in index_parts((range(batch), range(heads), rows, range(kv)), AT_ONCE):
-            seen = visible(parts)
+            visible_keys = visible(parts)
             b, h, _, keys = (slice(part.start, part.stop) for part in parts)
-            some[b, h, keys] = torch.maximum(some[b, h, keys], seen.amax(2))
-            every[b, h, keys] = torch.minimum(every[b, h, keys], seen.amin(2))
+            some[b, h, keys] = torch.maximum(some[b, h, keys], visible_keys.amax(2))
+            every[b, h, keys] = torch.minimum(every[b, h, keys], visible_keys.amin(2))
         if len(rows) < block_query:  # the places beyond the last row are hidden
             every = torch.zeros_like(every)
         # EMPTY, PARTIAL and FULL are how many of the two hold; beyond the last key none does.
@@ -210,7 +210,7 @@ def block_mask(
     )
 
 
-def _of_ranges(
+def _mask_of_ranges(
     mask_mod: MaskMod, device: torch.device | str
 ) -> Callable[[tuple[range, ...]], Tensor]:
     """Return the mask of four ranges of indices: uint8, each axis of its range's length or of 1."""
@@ -222,7 +222,7 @@ def _of_ranges(
         with torch.no_grad():  # a mask may capture a parameter
             if broadcasts:
                 try:
-                    seen = _broadcast(mask_mod, axes)
+                    visible_keys = _broadcast(mask_mod, axes)
                 # What torch and Python raise when a callable was written for 0-d indices only.
                 except (RuntimeError, IndexError, TypeError, ValueError):
                     broadcasts = False
@@ -231,8 +231,8 @@ def _of_ranges(
                 for axis in (3, 2, 1, 0):  # as FlexAttention maps it
                     in_dims = tuple(0 if i == axis else None for i in range(4))
                     mapped = torch.vmap(mapped, in_dims=in_dims)
-                seen = mapped(*axes)
-        return seen.to(device, torch.bool).view(torch.uint8)
+                visible_keys = mapped(*axes)
+        return visible_keys.to(device, torch.bool).view(torch.uint8)
 
     return visible
 
@@ -240,9 +240,9 @@ def _of_ranges(
 def _broadcast(mask_mod: MaskMod, axes: list[Tensor]) -> Tensor:
     shapes = [[-1 if i == dim else 1 for i in range(4)] for dim in range(4)]
     indices = [axis.view(shape) for axis, shape in zip(axes, shapes, strict=True)]
-    seen = torch.as_tensor(mask_mod(*indices))
-    seen.expand([axis.numel() for axis in axes])  # raises where it has another shape
-    return seen[(None,) * (4 - seen.dim())]
+    visible_keys = torch.as_tensor(mask_mod(*indices))
+    visible_keys.expand([axis.numel() for axis in axes])  # raises where it has another shape
+    return visible_keys[(None,) * (4 - visible_keys.dim())]
 
 
 def list_visits(mask: BlockMask) -> tuple[Tensor, Tensor]:

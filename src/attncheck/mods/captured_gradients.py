@@ -128,6 +128,7 @@ class CapturedSums:
         """
         for leaf, slope in leaf_gradients(self._score_mod, score, *at):
             if slope is not None:
+                # Selected, not multiplied by 0: a hidden NaN times 0 is a NaN.
                 leaf.add(torch.where(where, factors * slope, 0.0), self._sums_of[id(leaf.tensor)])
 
 
@@ -150,6 +151,7 @@ class _Reads(TorchFunctionMode):
 
     def __post_init__(self) -> None:
         super().__init__()
+        # The tensors too, not their ids alone: an id is given again once its tensor is gone.
         self._made = {id(tensor): tensor for tensor in self.arguments}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -171,6 +173,7 @@ class _Reads(TorchFunctionMode):
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if self._is_captured(leaf)]
         whole = next((leaf for leaf in leaves if leaf.numel() > 1), None)
         if whole is None:
+            # A tensor of one number is read where it computes, with no index to intercept.
             held = tree_map_only(Tensor, self._number, (args, kwargs))
             result = func(*held[0], **held[1])
             if _is_real(result):
@@ -196,6 +199,7 @@ class _Reads(TorchFunctionMode):
         return self._leaf(tensor, None, tensor) if self._is_captured(tensor) else tensor
 
     def _leaf(self, tensor: Tensor, places: Any, read: Tensor) -> Tensor:
+        # Without a graph its slope would come out as 0, in silence.
         if not torch.is_grad_enabled():
             raise ProblemError(
                 "the score mod reads a tensor under torch.no_grad(): "

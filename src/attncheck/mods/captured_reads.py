@@ -130,6 +130,7 @@ class EvaluatedReads:
         self._reads = [(read, convert(read.slope)) for read in trace_reads(score_mod, device)]
         self.numbers = sum(t.numel() for t in read_tensors(read for read, _ in self._reads))
         for read, _ in self._reads:
+            # Places are computed in torch: scores of other number systems have no place there.
             if read.place.reads("score"):
                 name = describe_mod("score mod", score_mod)
                 raise TraceError(f"{name} reads a number that its score decides on: {read.place}.")
@@ -189,6 +190,7 @@ def _reads(score_mod: ScoreMod, device: str) -> Iterator[CapturedRead]:
         slope = _slope(recorded, load, examples)
         if slope is None:
             continue
+        # By identity: two tensors of equal numbers are two gradients.
         if id(tensor) not in starts:
             starts[id(tensor)], end = end, end + tensor.numel()
         yield CapturedRead(
@@ -208,6 +210,7 @@ def _loads(recorded: fx.GraphModule) -> Iterator[tuple[Tensor, fx.Node]]:
     waiting = list(recorded.graph.output_node().all_input_nodes)
     while waiting:
         node = waiting.pop()
+        # Backwards from the result: a read that it does not need has no gradient.
         if node not in needed:
             needed.add(node)
             waiting += node.all_input_nodes
@@ -297,6 +300,7 @@ def _place(recorded: fx.GraphModule, load: fx.Node, tensor: Tensor) -> Callable[
         run.run(score, b, h, q_idx, kv_idx)
         indices: Any = load.args[1]
         for axis, (node, size) in enumerate(zip(indices, tensor.shape, strict=True)):
+            # In 64 bits: rows times columns may pass what an int32 index holds.
             index = run.env[node].to(torch.int64)
             if node.op != "placeholder":
                 index = torch.where(index < 0, index + size, index)

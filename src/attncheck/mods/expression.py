@@ -268,12 +268,12 @@ def evaluate_nodes(
 ) -> Iterator[Value]:
     """Yield the value of each node in order; a value is let go of after its last use."""
     nodes, captured = expression.structure.nodes, expression.captured
-    named = dict(zip(expression.structure.inputs, inputs, strict=True))
+    by_name = dict(zip(expression.structure.inputs, inputs, strict=True))
     last_use = {operand: i for i, node in enumerate(nodes) for operand in node.operands}
     values: dict[int, Value] = {}
     for i, node in enumerate(nodes):
         if node.op == "input":
-            value = algebra.leaf(node, named[node.name])
+            value = algebra.leaf(node, by_name[node.name])
         elif node.op in {"true", "false"}:
             value = algebra.leaf(node, node.op == "true")
         elif node.op in LEAVES:
@@ -418,6 +418,7 @@ def expression_to_json(expression: Expression) -> dict[str, Any]:
 
 def expression_digest(expression: Expression) -> str:
     """Return the SHA-256 of its canonical JSON in hexadecimal; the same on every machine."""
+    # Sorted and without spaces: one text, whatever the order in which fields were written.
     text = json.dumps(expression_to_json(expression), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -432,6 +433,7 @@ def expression_from_json(data: Any) -> Expression:
         read = msgspec.convert(data, _Document)
     except msgspec.ValidationError as error:
         raise ProblemError(f"it is no expression of format {FORMAT!r}: {error}.") from None
+    # Names alone do not do: a callable is called by the order of its arguments.
     if read.inputs not in (INDICES, ("score", *INDICES)):
         raise ProblemError(
             f"an expression's inputs are {', '.join(INDICES)}, for a score mod after score; "
@@ -452,15 +454,16 @@ def _check_node(expression: Expression, position: int) -> None:
     if node.op not in LEAVES and node.op not in OPERATIONS:
         able = ", ".join((*sorted(LEAVES), *sorted(OPERATIONS)))
         raise ProblemError(f"{where}.op={node.op!r} must be one of {able}.")
+    # Earlier ones only: what a file says can then have no cycle.
     if not all(0 <= operand < position for operand in node.operands):
         raise ProblemError(f"{where}.operands={node.operands} must be numbers of earlier nodes.")
-    wanted = 0 if node.op in LEAVES else OPERATIONS[node.op].arity
+    arity = 0 if node.op in LEAVES else OPERATIONS[node.op].arity
     if node.op == "index":
         table = nodes[node.operands[0]] if node.operands else None
-        wanted = 1 + table.rank if table is not None and table.op == "tensor" else -1
-    if len(node.operands) != wanted:
+        arity = 1 + table.rank if table is not None and table.op == "tensor" else -1
+    if len(node.operands) != arity:
         count = len(node.operands)
-        raise ProblemError(f"{where} is {node.op} of {count} operands: it takes {wanted}.")
+        raise ProblemError(f"{where} is {node.op} of {count} operands: it takes {arity}.")
     if node.op == "input" and node.name not in inputs:
         raise ProblemError(f"{where}.name={node.name!r} is no input.")
     if node.op == "cast" and node.name not in get_args(_Dtype):
@@ -494,11 +497,12 @@ def _check_kinds(expression: Expression) -> None:
         raise ProblemError(f"the expression cannot be evaluated: {fact}") from None
     for position, (node, dtype) in enumerate(zip(nodes, dtypes, strict=True)):
         if dtype is not None and node.kind != kind_of(dtype):
-            kind = kind_of(dtype)
-            raise ProblemError(f"nodes[{position}].kind={node.kind!r} should be {kind!r}.")
-    wanted = "float" if "score" in expression.structure.inputs else "bool"
-    if nodes[-1].kind != wanted:
-        raise ProblemError(f"the result's kind is {nodes[-1].kind!r}: it must be {wanted!r}.")
+            raise ProblemError(
+                f"nodes[{position}].kind={node.kind!r} should be {kind_of(dtype)!r}."
+            )
+    kind = "float" if "score" in expression.structure.inputs else "bool"
+    if nodes[-1].kind != kind:
+        raise ProblemError(f"the result's kind is {nodes[-1].kind!r}: it must be {kind!r}.")
 
 
 def _captured_to_json(value: Captured) -> Any:
@@ -541,6 +545,7 @@ def _from_bytes(where: str, text: str, dtype: torch.dtype) -> Tensor:
         bits = np.frombuffer(raw, f"<{'u' if dtype.itemsize == 1 else 'i'}{dtype.itemsize}")
     except (binascii.Error, ValueError):
         raise ProblemError(f"{where}.base64 is not base64 of whole elements.") from None
+    # To the byte order of this machine: the file is little-endian everywhere.
     return torch.from_numpy(bits.astype(bits.dtype.newbyteorder("="))).view(dtype)
 
 

@@ -45,14 +45,14 @@ _LONGEST = 40  # characters of a part in a message
 
 def formula_mask(text: str, dimensions: Dimensions) -> MaskMod:
     """Return the mask that ``text`` says; raise as ``mask_formula_code``."""
-    mod: MaskMod = _compiled("mask", _INDICES, mask_formula_code(text, dimensions))
+    mod: MaskMod = _compile_text("mask", _INDICES, mask_formula_code(text, dimensions))
     return mod
 
 
 def formula_score(text: str, dimensions: Dimensions) -> ScoreMod:
     """Return the score mod that ``text`` says; raise as ``score_formula_code``."""
     names = ("score", *_INDICES)
-    mod: ScoreMod = _compiled("score_mod", names, score_formula_code(text, dimensions))
+    mod: ScoreMod = _compile_text("score_mod", names, score_formula_code(text, dimensions))
     return mod
 
 
@@ -85,7 +85,7 @@ def score_formula_code(text: str, dimensions: Dimensions) -> str:
 
 
 @lru_cache(maxsize=_REMEMBERED)
-def _compiled(name: str, arguments: tuple[str, ...], code: str) -> Any:
+def _compile_text(name: str, arguments: tuple[str, ...], code: str) -> Any:
     """A function of its own, so that torch.compile and the tracer read plain operations.
 
     The same one for the same text: torch.compile would compile another anew.
@@ -121,10 +121,10 @@ class _Part:
 
 
 def _refusal(node: ast.expr, fact: str, remedy: str) -> ProblemError:
-    """The error of what is wrong with ``node``, with its column and what to do."""
+    """Return the error of what is wrong with ``node``, with its column and what to do."""
     text = ast.unparse(node)
-    shown = text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
-    return ProblemError(f"column {node.col_offset + 1}: `{shown}` {fact}: {remedy}.")
+    short = text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+    return ProblemError(f"column {node.col_offset + 1}: `{short}` {fact}: {remedy}.")
 
 
 def _constant(node: ast.expr, value: float) -> _Part:
@@ -149,7 +149,7 @@ def _as_real(part: _Part) -> _Part:
 
 
 def _promote(node: ast.expr, *parts: _Part) -> tuple[_Part, ...]:
-    """The parts as real numbers if one of them is."""
+    """Return the parts as real numbers if one of them is."""
     if any(part.kind == "truth value" for part in parts):
         raise _refusal(node, "computes with a truth value", "compare, join, or choose with those")
     real = any(part.kind == "real number" for part in parts)
@@ -193,18 +193,6 @@ def _compute(node: ast.expr, function: Callable[..., float], template: str, *par
 # --- functions --------------------------------------------------------------------------------
 
 
-def _abs(node: ast.expr, part: _Part) -> _Part:
-    return _compute(node, abs, "abs({})", part)
-
-
-def _minimum(node: ast.expr, *parts: _Part) -> _Part:
-    return _clamp(node, min, "torch.clamp({}, max={})", *parts)
-
-
-def _maximum(node: ast.expr, *parts: _Part) -> _Part:
-    return _clamp(node, max, "torch.clamp({}, min={})", *parts)
-
-
 def _clamp(
     node: ast.expr, function: Callable[..., float], template: str, one: _Part, other: _Part
 ) -> _Part:
@@ -238,9 +226,10 @@ def _where(node: ast.expr, condition: _Part, *branches: _Part) -> _Part:
 
 
 _FUNCTIONS: dict[str, tuple[int, Callable[..., _Part]]] = {
-    "abs": (1, _abs),
-    "minimum": (2, _minimum),
-    "maximum": (2, _maximum),
+    "abs": (1, lambda node, part: _compute(node, abs, "abs({})", part)),
+    # torch.minimum takes tensors alone: against a number its clamp does the same.
+    "minimum": (2, lambda node, *parts: _clamp(node, min, "torch.clamp({}, max={})", *parts)),
+    "maximum": (2, lambda node, *parts: _clamp(node, max, "torch.clamp({}, min={})", *parts)),
 }
 """Each with how many arguments it takes."""
 

@@ -58,6 +58,7 @@ def check_captures(spec: Spec, dimensions: Dimensions) -> None:
 
     One with a derivative to what it reads: there are no gradients with respect to others.
     """
+    # Traced once for every Problem that has it: only names that stay may be remembered.
     stays = all(part.name in BUILT_IN for part in spec.walk())
     (_check_captures_once if stays else _check_captures)(spec, dimensions)
 
@@ -80,6 +81,7 @@ def in_fp32(spec: Spec) -> Spec:
     if not spec.arguments and not spec.parts:
         return spec
     checks = SCORES[spec.name].arguments
+    # Seeds and distances are whole numbers: they are not rounded.
     arguments = {
         name: fp32(float(value)) if checks[name] is positive_number else value  # type: ignore[arg-type]  # a number
         for name, value in spec.arguments

@@ -184,12 +184,13 @@ def _neighbors(
     cells = canvas[0] * canvas[1]
 
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        seen = (q_idx < cells) & (kv_idx < cells)
+        visible = (q_idx < cells) & (kv_idx < cells)
         axes = zip(canvas, kernel, cell(q_idx), cell(kv_idx), strict=True)
         for length, size, own, other in axes:
             gap = other - (own - size // 2).clamp(0, length - size)
-            seen = seen & (gap >= 0) & (gap < size)
-        return seen
+            # At the border the window is moved inwards, not cut: every cell sees as many.
+            visible = visible & (gap >= 0) & (gap < size)
+        return visible
 
     return mask
 

@@ -105,27 +105,29 @@ def draw_page_table(
     if len(lengths) != batch or not all(0 <= length <= kv for length in lengths):
         raise ProblemError(f"lengths={list(lengths)} must be {batch} numbers, each 0–{kv}.")
     shared = paging.shared if shared is None else shared
+    # One entry more than is needed, as in a server: a kernel may not read by the table's width.
     most = -(-kv // paging.size) + 1
     counts = torch.tensor([-(-length // paging.size) for length in lengths])
     places = torch.arange(most)
     own = places < counts[:, None]
-    which, used = _numbered(own, shared)
+    which, used = _number_pages(own, shared)
     order, free = _order(paging.seed, used)
     # An engine that gives pages back leaves their numbers in the table.
-    given_back = free[torch.arange(batch * most).view(batch, most) % len(free)]
-    table = torch.where(own, order[which], given_back)
+    free_pages = free[torch.arange(batch * most).view(batch, most) % len(free)]
+    table = torch.where(own, order[which], free_pages)
     return PageTable(
         table=table.to(torch.int32), pages=len(order) + len(free), size=paging.size, lengths=lengths
     )
 
 
-def _numbered(own: Tensor, shared: int) -> tuple[Tensor, int]:
+def _number_pages(own: Tensor, shared: int) -> tuple[Tensor, int]:
     """Return the number of each entry among the used pages, 0 of none; and their count.
 
     Those that all sequences share come first, then each sequence's own in turn.
     """
     places = torch.arange(own.shape[1])
     alone = own & (places >= shared)
+    # Fewer pages than are shared: nobody has the rest.
     common = min(shared, int(own.sum(1).max()))
     in_turn = common + alone.flatten().cumsum(0).view(own.shape) - 1
     which = torch.where(alone, in_turn, places)
@@ -166,6 +168,7 @@ def pack_pages(tensor: Tensor, table: PageTable) -> Tensor:
             f"{list(table.lengths)}."
         )
     blocks = -(-kv // table.size)
+    # NaN, not 0: whoever uses a slot without a key shows it.
     rows = _nan(tensor, (batch, blocks * table.size, heads, dim))
     rows[:, :kv] = tensor.transpose(1, 2)
     cache = _nan(tensor, (table.pages, table.size, heads, dim))
@@ -212,6 +215,7 @@ def physical_block_mask(mask: BlockMask, table: PageTable) -> BlockMask:
             f"of {batch} sequences of {most} pages."
         )
     ends = (torch.arange(blocks, device=mask.kinds.device) + 1) * table.size
+    # A full tile is applied without a mask: past a sequence's end there must be one.
     cut = ends > torch.tensor(table.lengths, device=ends.device)[:, None]
     kinds = torch.where(cut[:, None, None] & (mask.kinds == FULL), PARTIAL, mask.kinds)
     at = torch.where(table.own, table.table.long(), table.pages)[:, None, None, :blocks]
@@ -270,6 +274,7 @@ def _logical(table: PageTable) -> Callable[[Tensor, Tensor], tuple[Tensor, Tenso
 
     def logical(b: Tensor, kv_idx: Tensor) -> tuple[Tensor, Tensor]:
         page = inverse[b, kv_idx // size]
+        # Of page −1 this is negative: hidden by ``there``, and replaced by 0 below.
         key = page * size + kv_idx % size
         there = (page >= 0) & (key < lengths[b])
         return torch.where(there, key, 0), there

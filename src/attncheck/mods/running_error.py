@@ -376,11 +376,11 @@ def _quotient(result: Tensor, a: _Around, b: _Around) -> Tensor:
     return torch.where(room > 0, (a.radius + result.abs() * b.radius) / room, torch.inf)
 
 
-def _own(_result: Tensor, a: _Around) -> Tensor:
+def _operand_radius(_result: Tensor, a: _Around) -> Tensor:
     return a.radius
 
 
-def _of_the_clear_one(sign: int) -> Callable[[Tensor, _Around, _Around], Tensor]:
+def _radius_of_extreme(sign: int) -> Callable[[Tensor, _Around, _Around], Tensor]:
     """The radius of what is taken: of ``a`` where it is ahead by more than both radii."""
 
     def radius(_result: Tensor, a: _Around, b: _Around) -> Tensor:
@@ -447,10 +447,10 @@ RADII: dict[str, Callable[..., Tensor]] = {
     "sub": _sum,
     "mul": _product,
     "div": _quotient,
-    "neg": _own,
-    "abs": _own,
-    "minimum": _of_the_clear_one(-1),
-    "maximum": _of_the_clear_one(1),
+    "neg": _operand_radius,
+    "abs": _operand_radius,
+    "minimum": _radius_of_extreme(-1),
+    "maximum": _radius_of_extreme(1),
     "floor_divide": _whole_quotient,
     "remainder": _remainder,
     "floor": _stepping(torch.floor),

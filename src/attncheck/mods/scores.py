@@ -47,7 +47,7 @@ def none(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> 
 
 
 def alibi(slopes: Tensor) -> ScoreMod:
-    """Adds slopes[h] · (kv_idx − q_idx) (Press et al., "Train Short, Test Long", 2022, eq. 1).
+    """Add slopes[h] · (kv_idx − q_idx) (Press et al., "Train Short, Test Long", 2022, eq. 1).
 
     Args:
         slopes: One number a query head, fp32 (heads,).
@@ -56,7 +56,7 @@ def alibi(slopes: Tensor) -> ScoreMod:
 
 
 def bias(table: Tensor) -> ScoreMod:
-    """Adds table[b, h, q_idx, kv_idx], as the float ``attn_mask`` of torch's SDPA.
+    """Add table[b, h, q_idx, kv_idx], as the float ``attn_mask`` of torch's SDPA.
 
     Args:
         table: fp32 (batch or 1, heads or 1, query, kv).
@@ -66,12 +66,12 @@ def bias(table: Tensor) -> ScoreMod:
 
 
 def softcap(cap: float) -> ScoreMod:
-    """Bends scores into (−cap, cap): cap · tanh(score / cap) (Gemma 2 report, 2024, section 2)."""
+    """Bend scores into (−cap, cap): cap · tanh(score / cap) (Gemma 2 report, 2024, section 2)."""
     return lambda score, b, h, q_idx, kv_idx: cap * (score / cap).tanh()
 
 
 def relative_bias(table: Tensor) -> ScoreMod:
-    """Adds table[h, d + distance], d = kv_idx − q_idx clamped to ±distance (the bias of T5, 2020).
+    """Add table[h, d + distance], d = kv_idx − q_idx clamped to ±distance (the bias of T5, 2020).
 
     Args:
         table: fp32 (heads, 2·distance + 1).
@@ -79,6 +79,7 @@ def relative_bias(table: Tensor) -> ScoreMod:
     distance = table.shape[1] // 2
 
     def biased(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        # Clamped, as T5 does: all keys farther away share the outermost numbers.
         column = (kv_idx - q_idx).clamp(-distance, distance) + distance
         return score + table[h, column].to(score.dtype)
 
@@ -86,7 +87,7 @@ def relative_bias(table: Tensor) -> ScoreMod:
 
 
 def temperature(temperature: float) -> ScoreMod:
-    """Divides every score by ``temperature``."""
+    """Divide every score by ``temperature``."""
     return lambda score, b, h, q_idx, kv_idx: score / temperature
 
 
@@ -111,7 +112,7 @@ def table_reader(table: Tensor) -> MaskMod:
 
 
 def chain_scores(first: ScoreMod, *rest: ScoreMod) -> ScoreMod:
-    """Applies the parts from left to right: ``chain_scores(f, g)`` is g(f(score))."""
+    """Apply the parts from left to right: ``chain_scores(f, g)`` is g(f(score))."""
 
     def chained(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         for part in (first, *rest):
@@ -137,6 +138,7 @@ def alibi_slopes(heads: int) -> tuple[float, ...]:
 
     Through ``decimal``, so that the bits are the same on every machine.
     """
+    # More digits than fp32 has by far: the last rounding alone decides.
     context = decimal.Context(prec=50)
     exponents = [context.divide(decimal.Decimal(-8 * (h + 1)), heads) for h in range(heads)]
     return tuple(fp32(float(context.power(2, exponent))) for exponent in exponents)
@@ -165,7 +167,7 @@ def _bias_shape(values: Values, dims: Dimensions) -> tuple[int, int, int, int]:
     return batch, dims.heads if values["per_head"] else 1, dims.query, dims.kv
 
 
-def _few_enough(name: str, values: Values, dims: Dimensions) -> None:
+def _check_table_size(name: str, values: Values, dims: Dimensions) -> None:
     shape = _bias_shape(values, dims)
     if math.prod(shape) > _MOST_NUMBERS:
         raise ProblemError(
@@ -175,12 +177,12 @@ def _few_enough(name: str, values: Values, dims: Dimensions) -> None:
 
 def _bias(values: Values, dims: Dimensions, device: str) -> ScoreMod:
     shape = _bias_shape(values, dims)
-    few = math.prod(shape) <= _KEPT
-    table = (_kept_bias if few else _drawn_bias)(values["seed"], shape)
+    few = math.prod(shape) <= _MOST_CACHED
+    table = (_cached_bias if few else _draw_bias)(values["seed"], shape)
     return bias(table.to(device))
 
 
-def _drawn_bias(seed: int, shape: tuple[int, int, int, int]) -> Tensor:
+def _draw_bias(seed: int, shape: tuple[int, int, int, int]) -> Tensor:
     """Standard normal fp32 numbers; element (b, h, i, j) is the same in every shape that has it.
 
     So that a part of a Problem has a part of its bias.
@@ -196,8 +198,8 @@ def _drawn_bias(seed: int, shape: tuple[int, int, int, int]) -> Tensor:
     return torch.from_numpy(table)
 
 
-_KEPT = 2**24  # numbers, 64 MiB: a mod is built several times for one Case
-_kept_bias = lru_cache(maxsize=4)(_drawn_bias)
+_MOST_CACHED = 2**24  # numbers, 64 MiB: a mod is built several times for one Case
+_cached_bias = lru_cache(maxsize=4)(_draw_bias)
 
 
 SCORES: dict[str, Entry[ScoreMod]] = {
@@ -221,7 +223,7 @@ SCORES: dict[str, Entry[ScoreMod]] = {
             "per_batch": check.whole_number(0, 1),
             "per_head": check.whole_number(0, 1),
         },
-        together=_few_enough,
+        together=_check_table_size,
         build=_bias,
     ),
     "temperature": Entry(

@@ -133,6 +133,7 @@ def truth(inputs: Inputs) -> Outputs:
     Attention: ``streaming``, in O(query + kv) memory, and where the Problem has a backward its
     gradients too. Softmax: the safe one, some rows at a time.
     """
+    # Its out is as large as its scores: memory cannot be linear, only temporaries are cut.
     if inputs.problem.operation == "softmax":
         return softmax_by_rows(inputs)
     return streaming_backward(inputs) if inputs.problem.backward else streaming(inputs)

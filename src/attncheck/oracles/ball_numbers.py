@@ -164,6 +164,7 @@ class Ball:
         if _FINITE(values.array).all():
             return self.matmul(weights, values)  # 0 times a finite number is 0
         used = attended.expand(weights.array.shape).numpy()
+        # A row at a time: each attends to keys of its own.
         product = np.empty((*weights.array.shape[:-1], values.array.shape[-1]), dtype=object)
         with working_precision(self.bits):
             for row in np.ndindex(weights.array.shape[:-1]):
@@ -188,6 +189,7 @@ class Ball:
         """Over the last axis."""
         columns = np.moveaxis(array.array, -1, 0)
         with working_precision(self.bits):
+            # Not np.max, which goes by >=: of two balls that overlap it would pick either.
             largest = functools.reduce(_LARGER, columns)
         return Balls(largest[..., None], self.bits)
 
@@ -204,6 +206,7 @@ class Ball:
     def is_minus_infinity(self, array: Balls) -> Tensor:
         """Elementwise; False of a ball that says nothing, which then says nothing of its row."""
         infinite = ~_FINITE(array.array).astype(bool)
+        # Only of the few that are not finite: each test is a call of Python.
         infinite[infinite] = _IS_MINUS_INFINITY(array.array[infinite]).astype(bool)
         return torch.from_numpy(infinite)
 
@@ -293,6 +296,7 @@ def proven_error(outputs: Outputs, exact: Result[Balls], rows: Rows) -> ProvenEr
     out = outputs.out.cpu().flatten(0, 1)[heads][:, query]
     lse = outputs.lse.cpu().flatten(0, 1)[heads][:, query]
     with working_precision(exact.out.bits):
+        # The precision of the enclosure: a difference rounded to fewer bits would grow it.
         of_out = _ERROR(out.numpy(), exact.out.array[0])
         of_lse = _ERROR(lse.numpy(), exact.lse.array[0, ..., 0])
     bounds = (torch.from_numpy(part.astype(np.float64)) for part in (of_out, of_lse))
@@ -315,6 +319,7 @@ def enclose_rows(numbers: Ball, inputs: Inputs, rows: Rows) -> Result[Balls]:
     """
     # flint knows no devices.
     inputs = inputs.to("cpu")
+    # One head at a time: objects take some hundred bytes each.
     results = [one_head(numbers, inputs, head, rows.query.cpu()) for head in rows.heads]
     out, lse = ([getattr(result, part).array for result in results] for part in ("out", "lse"))
     return Result(*(Balls(np.concatenate(part, axis=1), numbers.bits) for part in (out, lse)))

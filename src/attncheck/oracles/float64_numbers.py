@@ -42,6 +42,7 @@ class Nonfinite:
         Numbers of fp32's range cannot overflow a float64 sum: it is finite exactly when all are.
         Larger ones may, and then cost a product of zeros, no more.
         """
+        # One sum in place of a test of each element: the usual case costs one pass.
         if math.isfinite(values.sum().item()):
             return None
         # Side by side in one tensor: a single product counts all three kinds.
@@ -124,6 +125,7 @@ class Float64:
         nonfinite = Nonfinite.among(values)
         if nonfinite is None:
             return weights @ values
+        # Two products of finite numbers: a matrix product would make NaN of every 0·∞.
         return weights @ nonfinite.finite + nonfinite.seen_by(attended)
 
     def exp(self, array: Tensor) -> Tensor:

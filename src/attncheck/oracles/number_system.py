@@ -198,6 +198,7 @@ class ObjectScoreMods:
     ) -> None:
         self._system, self._context = system, context
         self._ways = {"evaluate": evaluate, "slope": slope, "captures": captures}
+        # One a kind: a backward evaluates scores and slopes in turn, and would throw either out.
         self._last: dict[str, tuple[ScoreMod, Any]] = {}
 
     def scores(
@@ -233,6 +234,7 @@ class ObjectScoreMods:
         kept = attended.expand(scores.shape).numpy()
         for places, slopes in reads(scores, *(axis.numpy() for axis in indices.axes)):
             terms = factors * np.broadcast_to(slopes, scores.shape)
+            # Several scores may read one number: ``+=`` at an index would keep the last alone.
             np.add.at(sums, np.broadcast_to(places, scores.shape)[kept], terms[kept])
         return sums
 
@@ -247,8 +249,10 @@ class ObjectScoreMods:
 
     def _way(self, word: str, score_mod: ScoreMod) -> Any:
         """The way called ``word`` made for this score mod; None of the identity's scores."""
+        # By identity: equality of callables says nothing of what they capture.
         if word not in self._last or self._last[word][0] is not score_mod:
             way, reads = self._ways[word], word == "captures"
+            # What a mod reads is asked for only where it reads something: never of the identity.
             if not reads and is_identity(score_mod, "cpu"):
                 self._last[word] = (score_mod, None)
             elif way is None:

@@ -196,6 +196,7 @@ def safe(numbers: Numbers[A], scores: A, attended: Tensor, sink: A | None = None
     if sink is not None:
         largest = numbers.maximum(largest, sink)
     largest = numbers.select(alive, largest, 0.0)
+    # No exponent is above 0 now: exp cannot overflow, and one term is exactly 1.
     exponentials = numbers.exp(scores - largest)
     total = numbers.rowsum(exponentials)
     if sink is not None:
@@ -307,6 +308,7 @@ class Scores(Generic[A]):
         slopes = self.numbers.score_slope(self.score_mod, products, indices)
         kept = self._products(q, k) if problem.dcaptured else products
         scores, attended = self._after(products, indices)
+        # Hidden slopes may be NaN, which no product with 0 removes.
         slopes = self.numbers.select(attended, slopes, 0.0)
         return Sloped(scores, attended, slopes, kept, indices)
 
@@ -319,6 +321,7 @@ class Scores(Generic[A]):
         """
         if not self.inputs.problem.dcaptured:
             return None
+        # A mask may broadcast: sums need every score of the tile.
         attended = tile.attended.expand(tile.indices.shape)
         return self.numbers.captured(self.score_mod, tile.products, tile.indices, dz, attended)
 
@@ -330,5 +333,6 @@ class Scores(Generic[A]):
         """After score mod and mask, and what is attended."""
         # The original callable, never its traced expression: kernels use that one.
         scores = self.numbers.score(self.score_mod, products, indices)
+        # A score mod's −∞ hides its key as a mask does: both are asked.
         attended = call_mask(self.mask_mod, indices) & ~self.numbers.is_minus_infinity(scores)
         return self.numbers.select(attended, scores, -math.inf), attended

@@ -119,13 +119,13 @@ def oracle_plan(
 
     Raises UnknownName or ProblemError for what cannot be, before anything is computed.
     """
-    known = VARIANTS | {SHARP.name: SHARP}
+    variants_by_name = VARIANTS | {SHARP.name: SHARP}
     cells: list[Cell] = []
     for name in variants or default:
-        if name not in known:
-            raise UnknownName("variant", name, known)
+        if name not in variants_by_name:
+            raise UnknownName("variant", name, variants_by_name)
         every = tuple(distributions or DISTRIBUTIONS)
-        existing = tuple(d for d in every if known[name].exists(dtype, d))
+        existing = tuple(d for d in every if variants_by_name[name].exists(dtype, d))
         # By name it must exist: the Problem says why it does not.
         must = bool(variants) and (bool(distributions) or not existing)
         for distribution in every if must else existing:
@@ -323,6 +323,7 @@ def _distance(
     finite = rows & np.isfinite(values) & _are_finite(exact) & _are_finite(sizes)
     worst, at = -1.0, None
     for index in zip(*np.nonzero(finite), strict=True):
+        # Below it float64 has fewer digits, which is no fault of an oracle.
         size = max(sizes[index], _SMALLEST_NORMAL)
         units = float(abs(exact[index] - float(values[index])) / size / _HALF_ULP)
         units = min(units, sys.float_info.max)  # JSON has no ∞

@@ -71,6 +71,7 @@ def measure_accuracy(
 
     Never raises for what the kernel does; see ``run_case``.
     """
+    # One builder for all runs: inputs and truth stay, and what differs is the kernel's doing.
     evidence, executor = EvidenceBuilder(case, device), executor or InProcess()
     worst: Record | None = None
     for _ in range(1 if promises_same_bits(subject, case.problem) else runs):
@@ -82,6 +83,7 @@ def measure_accuracy(
         if execution is not None and record.judgement is not None:
             record = replace(record, accuracy=accuracies(execution, evidence))
         worst = record if worst is None else _worse(worst, record)
+        # There are no errors to compare, and a further run would not take the failure back.
         if record.status in FAILED_STATUSES or record.status == "unsupported":
             break
     assert worst is not None, "it ran at least once"
@@ -94,17 +96,18 @@ def promises_same_bits(subject: Subject, problem: Problem) -> bool:
 
 
 def accuracy_tilings(problem: Problem) -> tuple[Tiling, ...]:
-    """Those of the ideal kernels that an error is compared with."""
+    """Return the tilings of the ideal kernels that an error is compared with."""
     known = ensemble_tilings(problem)
     return known if problem.operation == "softmax" else (*known, _LONG)
 
 
 def accuracies(result: Execution, evidence: EvidenceBuilder) -> dict[TensorName, Accuracy]:
-    """Of every tensor whose errors are finite numbers."""
+    """Return the accuracy of every tensor whose errors are finite numbers."""
     exact, found = evidence.truth.tensors(), {}
     given = result.outputs.tensors()
     ensemble = [one.tensors() for one in _ensemble(result, evidence)]
     for name, values in given.items():
+        # What nobody asked for, gradients of a forward say, has nothing to be compared with.
         if name not in exact:
             continue
         counted = _counted(name, evidence).expand_as(exact[name])
@@ -134,7 +137,7 @@ def _accuracy(
 def _least(
     name: TensorName, evidence: EvidenceBuilder, counted: torch.Tensor
 ) -> torch.Tensor | None:
-    """What one rounding costs; None of a tensor whose rows are single elements."""
+    """The cost of one rounding; None of a tensor whose rows are single elements."""
     exact, formats = evidence.truth.tensors()[name], evidence.case.problem.formats
     if exact.ndim < 4:
         return None
@@ -143,10 +146,11 @@ def _least(
 
 
 def _ensemble(result: Execution, evidence: EvidenceBuilder) -> Iterator[Outputs]:
-    """What ideal kernels give, with gradients where there are some."""
+    """Yield the outputs of ideal kernels, with gradients where there are some."""
     problem = evidence.case.problem
     for tiling in accuracy_tilings(problem):
         if problem.backward:
+            # What the builder keeps are forwards: these have gradients, and are had anew.
             yield Ideal(tiling).run(evidence.inputs)
         else:
             yield evidence.ideal_outputs(tiling, truncates=result.arithmetic.truncates)
@@ -159,19 +163,22 @@ def _counted(name: TensorName, evidence: EvidenceBuilder) -> torch.Tensor:
 
 
 def _worse(one: Record, other: Record) -> Record:
-    """The worse of two Records of the same question, with the larger error of each tensor."""
+    """Return the worse of two Records of one question, with the larger error of each tensor."""
     same = one.digest == other.digest
     worse = max((one, other), key=_badness)
     if one.accuracy is not msgspec.UNSET and other.accuracy is not msgspec.UNSET:
+        # Each tensor by itself: the run with the worst out need not have the worst LSE.
         larger = {
             name: max(mine, other.accuracy.get(name, mine), key=lambda a: a.relative)
             for name, mine in one.accuracy.items()
         }
         worse = replace(worse, accuracy=larger)
+    # The digest of one run would claim bits that another run does not give.
     return worse if same else replace(worse, digest=msgspec.UNSET)
 
 
 def _badness(record: Record) -> tuple[int, float]:
     order = ("pass", "warn", "inconclusive", "fail")
+    # What ended without a verdict, a crash say, is worse than any verdict.
     rank = order.index(record.status) if record.status in order else len(order)
     return rank, record.out.rmse if record.out is not None else 0.0

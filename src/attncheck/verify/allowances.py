@@ -62,7 +62,7 @@ __all__ = [
 
 
 def allowance(evidence: Evidence, arithmetic: Arithmetic) -> Allowance:
-    """The largest errors of a kernel of this arithmetic that rounding explains, on this Case.
+    """Return the largest errors that rounding explains of a kernel of this arithmetic on this Case.
 
     Infinite where the exact result is not finite, and where the score mod cannot be traced, or may
     hide another key after rounding: nothing is known there.
@@ -70,6 +70,7 @@ def allowance(evidence: Evidence, arithmetic: Arithmetic) -> Allowance:
     problem, device = evidence.case.problem, evidence.inputs.device
     collected = _Bounds.of(evidence)
     whole = samples_all_rows(problem, device)
+    # The sampled rows of a small Problem are all rows: they are bounded below, and not twice.
     if not whole:
         for rows in all_rows(problem, device):
             bounds = _RowBounds.of(evidence, arithmetic, rows)
@@ -79,12 +80,13 @@ def allowance(evidence: Evidence, arithmetic: Arithmetic) -> Allowance:
         certain = collected.sample(evidence, bounds)
         if whole:
             collected.bound(bounds, certain)
+        # A bound is no use where the truth may be off by as much: the judge is told the share.
         collected.prove(_RowBounds.of(evidence, FP64_ORACLE, rows))
     return collected.allowance()
 
 
 def row_bounds(evidence: Evidence, arithmetic: Arithmetic, rows: Rows) -> tuple[Tensor, Tensor]:
-    """The deterministic bounds of rows: out ``(heads, rows, value_dim)``, LSE ``(heads, rows)``.
+    """Return deterministic bounds: out ``(heads, rows, value_dim)``, LSE ``(heads, rows)``.
 
     As in ``allowance``: infinite where nothing is known, 0 where a row sees no key.
     """
@@ -94,7 +96,7 @@ def row_bounds(evidence: Evidence, arithmetic: Arithmetic, rows: Rows) -> tuple[
 
 
 def deterministic_bounds(evidence: Evidence, arithmetic: Arithmetic) -> Outputs:
-    """The deterministic bounds of every row, as ``allowance`` has them, and nothing else."""
+    """Return the deterministic bounds of every row, as ``allowance`` has them, and nothing else."""
     collected = _Bounds.of(evidence)
     for rows in all_rows(evidence.case.problem, evidence.inputs.device):
         bounds = _RowBounds.of(evidence, arithmetic, rows)
@@ -104,7 +106,7 @@ def deterministic_bounds(evidence: Evidence, arithmetic: Arithmetic) -> Outputs:
 
 
 def budget(evidence: Evidence, arithmetic: Arithmetic, place: Place) -> dict[str, float]:
-    """What the allowance of one element is made of, by the names of ``docs/explanation/bounds.md``.
+    """Return the parts of one element's allowance, by the names of ``docs/explanation/bounds.md``.
 
     Args:
         evidence: The Case.
@@ -167,6 +169,7 @@ class _RowBounds:
     def allowed(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Bounds of these rows, infinite where nothing is known, and 0 where they see no key."""
         out, lse = (x.nan_to_num(nan=math.inf, posinf=math.inf) for x in (out, lse))
+        # Where the exact result overflows there is no number to be near to.
         out = torch.where(self.known.out.isfinite(), out, math.inf)
         out, lse = (
             x.masked_fill(rows, value)
@@ -180,12 +183,14 @@ class _RowBounds:
 def mod_error(
     evidence: Evidence, arithmetic: Arithmetic, known: Conditions, scores: ScoreError
 ) -> ScoreModError:
-    """The score mod's errors at every pair that the mask shows, and none where it hides one."""
+    """Return the score mod's errors at every pair that the mask shows, none at others."""
     analysis = evidence.running_error(arithmetic)
     if analysis is None:
         nothing = torch.full_like(known.products, math.inf)
         return ScoreModError(radius=nothing, own=nothing, jump=torch.zeros_like(known.seen))
     found = _at(analysis, evidence, known, scores)
+    # Not seen is also a key that the mod puts to −∞, which rounding may undo: that error counts,
+    # unlike one where the mask hides the key. The mask costs a pass, so it is asked only then.
     if bool((found.radius[~known.seen] > 0).any()):
         by_mask = mask_visibility(evidence.case.problem, known.rows)
         found = ScoreModError(
@@ -223,7 +228,7 @@ def _with_sink(mod: ScoreModError, scores: ScoreError) -> ScoreModError:
 
 @dataclass(slots=True, eq=False)
 class _Bounds:
-    """What has been found so far; full tensors with heads flattened."""
+    """Bounds of the rows so far; full tensors with heads flattened."""
 
     out: Tensor
     lse: Tensor
@@ -275,6 +280,7 @@ class _Bounds:
             (found.out, self.out[heads, rows.query]),
             (found.lse, self.lse[heads, rows.query]),
         ):
+            # Where anything is allowed no truth is needed, and of rows without keys it is exact.
             asked = allowed.isfinite() & (allowed > 0)
             if bool(asked.any()):
                 share = (proven[asked] / allowed[asked]).nan_to_num(nan=math.inf)
@@ -296,6 +302,7 @@ def captured_conditions(
 ) -> list[ReadConditions]:
     """Return every read of a captured tensor in these rows, with the errors of its slope."""
     kv = evidence.case.problem.kv
+    # Sinks lie behind the keys, and no score mod reads anything for them.
     at, seen = _score_arguments(evidence, known), known.seen[..., :kv]
     reads = []
     for read in evidence.reads:
@@ -408,6 +415,7 @@ def gradient_allowance(
     """
     problem, truth = evidence.case.problem, evidence.truth
     exact = truth.gradients()
+    # A backward that keeps its LSE to itself may be off by as much as a right forward.
     if outputs.lse is None and lse_bound is None:
         lse_bound = deterministic_bounds(evidence, arithmetic).lse
     sums = KeyGradients(
@@ -437,6 +445,7 @@ def gradient_allowance(
         dq[at] = found.dq
         for name, term in found.dq_terms.items():
             dq_terms.setdefault(name, torch.zeros_like(dq))[at] = term
+        # Gradients of keys add over rows: their bounds are known only after the last.
         sums.add(found)
     captured: tuple[TensorName, ...] = ("dcaptured",) if evidence.reads else ()
     of_sums: tuple[TensorName, ...] = ("dk", "dv", "dsink", *captured)
@@ -455,7 +464,7 @@ def gradient_allowance(
 def _saved(
     evidence: Evidence, outputs: Outputs, lse_bound: Tensor | None, rows: Rows
 ) -> SavedErrors:
-    """How far the kernel's own out and LSE are off; LSE by its bound where it is not exposed."""
+    """Return errors of the kernel's own out and LSE; of a hidden LSE the bound."""
 
     def of(tensor: Tensor) -> Tensor:
         return tensor.flatten(0, 1)[rows.heads.start : rows.heads.stop][:, rows.query]
@@ -466,6 +475,7 @@ def _saved(
         assert lse_bound is not None, "it stands in the place of the LSE that nobody sees"
         return SavedErrors(out_error=out, lse_error=of(lse_bound))
     lse, exact = of(outputs.lse).double(), of(evidence.lse)
+    # Equal infinities, of rows that see no key, differ by nothing; subtracted they are NaN.
     return SavedErrors(out_error=out, lse_error=torch.where(lse == exact, 0.0, lse - exact))
 
 
@@ -475,6 +485,7 @@ def _slope_error(
     """The errors of the score mod's derivative at every seen pair; none of a sink's, which is 1."""
     analysis = evidence.slope_error(arithmetic)
     if analysis is None:
+        # A key that is not seen gets no gradient, whatever the derivative is.
         nothing = torch.where(known.seen, torch.inf, 0.0)
         return ScoreModError(radius=nothing, own=nothing, jump=torch.zeros_like(known.seen))
     found = on_keys(analysis, evidence, known, scores)

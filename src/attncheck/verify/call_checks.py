@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CHECKS", "Check", "CheckedKernel", "Unanswered", "check_named", "judge_call"]
 
+# Fewer, with 4, 16 or 64 after the first, where each needs inputs or a stream of its own.
 _CALLS, _FEWER_CALLS = (8, 32, 128), (5, 17, 65)
 _WINDOWS = (2, 8, 32)  # calls of a window in which leaks are looked for
 _SETTINGS = 4  # of one relation's numbers, from the smallest to the largest
@@ -144,7 +145,7 @@ def _distinct(*remarks: str) -> tuple[str, ...]:
 
 
 def _judge_notes(notes: list[CallNotes], warnings: tuple[str, ...] = ()) -> Judgement:
-    """The verdict on what was seen around calls."""
+    """Return the verdict on what was seen around calls."""
     warnings += _distinct(*(each.unchecked for each in notes), *(each.remark for each in notes))
     for each in notes:
         if each.wrong:
@@ -180,14 +181,15 @@ def _unwritten(kernel: CheckedKernel) -> Judgement:
 
 
 def _unwritten_elements(name: TensorName, filled: list[Execution]) -> str:
-    """What of an output nobody wrote: all its bytes differ as what filled memory does."""
+    """Name what nobody wrote of an output: all its bytes differ as what filled memory does."""
     one, other = (_element_bytes(each.outputs, name) for each in filled)
+    # Patterns are each other's inverse; torch's CPU allocator knows only junk and zeros.
     where = (one ^ other == 0xFF).all(-1) | junk(one) & (other == 0).all(-1)
     return f"left {_count(where, name, filled[0].outputs)} unwritten" if bool(where.any()) else ""
 
 
 def _poisoned_elements(name: TensorName, plain: Execution, filled: list[Execution]) -> str:
-    """What of an output depends on memory that nobody wrote."""
+    """Name what of an output depends on memory that nobody wrote."""
     was = _element_bytes(plain.outputs, name)
     where = torch.zeros(len(was), dtype=torch.bool, device=was.device)
     for each in filled:
@@ -204,6 +206,7 @@ def _same_bits(one: Outputs, other: Outputs) -> bool:
 def _element_bytes(outputs: Outputs, name: TensorName) -> torch.Tensor:
     """The bytes of each element of a tensor, ``(elements, bytes)``."""
     tensor = outputs.tensors()[name]
+    # As bytes, because as numbers NaN differs from itself and −0 equals 0.
     bits = tensor.detach().contiguous().flatten().view(torch.uint8)
     return bits.view(-1, tensor.element_size())
 
@@ -238,6 +241,7 @@ def _each_within_bounds(kernel: CheckedKernel, under: CallConditions) -> Judgeme
     evidence = EvidenceBuilder(Case(problem=kernel.case.problem), kernel.device)
     evidence.establish(reference_errors=False)
     wrong = []
+    # Odd and even turns of a late stream differ in who is late: each kind is the last call once.
     for calls in (2, 3, 2) if under.late else (2,) * _PAIRS:
         execution = kernel.run(replace(under, calls=calls, last=True))
         judgement = judge_outputs(execution, evidence, brief=True)
@@ -261,13 +265,14 @@ def _judge_counts(
 def _relations_hold(
     kernel: CheckedKernel, relations: Iterable[tuple[str, Mapping[str, int]]]
 ) -> Judgement:
-    """How many of some relations, each with its numbers, do not hold, and the first."""
+    """Judge some relations, each with its numbers; the reason counts what does not hold."""
     compared = differing = 0
     where, silent = "", []
     for name, numbers in relations:
         case = Case(problem=kernel.case.problem, question=name, parameters=numbers)
         finding = check_relation(kernel.subject, case, kernel.executor, device=kernel.device)
         if isinstance(finding, Failure):
+            # A relation that says nothing of this kernel leaves the verdict to the others.
             if finding.kind not in {"refused", "unbounded"}:
                 raise Unanswered(finding)
             silent.append(f"{name}: {finding.message}")
@@ -304,6 +309,7 @@ def _by_relations(names: tuple[str, ...], *, name: str, summary: str) -> Check:
 
     def unfit(problem: Problem) -> str | None:
         reasons = [RELATIONS[name].unfit(problem) for name in names]
+        # One relation that fits is enough to ask.
         return None if None in reasons else "; ".join(_distinct(*(r or "" for r in reasons)))
 
     return Check(
@@ -434,4 +440,5 @@ def judge_call(
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
+        # The kernel's own want of memory comes back as its Failure: this is ours.
         return Failure(kind="error", message="out of memory for the check")

@@ -212,6 +212,7 @@ class ConditionedCall:
         self._guards = GuardBands(under.fill, device) if under.fill else None
         self._primed: Primed | None = None
         self._allocator = False
+        # A kernel may return the memory of an earlier call, which that call wrote to.
         self._earlier = {each for each in _RETURNED if not _gone(each)}
         self._before: State = {}
 
@@ -224,6 +225,7 @@ class ConditionedCall:
                 if self._first is not None:  # what earlier calls set may be what this one sets
                     restore_process(self._first, self._device)
                 self._before = process_state(self._device)
+            # A GPU's allocator has no such flag: what it has free is filled instead.
             if self._device.type == "cpu":
                 self._allocator = stack.enter_context(allocator_filled(self._under.fill))
             self._primed = primed(self._device, self._under.fill)
@@ -234,9 +236,10 @@ class ConditionedCall:
             yield self
 
     def copied(self, inputs: Inputs) -> Inputs:
-        """What the kernel is to read: the same numbers, laid out alike, in memory of their own."""
+        """Return what the kernel is to read: the same numbers, laid out alike, in other memory."""
         if self._under.surroundings is not None:
             return place_among(inputs, self._under.surroundings)
+        # A copy in any case: what the kernel writes must not change what the judge reads.
         return inputs.clone() if self._guards is None else self._guards.copied(inputs)
 
     def returned(self, outputs: Outputs) -> None:
@@ -254,7 +257,7 @@ class ConditionedCall:
         self._look()
 
     def again(self, subject: Subject, call: Call, inputs: Inputs, first: Outputs) -> Outputs:
-        """Call it as often as is asked; what it gave first or, where that is asked, last.
+        """Call it ``calls`` times in all; return what it gave first or, with ``last``, last.
 
         Args:
             subject: The kernel.
@@ -287,7 +290,7 @@ class ConditionedCall:
         return given
 
     def _filled(self, tensor: torch.Tensor) -> bool:
-        """Whether memory that C++ allocated was certainly filled when it did."""
+        """Return whether memory that C++ allocated was certainly filled when it did."""
         if _weakly(tensor) in self._earlier:
             return False  # what it keeps from call to call holds what the call before wrote
         if self._primed is not None:
@@ -324,6 +327,7 @@ class ConditionedCall:
         self.notes.unchecked = f"not counted here: {uncounted}" if uncounted else ""
 
     def _wrong(self, rule: str, message: str) -> None:
+        # The first fault is told: later ones may follow from it.
         if message and not self.notes.wrong:
             self.notes.wrong, self.notes.rule = message, rule
 
@@ -347,10 +351,10 @@ def _gone(memory: StorageWeakRef) -> bool:
 def under_conditions(
     under: CallConditions, device: torch.device, first: State | None = None
 ) -> Iterator[ConditionedCall]:
-    """Within, calls are made ``under`` these circumstances; what was seen is in its ``notes``.
+    """Within, calls are made ``under`` these conditions; what was seen is in its ``notes``.
 
     Args:
-        under: The circumstances.
+        under: The conditions.
         device: Where the kernel runs.
         first: What the process was before the first of all calls; where it is None, what it is now.
     """

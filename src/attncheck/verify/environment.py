@@ -44,6 +44,7 @@ def prepare(device: str) -> None:
 
 def environment(device: str) -> Environment:
     """This process on ``device`` (``cpu`` or ``cuda``)."""
+    # Late, because the command line imports this module at its start.
     import numpy as np
     import torch
 
@@ -54,10 +55,12 @@ def environment(device: str) -> Environment:
         machine=platform.machine(),
         python=".".join(map(str, sys.version_info[:3])),
         torch=str(torch.__version__),
+        # From its metadata: to import it would settle whether kernels are interpreted.
         triton=_version("triton"),
         numpy=np.__version__,
         attncheck=__version__,
         cuda=(torch.version.cuda or "") if gpu else "",
+        # Repairs change what interpreted kernels compute: results with others are of another place.
         interpreter=_repairs(),
     )
 

@@ -57,14 +57,15 @@ class Evidence:
 
     @property
     def generic(self) -> bool:
-        """Whether the inputs are drawn without structure, so that roundings are independent."""
+        """True where inputs are drawn without structure, so that roundings are independent."""
+        # A probe's inputs are all structure, so that its right answer is an integer.
         if self.case.question in PROBES:
             return False
         return distribution_named(self.case.problem.distribution).generic
 
     @property
     def reads(self) -> tuple[CapturedRead, ...]:
-        """What the score mod reads of captured tensors.
+        """The reads of captured tensors by the score mod.
 
         Empty where their gradients are not asked for, or the score mod cannot be traced.
         """
@@ -87,6 +88,7 @@ def score_analysis(expression: Expression, arithmetic: Arithmetic) -> RunningErr
     from attncheck.mods.operation_errors import KERNEL_FP32, TORCH_FP64
     from attncheck.mods.running_error import RunningError
 
+    # In float64 it is an oracle, which calls torch's own functions.
     fp64 = arithmetic.computes.name == "fp64"
     return RunningError(
         expression, arithmetic.tanh_error, arithmetic=TORCH_FP64 if fp64 else KERNEL_FP32

@@ -57,10 +57,12 @@ class EvidenceBuilder:
         self, case: Case, device: str, inputs: Inputs | None = None, truth: Outputs | None = None
     ) -> None:
         self.case, self.device = case, device
+        # Where a cached_property keeps its value: what is there is never computed.
         if inputs is not None:
             self.__dict__["inputs"] = inputs
         if truth is not None:
             self.__dict__["truth"] = truth
+        # Kept by what they depend on: kernels of one arithmetic or tiling share them.
         self._allowances: dict[Arithmetic, Allowance] = {}
         self._blind_spots: dict[tuple[Arithmetic, bool], BlindSpot | None] = {}
         self._ideals: dict[tuple[Tiling, bool], Outputs] = {}
@@ -69,7 +71,7 @@ class EvidenceBuilder:
 
     @cached_property
     def evidence(self) -> Evidence:
-        """What any kernel's outputs are held against, frozen."""
+        """The facts that any kernel's outputs are held against, frozen."""
         return Evidence(case=self.case, device=self.device, inputs=self.inputs, truth=self.truth)
 
     def establish(self, *, reference_errors: bool = True) -> None:
@@ -107,6 +109,7 @@ class EvidenceBuilder:
         """
         if self.case.question in probes.PROBES:
             return 0.0
+        # Without gradients, of which the rounding of inputs is not reported.
         drawn = oracles.truth(self._originals.forward()).out
         return measure_errors(self.truth.out, drawn, self.alive[..., None]).rmse
 
@@ -168,6 +171,7 @@ class EvidenceBuilder:
         """Return what this Case could not have shown of a kernel of this arithmetic."""
         key = arithmetic, exposes_lse
         if key not in self._blind_spots:
+            # One by one, because the conditions of rows are large.
             rows = (
                 (known, score_slopes(self.inputs, known) if known.has_score_mod else None)
                 for known in self.sampled_conditions()
@@ -195,6 +199,7 @@ class EvidenceBuilder:
             tiling: How it walks over the keys.
             truncates: Whether it truncates tf32 operands, as tensor cores do.
         """
+        # Other operands have no bits to truncate: both ideal kernels would be one.
         truncates = truncates and self.case.problem.formats.products.name == "tf32"
         key = tiling, truncates
         if key not in self._ideals:

@@ -47,7 +47,7 @@ class Failure:
 
     Attributes:
         kind: ``error`` when the kernel raised; ``refused`` when it said, only as it was called,
-            that it does not take its inputs (``contract.Refused``); ``contract`` when what it
+            that it does not take its inputs (``subject.Refused``); ``contract`` when what it
             returned is not what was asked for, ``alias`` when that lies in the memory of its
             inputs, ``mutation`` when it wrote to them; ``oom`` when no memory was left; ``crash``
             and ``timeout`` when its process died or did not answer in time.
@@ -115,7 +115,7 @@ class Execution:
         tiling: What it declares of its tiles.
         arithmetic: The arithmetic that it declares, or that is assumed of it.
         notes: What was seen around the call.
-        left: ``obligations.digest`` of what it read, after the call; empty where nobody asked.
+        left: ``obligations.inputs_digest`` of what it read, afterwards; empty where nobody asked.
         compiling: Seconds of its calls that compilers took; 0 where nobody listened.
     """
 
@@ -132,7 +132,7 @@ class Executor(Protocol):
     """A way to ask and call a kernel."""
 
     def absence(self, subject: Subject, device: str) -> str | None:
-        """Why ``subject`` can run nothing on ``device``; None if it can, or raises when asked."""
+        """Return why ``subject`` can run nothing on ``device``; None if it can or asking raises."""
         ...
 
     def concerns(self, subject: Subject, problem: Problem) -> bool:
@@ -186,7 +186,7 @@ class InProcess:
         self._first: dict[str, State] = {}  # by device: before the first call that was made here
 
     def absence(self, subject: Subject, device: str) -> str | None:
-        """Why ``subject`` can run nothing here; what asking raises, ``refusal`` says in a cell."""
+        """Return why ``subject`` can run nothing here; what asking raises, ``refusal`` says."""
         try:
             return subject.absent(device)
         except KeyboardInterrupt:
@@ -195,7 +195,7 @@ class InProcess:
             return None
 
     def concerns(self, subject: Subject, problem: Problem) -> bool:
-        """Whether to ask ``subject``; also where it cannot even say so, and ``refusal`` tells."""
+        """Return whether to ask ``subject``; True where it cannot say, and ``refusal`` tells."""
         try:
             return subject.concerns(problem)
         except KeyboardInterrupt:
@@ -260,6 +260,7 @@ class InProcess:
             raise
         except BaseException as error:  # noqa: BLE001  # foreign code may raise anything
             return failure(error)
+        # Last of all, because further calls may write to the inputs too.
         broken = broken or _after(given, inputs, arithmetic)
         return broken or Execution(
             outputs=outputs,
@@ -272,7 +273,7 @@ class InProcess:
 
 
 def _broken(outputs: Outputs, inputs: Inputs, given: Inputs) -> Failure | None:
-    """What is wrong with what came of a call on ``given``, a copy of ``inputs``."""
+    """Return the Failure of what came of a call on ``given``, a copy of ``inputs``."""
     unlike = output_error(outputs, inputs)
     if unlike:
         return Failure(kind="contract", message=unlike)
@@ -281,7 +282,7 @@ def _broken(outputs: Outputs, inputs: Inputs, given: Inputs) -> Failure | None:
 
 
 def _after(given: Inputs, inputs: Inputs, arithmetic: object) -> Failure | None:
-    """What is wrong with what a kernel left of its inputs, or declares."""
+    """Return the Failure of what a kernel left of its inputs, or declares."""
     changed = written_input(given, inputs)
     if changed:
         return Failure(kind="mutation", message=changed)
@@ -291,7 +292,7 @@ def _after(given: Inputs, inputs: Inputs, arithmetic: object) -> Failure | None:
 
 @contextlib.contextmanager
 def _warnings() -> Iterator[None]:
-    """Where the caller makes errors of some warnings, they are shown and raise nothing.
+    """Show warnings that the caller makes errors of: within, they raise nothing.
 
     torch's own come from any of its threads, once in a process: cuBLAS says in the first backward
     that its thread had no CUDA context (torch 2.11), in whichever test that happens to be.

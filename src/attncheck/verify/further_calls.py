@@ -31,7 +31,7 @@ _MOST = 200  # waits of one call: one that synchronises at every step ends, too
 
 
 def late_call(subject: Subject, inputs: Inputs, turn: int) -> Outputs:
-    """What ``subject`` gives on a stream of its own, by whose order alone it is asked and read.
+    """Return what ``subject`` gives on a stream of its own, which alone orders the call.
 
     In odd turns that stream is late: its inputs hold other numbers until it has waited, and it
     waits anew wherever torch's operators come after that. Who launches on another stream, and does
@@ -89,12 +89,12 @@ class _Late(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """As ``guard_bands.GuardBands`` does."""
+        """As ``memory_patterns.GuardBands`` does."""
         return True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """As ``guard_bands.GuardBands`` does."""
+        """As ``memory_patterns.GuardBands`` does."""
         return False
 
     def __enter__(self) -> Any:
@@ -224,7 +224,7 @@ def repeat_calls(
         calls: How many there are, the first included.
         elsewhere: Whether each is prepared anew, on a copy at other addresses, with other work on
             the GPU or another number of torch's threads.
-        late: Whether each is on a stream of its own (``late_streams``).
+        late: Whether each is on a stream of its own (``late_call``).
     """
     spacers = []  # held, so that no address comes again
     for turn in range(1, calls):

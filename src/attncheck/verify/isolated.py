@@ -75,7 +75,7 @@ class IsolatedExecutor:
         self.compiling = 0.0
 
     def absence(self, subject: Subject, device: str) -> str | None:
-        """Why ``subject`` can run nothing there; what asking does to it, ``refusal`` tells."""
+        """Return why ``subject`` can run nothing there; what asking breaks, ``refusal`` tells."""
         found = self._ask(subject, "absence", None, device)
         return found if isinstance(found, str) else None
 
@@ -131,13 +131,16 @@ class IsolatedExecutor:
         try:
             found = self._received(answer, inputs)
         except HostError as error:
+            # Nobody knows where its stream is: the next question needs a new process.
             self._connection.kill()
             return Failure(kind="crash", message=f"what its process sent is no answer: {error}")
+        # A process that has lost its GPU or its memory would fail the next question for it.
         if isinstance(found, Failure) and found.kind in _FATAL:
             self._connection.kill()
         self._connection.count_case()
         if isinstance(found, Execution):
             self.compiling += found.compiling
+            # It came with the outputs: asked later it would cost a round trip.
             _remote(subject).remember_tiling(inputs.problem, inputs.device.type, found.tiling)
         return found
 
@@ -145,6 +148,7 @@ class IsolatedExecutor:
         """Until a question is given up: longer where it has to be compiled first."""
         if self._connection.new:  # what was compiled is gone with the process that did
             self._compiled.clear()
+        # Other numbers of the same shapes and mods run what is compiled already.
         structure = inputs.problem.replace(seed=0, distribution="normal").id
         unseen = structure not in self._compiled and inputs.device.type == "cuda"
         self._compiled.add(structure)
@@ -154,15 +158,17 @@ class IsolatedExecutor:
         return max(deadlines.compile, found) if unseen else found
 
     def _received(self, answer: Frame, inputs: Inputs) -> Execution | Failure:
-        """What came, looked at; raises HostError for what is no answer."""
+        """Return what came, checked; raises HostError for what is no answer."""
         if answer.kind != "ran":
             said = remote_error(answer)
             return Failure(kind=said.kind, message=str(said), trace=said.trace)
         words, mine = answer.words, inputs_digest(inputs)
+        # Both processes draw the inputs, and digests alone travel: neither has to trust the other.
         if words.get("drawn") != mine:
             return Failure(kind="contract", message="in its process the Case has other inputs.")
         if words.get("left") != mine:
             return Failure(kind="mutation", message="wrote to its inputs.")
+        # Checked here too, because the kernel shares its process with the checks over there.
         outputs = unpack_outputs(words.get("outputs"), answer.data, inputs.device)
         arithmetic = read_arithmetic(words.get("arithmetic"))
         unlike = output_error(outputs, inputs) or arithmetic_error(arithmetic, inputs)
@@ -279,7 +285,7 @@ _DEATHS: frozenset[Status] = frozenset({"crash", "timeout", "oom"})
 
 
 def confirm_death(host: IsolatedKernel, ask: Callable[[], Record]) -> tuple[Record, int]:
-    """The Record that ``ask`` gives, and how often it was asked.
+    """Return the Record that ``ask`` gives, and how often it was asked.
 
     Args:
         host: Of the kernel that is asked.
@@ -288,11 +294,13 @@ def confirm_death(host: IsolatedKernel, ask: Callable[[], Record]) -> tuple[Reco
     first = ask()
     if first.status not in _DEATHS:
         return first, 1
+    # In a new process, since an earlier call may have left the first one broken.
     host.fresh()
     second = ask()
     if second.status == first.status:
         return second, 2
     again = f"asked once more, alone in a new process: {_told(second)}"
+    # It fails either way: that it does so differently is no excuse.
     if second.status in FAILED_STATUSES:
         return replace(first, reason=f"{first.reason}; {again}"), 2
     return replace(first, status="flaky", reason=f"{first.status}: {first.reason}; {again}"), 2

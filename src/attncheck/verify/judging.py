@@ -77,6 +77,7 @@ def judge_outputs(
         else tuple(gradients.compared(outputs, evidence.evidence)),
     )
     heads = judge_heads(kernel)
+    # Further ideal kernels cost a forward each: they run only where the verdict depends on them.
     if at is not None and heads.needs_ensemble:
         outs = (one.out for one in evidence.ensemble(truncates=truncates))
         heads = heads_with_ensemble(kernel, heads, outs)
@@ -84,9 +85,11 @@ def judge_outputs(
     if not brief:
         blind_spot = evidence.blind_spot(arithmetic, exposes_lse=outputs.lse is not None)
     judgement = decide(kernel, heads, blind_spot)
+    # What follows explains a failure, and costs as much as finding it.
     if brief and judgement.status != "fail":
         return judgement
     worst = judgement.worst
+    # Of an allowance that is 0 or infinite there are no parts to name.
     if worst is not None and math.isfinite(worst.allowance) and worst.allowance > 0:
         if gradients is not None and worst.tensor in gradients.bounds:
             terms = gradients.budget(worst.tensor, worst.at)
@@ -135,6 +138,7 @@ def with_error_map(record: Record, result: Execution, evidence: EvidenceBuilder)
     # Nothing is asked where nothing finite is allowed.
     ratio = torch.where(allowed.isfinite(), shares(error, allowed), 0.0)
     largest = ratio.amax(dim=(0, 3))  # (heads, query)
+    # Whole tiles, so that a fault of one tile does not smear over two cells.
     tile = result.tiling.block_query if result.tiling else 1
     heads = _step(largest.shape[0], 1, MOST_HEADS)
     rows = _step(largest.shape[1], tile, MOST_ROWS)

@@ -55,11 +55,13 @@ def to_fields(value: Any) -> Any:
         UsageError: for what JSON cannot say, and for a format that is none of attncheck's.
     """
     if isinstance(value, Format):
+        # It travels by its name, which must mean the same on the other side.
         if FORMATS.get(value.name) != value:
             raise UsageError(f"{value.name!r} is no format of attncheck's.")
         return value.name
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: to_fields(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    # Exact types, because a subclass such as numpy's float64 would come back as another type.
     if value is not None and type(value) not in {bool, int, float, str}:
         raise UsageError(f"{type(value).__name__} is no number, word or flag.")
     return value
@@ -73,6 +75,7 @@ def from_fields(kind: type[_Dataclass], words: Any) -> _Dataclass:
     """
     assert dataclasses.is_dataclass(kind)
     names = [field.name for field in dataclasses.fields(kind)]
+    # Strict, because the process that wrote it runs foreign code.
     if not isinstance(words, dict) or sorted(words) != sorted(names):
         raise UsageError(f"what came is no {kind.__name__}.")
     types_of = _types(kind)
@@ -103,6 +106,7 @@ def _value(kind: Any, value: Any, name: str) -> Any:
             return FORMATS[value]
     elif dataclasses.is_dataclass(kind):
         return from_fields(kind, value)  # type: ignore[arg-type]  # it is a class
+    # Somebody may declare 1 where the field says float.
     elif type(value) is kind or (kind is float and type(value) is int):
         return value
     raise UsageError(f"{name} is of no type that it may be of.")
@@ -128,8 +132,10 @@ def unpack_outputs(about: Any, data: bytes | bytearray, device: torch.device) ->
     at = 0
     for name, dtype, shape in _each(about):
         count = math.prod(shape) * dtype.itemsize
+        # Before anything is allocated: the sizes are only what the other side claims.
         if name in found or at + count > len(data):
             raise HostError("tensors of more bytes than came.")
+        # frombuffer refuses an empty buffer: a tensor without elements is cut from one byte.
         bits = torch.frombuffer(bytearray(data[at : at + count]) or bytearray(1), dtype=torch.uint8)
         found[name] = bits[:count].view(dtype).reshape(shape).to(device)
         at += count
@@ -153,6 +159,7 @@ def _each(about: Any) -> Iterator[tuple[str, torch.dtype, list[int]]]:
 def _is_shape(shape: Any) -> bool:
     if not isinstance(shape, list) or len(shape) > 4:
         return False
+    # Not isinstance, because True is an int.
     return all(type(size) is int and size >= 0 for size in shape)
 
 

@@ -92,6 +92,7 @@ class KernelServer:
     def __init__(self) -> None:
         self._subject: Subject | None = None
         self._device = "cpu"
+        # Whoever asks compares them with the digests of its own inputs.
         self._executor = InProcess(digests=True)
         self._compiling = Compiling()
         self._answers = {
@@ -122,6 +123,7 @@ class KernelServer:
             require_device(self._device)
             prepare(self._device)
             self._subject = load_subject(words["kernel"], words["convention"] or None)
+            # The import of a kernel is often the first to import Triton.
             self._compiling.listen()
             return Frame(kind="described", words=describe_subject(self._subject))
         except UsageError as error:
@@ -156,6 +158,7 @@ class KernelServer:
         asked = self._one(words["launch"])
         origin = Origin(case=Case.from_json(words["case"]), run=words["run"])
         inputs = draw_case_inputs(origin, self._device)
+        # Before the call, which may write to them.
         before, compiled = inputs_digest(inputs), self._compiling.seconds
         found = self._executor.run(
             asked,
@@ -186,7 +189,7 @@ class KernelServer:
         return self._subject.launches(problem, self._device)[launch["name"]]
 
     def _lost_gpu(self) -> str:
-        """What CUDA says to everything from now on; empty where it works."""
+        """Return the error that CUDA raises from now on; empty where it works."""
         if self._device != "cuda":
             return ""
         try:
@@ -220,5 +223,6 @@ def _ran(found: Execution, problem: Problem, *, drawn: str, compiling: float) ->
 
 
 def _failed(found: Failure) -> Frame:
+    # The end of a traceback says what was raised.
     message, trace = found.message[:_LONGEST], found.trace[-_LONGEST:]
     return Frame(kind="failed", words={"kind": found.kind, "message": message, "trace": trace})

@@ -105,7 +105,7 @@ def allocator_filled(fill: Fill) -> Iterator[bool]:
 
 
 def junk(elements: torch.Tensor) -> torch.Tensor:
-    """Which elements, ``(elements, bytes)``, are the junk that torch's allocator fills with."""
+    """Return which elements, ``(elements, bytes)``, are the junk of torch's allocator."""
     if not _junk():
         return torch.zeros(len(elements), dtype=torch.bool, device=elements.device)
     words = torch.frombuffer(bytearray(_junk()), dtype=torch.uint8).to(elements.device)
@@ -144,7 +144,7 @@ def _torch_flag(fill: Fill) -> ctypes.c_bool | None:
 
 
 def _filled(size: int, fill: Fill) -> bool:
-    """Whether memory is filled that held something else until just now."""
+    """Return whether memory is filled that held something else until just now."""
     torch.full((size,), 1, dtype=torch.uint8)
     made = torch.empty(size, dtype=torch.uint8)
     return bool(junk(made.view(-1, 8)).all() if fill == "pattern" else (made == 0).all())

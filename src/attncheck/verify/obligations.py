@@ -63,7 +63,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def output_error(outputs: object, inputs: Inputs) -> str:
-    """What is wrong with the shapes, dtypes or device of ``outputs``; empty when nothing is."""
+    """Return the fault in shapes, dtypes or device of ``outputs``; empty when there is none."""
     if not isinstance(outputs, Outputs):
         return f"returned {type(outputs).__name__}, but should return Outputs."
     problem = inputs.problem
@@ -85,6 +85,7 @@ def output_bytes(inputs: Inputs) -> int:
     problem = inputs.problem
     rows = problem.batch * problem.heads * problem.query
     columns = problem.kv if problem.operation == "softmax" else problem.value_dim
+    # LSE is fp32, one number a row.
     owed = rows * (columns * problem.formats.output.torch_dtype.itemsize + 4)
     if not problem.backward:
         return owed
@@ -130,7 +131,7 @@ def _captured(outputs: Outputs, inputs: Inputs) -> str:
 
 
 def _numbers(inputs: Inputs) -> int:
-    """How many numbers the score mod reads from tensors."""
+    """Count the numbers that the score mod reads from tensors."""
     mod = inputs.problem.score_mod(str(inputs.device))
     return sum(tensor.numel() for tensor in captured_tensors(mod, inputs.device))
 
@@ -153,6 +154,7 @@ def written_input(given: Inputs, inputs: Inputs) -> str:
     """Return which of its inputs a kernel changed; empty when none."""
     for name, mine in inputs.tensors().items():
         its = given.tensors()[name]
+        # As bytes: a NaN that was in the input equals itself only so.
         if not _EQUAL(*(_VIEW(_CONTIGUOUS(t), torch.uint8) for t in (mine, its))):
             return f"wrote to its input {name}."
     return ""
@@ -179,8 +181,9 @@ def aliased_input(outputs: Outputs, given: Inputs) -> str:
 
 
 def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether the memory that the two were allocated in overlaps."""
+    """Return whether the memory that the two were allocated in overlaps."""
     mine, its = one.untyped_storage(), other.untyped_storage()
+    # All of the storage, because a view can reach every byte of it.
     start, stop = mine.data_ptr(), mine.data_ptr() + mine.nbytes()
     return start < its.data_ptr() + its.nbytes() and its.data_ptr() < stop
 

@@ -85,13 +85,14 @@ def _signals() -> dict[int, Any]:
 
 def _signals_restored(value: dict[int, Any]) -> None:
     for number, handler in value.items():
+        # None is a handler that was not set from Python, and cannot be.
         if handler is not None and signal.getsignal(number) != handler:
             with contextlib.suppress(ValueError, OSError):  # in another thread than the first
                 signal.signal(number, handler)
 
 
 def _denormals() -> bool:
-    """Whether the smallest numbers are numbers; where not, every float near 0 is 0."""
+    """Return whether the smallest numbers are numbers; if not, every float near 0 is 0."""
     return bool(torch.tensor(5e-324, dtype=torch.float64) * 1.0 != 0.0)
 
 
@@ -145,6 +146,7 @@ _ANYWHERE = {
         _deterministic_restored,
     ),
     "grad mode": _Part(torch.is_grad_enabled, torch.set_grad_enabled),
+    # This and autocast can only be left by who entered them: they are told, not restored.
     "inference mode": _Part(torch.is_inference_mode_enabled),
     "autocast": _Part(
         lambda: (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"))
@@ -207,7 +209,7 @@ _WARM = 2  # calls before the first window: caches fill, and what is made once i
 
 
 def resource_counts(device: torch.device) -> dict[str, int]:
-    """How much of each is held now, garbage collected; what cannot be counted here is left out.
+    """Count what is held of each now, garbage collected; leave out what cannot be counted.
 
     Of tensors those that came after ``gc.freeze``.
     """
@@ -252,7 +254,7 @@ def resource_leaks(call: Call, calls: int, device: torch.device) -> tuple[str, s
 
 @contextlib.contextmanager
 def _frozen() -> Iterator[None]:
-    """What there is so far is not collected or counted: all that is asked is what comes to it."""
+    """Neither collect nor count what there is so far: only what comes to it matters."""
     before = gc.get_freeze_count()
     gc.collect()
     gc.freeze()
@@ -292,6 +294,7 @@ def _tensor_bytes() -> int:
     """Bytes of all tensors that Python knows of, each memory once."""
     memory = {}
     for each in gc.get_objects():
+        # Not isinstance, which asks a proxy for its class and so runs code of its own.
         if issubclass(type(each), torch.Tensor) and each.layout == torch.strided:
             try:
                 storage = each.untyped_storage()

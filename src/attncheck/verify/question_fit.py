@@ -94,6 +94,7 @@ def adapted_problems(subject: Subject, problem: Problem, executor: Executor) -> 
         return (problem,)
     shared = int(problem.batch > 1)
     paged = tuple(problem.replace(paging=Paging(size=size, shared=shared)) for size in _PAGE_SIZES)
+    # One size stands for all: which of them a kernel takes, its refusals say.
     return paged if executor.concerns(subject, paged[0]) else (problem,)
 
 
@@ -109,6 +110,7 @@ def adapted_cases(subject: Subject, case: Case, executor: Executor) -> Iterator[
         return
     cases = [dataclasses.replace(case, problem=problem) for problem in problems]
     able = [each for each in cases if _can_be_asked(each)]
+    # Where none fits, the case itself: its Record says why it is not supported.
     yield from able or [case]
 
 
@@ -124,6 +126,7 @@ def _can_be_asked(case: Case) -> bool:
 def not_applicable_reason(subject: Subject, problem: Problem, executor: Executor) -> str:
     """Return why ``problem`` does not concern a kernel, in one line."""
     if problem.backward:
+        # A kernel that takes the same forward lacks only gradients, which is the better reason.
         forward = problem.replace(backward=False, dlse=False, dcaptured=False)
         if executor.concerns(subject, forward) or adapted_problems(subject, forward, executor) != (
             forward,

@@ -71,6 +71,7 @@ def judge_relation(
         UsageError: as ``relation_inputs``.
     """
     finding = check_relation(subject, case, executor, device=device)
+    # torch keeps the gibibytes otherwise, and the kernel may have another process.
     if relation_named(case.question).spacious:
         strided_alloc.release_cached_memory(device)
     if isinstance(finding, Failure):
@@ -127,7 +128,7 @@ def check_relation(
 def _run_all(
     subject: Subject, case: Case, executor: Executor, device: str
 ) -> tuple[tuple[Inputs, ...], list[Execution]] | Failure:
-    """The inputs of every run, and what came of them; a Failure where one gave nothing."""
+    """Return the inputs of every run, and what came of them; a Failure where one gave nothing."""
     spacious = relation_named(case.question).spacious
     try:
         inputs = relation_inputs(case, device)
@@ -169,7 +170,7 @@ def _run_each(
 def _refusal(
     subjects: Sequence[Subject], inputs: Sequence[Inputs], executor: Executor
 ) -> Failure | None:
-    """Why a run is not taken by the kernel that makes it; None where all are."""
+    """Return why a kernel does not take the run it is to make; None where all do."""
     for subject, each in zip(subjects, inputs, strict=True):
         refusal = executor.refusal(subject, each.problem, each.device.type)
         if isinstance(refusal, str):
@@ -182,7 +183,7 @@ def _refusal(
 def _launches(
     subject: Subject, case: Case, executor: Executor, device: str, count: int
 ) -> list[Subject] | Failure:
-    """Who makes each run: the kernel, and of some relations at last another launch of it."""
+    """Return the maker of each run: the kernel, or for the last of some another launch."""
     if not relation_named(case.question).relaunched:
         return [subject] * count
     launches = executor.launches(subject, case.problem, device)
@@ -194,12 +195,13 @@ def _launches(
     others = list(launches.values())
     if not others:
         return Failure(kind="refused", message="has no launch but its own")
+    # Modulo, because Cases are drawn before anybody knows how many launches a kernel has.
     last = others[int(case.parameters["launch"]) % len(others)]
     return [*[subject] * (count - 1), last]
 
 
 def _promises_bits(relation: Relation, subject: Subject, inputs: Sequence[Inputs]) -> bool:
-    """Whether bits are compared."""
+    """Return whether bits are compared."""
     if any(run.problem.backward for run in inputs) and not subject.promises_gradients:
         return False
     repeats = len(inputs) == 1 or "repeat" in subject.promises
@@ -209,13 +211,14 @@ def _promises_bits(relation: Relation, subject: Subject, inputs: Sequence[Inputs
 def _bounds(
     inputs: Sequence[Inputs], executions: Sequence[Execution], device: str
 ) -> list[Outputs]:
-    """How far each run may be from the exact result, by the judge's deterministic bound."""
+    """Return the judge's deterministic bound of each run's distance to the exact result."""
     bounds = []
     for read, execution in zip(inputs, executions, strict=True):
         evidence = Evidence(
             case=Case(problem=read.problem),
             device=device,
             inputs=read,
+            # A truth of its own: a relation changes the numbers from run to run.
             truth=oracles.truth(read),
         )
         of_run = deterministic_bounds(evidence, execution.arithmetic)

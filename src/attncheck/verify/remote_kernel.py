@@ -109,7 +109,7 @@ class KernelConnection:
 
     @property
     def new(self) -> bool:
-        """Whether the next question is the first to call the kernel in its process."""
+        """True while no question has called the kernel in its process."""
         return self._worker is None or self._cases == 0
 
     def ask(self, kind: str, words: dict[str, Any], *, seconds: float, most: int = 0) -> Frame:
@@ -129,6 +129,7 @@ class KernelConnection:
             try:
                 self._start()
             except UsageError as error:
+                # It was loaded before: what has changed is the kernel, not what the user typed.
                 raise Died("crash", f"loaded once more it said: {error}") from None
         return self._exchange(kind, words, seconds, most)
 
@@ -137,6 +138,7 @@ class KernelConnection:
         self._cases += 1
         if self._worker is None:
             return
+        # A kernel that leaks is let go before it takes the memory of the judge.
         grown = self._worker.memory > self._memory_at_first + _MOST_GROWTH
         if self._cases >= _MOST_CASES or grown:
             self.end()
@@ -164,7 +166,9 @@ class KernelConnection:
             self._exchange("start", {}, self.deadlines.start)
         except Died as error:  # before anything of the kernel's runs: the machine's fault, or ours
             raise HostError(f"no process of its own can be had: {error}") from None
+        # With torch, and with nothing of the kernel's yet: the rest is what the kernel holds.
         self._memory_at_first = self._worker.memory
+        # As many threads as here, because sums on a CPU depend on how many share them.
         words = {**self._words, "threads": torch.get_num_threads()}
         answer = self._exchange("load", words, self.deadlines.load)
         if answer.kind == "described":
@@ -206,6 +210,7 @@ class RemoteSubject(Subject):
         self._tilings: dict[tuple[str, str], Tiling | None] = {}
         description = check_description(words)
         self.name, self.summary = description["name"], description["summary"]
+        # A word that is no promise of ours is dropped: no check could rest on it.
         self.promises = frozenset(each for each in PROMISES if each in description["promises"])
         self.triton, self.sinks, self.backward = (
             description["triton"],

@@ -105,11 +105,13 @@ def run_case(  # noqa: PLR0913  # one case, and how it is run
         elif adapted.question in CHECKS:
             record = _judged(record, judge_call(subject, adapted, executor, device=device))
         else:
+            # Shared evidence is of the case as it was asked, not of its paged form.
             if evidence is None or evidence.case != adapted:
                 evidence = EvidenceBuilder(adapted, device)
             record, _ = run_on_evidence(
                 record, subject, evidence, executor, timed=timed, brief=brief
             )
+        # A kernel may take pages of the next size.
         if record.status != "unsupported":
             break
     return record
@@ -169,6 +171,7 @@ def run_on_evidence(
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
+        # Ours, because the kernel's own want of memory came back as a Failure.
         return replace(record, status="error", reason="out of memory for the exact result"), None
     return record, execution
 
@@ -206,6 +209,7 @@ def without_outputs(record: Record, failure: Failure) -> Record:
 def record_comparison(record: Record, execution: Execution, evidence: EvidenceBuilder) -> Record:
     """Return ``record`` with the verdict on a comparison, its errors and their reference errors."""
     problem, outputs = evidence.case.problem, execution.outputs
+    # Somebody's kernel may declare no tiles, and an ideal kernel needs some.
     tiling = execution.tiling or Ideal().tiling(problem, evidence.device)
     judgement = judge_outputs(execution, evidence)
     gradients = _gradient_errors(outputs, evidence, tiling)
@@ -305,11 +309,13 @@ def _probe_judgement(execution: Execution, evidence: EvidenceBuilder, *, brief: 
     finding = probe_named(case.question).read(inputs, execution.outputs, seen, errors=errors)
     structure = finding.message if finding else ""
     judgement = judge_outputs(execution, evidence, structure=structure, ideal=False, brief=brief)
+    # Warnings are about how errors spread, for which exact answers leave no room.
     if judgement.status == "warn":
         return replace(judgement, status="pass", rule="", reason="", warnings=())
     judgement = replace(judgement, warnings=())
     if judgement.status != "fail" or judgement.rule == "structure":
         return judgement
+    # NaN, or an empty row that is not empty, is the plainer reason: the probe's goes behind it.
     if judgement.rule != "bound":
         more = f"; {structure}" if structure else ""
         return replace(judgement, reason=judgement.reason + more)
@@ -318,7 +324,7 @@ def _probe_judgement(execution: Execution, evidence: EvidenceBuilder, *, brief: 
 
 
 def _row_explanation(execution: Execution, evidence: EvidenceBuilder, seen: VisibleKeys) -> str:
-    """What best explains the first row, by batch, head and row, that is beyond its bound."""
+    """Name what best explains the first row, by batch, head and row, beyond its bound."""
     outputs, truth = execution.outputs, evidence.truth
     allowance = evidence.allowance(execution.arithmetic)
     beyond = ((outputs.out.double() - truth.out).abs() > allowance.out).any(-1)

@@ -24,6 +24,7 @@ def main(path: str) -> int:
     """Ask what the file says; each case begins and ends with a line of its mark."""
     asked = json.loads(Path(path).read_text())
     device, mark = asked["device"], asked["mark"]
+    # Before the kernel's module, which decides by it whether Triton compiles or interprets.
     prepare(device)
     subject = load_subject(asked["kernel"], asked["convention"] or None)
     for number, case in enumerate(asked["cases"]):
@@ -44,6 +45,7 @@ def _done(subject: Subject, case: Any, device: str) -> str:
     refusal = executor.refusal(subject, problem, device)
     if isinstance(refusal, str):
         return f"refused {one_line(refusal)}"
+    # A refusal that raised is a Failure like that of a call.
     result = refusal or executor.run(subject, draw_inputs(problem, device))
     if isinstance(result, Failure):
         return f"{'refused' if result.kind == 'refused' else 'error'} {one_line(result.message)}"

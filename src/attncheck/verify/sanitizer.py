@@ -91,6 +91,7 @@ def sanitized(
     program = sanitizer()
     if program is None:
         return tuple(_record(kernel, case, "unsupported", ABSENT) for case in cases)
+    # Random, because the kernel may print to the same stream.
     mark = secrets.token_hex(8)
     with tempfile.TemporaryDirectory(prefix="attncheck-") as folder:
         asked = Path(folder) / "asked.json"
@@ -106,7 +107,7 @@ def sanitized(
 
 
 def _reported(command: Sequence[str], path: Path, seconds: float) -> tuple[str, bool]:
-    """What a command prints, and whether it had to be ended."""
+    """Return what a command prints, and whether it had to be ended."""
     # Without it torch's own allocator hides from the tool where a tensor ends.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     late = False
@@ -117,6 +118,7 @@ def _reported(command: Sequence[str], path: Path, seconds: float) -> tuple[str, 
             stdout=output,
             stderr=subprocess.STDOUT,
             env=environment,
+            # The tool starts the program as a child of its own: the group is killed as a whole.
             start_new_session=True,
         )
         try:
@@ -133,7 +135,7 @@ def _reported(command: Sequence[str], path: Path, seconds: float) -> tuple[str, 
 
 @dataclass(slots=True)
 class _Report:
-    """What was printed while one case ran.
+    """The output while one case ran.
 
     Attributes:
         begun: Whether it began.
@@ -185,6 +187,7 @@ def _said(line: str, found: list[str]) -> None:
 
 
 def _verdict(kernel: str, case: Case, report: _Report, tool: str, late: bool) -> Record:  # noqa: FBT001
+    # Before its last word: a program that went on after an error may still end with ``ok``.
     if report.found:
         more = f" ({len(report.found)} in all)" if len(report.found) > 1 else ""
         judgement = Judgement(

@@ -109,7 +109,7 @@ def disagreement(found: Judgement, evidence: Evidence) -> str:
 
 
 def _doubtful(found: Judgement, truth: Outputs) -> bool:
-    """Whether anybody has to know that the truth is true."""
+    """Return whether the judgement rests on the truth's being true."""
     if found.status == "inconclusive" or (found.status == "fail" and found.rule in BY_THE_TRUTH):
         return True
     return any(bool((one.isnan() | one.isposinf()).any()) for one in truth.tensors().values())
@@ -117,6 +117,7 @@ def _doubtful(found: Judgement, truth: Outputs) -> bool:
 
 def _disagreement(found: Judgement, evidence: Evidence) -> str:
     worst = found.worst if found.status == "fail" and found.rule != "precision" else None
+    # A failure of out or LSE rests on the forward alone, of which some rows are enough.
     forward = worst is not None and worst.tensor not in GRADIENTS
     if evidence.case.problem.backward and not forward:
         return _of_gradients(evidence)
@@ -129,13 +130,14 @@ def _disagreement(found: Judgement, evidence: Evidence) -> str:
 
 
 def _asked(worst: Place | None, evidence: Evidence) -> Iterator[Rows]:
-    """The rows that are compared, in pieces that fit into memory; without a place of all heads."""
+    """Yield the rows to compare, in pieces that fit into memory; without a place of all heads."""
     problem, device = evidence.case.problem, evidence.inputs.device
     if worst is None:
         yield from sampled_rows(problem, device)
         return
     number = worst.batch * problem.heads + worst.head
     head = range(number, number + 1)
+    # The sample may miss the very row that is doubted.
     if not samples_all_rows(problem, device):
         yield Rows(head, torch.tensor([worst.query], device=device))
     for rows in sampled_rows(problem, device):
@@ -161,6 +163,7 @@ def _of_rows(evidence: Evidence, other: Evidence, rows: Rows) -> str:
     for name, first, again, bound in found:
         index = _apart(at_rows(rows, first), at_rows(rows, again), bound)
         if index is not None:
+            # Twice the bound, because each of the oracles may be off by it.
             place, within = _place(index, rows, problem), 2 * float(bound[index])
             whole = place.index(name)
             return _said(name, place, float(first[whole]), float(again[whole]), within, problem)
@@ -206,6 +209,7 @@ def _apart(first: Tensor, again: Tensor, bound: Tensor) -> tuple[int, ...] | Non
     same = (first == again) | (first.isnan() & again.isnan())
     finite = first.isfinite() & again.isfinite()
     size = shares(first - again, 2 * bound)
+    # Where one of them is not finite no bound makes them agree.
     differ = ~same & ~(finite & (size <= 1))
     if not bool(differ.any()):
         return None

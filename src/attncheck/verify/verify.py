@@ -69,7 +69,9 @@ def verify(
     concerned = subjects
     if applicable_only:
         concerned = applicable_subjects([each.problem for _, each in _named(cases)], subjects)
+    # Before the environment is read, which says how Triton is repaired.
     prepare(device)
+    # Made first, because Records name the environment by its key.
     report = assemble_report(concerned, (), device=device, command=command)
     (key,) = report.environments
     records = iter_records(
@@ -109,6 +111,7 @@ def iter_records(
         subjects = [subject for subject in subjects if subject.name not in absent]
     for name, case in _named(cases):
         asked = applicable_subjects([case.problem], subjects) if applicable_only else subjects
+        # A single kernel needs nothing to share, and may be asked the case in pages.
         evidence = EvidenceBuilder(case, device) if len(asked) > 1 else None
         for subject in asked:
             yield run_case(

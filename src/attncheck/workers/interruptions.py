@@ -32,10 +32,12 @@ class Interruptions:
         self.count = 0
         self._terminated = self._unheard = False
         self._before: dict[int, Any] = {}
+        # A pipe, because a loop that waits on descriptors does not wake up for a flag.
         self._read, self._write = os.pipe()
 
     def __enter__(self) -> Self:
         os.set_blocking(self._read, False)
+        # A signal handler must not wait where the pipe is full.
         os.set_blocking(self._write, False)
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:

@@ -1,7 +1,7 @@
 """The journal of a run: what is done is on the disk before anybody is told, and is done once.
 
-``Journal`` writes it, one process at a time; ``read`` says what it holds, also while it is written.
-Its lines: ``journal_lines``. Everything else that a run leaves behind can be made from it.
+``Journal`` writes it, one process at a time; ``read_journal`` says what it holds, also meanwhile.
+Its lines: ``journal_format``. Everything else that a run leaves behind can be made from it.
 """
 
 from __future__ import annotations
@@ -111,6 +111,7 @@ class Journal:
         path, disk = Path(path), disk or Disk()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            # Appending, so that no write can land on what is there already.
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise _cannot(path, error) from None
@@ -120,13 +121,14 @@ class Journal:
             journal = cls(path, descriptor, content, disk)
             journal._begin(dict(header))
         except BaseException:
+            # Also after an interrupt, because the open descriptor holds the lock.
             os.close(descriptor)
             raise
         return journal
 
     @property
     def results(self) -> Mapping[str, Done]:
-        """What came of each unit, by id, in the order of their writing."""
+        """The result of each unit, by id, in the order of their writing."""
         return self.content.results
 
     @property
@@ -147,6 +149,7 @@ class Journal:
     def begun(self, unit: Unit) -> None:
         """``unit`` is begun now; a process that dies finds this when it is resumed."""
         self._check_open(unit.id)
+        # Not synced: where the machine loses it, one more attempt is the whole damage.
         self._write("start", {"unit": unit})
 
     def done(self, done: Done, *, quarantined: bool = False) -> None:
@@ -168,14 +171,15 @@ class Journal:
             self._write("abandoned", {"units": ids}, sync=True)
 
     def end(self, why: str) -> None:
-        """Return why the session ends before everything is done; empty where everything is."""
+        """Note why the session ends before everything is done; empty where everything is."""
         self._why = why
 
     def close(self) -> None:
-        """Writes that the session ends, and lets others open the file."""
+        """Write that the session ends, and let others open the file."""
         if self._descriptor < 0:
             return
         try:
+            # A journal that failed stays as its last whole line left it.
             if not self._broken:
                 self._write("end", {"seconds": self._seconds(), "why": self._why}, sync=True)
         finally:
@@ -235,7 +239,7 @@ class Journal:
         self.content.size += len(raw)
 
     def _fail(self, error: OSError) -> None:
-        """Nothing is written from here on; what was written before is left as it was."""
+        """Write nothing from here on; what was written before is left as it was."""
         failure = _cannot(self.path, error)
         self._broken = str(failure)
         with suppress(OSError):  # then the last line is torn, and the next session cuts it
@@ -245,6 +249,7 @@ class Journal:
 
 def _lock(path: Path, descriptor: int) -> None:
     try:
+        # The kernel drops this lock with the process: no stale one is ever left behind.
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise JournalError(
@@ -265,7 +270,7 @@ def _writer(path: Path) -> str:
 
 
 def _content(path: Path, descriptor: int, *, resume: bool) -> JournalContent:
-    """What is there, without a torn last line; nothing, where it is not to be resumed."""
+    """Read what is there and cut a torn last line; forget all where nothing is resumed."""
     try:
         if not resume:
             os.ftruncate(descriptor, 0)
@@ -274,6 +279,7 @@ def _content(path: Path, descriptor: int, *, resume: bool) -> JournalContent:
             file.seek(0)
             content = read_journal_file(file, str(path))
         if content.torn:
+            # The next line would be glued to the torn one otherwise.
             os.ftruncate(descriptor, content.size)
             os.fsync(descriptor)
     except OSError as error:
@@ -347,6 +353,7 @@ def merge_journals(journals: Mapping[str, JournalContent]) -> JournalContent:
     head = one.head | {"shard": "", "typed": _TYPED_SHARD.sub("", str(one.head.get("typed", "")))}
     merged = JournalContent(head=head, version=one.version, pid=one.pid, host=one.host)
     merged.plan = plan_fingerprint(head, one.version)
+    # Which journal has each, for the message where two of them differ.
     results: dict[str, str] = {}
     for name, content in journals.items():
         for id_, done in content.results.items():
@@ -385,6 +392,7 @@ def merged_journal_bytes(content: JournalContent) -> bytes:
     rest = {"schema": SCHEMA, "version": content.version, "plan": content.plan}
     events: list[tuple[str, dict[str, Any]]] = [
         ("header", rest | {"head": content.head}),
+        # No time of day, so that equal parts make equal files.
         ("session", {"started": "", "pid": content.pid, "host": content.host}),
         *(("queued", {"units": [unit]}) for unit in content.units.values()),
         *results,
@@ -398,7 +406,7 @@ def _shard(content: JournalContent) -> Shard:
 
 
 def _check_same(first: str, one: JournalContent, others: list[tuple[str, JournalContent]]) -> None:
-    """Raises UsageError unless all are parts of one run."""
+    """Raise UsageError unless all are parts of one run."""
     here = {"version": one.version, **one.head}
     for name, other in others:
         there = {"version": other.version, **other.head}
@@ -420,7 +428,7 @@ def _check_equal(unit: Unit | None, one: Done, other: Done, first: str, name: st
 
 
 def _compared(unit: Unit | None, done: Done) -> Any:
-    """What two results of ``unit`` must both say.
+    """Return the part of a result in which two of ``unit`` must agree.
 
     Of what every part does: what follows and what was answered, but not why, which can quote what a
     process said as it died.

@@ -112,7 +112,7 @@ class JournalContent:
         return tuple(unit for unit in self.unfinished if unit.kind != "shrink")
 
     def take(self, event: Mapping[str, Any]) -> None:
-        """Return what one event adds, whose units and results are structs.
+        """Add one event, whose units and results are structs.
 
         Raises:
             JournalError, LookupError, TypeError: for one that cannot stand there.
@@ -120,6 +120,7 @@ class JournalContent:
         kind = event["kind"]
         if (kind == "header") != (self.lines == 0):
             raise JournalError("a header is its first line, and no other")
+        # A session that is killed has no end: its last line says how long it took.
         self.latest = max(self.latest, float(event["at"]))
         _TAKES[kind](self, event)
         self.lines += 1
@@ -131,6 +132,7 @@ class JournalContent:
         self.plan = str(event["plan"])
 
     def _take_session(self, event: Mapping[str, Any]) -> None:
+        # Who is killed writes nothing: it holds until an end says otherwise.
         self.earlier, self.latest, self.why = self.seconds, 0.0, "killed"
         self.pid, self.host = int(event["pid"]), str(event["host"])
         if event.get("typed"):  # of a run that goes on, what was typed last
@@ -152,6 +154,7 @@ class JournalContent:
         if done.unit in self.results:
             raise JournalError(f"unit {done.unit} has two results")
         self.results[done.unit] = done
+        # It could be done after all: what was lost before says nothing against it.
         self.lost.pop(done.unit, None)
         for unit in done.units:
             self._know(unit)
@@ -187,9 +190,11 @@ _TAKES = {
 
 LONGEST = 2**26
 """Bytes of the longest line: one result, with all work that follows from it."""
+# Far below the depth at which Python itself gives up.
 _DEEPEST = 64
 _SUM = b',"sum":"'
 _TAIL = len(_SUM) + 16 + len(b'"}')
+# By it a torn first line is told from the first line of some other file.
 _BEGINNING = b'{"n":0,"kind":"header"'
 # What reading a line of another layout raises.
 _MALFORMED = (
@@ -215,6 +220,7 @@ def journal_line(number: int, kind: str, at: float, rest: Mapping[str, Any]) -> 
         JournalError: where it is longer than a reader would take, or deeper.
     """
     data = {"n": number, "kind": kind, "at": round(at, 3), **json_numbers.to_plain_data(rest)}
+    # Also on writing, because a line that no reader takes would end every later session.
     _check_depth(data)
     body = msgspec.json.encode(data)[:-1]
     if len(body) + _TAIL > LONGEST:
@@ -247,16 +253,18 @@ def read_journal(path: Path) -> JournalContent:
 
 
 def read_journal_file(file: BinaryIO, name: str) -> JournalContent:
-    """What an open journal says, from its beginning; empty where not even its header is whole.
+    """Read an open journal from its beginning; empty where not even its header is whole.
 
     Raises:
         JournalError: where it is no journal, or is damaged before its last line.
     """
     content, place = JournalContent(), one_line(name)
+    # One byte more, for the newline of the longest line.
     while raw := file.readline(LONGEST + 1):
         try:
             content.take(_event(raw, content.lines))
         except _Torn as torn:
+            # Only a last line can be torn: a broken one before others is damage.
             if file.read(1) or not _may_be_torn(raw, content):
                 raise JournalError(f"{place}, line {content.lines + 1}: {torn}.") from None
             content.torn = True
@@ -310,6 +318,7 @@ def _done(data: dict[str, Any]) -> Done:
         one | {"record": json_numbers.words_to_record_numbers(one.get("record"))}
         for one in data.get("answers", ())
     ]
+    # Apart from the rest, because their Cases hold words in place of NaN and infinities.
     units = tuple(_unit(one) for one in data.get("units", ()))
     done = msgspec.convert(data | {"answers": answers, "units": []}, Done)
     return msgspec.structs.replace(done, units=units)

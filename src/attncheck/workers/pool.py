@@ -101,6 +101,7 @@ class Schedule:
         Returns:
             Those of which the journal has a result, with it.
         """
+        # Reversed, because pop takes from the end and the order is to stay.
         done, todo = [], list(units)[::-1]
         while todo:
             unit = todo.pop()
@@ -139,6 +140,7 @@ class Schedule:
             self.hopeless.append(unit)
             return
         if lost:
+            # In processes of its own: nothing before it can be what brings it down again.
             unit = msgspec.structs.replace(unit, alone=True)
         queue = self._suspects if lost else self._waiting
         # The count decides between equals: heaps compare, and units have no order.
@@ -236,9 +238,11 @@ class _Run:
             self.check_clocks(interruptions)
         for worker in self.running:
             self.pool.drop(worker)
+        # We ended them: that is not to count as their having been lost.
         self.journal.abandoned(unit.id for unit, _ in self.running.values())
         left = self.schedule.known - self.finished
         end = RunEnd(
+            # An interrupt after the last result has cut nothing short.
             why=self.why if left else "",
             at_once=self.at_once,
             finished=self.finished,
@@ -270,6 +274,7 @@ class _Run:
             if unit is None or (unit.alone and not self.is_fresh(worker)):
                 return
             self.schedule.take()
+            # Written first: should it bring this process down too, the journal names the suspect.
             self.journal.begun(unit)
             self.running[worker] = (unit, time.monotonic())
             self.pool.give(worker, unit)
@@ -287,6 +292,7 @@ class _Run:
 
     def hear(self, news: WorkerNews) -> None:
         unit, _ = self.running.pop(news.worker, (None, 0.0))
+        # Of a worker that had nothing to do nothing is lost.
         if unit is None:
             return
         done = news.done
@@ -407,6 +413,7 @@ def run_units(  # noqa: PLR0913  # one run, said once
     limits = limits or Limits()
     setup = WorkerSetup(work=work, options=dict(options))
     with contextlib.ExitStack() as stack:
+        # Left last, so that an interrupt while workers are ended does not leave some alive.
         interruptions = stack.enter_context(Interruptions())
         run = _Run(
             journal=journal,
@@ -436,5 +443,6 @@ def _pool(
             yield actors
         return
     mark = new_mark()
+    # The guard is another process, and does its work also where this one is killed.
     with Guard(mark), contextlib.closing(LocalPool(workers, setup, mark, limits)) as processes:
         yield processes

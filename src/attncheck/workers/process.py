@@ -91,7 +91,7 @@ class Tail:
 
     @property
     def text(self) -> str:
-        """What is kept of it, as it came."""
+        """The kept part, as it came."""
         return self._kept.decode(errors="replace")
 
     def lines(self, count: int) -> str:
@@ -278,12 +278,12 @@ class Worker:
 
     @property
     def failed(self) -> bool:
-        """Whether ``send`` or ``receive`` raised Died, which the next one raises too."""
+        """True once ``send`` or ``receive`` raised Died, which the next one raises too."""
         return self._fate is not None
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """What to wait for where there are many workers: answers, and what is printed."""
+        """Descriptors to wait for where there are many workers: of answers and of prints."""
         return (self.replies, *self._printed)
 
     def take_in(self, ready: Collection[int]) -> bool:
@@ -365,7 +365,7 @@ class Worker:
             stream.close()
 
     def _read_printed(self, printed: int) -> bytes | None:
-        """What is there of it now: None for nothing, and no bytes at its end."""
+        """Read what is there of it now: None for nothing, and no bytes at its end."""
         try:
             part = os.read(printed, _CHUNK)
         except BlockingIOError:

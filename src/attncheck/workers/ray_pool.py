@@ -70,7 +70,7 @@ def joined_cluster(cluster: Cluster) -> Iterator[Any]:
 
 
 class _Actor:
-    """What lives on a node: the same server as in a worker process."""
+    """The actor on a node: the same server as in a worker process."""
 
     def __init__(self) -> None:
         # What the Work starts ends with this process, which may be killed.
@@ -141,6 +141,7 @@ class RayPool(WorkerPool[Any]):
             if not waited:
                 time.sleep(_POLL)
                 continue
+            # As many as there are: one slow actor must not hide what the others have done.
             replies, _ = self._ray.wait(list(waited), num_returns=len(waited), timeout=_POLL)
         interruptions.heard()
         news = [self._hear(waited[reply], self._reply(reply)) for reply in replies]

@@ -134,13 +134,16 @@ class Receiver:
         magic, kind, sequence, of_words, of_data = _HEADER.unpack(header)
         if magic != _MAGIC:
             raise BrokenFrame("what came begins as no frame does.")
+        # Before memory is taken for them, since the sizes have not been verified yet.
         if of_words > LARGEST_WORDS or of_data > most:
             raise BrokenFrame(f"a frame of {of_words} and {of_data} bytes, of at most {most}.")
         words, data = self._read(of_words, ready), self._read(of_data, ready)
         checksum = self._read(_CHECKSUM, ready)
+        # Before any of it is parsed.
         if not _SAME(checksum, _checksum(self._key, header, words, data)):
             raise BrokenFrame("a frame whose checksum is not the one of its bytes and our key.")
         self._sequence += 1
+        # A frame that somebody repeats has a right checksum too.
         if sequence != self._sequence:
             raise BrokenFrame(f"frame {sequence} where {self._sequence} is the next.")
         return Frame(kind=kind.rstrip(b"\x00").decode("ascii"), words=_object(words), data=data)

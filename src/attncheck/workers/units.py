@@ -57,6 +57,7 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def id(self) -> str:
         """Sixteen letters and digits that stand for it on every machine; ``alone`` is no part."""
         data = msgspec.to_builtins(msgspec.structs.replace(self, alone=False))
+        # Sorted, because equal Cases may have been written down in another order.
         digest = hashlib.sha256(msgspec.json.encode(data, order="sorted")).digest()
         return base64.b32encode(digest)[:16].decode().lower()
 
@@ -112,6 +113,7 @@ class Shard:
         """
         if not text:
             return cls()
+        # ASCII, because \d takes the digits of every script.
         parts = re.fullmatch(r"([1-9]\d{0,3})/([1-9]\d{0,3})", text, re.ASCII)
         number, count = map(int, parts.groups()) if parts else (0, 0)
         if not 1 <= number <= count <= MOST_SHARDS:
@@ -125,7 +127,7 @@ class Shard:
         return f"{self.number}/{self.count}" if self.count > 1 else ""
 
     def has(self, unit: Unit) -> bool:
-        """Whether this part does ``unit``: by its id but for the commit, equal on every machine."""
+        """Return whether this part does ``unit`` by its id but for the commit: alike everywhere."""
         if self.count == 1 or unit.kind not in _IN_PARTS:
             return True
         # In one part: a question, the same of another commit, and what makes its failure smaller,

@@ -170,6 +170,7 @@ def make_work(setup: WorkerSetup) -> tuple[Work | None, WorkerReply]:
     try:
         factory: Callable[..., Work] = getattr(import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
+        # The caller misspelt it: a further process would fail alike.
         reason = f"no work {setup.work!r}: {_reason(error)}."
         return None, WorkerReply(raised=reason, usage=True)
     try:
@@ -187,7 +188,7 @@ def do_unit(work: Work, raw: bytes | bytearray) -> WorkerReply:
 
 
 def _reason(error: BaseException) -> str:
-    """What was raised, in one line."""
+    """Return what was raised, in one line."""
     text = one_line(str(error))
     kind = type(error).__name__
     said = text if isinstance(error, AttncheckError) else f"{kind}: {text}" if text else kind
@@ -290,6 +291,7 @@ class WorkerPool(ABC, Generic[H]):
     def ready(self) -> list[int]:
         """Return workers that can be given a unit now; those that have done none first."""
         free = [n for n, member in self._members.items() if member.ready and member.busy is None]
+        # A unit that is to be alone needs one that has done nothing.
         return sorted(free, key=lambda n: (self._members[n].used, n))
 
     def used(self, worker: int) -> bool:
@@ -300,9 +302,10 @@ class WorkerPool(ABC, Generic[H]):
         return sum(not member.used for member in self._members.values())
 
     def _hear(self, number: int, reply: WorkerReply) -> WorkerNews | None:
-        """What follows from a reply; one that raised is dropped."""
+        """Return the news in a reply; drop a worker that raised."""
         member = self._members[number]
         if reply.raised:
+            # Whatever was raised may have left that process in any state.
             self.drop(number)
             if member.ready:
                 return WorkerNews(worker=number, lost=reply.raised)
@@ -313,6 +316,7 @@ class WorkerPool(ABC, Generic[H]):
         member.busy = None
         if member.ready:
             return WorkerNews(worker=number, done=reply.done)
+        # Processes can be started, then: those that could not were chance.
         member.ready, self._failed = True, 0
         return None
 
@@ -398,6 +402,7 @@ class LocalPool(WorkerPool[Worker]):
 
     def _ready_descriptors(self, seconds: float, interruptions: Interruptions) -> set[int]:
         workers = [member.handle for member in self._members.values()]
+        # One that died while it was written to makes no descriptor ready.
         if any(worker.failed for worker in workers):
             return set()
         with selectors.DefaultSelector() as selector:
@@ -423,6 +428,7 @@ class LocalPool(WorkerPool[Worker]):
                 self.drop(number)
             else:
                 member.handle.stop()
+        # Waited for only now that all have been told, so that they end side by side.
         until = time.monotonic() + self._limits.close
         for number, member in list(self._members.items()):
             member.handle.await_end(max(0.0, until - time.monotonic()))

@@ -92,7 +92,7 @@ import torch, triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from attncheck.mods.library import build_mask, build_score
-from attncheck.mods.spec import Dimensions, Spec
+from attncheck.core.mod_spec import Dimensions, Spec
 from attncheck.mods.to_triton import to_triton
 from attncheck.mods.trace import trace_mask, trace_score
 from compiled_kernel import kernel

@@ -19,11 +19,13 @@ class _BuiltIn:
     """A class of a subject, imported when one is made.
 
     Attributes:
+        summary: That of the subject, in one line.
         module: Where it is.
         name: Its name there.
         arguments: What it is made with.
     """
 
+    summary: str
     module: str
     name: str
     arguments: tuple[str, ...] = ()
@@ -34,31 +36,95 @@ class _BuiltIn:
         return subject
 
 
-# Text, not classes: importing these modules takes a second, and listing names must not.
+# Text, not classes: importing these takes a second, and listing names and summaries must not.
 _FLASH = "attncheck.subjects.triton_flash"
 _CACHES = "attncheck.subjects.triton_caches"
 _TORCH = "attncheck.subjects.torch_kernels"
 _SOFTMAX = "attncheck.subjects.softmax_kernels"
 
 BUILTIN: dict[str, _BuiltIn] = {
-    "triton-flash2": _BuiltIn(_FLASH, "Flash2"),
-    "triton-flash2-vt": _BuiltIn(_FLASH, "Flash2TransposedValues"),
-    "triton-flash2-fastacc": _BuiltIn(_FLASH, "Flash2FastAccumulation"),
-    "triton-flash1": _BuiltIn(_FLASH, "Flash1"),
-    "triton-varlen": _BuiltIn(_CACHES, "Varlen"),
-    "triton-paged": _BuiltIn(_CACHES, "Paged"),
-    "triton-decode": _BuiltIn(_CACHES, "Decode"),
-    "ideal": _BuiltIn("attncheck.subjects.ideal", "Ideal"),
-    "sdpa-math": _BuiltIn(_TORCH, "Sdpa", ("math",)),
-    "sdpa-flash": _BuiltIn(_TORCH, "Sdpa", ("flash",)),
-    "sdpa-efficient": _BuiltIn(_TORCH, "Sdpa", ("efficient",)),
-    "sdpa-cudnn": _BuiltIn(_TORCH, "Sdpa", ("cudnn",)),
-    "flex": _BuiltIn(_TORCH, "Flex"),
-    "triton-softmax-naive": _BuiltIn(_SOFTMAX, "Softmax", ("naive",)),
-    "triton-softmax-safe": _BuiltIn(_SOFTMAX, "Softmax", ("safe",)),
-    "triton-softmax-online": _BuiltIn(_SOFTMAX, "Softmax", ("online",)),
-    "triton-softmax-blocked": _BuiltIn(_SOFTMAX, "Softmax", ("blocked",)),
-    "torch-softmax": _BuiltIn(_SOFTMAX, "TorchSoftmax"),
+    "triton-flash2": _BuiltIn(
+        "our FlashAttention-2 forward in Triton, any mask and score mod", _FLASH, "Flash2"
+    ),
+    "triton-flash2-vt": _BuiltIn(
+        "triton-flash2 in fp8, V stored transposed", _FLASH, "Flash2TransposedValues"
+    ),
+    "triton-flash2-fastacc": _BuiltIn(
+        "triton-flash2 in fp8, sums in the tensor core's own accumulator (13 bits on Hopper)",
+        _FLASH,
+        "Flash2FastAccumulation",
+    ),
+    "triton-flash1": _BuiltIn(
+        "our FlashAttention-1 forward in Triton (key blocks outermost), any mask and score",
+        _FLASH,
+        "Flash1",
+    ),
+    "triton-varlen": _BuiltIn(
+        "our FlashAttention-2 of packed documents in Triton", _CACHES, "Varlen"
+    ),
+    "triton-paged": _BuiltIn(
+        "triton-flash2 on keys and values in pages, behind a page table", _CACHES, "Paged"
+    ),
+    "triton-decode": _BuiltIn(
+        "our decode kernel in Triton: up to 128 rows a kv head, keys in splits merged by LSE",
+        _CACHES,
+        "Decode",
+    ),
+    "ideal": _BuiltIn(
+        "tiled FlashAttention-2 in fp32 torch operations, rounded where a kernel must round",
+        "attncheck.subjects.ideal",
+        "Ideal",
+    ),
+    "sdpa-math": _BuiltIn(
+        "torch's scaled_dot_product_attention, unfused: scores and weights in memory; no LSE",
+        _TORCH,
+        "Sdpa",
+        ("math",),
+    ),
+    "sdpa-flash": _BuiltIn(
+        "torch's scaled_dot_product_attention, FlashAttention-2; no LSE", _TORCH, "Sdpa", ("flash",)
+    ),
+    "sdpa-efficient": _BuiltIn(
+        "torch's scaled_dot_product_attention, memory-efficient attention (CUTLASS); no LSE",
+        _TORCH,
+        "Sdpa",
+        ("efficient",),
+    ),
+    "sdpa-cudnn": _BuiltIn(
+        "torch's scaled_dot_product_attention, cuDNN: rows that see no key hold anything; no LSE",
+        _TORCH,
+        "Sdpa",
+        ("cudnn",),
+    ),
+    "flex": _BuiltIn(
+        "torch's flex_attention with the original mods: compiled on CUDA, eager on the CPU",
+        _TORCH,
+        "Flex",
+    ),
+    "triton-softmax-naive": _BuiltIn(
+        "our row softmax in Triton: exp(x) over its sum", _SOFTMAX, "Softmax", ("naive",)
+    ),
+    "triton-softmax-safe": _BuiltIn(
+        "our row softmax in Triton: a pass for the maximum, one for the sum",
+        _SOFTMAX,
+        "Softmax",
+        ("safe",),
+    ),
+    "triton-softmax-online": _BuiltIn(
+        "our row softmax in Triton: one pass for a running maximum and sum",
+        _SOFTMAX,
+        "Softmax",
+        ("online",),
+    ),
+    "triton-softmax-blocked": _BuiltIn(
+        "our row softmax in Triton: online over tiles of rows and columns",
+        _SOFTMAX,
+        "Softmax",
+        ("blocked",),
+    ),
+    "torch-softmax": _BuiltIn(
+        "torch.softmax in the input's dtype; no LSE", _SOFTMAX, "TorchSoftmax"
+    ),
 }
 
 
