@@ -131,7 +131,7 @@ def _say(message: str, code: int) -> int:
 
 
 def _flush() -> None:
-    """What foreign code has printed; lost where nobody reads it, and without noise."""
+    """Write out the prints of foreign code; lost where nobody reads them, and without noise."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

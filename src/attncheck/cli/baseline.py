@@ -25,7 +25,7 @@ __all__ = ["Measurements", "baseline", "baseline_path", "read_measurements"]
 
 @dataclass(slots=True, kw_only=True)
 class Measurements:
-    """What the files say.
+    """Contents of the files.
 
     Attributes:
         answers: Of all stages.
@@ -45,7 +45,7 @@ class Measurements:
 
 
 def baseline_path(typed: str | None) -> Path:
-    """Where the baseline is: as typed, or beside the project's configuration, or here."""
+    """Return the baseline's path: as typed, or beside the project's configuration, or here."""
     from attncheck.records.baseline_entries import BASELINE_FILE
     from attncheck.subjects.capabilities.configuration import nearest_tables
 
@@ -56,7 +56,7 @@ def baseline_path(typed: str | None) -> Path:
 
 
 def read_measurements(sources: Sequence[str]) -> Measurements:
-    """What the files ``sources`` say; later ones take the place of earlier ones.
+    """Read the files ``sources``; later ones take the place of earlier ones.
 
     Raises:
         UsageError: for what is no report of attncheck's, or has nothing for a baseline.
@@ -284,7 +284,7 @@ def _chosen(
 
 
 def _refuses(entries: Iterable[Entry], answers: Iterable[Answer] = ()) -> bool:
-    """Whether something is wrong and cannot be kept, which is said on standard error.
+    """Return whether something is wrong and cannot be kept, which is said on standard error.
 
     Of a kernel that fails whatever else a gate has asked there is no baseline either.
     """

@@ -44,10 +44,10 @@ KERNEL = "attncheck.demo.flash_attention:attention"
 """The kernel, as every command names it."""
 
 PLANTED = "EVEN=key.shape[2] % 32 == 0"
-"""What is wrong in its source."""
+"""The mistake in its source."""
 
 MENDED = "EVEN=key.shape[2] % TILE == 0"
-"""What would be right there."""
+"""The correct text in its place."""
 
 NOT_CAUGHT = 3
 
@@ -140,7 +140,7 @@ def _folder() -> Path:
 
 
 def _usual_test(device: str) -> Iterator[str]:
-    """What the test that its author has says of a few shapes; nothing is made up."""
+    """Run the test that its author has on a few shapes; nothing is made up."""
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
@@ -254,7 +254,7 @@ class DemoFailure:
 def search_with_hypothesis(
     name: str, subject: Subject, device: str, most: int = _MOST
 ) -> DemoFailure | None:
-    """What Hypothesis finds and shrinks; None where it finds nothing.
+    """Return the failure that Hypothesis finds and shrinks; None where it finds nothing.
 
     Args:
         name: What the kernel is asked for by.

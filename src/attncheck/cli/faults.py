@@ -46,7 +46,7 @@ _PER_RUN = frozenset({"started", "typed"})  # of a journal's header: no part of 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultOptions:
-    """What was typed, by the names of the options below."""
+    """Options as typed, by their names below."""
 
     host: str
     names: tuple[str, ...]
@@ -299,7 +299,7 @@ def _score_gate(interrupts: Interrupts, options: FaultOptions) -> int:
 def planted_header(
     selection: FaultSelection, *, device: str, tier: str, file: Path | None, typed: str
 ) -> dict[str, Any]:
-    """What the journal begins with: what makes two runs the same, and when the first began."""
+    """Return the journal's first entry: what makes two runs the same, and when the first began."""
     from attncheck.faults.fault_selection import source_digest
 
     return {
@@ -364,7 +364,7 @@ def _score_own_tests(interrupts: Interrupts, options: FaultOptions) -> int:
 
 
 def own_tests_header(suite: UserSuite, selection: FaultSelection, *, typed: str) -> dict[str, Any]:
-    """What the journal begins with: what makes two runs the same, and when the first began."""
+    """Return the journal's first entry: what makes two runs the same, and when the first began."""
     from attncheck.faults.fault_selection import source_digest
     from attncheck.faults.user_suite import project_digest
 
@@ -383,7 +383,7 @@ def own_tests_header(suite: UserSuite, selection: FaultSelection, *, typed: str)
 def _own_tests_report(
     content: JournalContent, selection: FaultSelection, suite: UserSuite, *, command: str
 ) -> OwnTestsReport:
-    """What the journal says of each fault, in the order of the catalogue."""
+    """Return the journal's entry of each fault, in the order of the catalogue."""
     from attncheck.faults.catalogue import fault_named
     from attncheck.records.fault_scores import OwnTestsReport, OwnTestsScore
 
@@ -496,7 +496,7 @@ def _run(
 
 
 def _resumes(before: JournalContent, head: dict[str, Any], path: Path) -> bool:
-    """Whether the journal that is there is resumed; of a run that is finished it is forgotten.
+    """Return whether the journal that is there is resumed; that of a finished run is forgotten.
 
     So is one of another attncheck: its scores say nothing of the one that is here.
     """
@@ -513,7 +513,7 @@ def _resumes(before: JournalContent, head: dict[str, Any], path: Path) -> bool:
 
 
 class FaultProgress:
-    """How far ``attncheck faults`` is, as far as has been heard."""
+    """The progress of ``attncheck faults``, as far as has been heard."""
 
     def __init__(self) -> None:
         self.outcomes: Counter[str] = Counter()

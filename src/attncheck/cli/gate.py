@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 __all__ = ["FAILURES", "GateOptions", "GateProgress", "GateRun", "gate", "plan_run", "run_gate"]
 
 FAILURES = "reports/failures"
-"""Where failures are kept, and attncheck repro looks for them."""
+"""The folder of failures, in which attncheck repro looks for them."""
 
 _PER_RUN = {"seed", "started", "typed"}  # of a journal's header: no part of the plan
 _OF_SOURCES = frozenset({"sources", "started", "seed", "typed"})
@@ -155,7 +155,7 @@ _OPTIONS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateOptions:
-    """What was typed, by the names of the options above."""
+    """Options as typed, by their names above."""
 
     kernels: tuple[str, ...] = ()
     tier: str | None = None
@@ -395,7 +395,7 @@ def run_gate(run: GateRun, options: GateOptions) -> tuple[RunEnd, JournalContent
 
 
 def _resumes(before: JournalContent, head: dict[str, Any], path: Path) -> bool:
-    """Whether the journal that is there is resumed; of a run that is finished it is forgotten.
+    """Return whether the journal that is there is resumed; that of a finished run is forgotten.
 
     So is one whose kernels were others: their answers say nothing of those that are here.
     """
@@ -462,7 +462,7 @@ def _kernels_of(words: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _seed_of(head: dict[str, Any], journal: JournalContent | None) -> int:
-    """Which draw: that of the journal where it is of the same plan, else another one."""
+    """Return the draw: that of the journal where it is of the same plan, else another one."""
     if journal is not None:
         there = {k: v for k, v in journal.head.items() if k not in _PER_RUN}
         if there == {k: v for k, v in head.items() if k not in _PER_RUN}:
@@ -471,7 +471,7 @@ def _seed_of(head: dict[str, Any], journal: JournalContent | None) -> int:
 
 
 def _is_replayed(unit: Any, before: JournalContent | None) -> bool:
-    """Whether a failure of before is of this very run."""
+    """Return whether a failure of before is of this very run."""
     if unit.kind != "ask" or before is None or unit.id in before.units:
         return False
     records = (a.record for done in before.results.values() for a in done.answers)
@@ -480,7 +480,7 @@ def _is_replayed(unit: Any, before: JournalContent | None) -> bool:
 
 
 class GateProgress:
-    """How far a gate is, as far as has been heard."""
+    """The progress of a gate, as far as has been heard."""
 
     def __init__(self) -> None:
         self.failed = 0

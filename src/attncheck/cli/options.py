@@ -127,7 +127,7 @@ def load_kernels(kernels: Iterable[str]) -> list[Subject]:
 
 
 def not_applicable(subject: Subject) -> str:
-    """What is wrong with asking by name for a kernel that nothing asked for concerns."""
+    """Return the error of naming a kernel that no cell of the plan concerns."""
     return (
         f"kernel {subject.name!r} is for other operations or dtypes than are asked for: "
         "see attncheck list."

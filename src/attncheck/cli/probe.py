@@ -121,7 +121,7 @@ def run_probe(
 
 
 def name_of(spec: str) -> str:
-    """What a table of the kernel is called unless it is told: as the function is."""
+    """Return the default name of the kernel's table: that of the function."""
     from attncheck.subjects.capabilities import named_kernels
 
     if spec in named_kernels.BUILTIN:
@@ -150,7 +150,7 @@ _LOOKS: dict[str, Look] = {"takes": "good", "refuses": "dim", "raises": "notable
 
 
 def _document(name: str, detected: DetectedCapabilities, device: str) -> Document:
-    """What was tried of the kernel called ``name``: a row an aspect and verdict."""
+    """Table of the trials of the kernel called ``name``: a row an aspect and verdict."""
     from attncheck.reporting.document import Cell, Column, Document, Note, Row, Section, Table
     from attncheck.surveys.proposed_table import group_results, is_capability
 

@@ -18,7 +18,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 class RunCounter(Protocol):
-    """What a run's progress is counted by."""
+    """Totals that a run's progress is counted by."""
 
     def hear(self, event: RunEvent) -> list[str]:
         """Count ``event``; return what is new, in lines."""

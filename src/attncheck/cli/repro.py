@@ -188,7 +188,7 @@ def write_script(  # who is asked what
 
 
 def _draw(record: Record, plots: tuple[str, ...], *, kernel: str) -> None:
-    """Where the error is; of what is right, or wrong everywhere alike, that there is no picture."""
+    """Picture of the error's place; one line where it is right, or wrong everywhere alike."""
     if not plots:
         return
     from attncheck.reporting.image_files import is_mapped, write_error_plots

@@ -59,7 +59,7 @@ def started_now() -> str:
 
 
 def worker_places(jobs: int | None, device: str) -> list[WorkerPlace]:
-    """Where units are done: on each GPU in turn, or on the CPU with a thread each."""
+    """Return the devices of the units: each GPU in turn, or the CPU with a thread each."""
     from attncheck.workers.worker_pool import WorkerPlace
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
@@ -78,7 +78,7 @@ def worker_places(jobs: int | None, device: str) -> list[WorkerPlace]:
 
 
 def existing_journal(directory: str, *, fresh: bool) -> JournalContent | None:
-    """What the journal of a folder says; None where there is none, or it is to be forgotten."""
+    """Read the journal of a folder; None where there is none, or it is to be forgotten."""
     from attncheck.workers.journal_format import JournalError, read_journal
 
     path = Path(directory) / JOURNAL

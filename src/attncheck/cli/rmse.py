@@ -134,7 +134,7 @@ _OPTIONS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RmseOptions:
-    """What was typed, by the names of the options above."""
+    """Options as typed, by their names above."""
 
     kernels: tuple[str, ...]
     variants: tuple[str, ...]
@@ -275,7 +275,7 @@ def _draw(report: Report, options: RmseOptions) -> None:
 
 
 def _cells(options: RmseOptions, device: str) -> list[Cell]:
-    """What the options ask for: recorded inputs, own mods, or variants.
+    """Return the plan of the options: recorded inputs, own mods, or variants.
 
     Raises ProblemError where gradients of recorded inputs are asked for and cannot be.
     """
@@ -352,7 +352,7 @@ def _refuse_with(
 
 
 def _was_typed(name: str) -> bool:
-    """Whether the option of this parameter was typed, be it as its default."""
+    """Return whether the option of this parameter was typed, be it as its default."""
     source = click.get_current_context().get_parameter_source(name)
     return source is ParameterSource.COMMANDLINE
 

@@ -119,7 +119,7 @@ class Group(_PrintsHelp, click.Group):
 
 
 class Interrupts:
-    """What the signal SIGINT does while a verb runs.
+    """The handling of SIGINT while a verb runs.
 
     The first one raises KeyboardInterrupt and is remembered, since what comes of that may be
     something else: a half imported module raises an ImportError, or foreign code swallows it.

@@ -58,13 +58,13 @@ def flint_version() -> str:
 
 
 def working_precision(bits: int) -> AbstractContextManager[None]:
-    """Midpoints are rounded to so many bits inside; flint's own precision is put back after."""
+    """Return a context in which midpoints are rounded to so many bits; flint's own comes back."""
     manager: AbstractContextManager[None] = flint.ctx.workprec(bits)
     return manager
 
 
 def each_ball(function: Callable[..., Any], arguments: int) -> Callable[..., BallArray]:
-    """A function of balls as one of arrays that broadcast."""
+    """Return a function of balls as one of arrays that broadcast."""
     on_arrays = np.frompyfunc(function, arguments, 1)
 
     def elementwise(*arrays: Any) -> BallArray:
@@ -88,13 +88,13 @@ def _is_infinity(ball: Ball) -> bool:
 
 
 def hull(a: Ball, b: Ball) -> Ball:
-    """A ball with both in it."""
+    """Return a ball with both in it."""
     same_infinity = _is_infinity(a) and _is_infinity(b) and a.mid() == b.mid()
     return a if same_infinity else a.union(b)
 
 
 def error_bound(given: float, exact: Ball) -> float:
-    """A float64 that |given − exact| does not exceed: 0 of equal infinities, ∞ if not known."""
+    """Return a bound of |given − exact|: 0 of equal infinities, ∞ if not known."""
     number = flint.arb(given)
     if not (number.is_finite() and exact.is_finite()):
         same = _is_infinity(exact) and number == exact.mid()

@@ -68,5 +68,5 @@ def refuse_recorded(kind: str, name: str) -> None:
 
 
 def without_recorded(names: Iterable[str]) -> list[str]:
-    """Those of ``names`` that are no recording's: the ones to choose from."""
+    """Return those of ``names`` that are no recording's: the ones to choose from."""
     return [name for name in names if not _RECORDED.fullmatch(name)]

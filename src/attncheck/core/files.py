@@ -52,7 +52,7 @@ def write_texts(
     what: str = "reports",
     instead: str = "--out",
 ) -> tuple[Path, ...]:
-    """``write_files`` of texts in UTF-8."""
+    """Write texts in UTF-8 as ``write_files`` does."""
     # A lone surrogate, as of a foreign file name, must not cost the whole report.
     files = {name: text.encode(errors="backslashreplace") for name, text in texts.items()}
     return write_files(files, directory, what=what, instead=instead)

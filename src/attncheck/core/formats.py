@@ -152,7 +152,7 @@ def dtype_named(name: str) -> Dtype:
 
 
 def fp32(number: float) -> float:
-    """``number`` rounded to the nearest fp32 value (ties to even), as a Python float.
+    """Return ``number`` rounded to the nearest fp32 value (ties to even), as a Python float.
 
     Every number that a kernel would receive in fp32 goes through here once, in the Problem, so
     that the oracle and the kernel read the same one. What is too large becomes infinite.
@@ -188,7 +188,7 @@ def round_to(values: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 
 def spacing(values: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """An ulp of finite float64 ``values`` (any shape): how far neighbours in ``fmt`` are apart.
+    """Return the distance of neighbours in ``fmt`` at finite float64 ``values``: an ulp.
 
     From a power of two upwards; that of subnormal numbers below the smallest normal one. As if
     ``fmt`` had no largest number; of fp64 never below 2^-1022.

@@ -29,7 +29,7 @@ _LONGEST_MESSAGE = 300
 
 
 def to_json_text(data: msgspec.Struct) -> str:
-    """``data`` as indented JSON, keys in the order of its fields.
+    """Return ``data`` as indented JSON, keys in the order of its fields.
 
     NaN and infinities are the strings ``"nan"``, ``"inf"`` and ``"-inf"``. What is no Unicode text
     (a lone surrogate in a foreign message) is written as its escape.
@@ -38,12 +38,12 @@ def to_json_text(data: msgspec.Struct) -> str:
 
 
 def to_plain_data(data: Any) -> Any:
-    """``data``, of structs and what JSON knows, as what JSON can say; see ``to_json_text``."""
+    """Return ``data``, of structs and plain values, as what JSON can say; see ``to_json_text``."""
     return _numbers_to_words(msgspec.to_builtins(data))
 
 
 def words_to_numbers(value: Any) -> Any:
-    """``value`` with numbers for all the words in it: where no text can stand."""
+    """Return ``value`` with numbers for all the words in it: where no text can stand."""
     if isinstance(value, dict):
         return {k: words_to_numbers(v) for k, v in value.items()}
     if isinstance(value, list):
@@ -52,7 +52,7 @@ def words_to_numbers(value: Any) -> Any:
 
 
 def read_json(source: Path | str, kind: str, largest: int) -> Any:
-    """The JSON of a Path, or that a str is.
+    """Return the data of JSON: of the file of a Path, or of a str itself.
 
     Args:
         source: Where.
@@ -70,7 +70,7 @@ def read_json(source: Path | str, kind: str, largest: int) -> Any:
 
 
 def words_to_record_numbers(record: Any) -> Any:
-    """A Record's JSON with numbers for the words, where a number can stand."""
+    """Return a Record's JSON with numbers for the words, where a number can stand."""
     if not isinstance(record, dict):
         return record
     return record | {name: words_to_numbers(record[name]) for name in _PLACES if name in record}
@@ -82,7 +82,7 @@ def source_name(source: Path | str) -> str:
 
 
 def refusal_message(name: str, kind: str, fact: str) -> str:
-    """Why something is no ``kind`` of attncheck's, in one line."""
+    """Return one line that says why something is no ``kind`` of attncheck's."""
     return f"{name} is no {kind} of attncheck: {one_line(fact)[:_LONGEST_MESSAGE]}."
 
 

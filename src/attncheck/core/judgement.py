@@ -73,7 +73,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @classmethod
     def of(cls, index: tuple[int, ...]) -> Place:
-        """The element at ``index``, in the axes that ``AXES`` has."""
+        """Return the element at ``index``, in the axes that ``AXES`` has."""
         # dsink and dcaptured have one axis, whatever it counts: it takes the head's place.
         if len(index) == 1:
             return cls(batch=0, head=index[0], query=0)
@@ -81,7 +81,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return cls(batch=batch, head=head, query=query, dim=dim[0] if dim else -1)
 
     def index(self, tensor: TensorName) -> tuple[int, ...]:
-        """Its index in ``tensor``."""
+        """Return its index in ``tensor``."""
         axes = len(AXES[tensor])
         return (self.head,) if axes == 1 else (self.batch, self.head, self.query, self.dim)[:axes]
 

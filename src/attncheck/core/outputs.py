@@ -45,11 +45,8 @@ class Outputs:
     def tensors(self) -> dict[TensorName, torch.Tensor]:
         """Return those that are not None, by name, in the order above."""
         # By AXES, which has the names that messages use, in their order.
-        tensors: dict[TensorName, torch.Tensor | None] = {
-            name: getattr(self, name) for name in AXES
-        }
-        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        return {name: x for name in AXES if (x := getattr(self, name)) is not None}
 
     def gradients(self) -> dict[TensorName, torch.Tensor]:
-        """The gradients among them."""
+        """Return the gradients among them."""
         return {name: one for name, one in self.tensors().items() if name in GRADIENTS}

@@ -47,12 +47,12 @@ class Paging:
                 )
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object; ``from_json`` gives the same Paging back."""
+        """Return a JSON object; ``from_json`` gives the same Paging back."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Paging:
-        """The Paging that ``to_json`` wrote; raises ProblemError on anything else."""
+        """Return the Paging that ``to_json`` wrote; raises ProblemError on anything else."""
         known = {field.name for field in fields(cls)}
         if not isinstance(data, Mapping) or "size" not in data or set(data) - known:
             raise ProblemError(f"paging is an object with size, seed and shared, not {data!r}.")

@@ -29,7 +29,7 @@ _WWW = re.compile(r"\b(www)\.", re.IGNORECASE)
 
 
 def one_line(text: str) -> str:
-    """``text`` in one line, without terminal escapes, control, bidi and invisible characters."""
+    """Return ``text`` in one line, without terminal escapes, control and invisible characters."""
     if text.isascii() and text.isprintable() and "  " not in text:
         return text.strip()
     visible = "".join(_visible(c) for c in _ESCAPES.sub("", text))
@@ -44,7 +44,7 @@ def _visible(character: str) -> str:
 
 
 def shortened(text: str) -> str:
-    """``one_line(text)``, cut after ``LONGEST`` characters with a word on what is left out."""
+    """Return ``one_line(text)``, cut after ``LONGEST`` characters with a word on the rest."""
     line = one_line(text)
     if len(line) <= LONGEST:
         return line
@@ -52,7 +52,7 @@ def shortened(text: str) -> str:
 
 
 def for_markdown(text: str) -> str:
-    """``text`` so that GitHub shows it as it is, in a table cell or a paragraph."""
+    """Return ``text`` escaped so that GitHub shows it as it is, in a table cell or a paragraph."""
     # Entities first: what is escaped afterwards must not be escaped twice.
     entities = shortened(text).translate(_ENTITIES)
     entities = _WWW.sub(r"\1&#46;", _SCHEME.sub("&#58;", entities))
@@ -73,12 +73,12 @@ def _escape_backslashes(text: str) -> str:
 
 
 def markdown_code(text: str) -> str:
-    """``text`` as a code span where that is safe, escaped elsewhere."""
+    """Return ``text`` as a code span where that is safe, escaped elsewhere."""
     line = one_line(text)
     return f"`{line}`" if re.fullmatch(r"[A-Za-z0-9_.:/+×-]+", line) else for_markdown(line)
 
 
 def for_spreadsheet(text: str) -> str:
-    """``text`` in one line; an apostrophe keeps a spreadsheet from running it as a formula."""
+    """Return ``text`` in one line; an apostrophe keeps a spreadsheet from running a formula."""
     line = one_line(text)
     return f"'{line}" if line.startswith(_FORMULA) else line

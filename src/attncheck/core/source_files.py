@@ -86,7 +86,7 @@ def import_file(path: Path, what: str) -> ModuleType:
 
 
 def load_member(text: str, what: str) -> Any:
-    """``NAME`` of ``FILE.py::NAME``; raises UsageError as ``import_file``, or where it has none."""
+    """Return ``NAME`` of ``FILE.py::NAME``; raises UsageError as ``import_file``, or for none."""
     file, _, name = text.rpartition("::")
     if not file or not name:
         missing = "name after" if file else "file before"
@@ -124,7 +124,7 @@ def load_module_member(text: str, what: str) -> Any:
 
 
 def load_attribute(module: ModuleType, path: Path, name: str, what: str) -> Any:
-    """``name`` of the ``module`` that the file ``path`` is; raises UsageError where it has none."""
+    """Return ``name`` of the ``module`` of file ``path``; raises UsageError where it has none."""
     return _member(module, name, f"{what}: {path}", path)
 
 
@@ -142,7 +142,7 @@ def _member(owner: object, name: str, where: str, path: Path | None = None) -> A
 
 
 def error_line(error: BaseException) -> str:
-    """``ValueError: the first line of what it says``; its name where it cannot say anything."""
+    """Return ``ValueError: the first line of what it says``; its name where it says nothing."""
     name = type(error).__name__
     try:
         line = str(error).split("\n", 1)[0]
@@ -182,7 +182,7 @@ class DivertedOutput(io.TextIOWrapper):
         )
 
     def close(self) -> None:
-        """Nothing: whoever writes next does not know of it."""
+        """Do nothing: whoever writes next does not know of it."""
 
     def release(self, *, forget: bool = False) -> None:
         """Pass on what was held, or forget it; nothing is held from now on."""

@@ -235,19 +235,19 @@ class _Arguments:
     enable_gqa: bool = False
 
 
-def _recorded_call(name: str, arguments: _Arguments, out: Tensor) -> tuple[Call, dict[str, Tensor]]:
+def _recorded_call(name: str, args: _Arguments, out: Tensor) -> tuple[Call, dict[str, Tensor]]:
     """Return the call and copies of its tensors q, k, v and, where there is one, mask, on the CPU.
 
     Args:
         name: Name of the call.
-        arguments: What it was called with.
+        args: What it was called with.
         out: Its result. Its dtype is what q, k and v were cast to, if autocast is on.
 
     Raises:
         _Unfit: for tensors that a recording cannot hold, and for whatever its reader would refuse.
     """
-    kind, mask = _mask(arguments)
-    tensors = [arguments.query, arguments.key, arguments.value] + ([] if mask is None else [mask])
+    kind, mask = _mask(args)
+    tensors = [args.query, args.key, args.value] + ([] if mask is None else [mask])
     for tensor in tensors:
         _refuse(_oddity(tensor))
     shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
@@ -258,9 +258,7 @@ def _recorded_call(name: str, arguments: _Arguments, out: Tensor) -> tuple[Call,
         raise _Unfit(f"{out.dtype} is not one of {', '.join(DTYPES)}")
     other_shapes = f"shapes {shapes} are not those of (batch, heads, length, dim)"
     try:
-        q, k, v, mask = _four_axes(
-            arguments.query, arguments.key, arguments.value, mask, gqa=arguments.enable_gqa
-        )
+        q, k, v, mask = _four_axes(args.query, args.key, args.value, mask, gqa=args.enable_gqa)
     except RuntimeError:
         raise _Unfit(other_shapes) from None
     call = Call(
@@ -274,13 +272,13 @@ def _recorded_call(name: str, arguments: _Arguments, out: Tensor) -> tuple[Call,
         value_dim=v.shape[3],
         dtype=cast("Dtype", dtypes[0]),
         mask=kind,
-        scale=None if arguments.scale is None else float(arguments.scale),
-        dropout=float(arguments.dropout_p),
+        scale=None if args.scale is None else float(args.scale),
+        dropout=float(args.dropout_p),
     )
     _refuse(call_fact(call))
     _refuse(other_shapes if out.numel() != q[..., 0].numel() * v.shape[3] else None)
     # Autocast casts an added mask too.
-    cast_mask = mask is not None and mask.is_floating_point() and arguments.query.dtype != out.dtype
+    cast_mask = mask is not None and mask.is_floating_point() and args.query.dtype != out.dtype
     dtypes_kept = [out.dtype] * 3 + [out.dtype if cast_mask or mask is None else mask.dtype]
     copies = {
         part: tensor.detach().to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
@@ -299,13 +297,13 @@ def _refuse(fact: str | None) -> None:
         raise _Unfit(fact)
 
 
-def _mask(arguments: _Arguments) -> tuple[MaskKind, Tensor | None]:
-    mask = arguments.attn_mask
+def _mask(args: _Arguments) -> tuple[MaskKind, Tensor | None]:
+    mask = args.attn_mask
     if isinstance(mask, CausalBias):
         top_left = mask.variant == CausalVariant.UPPER_LEFT
         return ("causal" if top_left else "causal_bottom_right"), None
     if mask is None:
-        return ("causal" if arguments.is_causal else "none"), None
+        return ("causal" if args.is_causal else "none"), None
     return ("bool" if mask.dtype is torch.bool else "additive"), mask
 
 

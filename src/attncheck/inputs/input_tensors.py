@@ -103,7 +103,7 @@ class Inputs:
         return self.q.device
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor by name: q, k, v and, where there are any, q_descale …, x, sink and dout."""
+        """Return every tensor that is not None by name, q, k and v first."""
         named = {"q": self.q, "k": self.k, "v": self.v}
         if self.descale is not None:
             named |= {f"{name}_descale": getattr(self.descale, name) for name in named}
@@ -111,7 +111,7 @@ class Inputs:
         return named | {name: tensor for name, tensor in more.items() if tensor is not None}
 
     def to(self, device: str | torch.device) -> Inputs:
-        """The same numbers on another device."""
+        """Return the same numbers on another device."""
         return self._with(lambda tensor: tensor.to(device))
 
     def clone(self) -> Inputs:
@@ -131,7 +131,7 @@ class Inputs:
         descale: Descale | None = None,
         **tensors: torch.Tensor | None,
     ) -> Inputs:
-        """These Inputs with other tensors, or of another Problem; checked like any.
+        """Return these Inputs with other tensors, or of another Problem; checked like any.
 
         What is None stays as it is.
         """
@@ -212,7 +212,7 @@ def unrounded_inputs(problem: Problem) -> Inputs:
 
 
 def round_inputs(exact: Inputs, problem: Problem) -> Inputs:
-    """fp64 Inputs rounded once to the storage format of ``problem``, as ``draw`` says."""
+    """Return fp64 Inputs rounded once to the storage format of ``problem``, as ``draw`` says."""
     fmt = problem.formats.storage
     stored, scales = {}, {}
     for name, values in exact.tensors().items():

@@ -153,7 +153,7 @@ def largest_share(parts: Iterable[Share | None]) -> Share | None:
 
 
 def share_in_problem(share: Share, rows: Rows, heads: int) -> Share:
-    """``share`` among ``(1, heads, rows, …)`` of some rows, with its place in the whole problem."""
+    """Return ``share`` of ``(1, heads, rows, …)``, some rows, with its place in the problem."""
     head = rows.heads[share.place.head]
     query = int(rows.query[share.place.query])
     where = Place(batch=head // heads, head=head % heads, query=query, dim=share.place.dim)

@@ -177,7 +177,7 @@ class _AllowedRows:
     def of(
         cls, known: Conditions, out: Tensor, lse: Tensor | None, slope: Tensor | None
     ) -> _AllowedRows:
-        """``known`` with these allowances; without ``lse`` none of LSE."""
+        """Return ``known`` with these allowances; without ``lse`` none of LSE."""
         alive = known.seen.any(-1)
         if lse is None:
             lse = torch.full_like(known.lse, math.inf)
@@ -193,7 +193,7 @@ class _AllowedRows:
         )
 
     def evenly_spread(self, examined: int) -> _AllowedRows:
-        """As many of the rows, first and last among them, as make no more elements than that."""
+        """Return as many rows, first and last among them, as make no more elements than that."""
         heads, count, keys = self.weights.shape
         of_a_row = heads * keys * max(1, self.known.v.shape[-1])
         number = max(1, min(count, examined // of_a_row))
@@ -373,7 +373,7 @@ def _accumulator_bits(rows: _AllowedRows, exposed: int) -> int:
 
 
 def cut(values: Tensor, bits: int) -> Tensor:
-    """float64 ``values`` with the first ``bits`` significant bits alone: rounded toward zero.
+    """Return float64 ``values`` cut to their first ``bits`` significant bits.
 
     Normal numbers; the sign is apart from the significand, so that clearing bits lessens the size.
     """

@@ -71,7 +71,7 @@ class Sums:
     unknown: Tensor
 
     def spread(self, to: Tensor, count: int) -> Sums:
-        """Those of ``count`` heads: each one's added to number ``to``."""
+        """Return the sums of ``count`` heads: each one's added to number ``to``."""
 
         def of(x: Tensor) -> Tensor:
             whole = torch.zeros((count, *x.shape[1:]), dtype=torch.float64, device=x.device)
@@ -89,7 +89,7 @@ class Sums:
         )
 
     def plus(self, other: Sums) -> Sums:
-        """Both together; a name of parts may be in one alone."""
+        """Return both added up; a name of parts may be in one alone."""
         nothing = torch.zeros_like(self.lost)
         names = sorted(self.parts.keys() | other.parts.keys())
         return Sums(
@@ -145,12 +145,12 @@ def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
 
 
 def rounding_error(exact: Tensor, terms: dict[str, Tensor], fmt: Format) -> Tensor:
-    """B4 of a sum that is off by ``terms``."""
+    """Return B4 of a sum that is off by ``terms``."""
     return half_ulp(exact.abs() + sum(terms.values()), fmt)
 
 
 def partial_sum_error(size: Tensor, terms: dict[str, Tensor], parts: int, fmt: Format) -> Tensor:
-    """B39 of a sum that is added up in ``parts``, in ``fmt``, in any order; infinite beyond it.
+    """Return B39 of a sum added up in ``parts``, in ``fmt``, in any order; infinite beyond it.
 
     Args:
         size: Σ of the magnitudes of what is summed, which no partial sum passes.

@@ -101,7 +101,7 @@ class HeadPrecision:
     def with_ensemble(
         self, outs: Iterable[Tensor], truth: Tensor, counted: Tensor
     ) -> HeadPrecision:
-        """The same with ``spread`` over ideal kernels' ``outs``, each in the shape of ``truth``."""
+        """Return this with ``spread`` over ideal kernels' ``outs``, each of the shape of truth."""
         rmse = (head_rmse(out, truth, counted) for out in outs)
         ratio = rmse_over_ideal(self.rmse, rmse, self.lost)
         return replace(self, spread=torch.where(self.enough, ratio, math.nan))
@@ -205,7 +205,7 @@ def measure_precision(
     arithmetic: Arithmetic,
     emulation: Tensor | None,
 ) -> Precision:
-    """Precision as it is reported; arguments as those of ``measure_heads``.
+    """Return precision as it is reported; arguments as those of ``measure_heads``.
 
     ``emulation`` is out of the ideal kernel at the kernel's own tiling, where it declares one.
     """

@@ -71,7 +71,7 @@ class SavedErrors:
 def zero_elsewhere(
     known: GradientConditions, saved: SavedErrors, rows: Tensor
 ) -> tuple[GradientConditions, SavedErrors]:
-    """Both with 0 in all but ``rows``: nothing is NaN where no key is seen or nothing is known."""
+    """Return both with 0 in all but ``rows``: no NaN where no key is seen or nothing is known."""
 
     def of(x: Tensor) -> Tensor:
         return torch.where(rows[..., None] if x.dim() > rows.dim() else rows, x, 0.0)
@@ -108,7 +108,7 @@ class RecomputedWeights:
     exposed: Tensor
 
     def without(self, keys: Tensor) -> RecomputedWeights:
-        """The same with rows of which one of ``keys``, bool ``(heads, rows, kv)``, is unbounded."""
+        """Return these, rows with one of ``keys`` unbounded; bool ``(heads, rows, kv)``."""
         unbounded = self.unbounded | (keys & self.exposed).any(-1)
         live = self.live & ~unbounded[..., None]
         exact, moved, rounded = (

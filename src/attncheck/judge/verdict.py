@@ -76,7 +76,7 @@ class KernelResult:
                 )
 
     def forward(self) -> list[Compared]:
-        """out, and LSE where the kernel exposes it, beside the exact ones."""
+        """Return out, and LSE where the kernel exposes it, each with the exact one."""
         out, lse = self.allowance.out, self.allowance.lse
         both = [Compared.of("out", self.out, self.exact_out, out, self.alive)]
         if self.lse is not None and self.exact_lse is not None:
@@ -96,7 +96,7 @@ def judge_heads(result: KernelResult) -> HeadPrecision:
 def heads_with_ensemble(
     result: KernelResult, heads: HeadPrecision, outs: Iterable[Tensor]
 ) -> HeadPrecision:
-    """``heads`` compared with ``outs`` of ideal kernels at several tilings."""
+    """Compare ``heads`` with ``outs`` of ideal kernels at several tilings."""
     return heads.with_ensemble(outs, result.exact_out, result.forward()[0].counted)
 
 

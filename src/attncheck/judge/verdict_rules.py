@@ -107,7 +107,7 @@ class Compared:
     def of(
         cls, name: TensorName, got: Tensor, exact: Tensor, allowance: Tensor, alive: Tensor
     ) -> Compared:
-        """``got`` beside ``exact``; ``alive`` may be without the last axis."""
+        """Compare ``got`` with ``exact``; ``alive`` may be without the last axis."""
         alive = alive[..., None].expand_as(exact) if alive.dim() < exact.dim() else alive
         return cls(
             name=name,
@@ -136,7 +136,7 @@ class Compared:
 
 
 def nonfinite(compared: Compared) -> list[Finding]:
-    """NaN or infinite where the exact result is finite.
+    """Return findings of NaN or infinity where the exact result is finite.
 
     In a row without a finite allowance that is odd, and no more: a right kernel may overflow there.
     """
@@ -148,7 +148,7 @@ def nonfinite(compared: Compared) -> list[Finding]:
 
 
 def empty_rows(compared: Compared) -> list[Finding]:
-    """A row that sees no key is not exactly 0 in out, or not −∞ in LSE; NaN is neither.
+    """Return findings of rows that see no key and are not exactly 0, in LSE −∞; NaN is neither.
 
     So are gradients: of the query of such a row, of a key and value that no row sees, and of a
     captured number that no row reads for a key that it sees.
@@ -182,12 +182,12 @@ def _first_of(
 
 
 def structure(text: str) -> list[Finding]:
-    """An exact probe has another answer, as ``text`` says; nothing where that is empty."""
+    """Return a finding of ``text``, that an exact probe has another answer; none if empty."""
     return [Finding(status="fail", rule="structure", text=text)] if text else []
 
 
 def beyond_bound(share: Share | None, oracle_share: float) -> list[Finding]:
-    """Beyond the deterministic bound.
+    """Return a finding of a share beyond the deterministic bound.
 
     What is beyond it by less than the exact result's own error may be is not proven.
     """
@@ -217,7 +217,7 @@ def improbable_share(compared: Compared, allowance: Allowance) -> Share | None:
 
 
 def improbable(share: Share | None, *, generic: bool, proven: bool) -> list[Finding]:
-    """Beyond the probabilistic bound: of independent roundings with a chance below 1e-6 a problem.
+    """Return a finding of a share beyond the probabilistic bound: by chance below 1e-6 a problem.
 
     Structured inputs can make roundings agree with each other: there it is a warning.
     """
@@ -233,7 +233,7 @@ def improbable(share: Share | None, *, generic: bool, proven: bool) -> list[Find
 def imprecise_heads(
     heads: HeadPrecision, arithmetic: Arithmetic, *, generic: bool, proven: bool
 ) -> list[Finding]:
-    """Less accurate than ideal kernels and than predicted, in one head; one of the two is odd.
+    """Return findings of heads less accurate than ideal kernels, than predicted, or than both.
 
     Far less accurate than any ideal kernel is enough on generic inputs: the prediction takes errors
     that are equal for equal ones, and is large where they happen not to be.
@@ -278,7 +278,7 @@ def _imprecise_text(z: Tensor, spread: Tensor, wrong: Tensor) -> str:
 
 
 def residual(precision: Precision, arithmetic: Arithmetic, *, generic: bool) -> list[Finding]:
-    """Farther from the emulation at its own tiling than right kernels are: odd.
+    """Return a warning of out farther from its emulation than right kernels are.
 
     Of generic inputs alone: where a problem has few different roundings, one that falls the other
     way is a large part of the whole error.
@@ -294,7 +294,7 @@ def residual(precision: Precision, arithmetic: Arithmetic, *, generic: bool) -> 
 
 
 def undecidable(out: Compared, allowance: Allowance) -> list[Finding]:
-    """Reasons why nobody can tell whether the kernel is right."""
+    """Return the reasons why nobody can tell whether the kernel is right."""
     texts = []
     if not allowance.oracle_share <= PROVEN:
         texts.append(
@@ -311,7 +311,7 @@ def undecidable(out: Compared, allowance: Allowance) -> list[Finding]:
 
 
 def unbounded_gradient(compared: Compared) -> list[Finding]:
-    """A gradient that no bound can judge, as where a score lies at a jump of its mod."""
+    """Return a finding of a gradient that no bound can judge, as at a jump of a score's mod."""
     if not compared.nothing_counted():
         return []
     text = f"no element of {compared.name} has a finite allowance: a right kernel may give anything"
@@ -343,12 +343,12 @@ def _about(
 
 
 def element(tensor: TensorName, place: Place) -> str:
-    """An element as it is indexed: ``out[0, 3, 17, 5]``, ``lse[0, 3, 17]``."""
+    """Return an element as it is indexed: ``out[0, 3, 17, 5]``, ``lse[0, 3, 17]``."""
     return f"{tensor}{list(place.index(tensor))}"
 
 
 def number(value: float, within: float) -> str:
-    """``value`` with the digits that matter where ``within`` is allowed: two of it."""
+    """Return ``value`` with the digits that matter where ``within`` is allowed: two of it."""
     # Neither has a logarithm to count digits by.
     if not math.isfinite(value) or value == 0:
         return f"{value + 0.0:g}"  # −0 is 0

@@ -121,7 +121,7 @@ class _Part:
 
 
 def _refusal(node: ast.expr, fact: str, remedy: str) -> ProblemError:
-    """The error of what is wrong with ``node``, with its column and what to do."""
+    """Return the error of what is wrong with ``node``, with its column and what to do."""
     text = ast.unparse(node)
     short = text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
     return ProblemError(f"column {node.col_offset + 1}: `{short}` {fact}: {remedy}.")
@@ -149,7 +149,7 @@ def _as_real(part: _Part) -> _Part:
 
 
 def _promote(node: ast.expr, *parts: _Part) -> tuple[_Part, ...]:
-    """The parts as real numbers if one of them is."""
+    """Return the parts as real numbers if one of them is."""
     if any(part.kind == "truth value" for part in parts):
         raise _refusal(node, "computes with a truth value", "compare, join, or choose with those")
     real = any(part.kind == "real number" for part in parts)

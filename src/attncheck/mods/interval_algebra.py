@@ -118,7 +118,7 @@ class _Intervals(Enclosures[Interval]):
         )
 
     def exact(self, node: Node | None, values: Values) -> Interval:
-        """Numbers as a kernel holds them: subnormal ones or 0."""
+        """Return numbers as a kernel holds them: subnormal ones or 0."""
         known, fmt = Interval.of(values), None if node is None else self._formats[node]
         return known if fmt is None else self._held(known, fmt)
 
@@ -148,7 +148,7 @@ class _Intervals(Enclosures[Interval]):
         return Whole(*elementwise_pair(_toward_zero, np.int64, value.pairs))
 
     def convert(self, node: Node, values: list[Interval]) -> list[Interval]:
-        """Operands as real numbers of the format in which an operation is computed."""
+        """Return operands as real numbers of the format in which an operation is computed."""
         fmt = self._formats[node] or self._widest
         if node.kind == "bool":
             # A whole number and a Python number are compared in torch's default dtype.

@@ -47,7 +47,7 @@ def none(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> 
 
 
 def alibi(slopes: Tensor) -> ScoreMod:
-    """Adds slopes[h] · (kv_idx − q_idx) (Press et al., "Train Short, Test Long", 2022, eq. 1).
+    """Add slopes[h] · (kv_idx − q_idx) (Press et al., "Train Short, Test Long", 2022, eq. 1).
 
     Args:
         slopes: One number a query head, fp32 (heads,).
@@ -56,7 +56,7 @@ def alibi(slopes: Tensor) -> ScoreMod:
 
 
 def bias(table: Tensor) -> ScoreMod:
-    """Adds table[b, h, q_idx, kv_idx], as the float ``attn_mask`` of torch's SDPA.
+    """Add table[b, h, q_idx, kv_idx], as the float ``attn_mask`` of torch's SDPA.
 
     Args:
         table: fp32 (batch or 1, heads or 1, query, kv).
@@ -66,12 +66,12 @@ def bias(table: Tensor) -> ScoreMod:
 
 
 def softcap(cap: float) -> ScoreMod:
-    """Bends scores into (−cap, cap): cap · tanh(score / cap) (Gemma 2 report, 2024, section 2)."""
+    """Bend scores into (−cap, cap): cap · tanh(score / cap) (Gemma 2 report, 2024, section 2)."""
     return lambda score, b, h, q_idx, kv_idx: cap * (score / cap).tanh()
 
 
 def relative_bias(table: Tensor) -> ScoreMod:
-    """Adds table[h, d + distance], d = kv_idx − q_idx clamped to ±distance (the bias of T5, 2020).
+    """Add table[h, d + distance], d = kv_idx − q_idx clamped to ±distance (the bias of T5, 2020).
 
     Args:
         table: fp32 (heads, 2·distance + 1).
@@ -87,7 +87,7 @@ def relative_bias(table: Tensor) -> ScoreMod:
 
 
 def temperature(temperature: float) -> ScoreMod:
-    """Divides every score by ``temperature``."""
+    """Divide every score by ``temperature``."""
     return lambda score, b, h, q_idx, kv_idx: score / temperature
 
 
@@ -112,7 +112,7 @@ def table_reader(table: Tensor) -> MaskMod:
 
 
 def chain_scores(first: ScoreMod, *rest: ScoreMod) -> ScoreMod:
-    """Applies the parts from left to right: ``chain_scores(f, g)`` is g(f(score))."""
+    """Apply the parts from left to right: ``chain_scores(f, g)`` is g(f(score))."""
 
     def chained(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         for part in (first, *rest):

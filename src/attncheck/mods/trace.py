@@ -221,7 +221,7 @@ class _Conversion:
 
 
 def _examples(arguments: Any) -> Any:
-    """``arguments`` with every traced value as it is on the example."""
+    """Return ``arguments`` with every traced value as it is on the example."""
     if isinstance(arguments, Traced):
         return arguments.example
     if isinstance(arguments, dict):

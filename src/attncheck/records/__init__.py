@@ -1,1 +1,1 @@
-"""What was measured, as plain data: every page, file and exit code is made from it."""
+"""Measurements as plain data: every page, file and exit code is made from them."""

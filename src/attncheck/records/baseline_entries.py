@@ -43,7 +43,7 @@ __all__ = [
 _SCHEMA = 1
 
 BASELINE_FILE = "attncheck-baseline.json"
-"""What the file is called, in the folder of the project."""
+"""Name of the file, in the folder of the project."""
 
 LARGEST_BASELINE = 2**26
 """Bytes of the largest baseline that is read: some 100,000 entries."""
@@ -52,12 +52,13 @@ Key: TypeAlias = tuple[str, str, str]
 """Kernel, Case, architecture."""
 
 _DIGITS = 6  # significant, of every number: a ten-thousandth of what chance moves, and short lines
+# Empty too: a kernel whose bits change from call to call has no digest to keep.
 _DIGEST = re.compile(r"(?:[0-9a-f]{32})?")
 _PAIR: TypeAlias = tuple[str, Any]
 
 
 class BaselineTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is kept of one tensor; the numbers of ``record.Accuracy``, and two measured.
+    """Kept numbers of one tensor; those of ``record.Accuracy``, and two measured.
 
     Attributes:
         rmse: Root mean square error.
@@ -109,7 +110,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def key(self) -> Key:
-        """What it is found by."""
+        """Key that it is looked up by."""
         return self.kernel, self.case, self.device
 
     def checked(self) -> Entry:
@@ -119,12 +120,12 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Baseline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a project's kernels could do.
+    """Results of a project's kernels at an earlier time.
 
     Attributes:
         schema: Version of this layout.
         attncheck: Version that wrote it.
-        environments: By ``fingerprint``.
+        environments: By ``environment_id``.
         entries: Sorted by their keys.
     """
 
@@ -135,24 +136,26 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def architecture(environment: Environment) -> str:
-    """What numbers are compared within: the GPU's compute capability, else the processor's kind."""
+    """Kind of device that numbers are compared on: a GPU's compute capability, or the processor."""
     return f"sm {environment.capability}" if environment.capability else environment.machine
 
 
 def environment_id(environment: Environment) -> str:
     """Eight hexadecimal digits that stand for ``environment``."""
+    # Eight are enough to tell the few environments of one file apart.
     return hashlib.sha256(msgspec.json.encode(environment)).hexdigest()[:8]
 
 
 def baseline_entries(
     records: Iterable[Record], environments: Mapping[str, Environment]
 ) -> tuple[Entry, ...]:
-    """What would be kept of ``records``, whether right or wrong, in their order.
+    """Return the entries of ``records``, whether right or wrong, in their order.
 
     Args:
         records: Answers to the question ``compare``; others are left out.
         environments: By the ids that the Records have.
     """
+    # Probes and relations are right or wrong: only comparisons have an accuracy to keep.
     compared = (record for record in records if record.case.get("question") == "compare")
     return tuple(_entry(record, environments[record.environment]) for record in compared)
 
@@ -164,10 +167,11 @@ def make_baseline(
 
     Args:
         kept: Each key once.
-        environments: By ``fingerprint``; those that no entry names are left out.
+        environments: By ``environment_id``; those that no entry names are left out.
         attncheck: The version that writes it.
     """
     ordered = tuple(entry.checked() for entry in sorted(kept, key=lambda entry: entry.key))
+    # Entries that were replaced leave their environments behind.
     named = sorted({entry.versions for entry in ordered})
     return Baseline(
         attncheck=attncheck,
@@ -178,6 +182,7 @@ def make_baseline(
 
 def baseline_text(baseline: Baseline) -> str:
     """``baseline`` as JSON, one entry and one environment a line."""
+    # Not json.dumps with an indent: version control merges line by line.
     environments = [
         f"{json.dumps(name)}: {_line(one)}" for name, one in baseline.environments.items()
     ]
@@ -189,7 +194,7 @@ def baseline_text(baseline: Baseline) -> str:
 
 
 def read_baseline(source: Path | str) -> Baseline:
-    """The Baseline that ``written`` wrote.
+    """The Baseline that ``baseline_text`` wrote.
 
     Args:
         source: A Path is read, a str is the JSON itself.
@@ -228,6 +233,7 @@ def _entry(record: Record, environment: Environment) -> Entry:
         status=record.status,
         digest=record.digest if isinstance(record.digest, str) else "",
         tensors=_held(record),
+        # Infinite where nothing is allowed, and then no number to compare with later.
         over_bound=None if over is None or not math.isfinite(over) else _short(over),
         versions=environment_id(environment),
     ).checked()
@@ -253,6 +259,7 @@ def _held(record: Record) -> dict[TensorName, BaselineTensor]:
 
 
 def _short(number: float) -> float:
+    # Through text: what is read back is the very number that was kept.
     return float(f"{number:.{_DIGITS}g}")
 
 
@@ -296,7 +303,7 @@ def _check(baseline: Baseline) -> None:
 
 
 def _is_asked(entry: Entry) -> bool:
-    """Whether its Case is one, and the one whose id it has."""
+    """Return whether its Case is one, and the one whose id it has."""
     from attncheck.inputs.problem import Case
 
     try:
@@ -308,6 +315,7 @@ def _is_asked(entry: Entry) -> bool:
 def _possible(entry: Entry) -> bool:
     numbers = [entry.over_bound or 0.0]
     for held in entry.tensors.values():
+        # 0.0 for None: what is not there cannot be wrong.
         numbers += [held.rmse, held.ideal or 0.0, held.floor or 0.0]
         numbers += [held.relative, held.freedom, *held.ensemble]
     finite = all(math.isfinite(number) and number >= 0 for number in numbers)

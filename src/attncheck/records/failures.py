@@ -40,6 +40,7 @@ MOST_KEPT = 200
 _SCHEMA = 1
 _LARGEST = 2**22  # bytes of one failure, case or problem
 _MOST_FILES = 2000  # that are looked through for an id
+# The alphabet of base 32, as short ids have it: no path looks like one.
 _ID = re.compile(r"[a-z2-7]{10}")
 
 
@@ -72,7 +73,7 @@ class KeptFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reproduction:
-    """What is to be asked again.
+    """A failure to reproduce.
 
     Attributes:
         case: The Case, as JSON.
@@ -92,7 +93,7 @@ class Reproduction:
 
 
 def is_id(text: str) -> bool:
-    """Whether ``text`` is an id of a Case or of a failure, and not a file."""
+    """Return whether ``text`` is an id of a Case or of a failure, and not a file."""
     return _ID.fullmatch(text) is not None
 
 
@@ -106,6 +107,7 @@ def keep_failure(
     Raises:
         UsageError: where the directory cannot be written to, or for an id that is none.
     """
+    # It becomes the name of a file, which must not lead out of the folder.
     if not is_id(failed.id):
         raise UsageError(f"{one_line(failed.id)!r} is no id: it has ten letters and digits.")
     text = json_numbers.to_json_text(failed)
@@ -134,7 +136,7 @@ def load_failure(source: Path | str) -> KeptFailure:
 def find_reproduction(
     wanted: str, reports: Path | str = "reports", kernel: str = ""
 ) -> Reproduction:
-    """What is meant by an id, or what a file says.
+    """Return the failure that an id or a file names.
 
     Args:
         wanted: The id of a failure or of a Case, which is looked for in ``reports``/failures and
@@ -156,6 +158,7 @@ def find_reproduction(
     if not candidates:
         raise UsageError(_unknown(wanted, reports, files, broken))
     named = [one for one in candidates if one.kernel == kernel]
+    # A kernel that never failed the Case may be asked it too, to compare the two.
     if kernel:
         return (
             named[0]
@@ -183,6 +186,7 @@ def _by_age(folder: Path) -> list[Path]:
 
 def _failed(data: Any, name: str) -> KeptFailure:
     schema = data.get("schema") if isinstance(data, dict) else None
+    # True equals 1 in Python, and is no version.
     if schema != _SCHEMA or isinstance(schema, bool):
         fact = f"schema is {schema!r}, this version reads {_SCHEMA}"
         raise UsageError(json_numbers.refusal_message(name, "failure", fact))
@@ -191,12 +195,13 @@ def _failed(data: Any, name: str) -> KeptFailure:
         failed = msgspec.convert(data | {"record": record}, KeptFailure)
     except (msgspec.ValidationError, RecursionError) as error:
         raise UsageError(json_numbers.refusal_message(name, "failure", str(error))) from None
+    # Raises for a Case without a problem, here and not where it is shown later.
     problem_of(failed.record)
     return failed
 
 
 def _of_file(path: Path) -> Reproduction:
-    """What a file asks for, by what is in it."""
+    """Read the failure in a file, by what the file holds."""
     data = json_numbers.read_json(path, "failure, case or problem", _LARGEST)
     name = json_numbers.source_name(path)
     keys = set(data) if isinstance(data, dict) else set()
@@ -224,7 +229,7 @@ def _of_failure(failed: KeptFailure, path: Path) -> Reproduction:
 
 
 def _mentioned(path: Path, wanted: str, broken: list[str]) -> Iterator[Reproduction]:
-    """What one file holds under an id; why it cannot be read goes to ``broken``."""
+    """Yield what one file holds under an id; why it cannot be read goes to ``broken``."""
     try:
         with path.open("rb") as file:
             text = file.read(LARGEST_REPORT + 1)
@@ -262,13 +267,15 @@ def _of_report(report: Report, wanted: str, path: Path) -> Iterator[Reproduction
 
 
 def _device(report: Report, record: Record) -> str:
+    # The failure is of the device that it was seen on, whatever is here now.
     return "cpu" if report.environments[record.environment].device == "cpu" else "cuda"
 
 
 def _option(typed: str, name: str) -> str:
-    """What follows an option in a command line; empty where it is not there."""
+    """Return the value of an option in a command line; empty where it is not there."""
     try:
         words = shlex.split(typed)
+    # Unbalanced quotes: a file that somebody edited may hold anything.
     except ValueError:
         return ""
     for word, following in zip(words, [*words[1:], ""], strict=True):

@@ -42,6 +42,7 @@ that nothing was scored."""
 
 OUTCOMES: tuple[FaultOutcome, ...] = FaultOutcome.__args__  # type: ignore[attr-defined]  # a Literal has them
 
+# What was not asked, or changes no bit, nobody can catch: it counts for neither side.
 SCORED: frozenset[FaultOutcome] = frozenset({"caught", "missed"})
 """Those of faults that a suite was asked about."""
 
@@ -71,7 +72,7 @@ class WrongAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class PeerVerdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What another project's rule said of the problems that were asked.
+    """Verdicts of another project's rule on the problems.
 
     Attributes:
         rule: Its name.
@@ -83,11 +84,12 @@ class PeerVerdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     rule: str
     problems: int = 0
     caught: bool = False
+    # A rule that refuses right kernels too would catch everything, and tell nothing.
     alarms: int = 0
 
 
 class Detection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a fault was caught.
+    """The way in which a fault was caught.
 
     Attributes:
         first: The first wrong answer.
@@ -97,6 +99,7 @@ class Detection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     first: WrongAnswer
     shrunk: WrongAnswer | None = None
+    # Apart from the seconds of the score: the fault is caught by then.
     shrinking: float = 0.0
 
 
@@ -113,7 +116,7 @@ class FaultScore(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         device: ``cpu`` or ``cuda``.
         dtype: In which it was asked; empty for all that it takes.
         tier: How hard.
-        outcome: See ``Outcome``.
+        outcome: See ``FaultOutcome``.
         reason: Why there is no score, in one line.
         problems: Questions asked until it was caught, that one counted; all where it was not.
         seconds: That these took, with describing the kernel and drawing them, without shrinking.
@@ -148,6 +151,7 @@ class FaultScore(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     environment: str = ""
 
 
+# A suite that flags every kernel catches every fault: controls tell it from a good one.
 class ControlScore(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A change that leaves a kernel right: whether something flagged it.
 
@@ -201,6 +205,7 @@ class Total(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     missed: int = 0
     equivalent: int = 0
     unscored: int = 0
+    # Medians: one fault that takes all questions would hide the rest in a mean.
     seconds: float | None = None
     problems: float | None = None
     named_first: int = 0
@@ -234,6 +239,7 @@ class FaultReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     started: str = ""
     seconds: float = 0.0
     environments: dict[str, Environment] = {}
+    # An interrupted run writes its scores too: they must not look like all of them.
     unfinished: int = 0
     unfinished_because: str = ""
     scores: tuple[FaultScore, ...] = ()
@@ -242,7 +248,7 @@ class FaultReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class OwnTestsScore(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What somebody's own tests made of one fault.
+    """Score of somebody's own tests on one fault.
 
     Attributes:
         fault, category: Which.
@@ -262,12 +268,13 @@ class OwnTestsScore(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     status: Literal["caught", "missed", "not shown", "not reached", "not scored"]
     reason: str = ""
     tests: tuple[str, ...] = ()
+    # A call that went to the suite's own function says nothing of the planted kernel.
     left: tuple[str, ...] = ()
     seconds: float = 0.0
 
 
 class OwnTestsReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What somebody's own tests made of the planted faults.
+    """Score of somebody's own tests on the planted faults.
 
     Attributes:
         schema: Version of this layout.
@@ -304,6 +311,7 @@ class SmallestFault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """
 
     size: float | None
+    # Sizes are tried on a scale: the least that is seen lies between the two.
     below: float | None
     question: str = ""
     asked: int = 0
@@ -311,7 +319,7 @@ class SmallestFault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class FaultSensitivity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How small one fault is still seen in one dtype.
+    """Smallest size at which one fault is still seen in one dtype.
 
     Attributes:
         fault: Its id.
@@ -322,7 +330,7 @@ class FaultSensitivity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         device: Where.
         questions: How many the gate has, of which the rules are asked ``plain``.
         plain: Comparisons and probes of attention.
-        rules: By rule, ``OURS`` among them.
+        rules: By rule, ``ATTNCHECK_RULE`` among them.
         seconds: That all this took.
     """
 
@@ -333,6 +341,7 @@ class FaultSensitivity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     tier: str
     device: str
     questions: int
+    # Rules of other projects compare tensors: they cannot be asked a relation.
     plain: int
     rules: dict[str, SmallestFault]
     seconds: float = 0.0

@@ -84,6 +84,7 @@ def _records(report: Report | GateReport) -> Iterable[Record]:
 
 def _with_numbers(data: dict[str, Any], kind: type) -> dict[str, Any]:
     """``data`` with numbers for JSON's words (``"nan"``), where a number can stand."""
+    # Only there: a kernel called "nan" keeps its name.
     changes: dict[type, dict[str, Callable[[Any], Any]]] = {
         Report: {"records": json_numbers.words_to_record_numbers},
         GateReport: {"answers": _answer, "changes": _change},

@@ -96,9 +96,10 @@ class ProblemSummary(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def _has_usual_scale(self) -> bool:
-        """Whether the scale is 1/√head_dim in fp32; of a softmax there is none."""
+        """Return whether the scale is 1/√head_dim in fp32; of a softmax there is none."""
         if self.operation == "softmax":
             return True
+        # Without numpy: reports are read where it need not be loaded.
         (usual,) = struct.unpack("<f", struct.pack("<f", self.head_dim**-0.5))
         return bool(self.scale == usual)
 

@@ -49,6 +49,7 @@ it was asked once more alone; ``unsupported``: said beforehand; ``error``: raise
 ``timeout``, ``oom``: its process died, did not come back in time, or had no memory left; ``oracle
 disagrees``: the truth itself is in doubt, and nothing is said of the kernel."""
 
+# Not "oracle disagrees": that tells of the truth, and nothing of the kernel.
 FAILED_STATUSES: frozenset[Status] = frozenset({"fail", "error", "crash", "timeout", "oom"})
 """Those that fail a kernel."""
 
@@ -56,8 +57,9 @@ UNTRUSTED_STATUSES: frozenset[Status] = FAILED_STATUSES | {"oracle disagrees"}
 """Those after which nobody may say that what was asked holds."""
 
 
+# Here and below unknown fields are refused: a later version must not be read by half.
 class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the numbers depend on besides the Case.
+    """Settings that the numbers depend on besides the Case.
 
     Attributes:
         device: ``cpu`` or the GPU's own name.
@@ -70,6 +72,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     device: str
     capability: str = ""
+    # Other architectures have other vector instructions, and so other bits on a CPU.
     machine: str
     python: str
     torch: str
@@ -77,6 +80,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     numpy: str
     attncheck: str
     cuda: str = ""
+    # A repair changes what the interpreter computes: results belong to it.
     interpreter: tuple[str, ...] = ()
 
 
@@ -99,6 +103,7 @@ class OutErrors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """
 
     rmse: float
+    # No kernel whose output has this format can do better.
     floor_rmse: float
     ideal_rmse: float
     max_error: float
@@ -107,6 +112,7 @@ class OutErrors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     input_rmse: float
     elements: int
     nonfinite: int = 0
+    # Out is 0 there by definition: anything else is a mistake, and no rounding.
     dead_rows: int = 0
     dead_rows_wrong: int = 0
 
@@ -153,7 +159,7 @@ class GradientErrors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class ErrorMap(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where in out the errors are: the largest |error| ÷ allowance of each part of it.
+    """Map of the errors in out: the largest |error| ÷ allowance of each part of it.
 
     Attributes:
         rows: Query rows of one cell, the last one's may be fewer.
@@ -183,11 +189,12 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     sentence: str
     share: float
     explains_all: bool
+    # msgspec makes a new one for each Struct: the default is not shared.
     parameters: dict[str, int | float | str] = {}
 
 
 class TileMap(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which tiles of rows and keys the error is from, as far as out and LSE tell.
+    """Tiles of rows and keys that the error is from, as far as out and LSE tell.
 
     Attributes:
         rows: Query rows of one cell, the last one's may be fewer.
@@ -202,7 +209,7 @@ class TileMap(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What may be wrong with a kernel.
+    """Fault models that explain the error of a kernel.
 
     Attributes:
         ranked: The best first; none where no fault model explains anything to speak of.
@@ -214,6 +221,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """
 
     ranked: tuple[Explanation, ...]
+    # Models may coincide on these problems: then the first is no better than the next.
     tied: int
     tried: int
     problems: int = 1
@@ -221,7 +229,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Accuracy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How large the errors of one tensor are, and how much of that is chance.
+    """Size of the errors of one tensor, and how much of it is chance.
 
     Attributes:
         rmse: Root mean square error.
@@ -234,6 +242,7 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     rmse: float
     relative: float
     freedom: float
+    # Other tilings are as right: how far these lie apart is chance.
     ensemble: tuple[float, ...]
 
 
@@ -298,10 +307,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         absent: Kernels that can run nothing here → why (one line each).
     """
 
+    # Readers refuse every other number: a field may have changed its meaning.
     schema: int = 3
+    # Without paths, since a report is passed on: it must not tell of somebody's disk.
     command: str
     environments: dict[str, Environment]
     kernels: dict[str, str]
+    # Here and not among the records: no Case was asked, so there is none to name.
     absent: dict[str, str]
     records: tuple[Record, ...]
 

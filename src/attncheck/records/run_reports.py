@@ -27,7 +27,7 @@ __all__ = [
 
 
 Stage = Literal["contract", "probes", "bounds", "properties", "memory", "determinism", "baseline"]
-"""What is asked, in this order."""
+"""Questions, in this order."""
 
 STAGES: tuple[Stage, ...] = Stage.__args__  # type: ignore[attr-defined]  # a Literal has them
 
@@ -70,7 +70,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     Attributes:
         kernel: The kernel.
         case_id: The Case.
-        standing: See ``Standing``.
+        standing: See ``BaselineStanding``.
         reason: Why, in one line: by what numbers.
         before, after: RMSE of out; None where it was not measured.
     """
@@ -84,7 +84,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class BaselineComparison(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What has become of the cases of a baseline.
+    """Changes in the cases of a baseline.
 
     Attributes:
         schema: Version of this layout.
@@ -134,15 +134,18 @@ class GateReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     kernels: dict[str, str]
     absent: dict[str, str] = {}
     stages: tuple[Stage, ...] = STAGES
+    # Beside the answers, so that a gate that was cut short cannot look finished.
     planned: dict[Stage, int] = {}
     unfinished: int = 0
     unfinished_because: str = ""
+    # Apart: a broken harness must look neither like a broken kernel nor like a pass.
     harness: tuple[str, ...] = ()
     baseline: str = ""
     changes: tuple[Change, ...] = ()
     answers: tuple[Answer, ...] = ()
 
 
+# Not frozen, unlike the others: it is counted up while the tests run.
 class Tally(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Problems that one kernel was asked.
 
@@ -159,6 +162,7 @@ class Tally(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     @property
     def total(self) -> int:
         """Problems that were answered: refusals do not count."""
+        # A refusal is said beforehand: the kernel was asked nothing.
         return sum(count for status, count in self.problems.items() if status != "unsupported")
 
     def add(self, other: Tally) -> None:
@@ -236,6 +240,7 @@ def join_property_reports(reports: Sequence[PropertyReport]) -> PropertyReport:
         environment=reports[0].environment,
         tier=reports[0].tier,
         processes=max(one.processes for one in reports),
+        # The runs came one after the other, so their times add up.
         seconds=sum(one.seconds for one in reports),
         untaken=untaken,
         outcomes=tuple(sorted(last.values(), key=lambda one: (one.file, one.test, one.kernel))),

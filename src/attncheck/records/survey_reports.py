@@ -56,7 +56,7 @@ class Distance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Rows(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What became of the rows that see a key.
+    """Results in the rows that see a key.
 
     Attributes:
         total: How many there are.
@@ -68,6 +68,7 @@ class Rows(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     total: int
     nonfinite: int = 0
+    # Apart from other NaNs: some oracles must overflow, by their definition.
     overflowed: int = 0
     vanished: int = 0
     dead_wrong: int = 0
@@ -115,12 +116,14 @@ class Agreement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     variant: str
     distribution: str
     oracles: tuple[str, ...]
+    # A logarithm, since the distance at many digits is below the smallest float.
     log10: float | None
     infinite: int = 0
     furthest: str | None = None
 
     def holds(self, digits: int) -> bool:
-        """Whether every distance is at most 10^-digits."""
+        """Return whether every distance is at most 10^-digits."""
+        # None: the distance of every number is 0.
         return not self.infinite and (self.log10 is None or self.log10 <= -digits)
 
 
@@ -146,6 +149,7 @@ class OracleReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     command: str
     environment: Environment
     mpmath: str
+    # With either the digits are the same; gmpy2 takes less time.
     backend: str
     digits: int
     # Fewer than ``digits``: the last ones are rounding of the many digits themselves.
@@ -180,19 +184,20 @@ class ProvenError(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     at: Place | None
     a_priori: float | None = None
     elements: int
+    # Counted, not left out: a Certificate with one of them does not hold.
     unproven: int = 0
     unbounded: int = 0
 
 
 class Certificate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is proven of one float64 oracle on one Case.
+    """Proven error of one float64 oracle on one Case.
 
     Attributes:
         case_id, case: The Case and its short id.
         variant: The plan's name for the mask and score mod; ``softmax`` for that operation.
         distribution: Of the inputs, as in the Case.
         oracle: Its name; ``truth`` is the one that kernels are compared with.
-        out, lse: See ``Proven``.
+        out, lse: See ``ProvenError``.
         rows: Rows of the Case.
         proven_rows: Those that were enclosed: all of a small Problem, a sample of a large one's.
     """
@@ -205,10 +210,12 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     out: ProvenError
     lse: ProvenError
     rows: int
+    # Balls take far longer than floats: of a large Problem a sample must do.
     proven_rows: int
 
     def holds(self, limit: float) -> bool:
-        """Whether all of it is proven to be at most this part of its allowance."""
+        """Return whether all of it is proven to be at most this part of its allowance."""
+        # What is not proven may be anything, so it counts against the oracle.
         return all(
             not part.unproven and (part.share is None or part.share <= limit)
             for part in (self.out, self.lse)
@@ -216,7 +223,7 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def within_a_priori(self) -> bool:
-        """Whether no proven error is beyond what is assumed of the oracle without a proof."""
+        """Return whether no proven error is beyond what is assumed without a proof."""
         parts = (self.out.a_priori, self.lse.a_priori)
         return all(part is None or part <= 1 for part in parts)
 
@@ -253,7 +260,7 @@ class CertificateReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class ModAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one backend makes of a mod, compared with what the callable itself says.
+    """Result of one backend on a mod, compared with that of the callable itself.
 
     Attributes:
         status: ``equal``; ``different``; ``unknown`` where it differs nowhere, but somewhere
@@ -262,6 +269,7 @@ class ModAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             line.
     """
 
+    # Backends that enclose may abstain, which is neither right nor wrong.
     status: Literal["equal", "different", "unknown", "unsupported", "error"]
     detail: str = ""
 
@@ -302,12 +310,14 @@ class ModReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     command: str
     environment: Environment
     mpmath: str
+    # Without its folder: a report is passed on.
     file: str
     shape: str
     backends: dict[str, str]
     records: tuple[ModRecord, ...]
 
 
+# One character each, so that a row of tiles is a text that reads as a picture.
 EMPTY, PARTIAL, FULL = "0", "1", "2"
 """Kinds of tile in a map."""
 
@@ -333,6 +343,7 @@ class BlockRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     block_kv: int
     total: int
     empty: int
+    # At a ragged edge a kernel has to mask even what the mask shows whole.
     partial: int
     full: int
     sparsity: float
@@ -378,7 +389,7 @@ FIELDS: dict[str, str] = {
     "sentinel": "score of a hidden key",
     "subnormals": "what becomes of numbers below the smallest normal one",
 }
-"""What is read, in this order, and what each is."""
+"""Parts that are read, in this order, and what each is."""
 
 ReadingVerdict = Literal["agrees", "finer", "differs", "not declared", "not seen"]
 """A reading beside the declaration: the same; less error than is declared; another thing, or more
@@ -390,7 +401,7 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     Attributes:
         field: A name in ``FIELDS``.
-        standing: See ``Standing``.
+        standing: See ``ReadingVerdict``.
         read: What was read; empty where nothing was.
         declared: What the kernel declares; empty for nothing.
         reason: Why nothing was read, or what is to be said of it.

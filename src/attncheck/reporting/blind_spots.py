@@ -71,7 +71,7 @@ def _spots(records: Iterable[Record]) -> Iterator[tuple[Record, BlindSpot]]:
 
 
 _Fact = tuple[str, bool]
-"""What a fault is called, and whether it would have shown; nothing where nobody could ask."""
+"""A fault's name, and whether it would have shown; nothing where nobody could ask."""
 _NOTHING: _Fact = ("", False)
 
 

@@ -108,7 +108,7 @@ def check_section(records: list[Record]) -> Section:
 
 
 def check_verdict(report: Report, command: str) -> Document:
-    """What comes below the questions: the worst case, how to see it again, the verdict.
+    """Parts below the questions: the worst case, how to see it again, the verdict.
 
     Args:
         report: All Records.
@@ -196,7 +196,7 @@ def _sentence(report: Report) -> Verdict:
 
 
 def _blind(report: Report) -> str:
-    """What no question would have noticed; nothing where not all of them were asked."""
+    """Faults that no question would have noticed; nothing where not all of them were asked."""
     # Questions that were chosen by hand are not meant to see everything.
     words = shlex.split(report.command)
     if any(word.partition("=")[0] == _OPTION for word in words):
@@ -266,7 +266,7 @@ def _worst(judgement: Judgement, worst: Worst) -> Section:
 
 
 def _budget(worst: Worst) -> list[Section]:
-    """What is allowed there, the largest part first."""
+    """Parts of the allowance there, the largest first."""
     if not worst.budget:
         return []
     total = sum(worst.budget.values())

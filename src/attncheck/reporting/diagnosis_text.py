@@ -186,7 +186,7 @@ def _judgement_facts(judgement: Judgement) -> Iterator[tuple[str, str]]:
 
 
 def _source(judgement: Judgement, worst: Worst) -> str:
-    """Where the allowance comes from."""
+    """Sources of the allowance."""
     if judgement.rule == "relation":
         exactly = " (bit for bit)" if worst.allowance == 0 else ""
         return exactly or " (the judge's bounds of the runs that are compared)"

@@ -48,7 +48,7 @@ STYLES: dict[Look, str] = {
 """rich's words for each look, on a terminal."""
 
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 352.0, 12.0, 208.0
-"""Where the axes of a ``Chart`` are, in the drawing's own units."""
+"""Place of a ``Chart``'s axes, in the drawing's own units."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +278,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What it comes to: a word such as ``FAIL``, and the rest of the sentence."""
+    """The verdict: a word such as ``FAIL``, and the rest of the sentence."""
 
     word: str
     text: str

@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 PASSED, FAILED, USAGE, INCOMPLETE, UNTESTED, INTERRUPTED = 0, 1, 2, 3, 5, 130
-"""What the command line may end with; 3 also where the infrastructure failed."""
+"""Exit codes of the command line; 3 also where the infrastructure failed."""
 
 
 def exit_code(report: msgspec.Struct) -> int:

@@ -41,7 +41,7 @@ _DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2")  # the most e
 
 
 def results_table(report: GateReport, kernel: str) -> Table:
-    """How ``kernel`` answered, by mask and score mod and by dtype."""
+    """Results of ``kernel``, by mask and score mod and by dtype."""
     counts: dict[str, dict[str, Counter[Status]]] = {}
     for answer in questions(report):
         if answer.record.kernel == kernel:
@@ -72,7 +72,7 @@ def _mods(problem: ProblemSummary) -> str:
 def _result(
     count: Counter[Status], failing: frozenset[Status], doubtful: frozenset[Status]
 ) -> Cell:
-    """How it went: a sign that says the colour, a count, and the same in words."""
+    """Cell of a result: a sign that says the colour, a count, and the same in words."""
     total = count.total()
     if not total:
         return Cell("", "dim", "not asked")

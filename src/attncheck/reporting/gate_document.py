@@ -169,7 +169,7 @@ def failure_card(report: GateReport, group: FailureGroup, *, drawn: bool = False
 
 
 def not_covered(report: GateReport) -> Iterator[str]:
-    """What was not looked at, and why, a line each."""
+    """Cases that were not looked at, and why, a line each."""
     yield from (f"the gate itself: {line}" for line in report.harness)
     if report.unfinished:
         why = f": {report.unfinished_because.rstrip('.')}" if report.unfinished_because else ""
@@ -198,7 +198,7 @@ def not_covered(report: GateReport) -> Iterator[str]:
 
 
 def _run_facts(report: GateReport) -> Iterator[str]:
-    """When, how long and how fast; then where."""
+    """Date, duration and speed of the run; then its environment."""
     parts = [f"tier {report.tier}", report.started, number_text.duration(report.seconds).strip()]
     parts += [*_pace(report), *([f"part {report.shard}"] if report.shard else [])]
     yield " · ".join(parts)
@@ -268,7 +268,7 @@ def _counts(report: GateReport, *, reading: bool = False) -> Section:
 
 
 def _counters(report: GateReport) -> Iterator[tuple[str, int, Look]]:
-    """What the page begins with; what there is none of is left out, but for what was asked."""
+    """Head of the page; what there is none of is left out, but for what was asked."""
     status = Counter(answer.record.status for answer in questions(report))
     failing, doubtful = status_sides(report)
     yield "asked", status.total() - status["unsupported"], "plain"
@@ -286,7 +286,7 @@ def _counters(report: GateReport) -> Iterator[tuple[str, int, Look]]:
 
 
 def _baseline(report: GateReport) -> list[Section]:
-    """How many cases of each kernel stand how, then those that are worse or better."""
+    """Counts of each kernel's cases by change, then those that are worse or better."""
     if not report.changes:
         return []
     rows = []

@@ -62,7 +62,7 @@ _TESTED: frozenset[Status] = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """What fails a gate besides what is wrong.
+    """Conditions that fail a gate besides what is wrong.
 
     Attributes:
         strict: Whether ``warn`` and ``inconclusive`` do.
@@ -92,17 +92,17 @@ class FailureGroup:
 
     @property
     def shown(self) -> Answer:
-        """What a reader is shown: the smallest there is."""
+        """The Record that a reader is shown: the smallest there is."""
         return self.smallest or self.answer
 
     @property
     def id(self) -> str:
-        """What ``attncheck repro`` is asked for; the Case's id where nothing is kept."""
+        """The argument of ``attncheck repro``; the Case's id where nothing is kept."""
         return self.shown.failure or self.answer.failure or self.shown.record.case_id
 
 
 def policy_of(report: GateReport) -> Policy:
-    """What the command line of ``report`` asked for."""
+    """Conditions that the command line of ``report`` set."""
     typed = report.command[:_LONGEST_COMMAND]
     try:
         words = shlex.split(typed)
@@ -202,7 +202,7 @@ def status_sides(report: GateReport) -> tuple[frozenset[Status], frozenset[Statu
 
 
 def failure_groups(report: GateReport) -> tuple[FailureGroup, ...]:
-    """What fails, worst first: alike answers of one kernel as one."""
+    """Failures, worst first: alike ones of one kernel as one."""
     answers = questions(report)
     failing = failing_statuses(answers, policy_of(report))
     # By kernel too: another kernel may have shrunk the same Case to something else.

@@ -56,7 +56,7 @@ def html_text(document: Document) -> str:
 
 
 def _harmless(value: Any) -> Any:
-    """What an expression shows: text in one line; what is markup already is our own."""
+    """Return an expression's value as text in one line; what is markup already is our own."""
     return shortened(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 

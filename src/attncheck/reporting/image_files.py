@@ -164,7 +164,7 @@ class _Panel(NamedTuple):
 
 
 def is_mapped(record: Record) -> bool:
-    """Whether anything is known of where its error is."""
+    """Return whether anything is known of where its error is."""
     return bool(_panels(record))
 
 
@@ -310,7 +310,7 @@ def _edges(cells: int, step: int, size: int) -> list[int]:
 
 
 def _ticks(edges: Sequence[int]) -> tuple[list[float], list[str]]:
-    """Where numbers stand, and which: between cells; of cells that are one each, in their middle.
+    """Places and numbers of the ticks: between cells; of cells that are one each, in their middle.
 
     So many that they have room.
     """

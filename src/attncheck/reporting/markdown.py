@@ -26,7 +26,7 @@ def markdown_text(document: Document) -> str:
 
 
 def cut_markdown(text: str, largest: int, more: str) -> str:
-    """What ``largest`` bytes hold of a page, in whole lines, and where the rest is.
+    """Return as much of a page as ``largest`` bytes hold, in whole lines, and where the rest is.
 
     Args:
         text: The page.
@@ -99,7 +99,7 @@ def _listed(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _table(table: Table) -> Iterator[str]:
-    """What rows share stands in columns of its own, and their remarks in a last one."""
+    """Table in which rows share their common columns, and have their remarks in a last one."""
     remarks = any(row.remarks for row in table.rows)
     words = [True] * len(table.groups) + [column.words for column in table.columns]
     names = [*table.groups, *(column.heading for column in table.columns)]

@@ -285,7 +285,7 @@ def _time(record: Record) -> Cell:
 
 
 def _remarks(record: Record) -> Iterator[Note]:
-    """What the numbers alone would hide."""
+    """Remarks on what the numbers alone would hide."""
     out, lse = record.out, record.lse
     if out and out.elements == 0:
         yield Note("nothing to compare: no row sees a key", "bad")

@@ -91,13 +91,13 @@ def rule_id(record: Record) -> str:
 
 
 def rule_text(record: Record) -> str:
-    """What that means, in a sentence."""
+    """Its meaning, in a sentence."""
     rule = record.judgement.rule if record.judgement else ""
     return RULES[rule] if rule else STATUSES[record.status]
 
 
 def footnote(record: Record) -> str:
-    """Why the record has its status, in one line; empty where a pass needs no reason."""
+    """Reason for the record's status, in one line; empty where a pass needs none."""
     judgement = record.judgement
     if record.status not in JUDGED or judgement is None:
         return "" if record.status in JUDGED else record.reason or "no reason given"

@@ -30,7 +30,7 @@ _LONGEST = 28
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where the marks of one variant and head arrangement stand, in every panel alike.
+    """Place of the marks of one variant and head arrangement, in every panel alike.
 
     Attributes:
         label: The variant, with sizes that differ from those of the panel's title.
@@ -80,7 +80,7 @@ class Mark:
 
     @property
     def middle(self) -> float:
-        """Where on the x axis it stands."""
+        """Position on the x axis."""
         return sum(self.reach) / 2
 
 
@@ -114,7 +114,7 @@ class PlotColumn:
 
     @property
     def ends(self) -> tuple[float, float]:
-        """Where it begins and ends, with half a gap on either side; at least two slots apart."""
+        """Its two ends, with half a gap on either side; at least two slots apart."""
         used = self.slots[-1].left + 1
         spare = max(0.0, 2 - used) / 2
         return -GAP / 2 - spare, used + GAP / 2 + spare
@@ -138,7 +138,7 @@ class Plot:
 
 
 def measured(report: Report) -> bool:
-    """Whether any cell of ``report`` has numbers."""
+    """Return whether any cell of ``report`` has numbers."""
     return any(record.status in JUDGED and record.out for record in report.records)
 
 
@@ -288,7 +288,7 @@ def figure(report: Report) -> Any:
 
 
 class _Frame:
-    """How many inches go where: panels share what the margins leave, or the page grows."""
+    """Inches of each part: panels share what the margins leave, or the page grows."""
 
     def __init__(self, panels: int, bottom: float) -> None:
         self.panels, self.bottom = panels, bottom

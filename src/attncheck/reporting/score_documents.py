@@ -177,7 +177,7 @@ def _fault(score: FaultScore, rules: list[str]) -> Row:
 
 
 def _cost(score: FaultScore | ControlScore, *, scored: bool) -> tuple[Cell, Cell]:
-    """How many problems it took, and how many seconds."""
+    """Problems and seconds that it took."""
     if not scored:
         return _DASH, _DASH
     return Cell(str(score.problems)), Cell(f"{score.seconds:.1f}")
@@ -231,7 +231,7 @@ _TEST_LOOKS: dict[str, Look] = {"caught": "good", "missed": "bad", "not scored":
 
 
 def own_tests_document(report: OwnTestsReport) -> Document:
-    """What somebody's own tests made of the planted faults."""
+    """Score of somebody's own tests on the planted faults."""
     categories = dict.fromkeys(score.category for score in report.scores)
     totals = [
         *(_by_status(one, [s for s in report.scores if s.category == one]) for one in categories),
@@ -299,7 +299,7 @@ def _by_status(name: str, scores: Sequence[OwnTestsScore]) -> Row:
 
 
 def sensitivity_document(report: SensitivityReport) -> Document:
-    """How small each continuous fault may be and is still seen, by dtype and rule."""
+    """Smallest size at which each continuous fault is still seen, by dtype and rule."""
     sections = []
     for dtype in dict.fromkeys(one.dtype for one in report.seen):
         faults = [one for one in report.seen if one.dtype == dtype]
@@ -466,7 +466,7 @@ _MOST = 50  # of a standing that asks for nothing, on a page; the JSON has all
 
 
 def baseline_document(report: BaselineComparison) -> Document:
-    """What has become of each case, the worst first."""
+    """Change of each case, the worst first."""
     sections = []
     for standing in _STANDING_LOOKS:
         changes = [change for change in report.changes if change.standing == standing]

@@ -77,7 +77,7 @@ _LEAST_UNITS = 0.01
 
 
 def oracle_document(report: OracleReport) -> Document:
-    """How far each float64 oracle is from the exact result, by case and oracle."""
+    """Distance of each float64 oracle from the exact result, by case and oracle."""
     agreements = {agreement.case_id: agreement for agreement in report.agreements}
     sections = []
     for title, cases in _by_case(report.records).items():
@@ -146,7 +146,7 @@ def _units(units: float) -> str:
 
 
 def _apart(agreement: Agreement | None, report: OracleReport) -> Cell:
-    """How far the recurrences are apart in many digits."""
+    """Distance between the recurrences in many digits."""
     if agreement is None:
         return _DASH
     text = "infinite" if agreement.infinite else "0"
@@ -295,7 +295,7 @@ _ANSWERS: dict[str, Cell] = {
 
 
 def mod_document(report: ModReport) -> Document:
-    """What each backend makes of a file's mods: a row a mod and backend, so that it fits."""
+    """Results of each backend on a file's mods: a row a mod and backend, so that it fits."""
     columns = (
         Column("mod", words=True, cut=True),
         Column("kind", words=True),
@@ -412,7 +412,7 @@ _VERDICT_LOOKS: dict[ReadingVerdict, Look] = {
 
 
 def fingerprint_document(report: FingerprintReport) -> Document:
-    """What was read of a kernel's arithmetic, beside what it declares."""
+    """Measured arithmetic of a kernel, beside what it declares."""
     declared = (
         f"declared in {record.dtype}: {record.arithmetic}"
         for record in report.records

@@ -205,7 +205,7 @@ def _picture_lines(picture: Picture, width: int) -> Iterator[Text]:
 
 
 class _Layout:
-    """Which columns of tables alike are shown, and how wide each is.
+    """Columns that tables alike show, and the width of each.
 
     Attributes:
         shown: Places of the columns.

@@ -52,6 +52,7 @@ def weighted(
 
     What is not finite among the values goes to the rows that see it, and to no other.
     """
+    # 0 · NaN is NaN: a product would bring it to every row.
     odd = ~torch.isfinite(values)
     out = product(weights, torch.where(odd, 0.0, values))
     for j in odd.any(-1).flatten(0, -2).any(0).nonzero().flatten().tolist():
@@ -107,6 +108,7 @@ def _rows(stored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     x = stored.float()
     maximum = x.amax(-1)
     base = torch.where(torch.isneginf(maximum), 0.0, maximum)
+    # By float64, which is as good as rounding the exact value once.
     e = torch.exp((x - base[:, None]).double()).float()
     total = e.sum(-1)
     dead = total == 0
@@ -206,6 +208,7 @@ class Pass:
         self.q = padded(kernel.operand(inputs.q.float(), fmt), self.tile.block_query)
         self.k = padded(kernel.operand(inputs.k.float(), fmt), self.tile.block_kv)
         self.v = padded(kernel.operand(inputs.v.float(), fmt), self.tile.block_kv)
+        # Looked at once: the way around what is not finite costs a product for each such key.
         self.v_is_finite = bool(torch.isfinite(self.v).all())
         self.steps = steps = kernel.steps
         own_mask = steps.mask and steps.mask(problem, self.device)
@@ -230,6 +233,7 @@ class Pass:
         """Whole tiles of query rows: as many at a time as scores may be held."""
         per_block = self.problem.batch * self.problem.heads
         per_block *= self.tile.block_query * self.tile.block_kv
+        # Whole tiles, so that a row's bits do not depend on how many are computed at a time.
         step = max(1, _SCORES_AT_A_TIME // per_block) * self.tile.block_query
         last = self.q.shape[2]
         return [slice(i, min(i + step, last)) for i in range(0, last, step)]
@@ -238,6 +242,7 @@ class Pass:
         """Tiles of keys in the order of the tiling."""
         size = self.tile.block_kv
         tiles = [slice(start, start + size) for start in range(0, self.k.shape[2], size)]
+        # A kernel that goes from the last key on rounds its running sums in that order.
         return tiles[::-1] if self.tile.reverse else tiles
 
     def _rows(self, rows: slice) -> Outputs:
@@ -258,6 +263,7 @@ class Pass:
         maximum, total = q.new_full(shape, first), q.new_zeros(shape)
         if self.sink is not None and self.steps.sink:
             maximum = self.sink[:, None].expand(shape)
+            # exp of the sink relative to itself is 1; a sink of −∞ weighs nothing.
             total = (~torch.isneginf(maximum)).to(total.dtype)
         return _Running(maximum, total, q.new_zeros((*shape, self.problem.value_dim)))
 
@@ -269,6 +275,7 @@ class Pass:
         at = Index(
             b=torch.arange(problem.batch, device=self.device).view(-1, 1, 1, 1),
             h=torch.arange(problem.heads, device=self.device).view(1, -1, 1, 1),
+            # Clamped, so that a mod reads no tensor of its own beyond the end.
             q_idx=row.clamp(max=problem.query - 1).view(1, 1, -1, 1),
             kv_idx=key.clamp(max=problem.kv - 1).view(1, 1, 1, -1),
         )
@@ -380,6 +387,7 @@ class Pass:
             out = out if self.steps.normaliser == 1.0 else out * self.steps.normaliser
         out = torch.where(dead[..., None], 0.0, out * self.factors.out[..., None])
         log = torch.log(torch.where(dead, 1.0, run.total).double()).float()
+        # LSE is natural, and without a mod the maximum is of q·k before the scale.
         unit = 1.0 if self.in_nats else self.factors.scale
         lse = torch.where(dead, -math.inf, run.maximum * unit + log)
         return Outputs(out.to(self.problem.formats.output.torch_dtype), lse)
@@ -393,6 +401,7 @@ class Pass:
         batch, heads, length, inner = rows.shape
         blocks = length // self.tile.block_query
         tiles = rows.reshape(batch * heads * blocks, self.tile.block_query, inner)
+        # One product a tile: torch may sum a larger matrix in another order.
         repeated = columns.flatten(0, 1).repeat_interleave(blocks, dim=0)
         return self.kernel.product(tiles, repeated).view(batch, heads, length, -1)
 
@@ -449,6 +458,7 @@ class _BackwardPass(Pass):
     def gradients(self) -> Outputs:
         problem, blocks = self.problem, self.row_blocks()
         dtype, scale = problem.formats.storage.torch_dtype, self.factors.scale[..., None]
+        # dK and dV are running sums: the order of the rows is part of their bits.
         parts = {rows.start: self._rows_of(rows) for rows in self._in_order(blocks)}
         dq = torch.cat([parts[rows.start] for rows in blocks], dim=2)[:, :, : problem.query]
         dk = self.dk[:, :, : problem.kv]
@@ -560,6 +570,7 @@ class _BackwardPass(Pass):
         at_sink = sink[:, None].expand_as(lse)
         exponent = (at_sink - finite(lse)) * self.factors.log2_e
         p = power_of_two(self.kernel.exp2, exponent, at_sink)
+        # A sink has no value: its dP is 0.
         terms = self.kernel.dscores(p, torch.zeros_like(p), self.delta[:, :, : lse.shape[2]])
         size = self.tile.block_query
         sums = _in_tiles(padded(terms[..., None], size), size).sum((-2, -1))
@@ -685,6 +696,7 @@ class Ideal(Subject):
         """Nothing is prepared: the call does everything."""
 
         def call() -> Outputs:
+            # The formulas are written out: autograd would only keep what nobody asks for.
             with torch.no_grad(), fp32_products("ieee"):
                 if inputs.problem.operation == "softmax":
                     return ideal_softmax(inputs)
@@ -709,6 +721,7 @@ class Ideal(Subject):
         if fmt.name == "tf32":
             return _to_tf32(values, truncate=self._tf32 == "truncate")
         if fmt.saturates:
+            # torch's cast to fp8 would make NaN or ∞ of what is beyond its range.
             values = torch.where(values.isinf(), values, values.clamp(-fmt.max, fmt.max))
         return values.to(fmt.torch_dtype).float()
 
@@ -807,6 +820,7 @@ def _to_tf32(values: torch.Tensor, *, truncate: bool) -> torch.Tensor:
     dropped = FORMATS["fp32"].significand - FORMATS["tf32"].significand
     bits = values.contiguous().view(torch.int32)
     if not truncate:
+        # With the last kept bit this is half a unit for odd numbers: ties go to even.
         half_less_one = (1 << (dropped - 1)) - 1
         bits = bits + half_less_one + ((bits >> dropped) & 1)
     kept = (bits & -(1 << dropped)).view(torch.float32)

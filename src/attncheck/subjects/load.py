@@ -97,6 +97,7 @@ class Candidate:
 
     def _instance(self, convention: str | None) -> object:
         """The object, or the Subject that it makes."""
+        # Of another convention the object is the kernel itself, also one that takes no arguments.
         if convention not in {None, "native"} or not _is_factory(self.target):
             return self.target
         assert callable(self.target)
@@ -122,6 +123,7 @@ class Candidate:
         )
         if self.backward is not None:
             options = replace(options, backward=self.backward)
+        # What every Subject does is no difference, and a Subject is adopted only without any.
         if native:
             return replace(
                 options,
@@ -188,11 +190,13 @@ def load_candidate(kernel: str, convention: str | None = None) -> Candidate:
     if is_reference(kernel):
         target = _import_reference(kernel, f"kernel {kernel!r}")
         return Candidate(kernel=kernel, target=target, name=kernel, entry=kernel)
+    # The project's own table comes before a package's: it is nearer to who asks.
     project, points = read_configuration(), entry_points().get(kernel, ())
     table, what, folder = project.kernels.get(kernel), f"kernel {kernel!r}", project.folder
     if table is not None:
         entry = _from_folder(table.entry, folder)
         target = _import_entry(entry, folder, what)
+    # Which of two packages won would depend on the order of installation.
     elif len(points) > 1:
         values = " and ".join(sorted(point.value for point in points))
         raise UsageError(f"{what} is several entry points: {values}; uninstall all but one.")
@@ -234,6 +238,7 @@ def _from_folder(entry: str, folder: Path) -> str:
 def _import_reference(kernel: str, what: str) -> Any:
     """The object of ``file.py::name`` or ``package.module:name``."""
     file, _, name = kernel.partition(":")
+    # The commonest slip: import would speak of a module called "mine.py".
     if file.endswith(".py") and not name.startswith(":"):
         raise UsageError(f"{what}: a file takes two colons: {file}::{name or 'NAME'}.")
     return (load_member if "::" in kernel else load_module_member)(kernel, what)
@@ -300,15 +305,16 @@ def _check_builtin(kernel: str, convention: str | None) -> None:
 
 def _check_spelling(kernel: str) -> None:
     """Raise UsageError for what was meant to be a file or module."""
+    # A plain word can only be a misspelt name: the list of names is the better message.
     if "/" not in kernel and "." not in kernel:
         return
-    wanted = f"{kernel}::NAME" if kernel.endswith(".py") else "FILE.py::NAME"
+    correct = f"{kernel}::NAME" if kernel.endswith(".py") else "FILE.py::NAME"
     module, dot, name = kernel.rpartition(".")
     if dot and "/" not in kernel and not kernel.endswith(".py"):
-        wanted = f"{module}:{name}"
+        correct = f"{module}:{name}"
     raise UsageError(
         f"kernel {kernel!r} is no kernel of attncheck's, and names no function of a file or "
-        f"module: write {wanted}."
+        f"module: write {correct}."
     )
 
 

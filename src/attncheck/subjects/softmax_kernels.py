@@ -52,7 +52,7 @@ class Softmax(Subject):
         return problem.operation == "softmax"
 
     def unsupported(self, problem: Problem, device: str) -> str | None:
-        """Takes every softmax."""
+        """Return None: it takes every softmax."""
         del problem, device
         return None
 
@@ -63,6 +63,7 @@ class Softmax(Subject):
         from attncheck.kernels.compilation import prepare_triton
 
         prepare_triton(device)
+        # Only now: a kernel is compiled or interpreted from its import on.
         from attncheck.kernels.softmax_forward import softmax
 
         chosen = launch_softmax(self._kind, problem.kv, problem.dtype, device)
@@ -85,6 +86,7 @@ def launch_softmax(kind: str, columns: int, dtype: str, device: str) -> Launch:
         return _whole_rows(columns, block)
     tiles = _TILES[kind][16 if dtype in {"fp16", "bf16"} else 32]
     rows, width, warps = next((tile for most, *tile in tiles if columns <= most), tiles[-1][1:])
+    # At most half a row, so that a second tile meets the first one's maximum and sum.
     small = max(32, block // 2)
     return Launch(block_rows=rows, block_columns=min(width, small), warps=warps)
 
@@ -136,7 +138,7 @@ class TorchSoftmax(Subject):
         return problem.operation == "softmax"
 
     def unsupported(self, problem: Problem, device: str) -> str | None:
-        """Takes every softmax."""
+        """Return None: it takes every softmax."""
         del problem, device
         return None
 

@@ -154,6 +154,7 @@ class Sdpa(Subject):
 
     def _garbage(self, problem: Problem, device: str) -> torch.Tensor | None:
         """Rows ``(batch, heads, query)`` that see no key, where cuDNN leaves finite garbage."""
+        # Under the top-left causal mask every row sees key 0.
         if self._backend != "cudnn" or problem.mask == FULL or is_causal(problem):
             return None
         dead = empty_rows(problem, device)
@@ -266,10 +267,11 @@ class Sdpa(Subject):
         """The same for q, k and v themselves: strides and alignment count too."""
         # The dispatcher is asked itself: its rules change with every release.
         with warnings.catch_warnings(record=True) as caught, self._settings(problem):
+            # A warning that was shown once would not come again.
             warnings.simplefilter("always")
             try:
                 chosen = torch._fused_sdp_choice(q, k, v, mask, **_arguments(problem))
-            except RuntimeError:
+            except RuntimeError:  # no kernel is left
                 chosen = None
         if chosen == self._kernel.value:
             return None
@@ -327,7 +329,7 @@ class Flex(Subject):
     captured = True
 
     def unsupported(self, problem: Problem, device: str) -> str | None:
-        """Takes every mask and score mod; wants head dimensions of at least 16 on CUDA."""
+        """Return what torch refuses: on CUDA head dimensions below 16, on a CPU gradients."""
         if problem.formats.scaled:
             return "takes no fp8 inputs with descales"
         if device == "cpu":
@@ -345,7 +347,7 @@ class Flex(Subject):
         return None
 
     def arithmetic(self, problem: Problem, device: str) -> Arithmetic:
-        """With the full tanh that torch calls; eager it divides P before it rounds it."""
+        """Arithmetic with the full tanh that torch calls; eager it divides P before rounding it."""
         assumed = with_full_tanh(super().arithmetic(problem, device), problem)
         return replace(assumed, normalised_weights=device == "cpu")
 
@@ -372,8 +374,11 @@ class Flex(Subject):
             ):
                 out, lse = function(*followed, score, blocks, problem.scale)
                 gradients = _gradients(out, lse, (*followed, *read), inputs)
-            found = Outputs(out.detach(), None if lse is None else lse.detach(), *gradients[:3])
-            return replace(found, dcaptured=_in_a_row(gradients[3:])) if read else found
+            outputs = Outputs(out.detach(), None if lse is None else lse.detach(), *gradients[:3])
+            if not read:
+                return outputs
+            dcaptured = torch.cat([gradient.float().flatten() for gradient in gradients[3:]])
+            return replace(outputs, dcaptured=dcaptured)
 
         if device.type != "cpu":
             _compile_now(call)
@@ -399,6 +404,7 @@ def _gradients(
 @contextlib.contextmanager
 def _followed(read: Sequence[torch.Tensor]) -> Iterator[None]:
     """Within, gradients of ``read``, the very tensors that a mod captures, are asked for."""
+    # A mod closes over these tensors: it would never read copies that require gradients.
     alone = [tensor for tensor in read if not tensor.requires_grad]
     try:
         for tensor in alone:
@@ -407,11 +413,6 @@ def _followed(read: Sequence[torch.Tensor]) -> Iterator[None]:
     finally:
         for tensor in alone:
             tensor.requires_grad_(False)  # noqa: FBT003  (torch's own has no name in its stubs)
-
-
-def _in_a_row(gradients: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Of all numbers, fp32."""
-    return torch.cat([one.float().flatten() for one in gradients])
 
 
 def _attention(
@@ -463,6 +464,7 @@ def _compile_now(call: Call) -> None:
     Raises Refused where torch's compiler finds no tiles that fit the GPU, or does not add up what a
     score mod reads twice.
     """
+    # Not at the top: it brings torch's compiler, which takes longer to import than torch.
     from torch._inductor.exc import InductorError
 
     with warnings.catch_warnings():

@@ -55,7 +55,7 @@ class Varlen(Flash):
     backward = True
 
     def unsupported(self, problem: Problem, device: str) -> str | None:
-        """Takes what is documents, padding, or a band in each whole sequence."""
+        """Return why it is refused: masks other than documents, padding, or one band a sequence."""
         packed = pack(problem)
         if packed is None:
             return f"the mask {problem.mask} names documents or padding more than once"
@@ -80,8 +80,10 @@ class Varlen(Flash):
         tiling = super().tiling(problem, device)
         packed = _packed(problem)
         places = zip(packed.places(), packed.lengths(), strict=True)
+        # A document without rows or keys has no tile, wherever it begins.
         starts = {key for (_, _, key), lengths in places if min(lengths) > 0}
         moved = tiling is not None and any(start % tiling.block_kv for start in starts)
+        # A tile of the ideal kernel begins at a multiple of its size, in every sequence.
         return None if moved else tiling
 
     def launch(self, problem: Problem, device: str) -> Launch:
@@ -105,6 +107,7 @@ class Varlen(Flash):
         from attncheck.kernels.compilation import prepare_triton
 
         prepare_triton(device)
+        # Triton is ready from here on: what follows imports kernels.
         layout, chosen = packed_layout(problem), self.launch(problem, device)
         tensors = layout.queries(inputs.q), layout.keys(inputs.k), layout.keys(inputs.v)
         of_both = {"scale": problem.scale, "sink": inputs.sink}
@@ -164,7 +167,7 @@ def _packed(problem: Problem) -> PackedProblem:
 
 
 def _alone(problem: Problem) -> Problem:
-    """As long, of one sequence in which nothing is hidden."""
+    """The Problem of one sequence as long, in which nothing is hidden."""
     return problem.replace(batch=1, mask=FULL, score=NONE, dcaptured=False)
 
 
@@ -293,7 +296,7 @@ class Decode(Flash):
         return super().concerns(problem.replace(paging=None))
 
     def unsupported(self, problem: Problem, device: str) -> str | None:
-        """Takes up to ``MOST_ROWS`` rows a kv head, and else what the other forwards take."""
+        """Return why it is refused: above ``MOST_ROWS`` rows a kv head, or as by other forwards."""
         rows = problem.query * problem.group
         if rows > MOST_ROWS:
             return f"query · group = {rows}: it is for decoding, at most {MOST_ROWS}"
@@ -324,7 +327,7 @@ class Decode(Flash):
         return super().tiling(problem, device) if self._parts(problem, device) == 1 else None
 
     def launches(self, problem: Problem, device: str) -> Mapping[str, Subject]:
-        """With 1, 2, 3 and 7 splits, and with one more than there are blocks of keys."""
+        """Return it with 1, 2, 3 and 7 splits, and with one more than there are blocks of keys."""
         own = self.launch(problem, device)
         counts = dict.fromkeys((*_OTHER_SPLITS, _blocks(problem.kv, own.block_kv) + 1))
         return {
@@ -334,7 +337,7 @@ class Decode(Flash):
         }
 
     def arithmetic(self, problem: Problem, device: str) -> Arithmetic:
-        """That of the other forwards, and its splits; a sink is merged as one more."""
+        """The other forwards' arithmetic, and its splits; a sink is merged as one more."""
         assumed = super().arithmetic(problem, device)
         return replace(assumed, splits=self._parts(problem, device))
 

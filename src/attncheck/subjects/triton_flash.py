@@ -338,6 +338,7 @@ class Flash2(Flash):
         """With tiles half as long or half as wide, in the interpreter twice as large, and dense."""
         own = self.launch(problem, device)
         rows, keys = own.block_query, own.block_kv
+        # Either axis once: what depends on tiles shows, and each launch costs a run.
         sizes = [(rows // 2, keys), (rows, keys // 2)]
         if device == "cpu":  # on a GPU larger ones do not fit
             sizes.append((2 * rows, 2 * keys))

@@ -39,6 +39,7 @@ _LARGEST = 4  # of the whole numbers in q and k
 _DENOMINATOR = 4.0  # of them
 
 _U = FORMATS["fp32"].unit_roundoff
+# Both are derived at ``lse_interval``.
 _LSE_ULPS = 3.5
 _LSE_ABSOLUTE = (2 * 2 * KERNEL_FP32.ulps["exp2"] + 4) * _U
 
@@ -81,6 +82,7 @@ class ScoreInputs:
                 ("k", (dimensions.batch, dimensions.heads, dimensions.kv, _HEAD_DIM)),
             )
         )
+        # Exact in any order of sums: sixteen products of small multiples of 1/16.
         scores = torch.from_numpy(q) @ torch.from_numpy(k).mT
         return cls(torch.from_numpy(q), torch.from_numpy(k), scores)
 
@@ -148,6 +150,7 @@ def applied_score(
         inputs = Inputs(problem=problem, q=q, k=k, v=torch.zeros_like(k)).to(device)
         for r in range(dimensions.kv):
             keys = (row + r) % dimensions.kv
+            # In place: the mask captures this very tensor.
             key_of.copy_(keys)
             lse = _run(subject, inputs, device, executor).lse
             if lse is None:
@@ -194,6 +197,7 @@ def _problem(dimensions: Dimensions, *, value_dim: int, mask: Spec, score: Spec 
 
 
 def _run(subject: Subject, inputs: Inputs, device: str, executor: Executor) -> Any:
+    # A softmax, say, which has neither mask nor score mod.
     if not executor.concerns(subject, inputs.problem):
         raise NotMeasurable("unsupported", "attention in fp32 is no question for it")
     refusal = executor.refusal(subject, inputs.problem, device)
@@ -214,4 +218,5 @@ def _registered(
     try:
         yield Spec.of(name)
     finally:
+        # A later mod of this name would be taken for this one.
         del entries[name]

@@ -85,6 +85,7 @@ def fingerprint_kernel(
         subject=subject, dtype=dtype, device=device, executor=executor or InProcess()
     )
     try:
+        # All zeros: who does not take these takes no scene of this dtype.
         plain = runner.run(make_scene(dtype, *blank_inputs()))
     except Unanswered as error:
         return DtypeFingerprint(
@@ -186,6 +187,7 @@ class _Survey:
         return self._reading("exp2", read)
 
     def _row_sum(self, held: Grid | str) -> Reading:
+        # Where P stays in fp32, its sum is the same either way.
         if isinstance(held, str) or held.bits >= _FULL_BITS:
             return _unseen("row sum", reason=held if isinstance(held, str) else "P is not rounded")
 
@@ -194,15 +196,15 @@ class _Survey:
             if rounded is None:
                 output = dtype_named(self.runner.dtype).output.name
                 reason = f"there is no LSE, and out in {output} is too coarse"
-                return _unseen("row sum", reason=reason, declared=words[declared])
+                return _unseen("row sum", reason=reason, declared=phrases[declared])
             return Reading(
                 field="row sum",
                 standing="agrees" if rounded == declared else "differs",
-                read=words[rounded],
-                declared=words[declared],
+                read=phrases[rounded],
+                declared=phrases[declared],
             )
 
-        words = {True: "of rounded P", False: "of P unrounded"}
+        phrases = {True: "of rounded P", False: "of P unrounded"}
         declared = self.declared.sums_rounded_weights
         return self._reading("row sum", read)
 
@@ -335,11 +337,12 @@ def _compare_exponential(exponential: Exponential | None, declared: Arithmetic) 
         reason = "P is not rounded, and out is too coarse to show it"
         return _unseen("exp2", reason=reason, declared=stated)
     allowed = declared.exp2_ulps + _ARGUMENT + _DIVIDED * declared.normalised_weights
-    shown = math.floor(exponential.ulps * 100) / 100
+    # Down: what is read is at least so much.
+    ulps = math.floor(exponential.ulps * 100) / 100
     return Reading(
         field="exp2",
         standing="agrees" if exponential.ulps <= allowed else "differs",
-        read=f"{shown:g} ulp of {exponential.places:,} places",
+        read=f"{ulps:g} ulp of {exponential.places:,} places",
         declared=stated,
     )
 
@@ -355,6 +358,7 @@ def _compare_tile(tiles: Tiles, tiling: Tiling | None, declared: Arithmetic) -> 
     if tiling is not None:
         standing: ReadingVerdict = "agrees" if size == tiling.block_kv else "differs"
     else:
+        # Without a tiling only shorter steps than assumed matter: they round more often.
         shortest = min(b - a for a, b in zip((0, *tiles.starts), tiles.starts, strict=False))
         standing = "differs" if shortest < declared.block_kv else "not declared"
     read = f"{size} keys" if size else f"steps begin at {first}"
@@ -381,6 +385,7 @@ def _compare_parts(parts: list[tuple[Parts, int]], steps: Tiles | None) -> Readi
     )
     if len({each.count for each, _ in parts}) == 1 and first.count == 1:
         read = "1"
+    # O that is divided after every step looks like parts, one a step.
     if first.each_step:
         whole = steps is not None and steps.keys == first.keys and steps.starts == first.starts
         standing: ReadingVerdict = "agrees" if whole else "finer" if first.count == 1 else "differs"
@@ -414,14 +419,14 @@ def _round_number(above: float, below: float) -> str:
 
     Natural, or else in log2 units; empty where there is none.
     """
-    for unit, words in ((1.0, ""), (math.log(2.0), " in log2 units")):
+    for unit, suffix in ((1.0, ""), (math.log(2.0), " in log2 units")):
         low, high = -below / unit, -above / unit
         ten = math.floor(math.log10(high))
         for step in (10.0**ten, 10.0 ** (ten - 1)):
             number = math.ceil(low / step) * step
             alone = number == step == 10.0**ten or high < number + step
             if number <= high and alone:
-                return f"−{number:g}{words}".replace("e+0", "e").replace("e+", "e")
+                return f"−{number:g}{suffix}".replace("e+0", "e").replace("e+", "e")
     return ""
 
 
@@ -443,6 +448,7 @@ def _compare_subnormals(
         return _unseen("subnormals", reason="nothing shows them")
     stated = "kept" if counts or not lost else ""
     standing: ReadingVerdict = "differs" if counts else "not declared" if lost else "agrees"
+    # As wide as fp32, where flushing is allowed: keeping them agrees with nothing declared.
     if not lost and dtype.storage.min_exponent == _NARROWEST_RANGE:
         standing, stated = "not declared", ""
     return Reading(

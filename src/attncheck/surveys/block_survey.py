@@ -84,6 +84,7 @@ def survey_blocks(
         ProblemError: for one that does not fit the dimensions.
         UsageError: for tiles that are too many to be counted.
     """
+    # Before anything is built: a table of that many tiles might not fit.
     for rows, keys in blocks:
         tiles = -(-dimensions.query // rows) * -(-dimensions.kv // keys)
         tiles *= dimensions.batch * dimensions.heads
@@ -116,8 +117,8 @@ def _record(
 ) -> BlockRecord:
     kinds = block_mask(mod, dimensions, block_query=size[0], block_kv=size[1]).kinds
     # One table stands for all sequences, or heads, where the mask does not tell them apart.
-    alike = dimensions.batch // kinds.shape[0] * (dimensions.heads // kinds.shape[1])
-    empty, partial, full = (int((kinds == kind).sum()) * alike for kind in (EMPTY, PARTIAL, FULL))
+    copies = dimensions.batch // kinds.shape[0] * (dimensions.heads // kinds.shape[1])
+    empty, partial, full = (int((kinds == kind).sum()) * copies for kind in (EMPTY, PARTIAL, FULL))
     total = empty + partial + full
     return BlockRecord(
         block_query=size[0],
@@ -127,6 +128,7 @@ def _record(
         partial=partial,
         full=full,
         sparsity=empty / total,
+        # A mask that hides everything leaves no work to compare with.
         speedup=total / (total - empty) if total > empty else None,
         map=tuple("".join(map(str, row)) for row in kinds[0, 0].tolist()) if mapped else (),
     )

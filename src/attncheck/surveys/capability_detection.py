@@ -99,9 +99,8 @@ def trial_result(aspect: str, what: str, record: Record, problem: Problem | str)
     verdict, judgement = trial_verdict(record), record.judgement
     reason = record.reason
     if judgement is not None:
-        shows_rule = judgement.rule not in _OF_THE_CALL | {
-            "relation"
-        }  # the question's name says that
+        # That a relation failed is said by the question's name already.
+        shows_rule = judgement.rule not in _OF_THE_CALL | {"relation"}
         reason = f"{judgement.rule}: {judgement.reason}" if shows_rule else judgement.reason
     return TrialResult(
         aspect=aspect,
@@ -112,14 +111,14 @@ def trial_result(aspect: str, what: str, record: Record, problem: Problem | str)
     )
 
 
-def refused_result(aspect: str, what: str, said: str | Failure, problem: Problem) -> TrialResult:
+def refused_result(aspect: str, what: str, reply: str | Failure, problem: Problem) -> TrialResult:
     """Return the answer of a kernel that gave none: it refused, or raised."""
-    refuses = isinstance(said, str) or said.kind == "refused"
+    refuses = isinstance(reply, str) or reply.kind == "refused"
     return TrialResult(
         aspect=aspect,
         what=what,
         verdict="refuses" if refuses else "raises",
-        reason=said if isinstance(said, str) else said.message,
+        reason=reply if isinstance(reply, str) else reply.message,
         problem=str(problem),
     )
 
@@ -160,6 +159,7 @@ class Trial:
 
 def base_problems() -> Iterator[Problem]:
     """Yield problems of which the first that the kernel takes is changed from then on."""
+    # The likeliest first: each problem that is refused costs a call; some kernels are causal only.
     for mask in (_FULL, _CAUSAL):
         for length in LENGTHS:
             for head_dim in _BASE_DIMS:
@@ -219,6 +219,7 @@ def empty_row_trials(base: Problem) -> Iterator[Trial]:
 
 def _dtypes(device: str) -> Iterator[Trial]:
     for dtype in DTYPES.values():
+        # A CPU has no tf32 products: refusing them says nothing of the kernel.
         if dtype.measured and (dtype.name != "tf32" or device != "cpu"):
             yield Trial(aspect="dtypes", what=dtype.name, changes={"dtype": dtype.name})
 
@@ -234,6 +235,7 @@ def _head_dim(dims: int | tuple[int, int]) -> Trial:
 def _masks(length: int) -> Iterator[Trial]:
     first = length // 3
     window = Spec.of("sliding_window", window=_WINDOW)
+    # One of a single token: an end that is off by one shows.
     documents = Spec.of("document", lengths=[first, 1, length - first - 1])
     specs = {
         "full": _FULL,
@@ -279,7 +281,7 @@ KernelFactory = Callable[[str, ConventionOptions], Subject]
 
 
 class DetectedCapabilities(msgspec.Struct, frozen=True, kw_only=True):
-    """What a kernel takes.
+    """Capabilities of a kernel, and the trials that showed them.
 
     Attributes:
         convention: By which it was called.
@@ -319,12 +321,14 @@ def detect_capabilities(
     if base is None:
         return detection.result(None)
     detection.lse(base)
+    # Before the trials, whose causal masks would be judged at the wrong alignment.
     detection.causal(base)
     trials = all_trials(base, device)
     for each in (*trials, *length_trials(base.query)):
         detection.ask(each.aspect, each.what, each.of(base))
     detection.rectangular(base)
     detection.empty_rows(base)
+    # Last: relations need problems that are known to be taken.
     detection.strides()
     for promise in PROMISES:
         detection.promise(promise)
@@ -365,6 +369,7 @@ class _Detection:
         for convention in conventions:
             self._load(convention, self._options)
             base, verdict = self._first_taken_problem(convention)
+            # Right by one convention settles it; wrong numbers may come of another's reading.
             if base is not None and verdict == "takes":
                 return base
             if base is not None:
@@ -394,7 +399,7 @@ class _Detection:
 
     def _first_answer(self, convention: str, problem: Problem) -> TrialResult:
         record = self._record(problem, "base")
-        if record.status == "fail" and _of_lse(record) and not self._options.lse:
+        if record.status == "fail" and _lse_is_wrong(record) and not self._options.lse:
             record = self._try_options("lse", ("base2",), problem) or record
         self._exposes_lse = record.lse is not None
         return trial_result("convention", convention, record, problem)
@@ -406,8 +411,8 @@ class _Detection:
         self._advance("base")
         answer = executor.refusal(subject, problem, self._device)
         if answer is None:
-            given = executor.run(subject, inputs_room.draw_inputs(problem, self._device))
-            answer = given if isinstance(given, Failure) else None
+            result = executor.run(subject, inputs_room.draw_inputs(problem, self._device))
+            answer = result if isinstance(result, Failure) else None
         return None if answer is None else refused_result("convention", convention, answer, problem)
 
     def lse(self, base: Problem) -> None:
@@ -454,6 +459,7 @@ class _Detection:
             verdict = self.ask(each.aspect, each.what, problem)
             if verdict == "wrong" and not self._options.empty_row:
                 self._try_again("empty_row", EMPTY_ROWS[:-1], problem)
+            # One way to make such rows is enough; only who refuses it is asked in another.
             if verdict != "refuses":
                 return
 
@@ -467,6 +473,7 @@ class _Detection:
         for relation, problem in self._relations(promise):
             record = self._record(problem, relation, promising)
             answers.append(trial_result("promises", promise, record, f"{relation} of {problem}"))
+        # One answer a promise: the first that breaks it, or one that shows it kept.
         broken = [one for one in answers if one.verdict != "takes"]
         self._results += (broken or answers)[:1]
 
@@ -482,6 +489,7 @@ class _Detection:
         """Yield relations that a promise makes exact, each with a Problem that fits."""
         # Not the shortest, of which there is one tile.
         long = [p for p in self._taken if min(p.query, p.kv) >= min(LENGTHS)]
+        # The cheapest of them: each relation runs a problem several times.
         long.sort(key=_work)
         for relation in RELATIONS.values():
             fitting = (p for p in long if relation.unfit(p) is None)
@@ -525,6 +533,7 @@ class _Detection:
         case = Case(
             problem=problem,
             question=relation.name if relation else "compare",
+            # Any of its values would do: detection asks whether, not where it breaks.
             parameters={name: values[0] for name, values in numbers},
         )
         return run_case(kernel, case, device=self._device)
@@ -536,6 +545,6 @@ def _work(problem: Problem) -> int:
     return pairs * (problem.head_dim + problem.value_dim)
 
 
-def _of_lse(record: Record) -> bool:
+def _lse_is_wrong(record: Record) -> bool:
     judgement = record.judgement
     return bool(judgement and judgement.worst and judgement.worst.tensor == "lse")

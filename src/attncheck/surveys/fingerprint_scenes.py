@@ -72,26 +72,23 @@ class Scene:
     v: torch.Tensor
 
     def inputs(self, device: str = "cpu") -> Inputs:
-        """As a kernel reads them; raises ProblemError where the dtype does not hold them."""
+        """Return them as a kernel reads them; raises ProblemError where the dtype cannot."""
         fmt = self.problem.formats.storage
         tensors, scales = {}, {}
         for name in ("q", "k", "v"):
             values = getattr(self, name)
             if self.problem.formats.scaled:
-                # The largest binade of the format, so that the smallest numbers of the scene
-                # survive.
+                # To the largest binade of the format: the smallest numbers of the scene survive.
                 scale = _descale(values, fmt.max)
                 values = values / scale[:, None, None]
                 scales[name] = scale.float().expand(self.problem.batch, -1).contiguous()
             # A scene that is rounded on the way in would be read as the kernel's rounding.
             if not torch.equal(round_to(values, fmt), values):
                 raise ProblemError(f"{name} of this scene are not numbers of {fmt.name}.")
-            held = values.expand(self.problem.batch, -1, -1, -1)
-            tensors[name] = held.to(fmt.torch_dtype).contiguous()
-        made = Inputs(
-            problem=self.problem, **tensors, descale=Descale(**scales) if scales else None
-        )
-        return made.to(device)
+            batch = values.expand(self.problem.batch, -1, -1, -1)
+            tensors[name] = batch.to(fmt.torch_dtype).contiguous()
+        descale = Descale(**scales) if scales else None
+        return Inputs(problem=self.problem, **tensors, descale=descale).to(device)
 
 
 def make_scene(  # q, k and v, and what a Problem has besides
@@ -259,8 +256,8 @@ def read_grid(results: Sequence[float], b: int) -> Grid | None:
     }
     # Of eight numbers a coarser grid keeps one alone.
     for spacing in (2, 4, 8):
-        for rounding, held in rounded.items():
-            numbers = [held(x, spacing) for x in range(len(results))]
+        for rounding, to_grid in rounded.items():
+            numbers = [to_grid(x, spacing) for x in range(len(results))]
             if _classes(numbers) == classes and len(set(numbers)) > 1:
                 bits = b + 1 - int(math.log2(spacing))
                 return Grid(bits, "nearest" if rounding == "nearest" else "truncated")

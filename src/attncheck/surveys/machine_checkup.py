@@ -44,6 +44,7 @@ def check_machine() -> dict[str, Any]:
     device = default_device()
     try:
         prepare(device)
+    # The checkup goes on: torch's own kernels are worth knowing of all the same.
     except AttncheckError as error:
         ready = {"name": "triton", "ok": False, "finding": str(error)}
     else:
@@ -58,6 +59,7 @@ def check_machine() -> dict[str, Any]:
 
 def _assembler(device: str) -> list[dict[str, Any]]:
     """A warning of Triton's own ptxas, where it is not to be trusted; it concerns other kernels."""
+    # Nothing is assembled there.
     if device == "cpu" or not find_spec("triton"):
         return []
     from attncheck.kernels.compilation import replacement_assembler

@@ -138,8 +138,8 @@ class ModBackends:
     @property
     def agree(self) -> bool:
         """Return whether it was traced, and no backend that takes it differs or fails."""
-        taken = all(each.status in {"equal", "unsupported"} for each in self.backends)
-        return not self.reason and taken
+        agreed = all(each.status in {"equal", "unsupported"} for each in self.backends)
+        return not self.reason and agreed
 
 
 # ------------------------------------------------------------------ one mod by its backends
@@ -207,6 +207,7 @@ def _checked_expression(
     """Trace a mod; raises AttncheckError where it cannot be, or indexes outside a tensor."""
     kind = kind_of_mod(mod)
     expression = (trace_mask if kind == "mask" else trace_score)(mod, device)
+    # Beyond a tensor's end torch raises, and a kernel reads whatever lies there.
     check_index_ranges(expression, dimensions, f"{kind} {name!r}")
     return expression
 
@@ -225,6 +226,7 @@ def _backend(
     try:
         if kernel is None:
             return mpmath_backend(expression, mod, dimensions, device)
+        # What is allowed is computed on the CPU by NumPy, wherever the kernel runs.
         axes = [axis.numpy() for axis in _indices(dimensions, "cpu").axes]
         allowed = to_interval(expression, KERNEL_FP32)
         where = (dimensions, device, executor)
@@ -264,15 +266,16 @@ def mpmath_backend(
     """
     import mpmath
 
+    # A context of its own: the precision of others in this process stays.
     context = mpmath.MPContext()
     context.prec = _BITS
     exactly, indices = to_mpmath(expression, context), _indices(dimensions, "cpu")
     on_device = _indices(dimensions, device)
     axes = [axis.numpy() for axis in indices.axes]
     if expression.structure.inputs[0] != "score":
-        shown = call_mask(mod, on_device).expand(indices.shape).cpu().numpy()
-        meant = exactly(*axes)
-        return _compare_mask("mpmath", shown.astype(float), Truth(meant, ~meant))
+        visible = call_mask(mod, on_device).expand(indices.shape).cpu().numpy()
+        expected = exactly(*axes)
+        return _compare_mask("mpmath", visible.astype(float), Truth(expected, ~expected))
     inputs = (scores or ScoreInputs.draw(dimensions)).scores
     value = call_score_mod(mod, inputs.to(device), on_device).detach().cpu().numpy()
     allowed = to_interval(expression, TORCH_FP64)(inputs.numpy(), *axes)
@@ -282,8 +285,8 @@ def mpmath_backend(
     if in_torch.status == "different":
         return in_torch
     # What rounding to float64 moves it is no more than the last operation's own rounding.
-    meant = np.broadcast_to(exactly(inputs.numpy(), *axes).astype(float), value.shape)
-    in_mpmath = _compare_score("mpmath", meant, allowed)
+    rounded = np.broadcast_to(exactly(inputs.numpy(), *axes).astype(float), value.shape)
+    in_mpmath = _compare_score("mpmath", rounded, allowed)
     return in_mpmath if in_mpmath.status == "different" else in_torch
 
 
@@ -306,6 +309,7 @@ def _compare_mask(name: str, weights: Any, allowed: Truth) -> Backend:
 def _compare_score(name: str, values: Any, allowed: Interval) -> Backend:
     low, high = (np.broadcast_to(bound, values.shape) for bound in allowed.bounds())
     unknown = np.broadcast_to(allowed.unknown(), values.shape)
+    # NaN is inside no interval, and so differs unless nothing can be said.
     inside = (low <= values) & (values <= high)
     backend = _compare(name, ~inside & ~unknown, values, low, high)
     if backend.status == "equal" and unknown.any():
@@ -357,6 +361,7 @@ def survey_mods(
     """
     records = []
     for name, mod in mods.items():
+        # One at a time, so that ``done`` can tell of each.
         (result,) = compare_backends({name: mod}, subjects, device=device, dimensions=dimensions)
         # The command has refused such mods before; from Python it is said here.
         if result.reason:
@@ -469,6 +474,7 @@ def takes_any_mod(subject: Subject, device: str) -> bool:
         query=16,
         head_dim=16,
         dtype="fp32",
+        # None that a flag or a window could stand for.
         mask=Spec.of("expression", text="(q_idx + kv_idx) % 2 == 0"),
         score=Spec.of("softcap", cap=1.0),
     )

@@ -90,6 +90,7 @@ def certify_oracles(
 def _certify_problem(variant: str, problem: Problem) -> list[Certificate]:
     """One Certificate for each oracle."""
     case, pieces = Case(problem=problem), sampled_rows(problem, "cpu")
+    # The judge's own evidence, so that its own allowance is what is compared with.
     evidence = EvidenceBuilder(case, "cpu")
     by_oracle = {TRUTH: evidence.truth} | _dense_oracles(evidence.inputs)
     worst = {name: (_Worst(), _Worst()) for name in by_oracle}
@@ -127,15 +128,16 @@ def _dense_oracles(inputs: Inputs) -> dict[str, Outputs]:
     if scores > _MOST_DENSE or not samples_all_rows(problem, "cpu"):
         return {}
     softmax = problem.operation == "softmax"
-    every = oracles.SOFTMAXES if softmax else oracles.ORACLES
-    proven = (name for name in ORACLES if name in every and name != "streaming")
-    return {name: every[name](inputs) for name in proven}
+    by_name = oracles.SOFTMAXES if softmax else oracles.ORACLES
+    proven = (name for name in ORACLES if name in by_name and name != "streaming")
+    return {name: by_name[name](inputs) for name in proven}
 
 
 @dataclass(slots=True, eq=False)
 class _Worst:
     """The worst element so far."""
 
+    # Below any share, so that an error of 0 has a place too.
     share: float = -1.0
     error: float = 0.0
     allowance: float = 0.0
@@ -154,6 +156,7 @@ class _Worst:
         problem: Problem,
     ) -> None:
         """Add errors and bounds ``(heads, rows[, value_dim])``."""
+        # A ball without end proves nothing: it is counted, and never compared.
         known = error.isfinite()
         bounded = known & allowed.isfinite()
         self.elements += int(bounded.sum())

@@ -119,16 +119,16 @@ def oracle_plan(
 
     Raises UnknownName or ProblemError for what cannot be, before anything is computed.
     """
-    known = VARIANTS | {SHARP.name: SHARP}
+    variants_by_name = VARIANTS | {SHARP.name: SHARP}
     cells: list[Cell] = []
     for name in variants or default:
-        if name not in known:
-            raise UnknownName("variant", name, known)
-        every = tuple(distributions or DISTRIBUTIONS)
-        existing = tuple(d for d in every if known[name].exists(dtype, d))
+        if name not in variants_by_name:
+            raise UnknownName("variant", name, variants_by_name)
+        names = tuple(distributions or DISTRIBUTIONS)
+        existing = tuple(d for d in names if variants_by_name[name].exists(dtype, d))
         # By name it must exist: the Problem says why it does not.
         must = bool(variants) and (bool(distributions) or not existing)
-        for distribution in every if must else existing:
+        for distribution in names if must else existing:
             cells += plan_cells(
                 dtypes=(dtype,),
                 variants=() if name == SHARP.name else (name,),
@@ -215,6 +215,7 @@ def _survey_problem(
     results = {name: recurrence(numbers, inputs) for name, recurrence in recurrences.items()}
     # What the other recurrences are compared with, in as many digits.
     exact = results.pop(oracles.REFERENCE)
+    # Of a softmax out is p itself.
     spread = exact.out
     if not softmax:  # Σ_j p_j |v_j|, by the same recurrence
         sizes = inputs.replace(v=inputs.v.abs())
@@ -323,6 +324,7 @@ def _distance(
     finite = rows & np.isfinite(values) & _are_finite(exact) & _are_finite(sizes)
     worst, at = -1.0, None
     for index in zip(*np.nonzero(finite), strict=True):
+        # Below it float64 has fewer digits, which is no fault of an oracle.
         size = max(sizes[index], _SMALLEST_NORMAL)
         units = float(abs(exact[index] - float(values[index])) / size / _HALF_ULP)
         units = min(units, sys.float_info.max)  # JSON has no ∞

@@ -29,31 +29,31 @@ _CAUSAL_MASKS = ("causal", "causal_bottom_right")
 _FLAGS = ("gqa", "rectangular", "scale")
 
 
-def propose_table(probed: DetectedCapabilities, entry: str) -> tuple[Capabilities, Comments]:
+def propose_table(detection: DetectedCapabilities, entry: str) -> tuple[Capabilities, Comments]:
     """Return the table of what was found, and the lines to stand above its fields.
 
     Args:
-        probed: What was tried; it must take something.
+        detection: What was tried; it must take something.
         entry: How the table is to name the kernel.
     """
-    fields: dict[str, Any] = {"entry": entry, "convention": probed.convention or None}
+    fields: dict[str, Any] = {"entry": entry, "convention": detection.convention or None}
     comments: Comments = {}
     for name in (*_LISTS, *_FLAGS):
-        tried = [one for one in probed.tried if one.aspect == name]
+        tried = [one for one in detection.tried if one.aspect == name]
         fields[name] = _listed_values(name, tried) if name in _LISTS else _flag(tried)
         comments[name] = [
             *_fault_comments(tried),
             *(_mixed_comment(tried) if name in _FLAGS else ()),
         ]
-    fields["override"] = _overrides(probed, fields)
-    fields["length_multiple"] = _multiple(probed)
-    fields |= _convention_fields(probed)
-    fields["promises"], comments["promises"] = _promises(probed)
-    elsewhere = [one for one in probed.tried if one.aspect in _ELSEWHERE]
+    fields["override"] = _overrides(detection, fields)
+    fields["length_multiple"] = _multiple(detection)
+    fields |= _convention_fields(detection)
+    fields["promises"], comments["promises"] = _promises(detection)
+    elsewhere = [one for one in detection.tried if one.aspect in _ELSEWHERE]
     comments["convention"] = _fault_comments(elsewhere)
-    comments["causal"] = _fault_comments(one for one in probed.tried if one.aspect == "causal")
+    comments["causal"] = _fault_comments(one for one in detection.tried if one.aspect == "causal")
     comments["empty_row"] = _fault_comments(
-        one for one in probed.tried if one.aspect == "empty_row"
+        one for one in detection.tried if one.aspect == "empty_row"
     )
     return Capabilities(**fields), comments
 
@@ -66,8 +66,9 @@ def _listed_values(name: str, tried: Sequence[TrialResult]) -> tuple[Any, ...] |
     """Return what gives an answer; ``any`` where everything that was tried does."""
     names = [one.what for one in tried if _answers(one)]
     if name == "head_dims":
-        known = {"/".join(map(str, d)) if isinstance(d, tuple) else str(d): d for d in HEAD_DIMS}
-        return ANY if len(names) == len(tried) else tuple(known[each] for each in names)
+        dims_of = {"/".join(map(str, d)) if isinstance(d, tuple) else str(d): d for d in HEAD_DIMS}
+        return ANY if len(names) == len(tried) else tuple(dims_of[name] for name in names)
+    # ``any`` is no dtype: a table lists those that its kernel takes.
     if name != "dtypes" and len(names) == len(tried):
         return (ANY,)
     return tuple(names)
@@ -75,8 +76,8 @@ def _listed_values(name: str, tried: Sequence[TrialResult]) -> tuple[Any, ...] |
 
 def _flag(tried: Sequence[TrialResult]) -> bool | None:
     """Return a flag, or None where it takes a part: then it may refuse the others."""
-    taken = {_answers(one) for one in tried}
-    return taken.pop() if len(taken) == 1 else None
+    answers = {_answers(one) for one in tried}
+    return answers.pop() if len(answers) == 1 else None
 
 
 def _mixed_comment(tried: Sequence[TrialResult]) -> list[str]:
@@ -86,31 +87,33 @@ def _mixed_comment(tried: Sequence[TrialResult]) -> list[str]:
     return [f"{tried[0].aspect}: takes {able} alone: not declared, so that it may refuse the rest"]
 
 
-def _multiple(probed: DetectedCapabilities) -> int | None:
+def _multiple(detection: DetectedCapabilities) -> int | None:
     """Return the least length of which it takes multiples; None where it takes any."""
-    assert probed.base is not None, "it takes something"
-    lengths = {int(one.what): _answers(one) for one in probed.tried if one.aspect == "lengths"}
+    assert detection.base is not None, "it takes something"
+    lengths = {int(one.what): _answers(one) for one in detection.tried if one.aspect == "lengths"}
+    # 77 is a multiple of no tile: who takes it takes any length.
     if lengths.get(77, True):
         return None
+    # 1 divides everything, and kernels for decoding take it beside their multiples.
     able = [length for length, answers in lengths.items() if answers and length > 1]
-    return min((*able, probed.base.query))
+    return min((*able, detection.base.query))
 
 
-def _overrides(probed: DetectedCapabilities, fields: Mapping[str, Any]) -> tuple[Override, ...]:
+def _overrides(detection: DetectedCapabilities, fields: Mapping[str, Any]) -> tuple[Override, ...]:
     """Return where the causal mask is taken for equal lengths alone."""
-    tried = [one for one in probed.tried if one.aspect == "causal"]
+    tried = [one for one in detection.tried if one.aspect == "causal"]
     causal = tuple(name for name in _CAUSAL_MASKS if name in fields["masks"])
     if not causal or not fields["rectangular"] or any(map(_answers, tried)):
         return ()
     return (Override(when=When(mask=causal), rectangular=False),)
 
 
-def _convention_fields(probed: DetectedCapabilities) -> dict[str, Any]:
+def _convention_fields(detection: DetectedCapabilities) -> dict[str, Any]:
     """Return LSE and empty rows as they were detected."""
-    options = probed.options
-    rows = [one for one in probed.tried if one.aspect == "empty_row"]
+    options = detection.options
+    rows = [one for one in detection.tried if one.aspect == "empty_row"]
     right = any(one.verdict == "takes" for one in rows)
-    lse: bool | str = options.lse or True if probed.exposes_lse else False
+    lse: bool | str = options.lse or True if detection.exposes_lse else False
     return {
         "lse": lse,
         "causal": options.causal or None,
@@ -118,20 +121,21 @@ def _convention_fields(probed: DetectedCapabilities) -> dict[str, Any]:
     }
 
 
-def _promises(probed: DetectedCapabilities) -> tuple[tuple[str, ...] | None, list[str]]:
+def _promises(detection: DetectedCapabilities) -> tuple[tuple[str, ...] | None, list[str]]:
     """Return the usual promises that it keeps, None for all of them; others are the author's."""
-    tried = [one for one in probed.tried if one.aspect == "promises"]
+    tried = [one for one in detection.tried if one.aspect == "promises"]
     broken = {one.what: one for one in tried if one.verdict != "takes"}
-    kept = [name for name in dict.fromkeys(one.what for one in tried) if name not in broken]
+    intact = [name for name in dict.fromkeys(one.what for one in tried) if name not in broken]
     lines = [
         f"{name} is not promised: {_shortened_reason(one.reason)}"
         for name, one in broken.items()
         if name in _USUAL_PROMISES
     ]
-    more = [name for name in kept if name not in _USUAL_PROMISES]
+    more = [name for name in intact if name not in _USUAL_PROMISES]
     if more:
         names = " and ".join(more)
         lines.append(f"{names} held where it was tried: add what the kernel promises")
+    # What is kept beyond the usual may be luck of a few problems: its author must say it.
     usual = tuple(name for name in _USUAL_PROMISES if name not in broken)
     return (None if usual == _USUAL_PROMISES else usual), lines
 

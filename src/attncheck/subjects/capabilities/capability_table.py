@@ -169,6 +169,7 @@ class DeclaredArithmetic(_Strict, frozen=True, kw_only=True):
             raise ValueError("rounds_value_products=true must be a format or false.")
         for dtype in dtypes:
             try:
+                # Arithmetic knows itself which of its numbers cannot be.
                 dataclasses.replace(default_arithmetic(DTYPES[dtype]), **self.changes())
             except (AttncheckError, TypeError) as error:
                 raise ValueError(str(error)) from None
@@ -219,7 +220,7 @@ class When(_Strict, frozen=True, kw_only=True):
     phase: PhaseName | tuple[PhaseName, ...] | None = None
 
     def holds(self, problem: Problem, device: str) -> bool:
-        """Whether ``problem``, computed on ``device``, is one of them; with gradients: backward."""
+        """Return whether ``problem`` on ``device`` is one of them; with gradients: backward."""
         values = {
             "dtype": problem.dtype,
             "mask": family(problem.mask),
@@ -278,6 +279,7 @@ class Capabilities(Limits, frozen=True, kw_only=True):
         for pattern in self.sources:
             if wrong := pattern_mistake(pattern):
                 raise ValueError(f"sources: {pattern!r} {wrong}.")
+        # Only the whole table knows the dtypes that an override's arithmetic is for.
         places = {f"override[{i}].": each for i, each in enumerate(self.override)}
         for place, limits in {"": self, **places}.items():
             try:
@@ -290,6 +292,7 @@ class Capabilities(Limits, frozen=True, kw_only=True):
         limits = {name: getattr(self, name) for name in Limits.__struct_fields__}
         for override in self.override:
             if override.when.holds(problem, device):
+                # Arithmetic is merged field by field, and apart: see ``arithmetic_changes``.
                 fields = {name: getattr(override, name) for name in limits if name != "arithmetic"}
                 limits |= {name: value for name, value in fields.items() if value is not None}
         return Limits(**limits)
@@ -481,6 +484,7 @@ def render_table(table: Capabilities, header: str, comments: Mapping[str, Iterab
         for line in comments.get(name, ()):
             written.add(tomlkit.comment(line))
         _add(written, name, getattr(table, name, None))
+    # Last: TOML would read plain keys behind these tables as the tables' own.
     changes = table.arithmetic.changes()
     if changes:
         written.add(tomlkit.nl())
@@ -569,6 +573,7 @@ def pattern_files(folder: Path, pattern: str) -> Iterator[Path]:
     """
     if not pattern or pattern_mistake(pattern):
         return
+    # Walk from the last folder that is named: the whole repository may be large.
     start = folder
     for part in PurePosixPath(pattern).parts:
         if set("*?[") & set(part):
@@ -582,5 +587,6 @@ def pattern_files(folder: Path, pattern: str) -> Iterator[Path]:
 
 def _files_below(folder: Path) -> Iterator[Path]:
     for root, folders, names in os.walk(folder):
+        # In place, by which os.walk does not enter the others: ``.git`` may be most of the files.
         folders[:] = sorted(f for f in folders if not f.startswith(".") and f != "__pycache__")
         yield from (path for name in sorted(names) if (path := Path(root, name)).is_file())

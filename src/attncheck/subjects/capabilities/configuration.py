@@ -91,8 +91,8 @@ def nearest_tables(start: Path | None = None) -> tuple[Path | None, Mapping[str,
     """
     start = (start or Path.cwd()).absolute()
     for folder in (start, *start.parents):
-        there = [folder / name for name in FILES if (folder / name).is_file()]
-        ours = {path: tables for path in there if (tables := tables_of(path)) is not None}
+        files = [folder / name for name in FILES if (folder / name).is_file()]
+        ours = {path: tables for path in files if (tables := tables_of(path)) is not None}
         if len(ours) > 1:
             names = " and ".join(path.name for path in ours)
             raise UsageError(f"{names} of {folder} both configure attncheck: keep one.")
@@ -199,8 +199,8 @@ def default_path() -> Path:
     # A file that has kernels already comes before a nearer one without.
     path, _ = nearest_tables()
     here = Path.cwd()
-    there = (folder / name for folder in (here, *here.parents) for name in FILES)
-    path = path or next((each for each in there if each.is_file()), here / "pyproject.toml")
+    files = (folder / name for folder in (here, *here.parents) for name in FILES)
+    path = path or next((file for file in files if file.is_file()), here / "pyproject.toml")
     return Path(os.path.relpath(path))
 
 
@@ -236,6 +236,7 @@ def entry_from(kernel: str, path: Path) -> str:
 
 def table_header(path: Path, name: str) -> str:
     """Return where the kernel ``name`` stands in ``path``: ``tool.attncheck.kernels.mine``."""
+    # TOML quotes keys as JSON does.
     key = name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
     return ".".join((*_place(path), _KERNELS, key))
 
@@ -257,6 +258,7 @@ def with_table(path: Path, name: str, table: str) -> str:
     before = ""
     if path.exists():
         tables_of(path)  # says what is wrong with it
+        # Not as text: Python would turn a file's \r\n into \n.
         before = path.read_bytes().decode("utf-8")
     places = (*_place(path), _KERNELS)
     ours: Any = tomlkit.parse(table)
@@ -266,8 +268,10 @@ def with_table(path: Path, name: str, table: str) -> str:
         document = tomlkit.parse(before)
         holder: Any = document
         for key in places:
+            # A super table writes no empty header of its own.
             holder = holder.setdefault(key, tomlkit.table(is_super_table=True))
         if name in holder:
+            # tomlkit counts comments behind a table as its own; a reader, as the next table's.
             for item in _behind(holder[name]):
                 _last_table(ours).add(item)
         holder[name] = ours
@@ -311,24 +315,26 @@ def _behind(table: Table) -> list[Comment | Whitespace]:
 
 
 def _differ_in_the_table_alone(before: str, after: str, table: str, keys: tuple[str, ...]) -> bool:
-    """Whether the new text has the table, and says of everything else what the old one did."""
+    """Return whether the texts differ in the table alone, which the new one has."""
     try:
         old, new, ours = (tomllib.loads(text) for text in (before, after, table))
     except tomllib.TOMLDecodeError:
         return False
-    return _taken(new, keys) == _taken(ours, keys) and (_taken(old, keys), old)[1] == new
+    _pop_table(old, keys)
+    return bool(_pop_table(new, keys) == _pop_table(ours, keys) and old == new)
 
 
-def _taken(data: dict[str, Any], keys: tuple[str, ...]) -> Any:
+def _pop_table(data: dict[str, Any], keys: tuple[str, ...]) -> Any:
     """Take the table out of ``data``, and what only held it; return it."""
     tables = [data]
     for key in keys[:-1]:
         tables.append(tables[-1].setdefault(key, {}))
-    taken = tables[-1].pop(keys[-1], None)
+    table = tables[-1].pop(keys[-1], None)
+    # From within: a table that is empty now only held the one that is gone.
     for holder, key in reversed(list(zip(tables, keys[:-1], strict=False))):
         if not holder[key]:
             del holder[key]
-    return taken
+    return table
 
 
 def write_file(path: Path, text: str) -> None:
@@ -340,10 +346,12 @@ def write_file(path: Path, text: str) -> None:
     mask = os.umask(0)  # it can only be read by setting it
     os.umask(mask)
     try:
+        # In the same folder: only within one file system is replacing a single step.
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         try:
             with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
                 file.write(text)
+            # mkstemp lets nobody else read; a new file gets what ``open`` would have given it.
             mode = target.stat().st_mode if target.exists() else 0o666 & ~mask
             Path(temporary).chmod(mode & 0o777)
             Path(temporary).replace(target)

@@ -42,6 +42,7 @@ def find_mistakes(path: Path) -> tuple[int, list[str]]:
         try:
             read = read_tables({name: table}, path)
         except UsageError as error:
+            # None of a key alone: then the keys contradict each other, and the first error says so.
             mistakes += _mistakes_of_keys(name, table, path) or [str(error)]
         else:
             missing = _missing(read[name], path.absolute().parent)
@@ -126,6 +127,7 @@ def _locate_module(name: str, folder: Path) -> tuple[bool, Path | None]:
     """
     where: list[str] | None = None
     parts, spec = name.split("."), None
+    # The project's own modules count, as they do where the kernel is loaded.
     sys.path.insert(0, str(folder))
     try:
         for count in range(1, len(parts) + 1):

@@ -55,11 +55,11 @@ class Declared(Subject):
             self.promises = frozenset(cast("tuple[Promise, ...]", capabilities.promises))
 
     def absent(self, device: str) -> str | None:
-        """As the kernel says: no table changes the machine."""
+        """Return what the kernel says: no table changes the machine."""
         return self.inner.absent(device)
 
     def concerns(self, problem: Problem) -> bool:
-        """As the kernel says; no gradients where its table says that it has none."""
+        """Return what the kernel says; False of gradients that its table says it has not."""
         return self.inner.concerns(problem) and (self.backward or not problem.backward)
 
     def unsupported(self, problem: Problem, device: str) -> str | None:
@@ -93,7 +93,7 @@ class Declared(Subject):
         return checked
 
     def tiling(self, problem: Problem, device: str) -> Tiling | None:
-        """As the kernel says."""
+        """Return the kernel's own tiling."""
         return self.inner.tiling(problem, device)
 
     def arithmetic(self, problem: Problem, device: str) -> Arithmetic:
@@ -115,6 +115,7 @@ class Declared(Subject):
         return any(self.inner.unsupported(one, device) for one in _one_by_one(problem))
 
     def _refusal(self, problem: Problem, device: str, error: Refused) -> Exception:
+        # Its refusal contradicts the table: a failure, and no reason to skip the case.
         if self._must_take(problem, device, str(error)):
             return DeclaredButRefusedError(f"declared, but refused: {error}")
         return error
@@ -124,6 +125,7 @@ class Declared(Subject):
         lse = self.capabilities.lse
         if lse is None or not isinstance(outputs, Outputs):
             return outputs
+        # One that it gives all the same is nothing that it stands for.
         if lse is False:
             return replace(outputs, lse=None)
         if outputs.lse is None:

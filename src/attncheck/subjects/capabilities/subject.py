@@ -100,6 +100,7 @@ class Subject(ABC):
     name: str
     summary: str
     triton: bool = False
+    # What any kernel does; the same bits in another batch or layout are more.
     promises: frozenset[Promise] = frozenset({"repeat", "hidden"})
     sinks: bool = False
     backward: bool = False
@@ -162,12 +163,14 @@ class Subject(ABC):
         What is assumed of any kernel of these dtypes on this device, unless it declares another;
         finer steps and a lazy maximum are taken from the tiling that it declares.
         """
+        # By the device's generation: tensor cores of each add up in their own way.
         assumed = default_arithmetic(problem.formats, capability(device))
         tiling = self.tiling(problem, device)
         if tiling is None:
             return assumed
         return replace(
             assumed,
+            # Longer steps round less often than is assumed: only shorter ones loosen the bound.
             block_kv=min(assumed.block_kv, tiling.block_kv),
             lazy_rescale=tiling.lazy_rescale,
             divides_each_step=tiling.recurrence == "flash1",
@@ -207,4 +210,5 @@ def _memory(device: str) -> int:
         import torch
 
         return torch.cuda.get_device_properties(0).total_memory
+    # By the system itself, without a package: kernels on a CPU share what it has.
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -137,7 +137,7 @@ def row_blocks(problem: Problem) -> list[range]:
 
 
 def bias_is_exact(problem: Problem, fmt: Format, device: str) -> bool:
-    """Whether an additive score mod's numbers are of ``fmt``, wherever the mask shows them."""
+    """Return whether an additive score mod's numbers are of ``fmt`` where the mask shows them."""
     return _is_exact(ModKey.of(problem, device, "mask", "score"), fmt.name)
 
 

@@ -255,6 +255,7 @@ class Signature:
         """
         if not callable(function) or inspect.isclass(function):
             return "be a function of query, key and value"
+        # A Triton function wants a grid and pointers: nobody can call it with tensors alone.
         if type(function).__module__.partition(".")[0] == "triton":
             return "be the Python function that launches this Triton function"
         parameters = _signature_parameters(function)
@@ -387,13 +388,14 @@ class Convention:
         for name in required & set(self.declined):
             return f"need no {name!r}: {self.declined[name]}"
         parameters = self.bound.values()
-        taken = Signature.read(function, [name for each in parameters for name in each.spellings])
-        if isinstance(taken, str):
-            return taken
+        signature = Signature.read(function, [n for each in parameters for n in each.spellings])
+        if isinstance(signature, str):
+            return signature
         for each in parameters:
-            if each.must and not taken.keywords & set(each.spellings):
+            # Without cu_seqlens, say, it would compute another Problem in silence.
+            if each.must and not signature.keywords & set(each.spellings):
                 return f"take {each.spellings[0]}, as the {self.name} convention has it"
-        return taken
+        return signature
 
     def claims(self, candidate: object) -> bool:
         """Return whether an object shows that it is of this convention and of no other."""

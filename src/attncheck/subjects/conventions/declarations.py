@@ -95,6 +95,7 @@ def adopted(
         return candidate
     signature = chosen.signature(candidate)
     if not isinstance(signature, Signature):
+        # Who named the convention wants to know what it lacks, not what else would do.
         return signature if convention else f"be a Subject, or {signature}"
     assert callable(candidate)
     # Reports show the file's name, and no folder of the machine.

@@ -37,6 +37,7 @@ def empty_rows(problem: Problem, device: str | torch.device = "cpu") -> torch.Te
     shape = (problem.batch, problem.heads, problem.query)
     mask = problem.mask_mod(str(device))
     dead = torch.ones(shape, dtype=torch.bool, device=device)
+    # The whole mask of a long Problem may be larger than the memory.
     step = max(1, _AT_A_TIME // math.prod(shape))
     for start in range(0, problem.kv, step):
         keys = torch.arange(start, min(start + step, problem.kv), device=device)
@@ -83,6 +84,7 @@ def settle_empty_rows(
     def without(lse: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor | None:
         return None if lse is None else torch.where(rows, torch.full_like(lse, -math.inf), lse)
 
+    # The judge compares out with 0 itself: only the way to say "no key" in LSE is settled.
     if how == "zero":
         of_no_key = dead if lse is None else dead & _is_among(lse, empty_lse)
         return dataclasses.replace(outputs, lse=without(lse, of_no_key))

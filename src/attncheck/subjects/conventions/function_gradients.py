@@ -70,11 +70,11 @@ class Leaf:
             kind = type(gradient).__name__
             raise BrokenResult(f"{self.name} is {kind}, but should be a tensor")
         for what in ("shape", "dtype", "device"):
-            actual, wanted = getattr(gradient, what), getattr(self.tensor, what)
-            if actual != wanted:
+            actual, expected = getattr(gradient, what), getattr(self.tensor, what)
+            if actual != expected:
                 if what == "shape":
-                    actual, wanted = tuple(actual), tuple(wanted)
-                raise BrokenResult(f"{self.name}.{what}={actual}, but should be {wanted}")
+                    actual, expected = tuple(actual), tuple(expected)
+                raise BrokenResult(f"{self.name}.{what}={actual}, but should be {expected}")
         return _adjoint(self.changed, self.source, gradient)
 
 
@@ -169,19 +169,22 @@ class GradientCall:
                 raise Refused(_NO_LSE)
             if not _is_like(lse, self._dlse):
                 return {}
+            # Many functions compute LSE outside autograd: its part of the loss would be lost.
             if not lse.requires_grad:
                 raise Refused("its LSE has no gradient")
             results, gradients = [out, lse], [self._dout, self._dlse]
-        given = torch.autograd.grad(
+        of_leaves = torch.autograd.grad(
             results, [leaf.tensor for leaf in self._leaves], gradients, allow_unused=True
         )
-        for leaf, gradient in zip(self._leaves, given, strict=True):
+        for leaf, gradient in zip(self._leaves, of_leaves, strict=True):
             if gradient is None and leaf.name == "dsink":  # many kernels take sinks as constants
                 raise Refused("its result has no gradient with respect to its sinks")
             if gradient is None:
                 what = leaf.name.removeprefix("d")
                 raise BrokenResult(f"its result has no gradient with respect to {what}")
-        return {leaf.name: leaf.back(one) for leaf, one in zip(self._leaves, given, strict=True)}
+        return {
+            leaf.name: leaf.back(one) for leaf, one in zip(self._leaves, of_leaves, strict=True)
+        }
 
     def _by_function(
         self, function: Callable[..., Any], returned: Returned
@@ -199,15 +202,15 @@ class GradientCall:
             for each in (returned.out, returned.lse)
         ]
         tensors = [leaf.tensor.detach() for leaf in self._leaves[:3]]
-        given = function(self._dout, *tensors, *results, **keywords)
+        result = function(self._dout, *tensors, *results, **keywords)
         names = [leaf.name for leaf in self._leaves]
-        if not isinstance(given, tuple | list) or len(given) < len(names):
-            many = f" of {len(given)}" if isinstance(given, tuple | list) else ""
+        if not isinstance(result, tuple | list) or len(result) < len(names):
+            many = f" of {len(result)}" if isinstance(result, tuple | list) else ""
             raise BrokenResult(
-                f"its backward returned {type(given).__name__}{many}: it should give "
+                f"its backward returned {type(result).__name__}{many}: it should give "
                 f"({', '.join(names)})"
             )
-        return {leaf.name: leaf.back(one) for leaf, one in zip(self._leaves, given, strict=False)}
+        return {leaf.name: leaf.back(one) for leaf, one in zip(self._leaves, result, strict=False)}
 
     def _own_dlse(self, lse: object) -> torch.Tensor:
         """DLSE in the function's own axes and logarithm."""

@@ -90,8 +90,8 @@ class FunctionSubject(Subject):
         self.options = options
         self.takes = frozenset(self._parameters)
         listed = [n for n, each in self._parameters.items() if each.meaning != "dropout"]
-        said = f"takes {', '.join(listed)}" if listed else "takes query, key and value alone"
-        self.summary = f"{convention.name} convention: {said}"
+        keywords = f"takes {', '.join(listed)}" if listed else "takes query, key and value alone"
+        self.summary = f"{convention.name} convention: {keywords}"
         self.triton = _uses_triton(function)
         self.sinks = "sinks" in self._names
         self.backward = options.backward is not None and not convention.paged
@@ -139,6 +139,7 @@ class FunctionSubject(Subject):
                 dead=dead,
                 natural_lse=lambda lse: to_natural_lse(lse, layout, self.options),
             )
+            # Leaves of autograd in place of the inputs, so that only this loss is differentiated.
             tensors, passed = gradients.tensors, gradients.passed
         graded = gradients is not None and gradients.by_autograd
         products: Products = "tf32" if problem.dtype == "tf32" else "ieee"
@@ -256,6 +257,7 @@ class FunctionSubject(Subject):
         self, layout: Layout, inputs: Inputs
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The tensors that are passed by position."""
+        # Pages hold keys and values after one table: no change of a single tensor makes them.
         if self._convention.tensors is not None:
             return self._convention.tensors(layout, inputs)
         return layout.queries(inputs.q), layout.keys(inputs.k), layout.keys(inputs.v)
@@ -282,6 +284,7 @@ class FunctionSubject(Subject):
 
 def _uses_triton(function: Callable[..., Any]) -> bool:
     """Return whether the module that it is of has imported Triton by name."""
+    # Behind decorators: the wrapper's own module may be another.
     names = getattr(inspect.unwrap(function), "__globals__", {})
     modules = (value.__name__ for value in names.values() if isinstance(value, ModuleType))
     return any(name.partition(".")[0] == "triton" for name in modules)

@@ -145,6 +145,7 @@ def pack(problem: Problem) -> PackedProblem | None:
     parts = list(conjuncts(problem.mask))
     cuts = [part for part in parts if part.name in ("padding", "document", "documents")]
     rest = [part for part in parts if part not in cuts and part != FULL]
+    # Two cuts end in different places, and a packed call has one list of ends.
     if len(cuts) > 1:
         return None
     segments = _segments(problem, cuts[0] if cuts else FULL)

@@ -113,8 +113,8 @@ def _reshaped(
         return value
     shape = tuple(value.shape)
     if shape not in known:
-        wanted = " or ".join(str(one) for one in known)
-        raise BrokenResult(f"{name}.shape={shape}, but should be {wanted} ({axes})")
+        expected = " or ".join(str(one) for one in known)
+        raise BrokenResult(f"{name}.shape={shape}, but should be {expected} ({axes})")
     return known[shape](value)
 
 
@@ -186,6 +186,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
     """Tensors that ``value`` is, or holds, or captures where it is a function."""
+    # A function may capture itself, and a list hold itself.
     if id(value) in seen:
         return
     seen.add(id(value))
