@@ -56,6 +56,7 @@ def check_cases(dtype: str, head_dims: Sequence[int] = ()) -> list[CheckCase]:
     entries = tagged(CHECK)
     problems: dict[str, Problem] = {}
     for number, (name, entry) in enumerate(entries.items()):
+        # With one head alone, none could be mistaken for another.
         fields = {"heads": 2, "head_dim": 64} | entry.fields
         if head_dims and fields["head_dim"] not in head_dims:
             # In turn, so that each of them meets several problems.

@@ -166,6 +166,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
 )
 """No such Problems: gradients with pages, or in fp8; a window of one row, which is causal."""
 
+# The smallest that engines use, so that even a short sequence has several.
 _PAGE = 16
 
 
@@ -286,9 +287,11 @@ def restore_lost_pairs(
         # Those first that make up for most; where as many, the plainest.
         candidates.sort(key=lambda row: sum(each in seen for each in _pairs_of(row)))
         for row in candidates:
+            # Each question to a kernel costs time, and pairs share candidates.
             key = tuple(row.values())
             if key not in taken:
-                taken[key] = _possible(row) and _supported(row, shapes, supports)
+                excluded = any(cannot_be(row) for _, cannot_be in EXCLUSIONS)
+                taken[key] = not excluded and _supported(row, shapes, supports)
             if taken[key]:
                 seen.update(_pairs_of(row))
                 yield row
@@ -311,16 +314,12 @@ def _all_pairs(
     axes: Mapping[str, Sequence[Any]],
 ) -> Iterator[tuple[tuple[str, Any], tuple[str, Any]]]:
     for one, other in itertools.combinations(axes, 2):
-        for value, beside in itertools.product(axes[one], axes[other]):
-            yield (one, value), (other, beside)
+        for value, other_value in itertools.product(axes[one], axes[other]):
+            yield (one, value), (other, other_value)
 
 
 def _pairs_of(row: Row) -> Iterator[tuple[tuple[str, Any], ...]]:
     return itertools.combinations(row.items(), 2)
-
-
-def _possible(row: Row) -> bool:
-    return not any(cannot_be(row) for _, cannot_be in EXCLUSIONS)
 
 
 def _supported(row: Row, shapes: str, supports: Callable[[Problem], bool]) -> bool:

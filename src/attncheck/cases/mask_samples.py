@@ -22,7 +22,7 @@ _PAGE_SIZE = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemKind:
-    """What all problems of a property have, whatever their masks and sizes.
+    """Features that all problems of a property have, whatever their masks and sizes.
 
     Attributes:
         paged: Keys in pages.
@@ -59,6 +59,7 @@ def sample_problems(family: str, dtype: str, kind: ProblemKind = PLAIN_KIND) -> 
     if family == SOFTMAX:
         exists = dtype in SOFTMAX_DTYPES and kind == PLAIN_KIND
         return (Problem(operation=SOFTMAX, query=4, kv=64, dtype=dtype),) if exists else ()
+    # There are no gradients in fp8.
     if kind.backward and DTYPES[dtype].scaled:
         return ()
     return tuple(
@@ -79,6 +80,7 @@ def _sample_mask(family: str, query: int, kv: int) -> Spec:
         "document": Spec.of("document", lengths=[longest // 2, longest - longest // 2]),
         "documents": Spec.of("documents", **documents),
         "packed": Spec.of("documents", **documents),
+        # 64 cells, as many as the first sample has rows and keys.
         "neighborhood": Spec.of("neighborhood", canvas=[8, 8], kernel=[3, 3]),
         "offset": Spec.of("offset", Spec.of("causal"), rows=3),
         "composition": Spec.of("and", Spec.of("causal"), padding),

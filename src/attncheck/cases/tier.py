@@ -11,7 +11,7 @@ __all__ = ["TIERS", "Tier", "default_tier", "tier_named"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tier:
-    """How much is asked, by the property suite and by each stage of a gate.
+    """Amount of what is asked by the property suite and by each stage of a gate.
 
     Attributes:
         name: On the command line.

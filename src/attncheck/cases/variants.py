@@ -150,6 +150,7 @@ def _uneven_lengths(length: int) -> list[int]:
 
 def _uneven_documents(shape: Shape) -> Spec:
     """Return documents of which the first has twice as many rows as keys, the second half."""
+    # Where rows and keys of a document differ, it shows that a kernel mixed the two up.
     first, second, *rest = _uneven_lengths(shape.kv)
     return Spec.of(
         "documents",
@@ -279,6 +280,7 @@ _TABLE = (
     Variant(
         name="sharp",
         summary="every key, every score times 16: beyond the exponents of fp64",
+        # A power of two: the scores are scaled without rounding.
         mods=lambda _: (FULL, Spec.of("temperature", temperature=2.0**-4)),
         measured="oracles",
     ),
@@ -354,6 +356,7 @@ def plan_cells(
     # Before anything runs: a long run should not end at its largest shape.
     for cell in cells:
         check_memory(cell.problem)
+    # A softmax has no kv heads, so its Problem comes once for each number of them.
     return list(dict.fromkeys(cells))
 
 
@@ -481,6 +484,7 @@ def recorded_cells(path: str, dtypes: Sequence[str]) -> list[Cell]:
     Raises:
         UsageError: for a file that is no recording, and for numbers that a dtype does not hold.
     """
+    # Here, because it needs torch and the table of variants does not.
     from attncheck.inputs import recording_file
 
     for name in dtypes:

@@ -67,7 +67,7 @@ class SoftmaxParts:
 
     @property
     def out(self) -> Tensor:
-        """What they give: 0 of a row that weighs nothing."""
+        """Return what they give: 0 of a row that weighs nothing."""
         safe = torch.where(self.dead, 1.0, self.total)[..., None]
         return torch.where(self.dead[..., None], 0.0, self.values / safe)
 
@@ -124,7 +124,7 @@ class ExactAttention:
 
     @property
     def whole(self) -> bool:
-        """Whether every row is predicted, as gradients need it."""
+        """Return whether every row is predicted, as gradients need it."""
         return len(self.rows) == self.problem.query
 
     @property
@@ -170,7 +170,7 @@ class ExactAttention:
 
     @cached_property
     def x(self) -> Tensor:
-        """What the score mod gets."""
+        """Return the scores that the score mod gets."""
         return self.qk * self.scale
 
     @cached_property
@@ -190,7 +190,8 @@ class ExactAttention:
 
     @cached_property
     def seen(self) -> Tensor:
-        """Which keys a row sees, bool, in full."""
+        """Return which keys a row sees, bool, in full."""
+        # A score mod that gives −∞ hides a key as a mask does.
         return self.visible(self.mask) & (self.s != -math.inf)
 
     @cached_property
@@ -216,7 +217,7 @@ class ExactAttention:
     def visible(
         self, mask: MaskMod, *, b: Tensor | None = None, h: Tensor | None = None, i: int = 0
     ) -> Tensor:
-        """What a mask shows, bool in full; of other sequences or heads, or of ``i`` rows later."""
+        """Return what a mask shows, bool in full; of other sequences or heads, or ``i`` rows on."""
         at = (self.b if b is None else b, self.h if h is None else h, self.i + i, self.j)
         try:
             seen = torch.as_tensor(mask(*at))
@@ -238,6 +239,7 @@ class ExactAttention:
         score = score or self.score
         at = (self.b if b is None else b, self.h if h is None else h, self.i + i, self.j)
         try:
+            # Of a copy, since a score mod may write into its argument.
             s = score(x.clone(), *at)
         except _NOT_BROADCAST:
             s = _over_axes(score, 1, at, x)
@@ -289,7 +291,7 @@ class ExactAttention:
         return self.softmax(torch.where(seen, s, hidden), v, sink=self.sink).outputs
 
     def predict(self, steps: Steps) -> Iterator[tuple[Outputs, dict[str, int]]]:
-        """What ``steps`` give, with the keys of a tile where that matters.
+        """Yield what ``steps`` give, with the keys of a tile where that matters.
 
         Nothing where they are those of a right kernel on this Problem.
         """
@@ -439,8 +441,10 @@ class ExactGradients:
         if call.problem.score.name == "none":
             return torch.ones_like(x)
         x = x.clone().requires_grad_()
+        # A diagnosis may be made where a test has switched gradients off.
         with torch.enable_grad():
             s = call.modified(x, h=h)
+            # A mod that does not read the score has a slope of 0.
             if not s.requires_grad:
                 return torch.zeros_like(x)
             (slopes,) = torch.autograd.grad(s, x, torch.ones_like(s))
@@ -482,6 +486,7 @@ class ExactGradients:
         dsink = None
         if call.sink is not None:
             of_sink = torch.exp(call.sink - call.parts.lse)
+            # Where the sink weighs nothing delta may be NaN, and has no part.
             dsink = torch.where(of_sink > 0, of_sink * -off, 0.0).sum((0, 2))
         return replace(
             call.exact,
@@ -537,7 +542,7 @@ class ExactGradients:
         yield replace(outputs, **changed)
 
     def captured(self, dz: Tensor, where: Tensor | None = None) -> Tensor:
-        """Of the numbers that the score mod reads: from gradients of the scores after it.
+        """Return those of what the score mod reads, from gradients of the scores after it.
 
         Args:
             dz: Those, ``(batch, heads, query, kv)``.
@@ -590,6 +595,7 @@ def _over_axes(
     mod: Callable[..., Tensor], scores: int, at: tuple[Tensor, ...], *leading: Tensor
 ) -> Tensor:
     """A mod of 0-d arguments, over all four axes."""
+    # The innermost axis first, so that the result has the axes in their order.
     for axis in (3, 2, 1, 0):
         of_indices = tuple(0 if other == axis else None for other in range(4))
         mod = torch.vmap(mod, in_dims=(0,) * scores + of_indices)

@@ -31,7 +31,7 @@ Parameters = Mapping[str, int | float | str]
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Prediction:
-    """What a call gives that has the fault in one of its forms.
+    """Outputs of a call that has the fault in one of its forms.
 
     Attributes:
         outputs: Out and LSE ``(batch, heads, rows, …)`` of the rows that are predicted; of a fault
@@ -81,7 +81,7 @@ class FaultModel:
     forms: Callable[[ExactAttention], Iterable[Form]] | None = None
 
     def predictions(self, call: ExactAttention) -> Iterator[Prediction]:
-        """What ``call`` gives with the fault, in each form that there is."""
+        """Yield what ``call`` gives with the fault, in each form that there is."""
         for steps in self.steps:
             for outputs, parameters in call.predict(steps):
                 yield Prediction(outputs=outputs, parameters=parameters)
@@ -124,12 +124,12 @@ class ModelTable(dict[str, FaultModel]):
 
 
 def is_attention(problem: Problem) -> bool:
-    """Whether it has heads, q and k."""
+    """Return whether it has heads, q and k."""
     return problem.operation == "attention"
 
 
 def has_mask(*names: str) -> Callable[[Problem], bool]:
-    """Whether the mask, or a part of it, is one of ``names``; of none: any but the full one."""
+    """Return whether the mask, or a part, is one of ``names``; of none: any but the full one."""
     return lambda problem: any(
         part.name in names if names else part.name != "full" for part in problem.mask.walk()
     )

@@ -254,7 +254,7 @@ def _(grad: ExactGradients) -> Iterator[Form]:
 
 
 def _of_dout(grad: ExactGradients, dout: Tensor) -> Iterator[Form]:
-    """With another dO, and the delta of it, or the right one."""
+    """Return gradients with another dO, and the delta of it, or the right one."""
     # delta may come from a kernel of its own that reads dO as it should.
     for delta in ((dout * grad.call.parts.out).sum(-1), grad.delta):
         yield grad.gradients(dout=dout, dp=dout @ grad.call.v.mT, delta=delta)

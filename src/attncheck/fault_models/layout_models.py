@@ -34,7 +34,7 @@ def contiguous(shape: torch.Size) -> tuple[int, ...]:
 def read_as(
     tensor: Tensor, stride: tuple[int, ...], shape: tuple[int, ...] | None = None
 ) -> Iterator[Tensor]:
-    """What is read with other strides; beyond its memory the last number there, or else 0.
+    """Yield what is read with other strides; beyond its memory the last number, or else 0.
 
     Args:
         tensor: Whose memory.
@@ -58,7 +58,8 @@ def places(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[Tensor]:
 
 
 def read_at(tensor: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-    """What its memory holds ``at`` elements behind the first, clamped to it; and where it does."""
+    """Return what its memory holds ``at`` elements behind the first, clamped, and where it does."""
+    # A view begins within its memory: a wrong index may also read what lies before it.
     at = at + int(tensor.storage_offset())
     size = tensor.untyped_storage().nbytes() // tensor.element_size()
     values = tensor.as_strided((size,), (1,), 0)[at.clamp(0, size - 1)]
@@ -75,7 +76,7 @@ def wider(tensor: Tensor, axis: int, length: int) -> Iterator[Tensor]:
 def with_keys(
     call: ExactAttention, k: Tensor, v: Tensor, **parameters: str | int
 ) -> Iterator[Form]:
-    """With other k and v ``(batch, heads, kv, …)``: both, and each alone."""
+    """Yield outputs with other k and v ``(batch, heads, kv, …)``: both, and each alone."""
     # Keys and values have index computations of their own: one may be right.
     for whose in ("keys and values", "keys", "values"):
         x = call.q @ k.mT * call.scale if "keys" in whose else None
@@ -88,7 +89,7 @@ def _shared(problem: Problem) -> bool:
 
 
 def _key_heads(call: ExactAttention, **others: Tensor) -> Iterator[Form]:
-    """With the key heads of these indices, one a query head; by what each form is called."""
+    """Yield outputs with key heads of these indices, one a query head, by each form's name."""
     _, k, v = call.inputs.promoted()
     for name, heads in others.items():
         parameters = {"head": name.replace("_", " ")} if len(others) > 1 else {}
@@ -158,6 +159,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
     }.items():
         out = Outputs(exact.out[:, of], call.parts.lse[:, of])
         yield out, {"head": name}
+        # LSE may be written with indices of its own, and be right.
         yield Outputs(exact.out[:, of], exact.lse), {"head": name}
 
 
@@ -174,6 +176,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
         for name in wrong:
             tensor = getattr(call.inputs, name)
             stride = contiguous(tensor.shape)
+            # A contiguous tensor shows nothing of this fault.
             if stride != tensor.stride():
                 read[name] = list(read_as(tensor, stride))
         for way in range(max(map(len, read.values()), default=0)):
@@ -250,7 +253,7 @@ _BLOCKS = (8, 16, 32, 64)  # columns that a head dim is read in whole numbers of
 
 
 def _columns(problem: Problem) -> tuple[int, ...]:
-    """How many columns may be read where there are ``head_dim``: more of them."""
+    """Return how many columns may be read where there are ``head_dim``: more of them."""
     dim = problem.head_dim
     # Tiles are as wide as a power of two, or a whole number of blocks.
     some = {1 << (dim - 1).bit_length(), *(-(-dim // block) * block for block in _BLOCKS)}
@@ -291,12 +294,12 @@ def _(call: ExactAttention) -> Iterator[Form]:
 
 
 def _reach(tensor: Tensor) -> int:
-    """How far behind its first element the last one lies."""
+    """Return how far behind its first element the last one lies."""
     return sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _read_wrapped(tensor: Tensor, *, each: bool) -> Tensor:
-    """What is read where an int32 counts: the steps along each axis, or all together."""
+    """Return what is read where an int32 counts: the steps along each axis, or all together."""
     steps = places(tuple(tensor.shape), tensor.stride())
     start = torch.zeros((), dtype=torch.int64)
     at = sum(map(_wrap, steps), start) if each else _wrap(sum(steps, start))
@@ -305,7 +308,7 @@ def _read_wrapped(tensor: Tensor, *, each: bool) -> Tensor:
 
 
 def _wrap(offsets: Tensor) -> Tensor:
-    """As an int32 has them."""
+    """Return them as an int32 has them."""
     return offsets.to(torch.int32).long()
 
 

@@ -124,7 +124,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
 
 
 def _in_base_2(problem: Problem, device: str) -> ScoreMod | None:
-    """What adds something gets scores times log2 e, as exp2 wants them, and gives such."""
+    """Return an additive mod that gets and gives scores times log2 e, as exp2 wants them."""
     if not is_additive(problem.score):
         return None
     mod = problem.score_mod(device)
@@ -227,6 +227,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
 def _(call: ExactAttention) -> Iterator[Form]:
     yield call.attend(s=call.x)
     for part in dict.fromkeys(part.name for part in call.problem.score.walk()):
+        # The whole mod was left out above; here a part of a composed one is.
         if part != call.problem.score.name:
             for outputs, _ in call.predict(score_with(part, lambda _v, _d, _: scores.none)):
                 yield outputs, {"ignored": part}

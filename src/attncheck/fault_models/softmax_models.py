@@ -151,7 +151,7 @@ def _sunk(problem: Problem) -> bool:
 
 
 def _with_sink(call: ExactAttention, change: Tensor | float) -> Outputs:
-    """With another sink: every head's times a number, or others ``(1, heads, 1)``."""
+    """Return outputs with another sink, each head's times a number or new ``(1, heads, 1)``."""
     assert call.sink is not None, "asked of what has one"
     sink = change * call.sink if isinstance(change, float) else change
     return call.softmax(call.z, sink=sink).outputs
@@ -160,6 +160,7 @@ def _with_sink(call: ExactAttention, change: Tensor | float) -> Outputs:
 @SINKS.add("sink-ignored", "the sink is ignored", applies=_sunk, steps=Steps(sink=False))
 def _(call: ExactAttention) -> Iterator[Form]:
     plain = call.softmax(call.z, sink=None)
+    # Out and LSE are computed apart: either may lack the sink alone.
     yield Outputs(plain.out, call.parts.lse)
     yield Outputs(call.parts.out, plain.lse)
 

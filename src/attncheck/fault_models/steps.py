@@ -36,6 +36,7 @@ __all__ = [
     "round_to_format",
 ]
 
+# Kernels compute exp2: scores are multiplied by it, and LSE is divided by it.
 LOG2E = math.log2(math.e)
 
 Mod = TypeVar("Mod")
@@ -43,7 +44,7 @@ Mod = TypeVar("Mod")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Steps:
-    """What one kernel does otherwise; every default is what a right kernel does.
+    """Steps that one kernel does otherwise; every default is what a right kernel does.
 
     A mask, score mod or scale of None, or a function that gives None for a Problem, leaves it.
 
@@ -105,7 +106,7 @@ class Steps:
 
     @property
     def by_tile(self) -> bool:
-        """Whether what is done otherwise depends on the tiles of keys."""
+        """Return whether what is done otherwise depends on the tiles of keys."""
         return bool(
             self.weights
             or self.summed_weights
@@ -121,7 +122,7 @@ class Steps:
 
     @property
     def of_backward(self) -> bool:
-        """Whether it is the backward alone that is done otherwise."""
+        """Return whether it is the backward alone that is done otherwise."""
         return bool(
             self.backward_mask
             or self.backward_lse != 1.0

@@ -34,12 +34,12 @@ _MOST_TILES = 12
 
 
 def padded_keys(call: ExactAttention, size: int) -> int:
-    """How many keys the last tile of ``size`` lacks."""
+    """Return how many keys the last tile of ``size`` lacks."""
     return -call.problem.kv % size
 
 
 def with_padding(call: ExactAttention, count: int) -> Iterator[Outputs]:
-    """With ``count`` keys more of score 0 and value 0.
+    """Yield outputs with ``count`` keys more of score 0 and value 0.
 
     Seen by every row, or by those that see the last key, or any; their scores modified as the last
     key's, or not.
@@ -99,7 +99,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
 
 
 def _of_block(call: ExactAttention, rows: int, seen: Tensor) -> Tensor:
-    """What any row of a block of rows sees."""
+    """Return what any row of a block of rows sees."""
     any_row, number = torch.zeros_like(seen), call.i.flatten() // rows
     for block in sorted(set(number.tolist())):
         mine = number == block
@@ -163,7 +163,7 @@ def _one_tile(call: ExactAttention, outputs: Callable[[Tensor], Outputs]) -> Ite
 
 
 def tile_visibility(call: ExactAttention, rows: int, size: int) -> tuple[Tensor, Tensor]:
-    """Of each place whether its tile is seen in part, and in full."""
+    """Return of each place whether its tile is seen in part, and in full."""
     seen = call.visible(call.mask)
     # One number for each tile: there are fewer than 2²⁰ along the keys.
     tiles = (call.i // rows) * (1 << 20) + call.j // size
@@ -204,7 +204,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
 
 
 def _before(call: ExactAttention) -> Iterator[tuple[int, Tensor]]:
-    """Where each key of a tile but the first finds the one of the tile before."""
+    """Yield where each key of a tile but the first finds the one of the tile before."""
     kv = call.problem.kv
     for size in call.key_tiles:
         if size < kv:
@@ -278,7 +278,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
 
 
 def _whole_tiles(call: ExactAttention, rows: int, size: int) -> Tensor:
-    """What the mask says in whole tiles, ``(batch', heads', rows, keys)``: behind the ends, too.
+    """Return what the mask says in whole tiles, ``(batch', heads', rows, keys)``.
 
     Of a mask that has no more than the call's rows and keys, what it says of the last of them.
     """
@@ -296,7 +296,7 @@ def _whole_tiles(call: ExactAttention, rows: int, size: int) -> Tensor:
 
 
 def _there(call: ExactAttention, rows: int, size: int) -> Tensor:
-    """Which places of whole tiles are rows and keys of the call, ``(1, 1, rows, keys)``."""
+    """Return which places of whole tiles are rows and keys of the call, ``(1, 1, rows, keys)``."""
     problem = call.problem
     whole = torch.ones(1, 1, problem.query, problem.kv, dtype=torch.bool)
     return pad(whole, (0, padded_keys(call, size), 0, -problem.query % rows))
@@ -310,7 +310,7 @@ def _cut(seen: Tensor, rows: int, size: int) -> Tensor:
 def _as_full(
     call: ExactAttention, full: Tensor, rows: int, size: int, *, behind: bool = True
 ) -> Outputs:
-    """With tiles ``(batch', heads', blocks, blocks)`` in which nothing is hidden.
+    """Return outputs with tiles ``(batch', heads', blocks, blocks)`` in which nothing is hidden.
 
     Keys ``behind`` the last one, of score 0 before the score mod and value 0, are not either.
     """
@@ -327,7 +327,7 @@ def _as_full(
 
 
 def _score_behind(call: ExactAttention, count: int) -> Tensor:
-    """Of keys that are zeros: by where they would be, or as the last key."""
+    """Return scores of keys that are zeros: by where they would be, or as the last key."""
     zeros = call.x.new_zeros((*call.shape[:3], count))
     if call.problem.score.name == "none":
         return zeros

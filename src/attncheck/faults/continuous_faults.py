@@ -40,7 +40,7 @@ class ContinuousFault:
     steps: Callable[[float], Steps]
 
     def sizes(self, dtype: str) -> tuple[float, ...]:
-        """From the largest fault to the smallest: quarters of an octave from 1, or whole bits.
+        """Return sizes from the largest fault down: quarters of an octave from 1, or whole bits.
 
         Bits as far as there is something to lose: of P fewer than the dtype's product reads, of an
         accumulator fewer than fp32's.
@@ -49,6 +49,7 @@ class ContinuousFault:
             return tuple(
                 2.0 ** (-n / _STEPS_OF_OCTAVE) for n in range(_SMALLEST * _STEPS_OF_OCTAVE)
             )
+        # P is rounded to the dtype as it is read; sums are kept in fp32.
         kept = DTYPES[dtype].weights if self.id == "weights-of-few-bits" else FORMATS["fp32"]
         return tuple(range(1, kept.significand))
 

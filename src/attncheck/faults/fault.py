@@ -46,7 +46,7 @@ class _Planted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def hosts(self) -> dict[HostName, Host]:
-        """How it is planted, by host."""
+        """Return how it is planted, by host."""
         both: dict[HostName, Host | None] = {"ideal": self.ideal, "triton": self.triton}
         return {name: host for name, host in both.items() if host is not None}
 

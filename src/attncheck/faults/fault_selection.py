@@ -47,7 +47,7 @@ Planted = faults_of_file(Path({path!r}))[{name!r}]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultSelection:
-    """What is to be scored.
+    """Faults and controls that are to be scored.
 
     Attributes:
         units: What workers do.
@@ -141,7 +141,7 @@ def _faults_and_controls(
 def _settled_score(
     fault: Fault | Control, host: str, device: str, tier: str
 ) -> FaultScore | ControlScore | None:
-    """The score of what needs no kernel to run; None where one is to run."""
+    """Return the score of what needs no kernel to run; None where one is to run."""
     facts: dict[str, Any] = {"summary": fault.summary, "device": device, "tier": tier}
     how, outcome, reason = fault.hosts.get(host), "", ""  # type: ignore[call-overload]  # any word
     if how is not None:
@@ -237,6 +237,7 @@ def faults_of_file(path: Path) -> dict[str, Any]:
 
 def _public_kernels(module: ModuleType) -> dict[str, Any]:
     listed = getattr(module, "__all__", None)
+    # What the author lists counts, whether it is defined there or imported.
     if isinstance(listed, list | tuple):
         return {str(name): getattr(module, str(name), None) for name in listed}
     return {
@@ -265,6 +266,7 @@ def file_fault_reference(path: Path, name: str, folder: Path) -> str:
     faults = faults_of_file(path)
     if name not in faults:
         raise UnknownName(f"fault of {path.name}", name, faults)
+    # A module of its own name: the author's file may be imported under its name already.
     file = folder / "planted_of_a_file.py"
     file.write_text(_SHIM.format(path=str(path), name=name), encoding="utf-8")
     return f"{file}::Planted"

@@ -29,7 +29,7 @@ __all__ = ["ShimSettings", "make_shim"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShimSettings:
-    """What stands in for a function.
+    """Kernels that stand in for a function.
 
     Attributes:
         kernel: What is called.
@@ -46,7 +46,7 @@ class ShimSettings:
 
 
 def make_shim(function: Callable[..., Any], settings: ShimSettings) -> Callable[..., Any]:
-    """What is called in place of ``function``, which is called where no kernel takes the call."""
+    """Return a stand-in that calls ``function`` itself where no kernel takes the call."""
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -54,6 +54,7 @@ def make_shim(function: Callable[..., Any], settings: ShimSettings) -> Callable[
             call = parse_call(settings.convention, function, args, kwargs)
             shimmed = _ShimmedCall(call, settings)
             outputs = shimmed.outputs()
+        # No Problem describes such a call: the author's own function answers it.
         except (UnreadableCall, Refused, AttncheckError) as reason:
             settings.log_event("left", str(reason))
             return function(*args, **kwargs)
@@ -63,13 +64,13 @@ def make_shim(function: Callable[..., Any], settings: ShimSettings) -> Callable[
 
 
 class _ShimmedCall:
-    """One call, shimmed of the kernel; raises AttncheckError for what no Problem is."""
+    """One call that the kernel answers; raises AttncheckError for what no Problem is."""
 
     def __init__(self, call: ParsedCall, settings: ShimSettings) -> None:
         self._call, self._settings = call, settings
         mod = None if isinstance(call.mask, Spec) else call.mask
         score = None if isinstance(call.score, Spec) else call.score
-        self._given = UserTensors(
+        self._tensors = UserTensors(
             q=call.q,
             k=call.k,
             v=call.v,
@@ -78,11 +79,12 @@ class _ShimmedCall:
             scale=call.scale,
             sink=call.sink,
         )
+        # Our backward gives autograd the gradients of q, k and v alone.
         if call.sink is not None and call.sink.requires_grad:
             raise UnreadableCall("its sink has a gradient")
 
     def outputs(self) -> Outputs:
-        """Out and LSE, through which autograd finds its way back."""
+        """Return out and LSE, through which autograd finds its way back."""
         with self._inputs() as inputs:
             problem, device = inputs.problem, inputs.device.type
             self._check(problem, device)
@@ -95,11 +97,12 @@ class _ShimmedCall:
         return Outputs(out, lse)
 
     def run(self, loss: tuple[torch.Tensor, torch.Tensor | None] | None = None) -> Outputs:
-        """What the kernel gives; gradients too where there is a loss's with respect to out, LSE."""
+        """Return what the kernel gives, with gradients for those of a loss by out and LSE."""
         with self._inputs() as plain:
             inputs = plain if loss is None else _with_loss(plain, *loss)
             outputs = self._settings.kernel.run(inputs)
             right = self._settings.right
+            # A fault that no call shows cannot be caught, and is not held against the tests.
             if right is not None and not _same_bits(outputs, right.run(inputs)):
                 self._settings.log_event("shown", "")
         return outputs
@@ -114,9 +117,9 @@ class _ShimmedCall:
 
     @contextmanager
     def _inputs(self) -> Iterator[Inputs]:
-        """Of the library's masks by their names, by which kernels know them."""
+        """Yield the call's tensors; the library's mods by name, as kernels know them."""
         call = self._call
-        with self._given.inputs() as inputs:
+        with self._tensors.inputs() as inputs:
             changes: dict[str, Any] = {}
             if isinstance(call.mask, Spec) and call.mask != FULL:
                 changes["mask"] = call.mask
@@ -132,7 +135,7 @@ def _with_loss(inputs: Inputs, dout: torch.Tensor, dlse: torch.Tensor | None) ->
 
 
 def _same_bits(outputs: Outputs, right: Outputs) -> bool:
-    """Whether all bits that there are are the same; NaN is NaN."""
+    """Return whether all bits that there are are the same; NaN is NaN."""
     others = right.tensors()
     return all(
         bool(((one == others[name]) | (one.isnan() & others[name].isnan())).all())
@@ -145,6 +148,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, shimmed: _ShimmedCall, *leaves: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        # Arguments for autograd's sake alone: the call has the same tensors.
         del leaves
         ctx.shimmed = shimmed
         # None says that LSE has no gradient; zeros would ask the kernel for one.

@@ -73,7 +73,7 @@ def apply_patches(sources: Mapping[str, str], patches: Iterable[str]) -> dict[st
 
 
 def _hunks(patch: str) -> Iterator[_Hunk]:
-    """Of a text that is indented as a whole."""
+    """Yield the hunks of a text that is indented as a whole."""
     lines = patch.strip("\n").split("\n")
     # Patches are indented as their file likes: the outermost mark is the left edge.
     marked = min(
@@ -100,6 +100,7 @@ def _place(hunk: _Hunk, code: Mapping[str, list[_Line]]) -> tuple[str, list[_Lin
         for start in range(len(lines) - len(old) + 1)
         if all(line.code == text for line, text in zip(lines[start:], old, strict=False))
     ]
+    # Found twice is as bad as never: the other place might be changed.
     if len(places) != 1:
         raise NotPlanted(f"{old[0]!r} and what follows is there {len(places)} times, not once.")
     return places[0]

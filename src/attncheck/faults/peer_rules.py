@@ -66,7 +66,7 @@ _COMPARED: tuple[TensorName, ...] = ("dq", "dk", "dv")  # no peer asks about a s
 
 @dataclass(frozen=True)
 class PeerReference:
-    """What a peer knows of a problem before it sees a kernel's outputs.
+    """Knowledge that a peer has of a problem before it sees a kernel's outputs.
 
     Attributes:
         inputs: The tensors.
@@ -78,13 +78,13 @@ class PeerReference:
 
     @property
     def compares_gradients(self) -> bool:
-        """Whether it has gradients; of fp8 the rules say nothing of them."""
+        """Return whether it has gradients; of fp8 the rules say nothing of them."""
         problem = self.inputs.problem
         return problem.backward and not problem.formats.scaled
 
     @property
     def is_capped(self) -> bool:
-        """Whether scores have a cap."""
+        """Return whether scores have a cap."""
         return any(part.name == "softcap" for part in self.inputs.problem.score.walk())
 
     @cached_property
@@ -209,7 +209,7 @@ def _max_error(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _within(factor: float, got: Tensor, unfused: Tensor, exact: Tensor, more: float = 0.0) -> bool:
-    """Whether max error ≤ ``factor`` × that of the unfused formula, and a little more."""
+    """Return whether max error ≤ ``factor`` × that of the unfused formula, and a little more."""
     # What rounding once more at another size costs: their guard against a floor of 0.
     floor = 2 * ((exact + 0.3 - 0.3) - exact).abs().max().double() + more
     allowed = factor * _max_error(unfused.to(exact.dtype), exact) + floor
@@ -238,8 +238,8 @@ def elementwise_gradient_rule(
 
     def accepts(got: Outputs, reference: PeerReference) -> bool:
         tolerance = table[reference.inputs.problem.formats.output.name]
-        given = got.gradients()
-        return all(_close(given[name], x, tolerance) for name, x in reference.gradients.items())
+        gradients = got.gradients()
+        return all(_close(gradients[name], x, tolerance) for name, x in reference.gradients.items())
 
     return accepts
 
@@ -255,9 +255,9 @@ def _twice(got: Outputs, reference: PeerReference) -> bool:
 
 def _twice_of_gradients(got: Outputs, reference: PeerReference) -> bool:
     factor, more = (_CAPPED, _MORE_OF_CAPPED_GRADIENTS) if reference.is_capped else (2.0, 0.0)
-    given, unfused = got.gradients(), reference.unfused_gradients
+    gradients, unfused = got.gradients(), reference.unfused_gradients
     return all(
-        _within(factor, given[name], unfused[name], exact, more)
+        _within(factor, gradients[name], unfused[name], exact, more)
         for name, exact in reference.gradients.items()
     )
 
@@ -269,16 +269,16 @@ def _mean_within(got: Tensor, reference: Tensor, exact: Tensor, dtype: str) -> b
 
 
 def mean_rule(got: Outputs, reference: PeerReference) -> bool:
-    """Whether mean error ≤ 1.1× (10× in fp32) that of the eager formula."""
+    """Return whether mean error ≤ 1.1× (10× in fp32) that of the eager formula."""
     dtype = "fp32" if reference.out.dtype == torch.float32 else ""
     return _mean_within(got.out, reference.eager, reference.truth.out, dtype)
 
 
 def _mean_of_gradients(got: Outputs, reference: PeerReference) -> bool:
     dtype = reference.inputs.problem.formats.output.name
-    given, exact = got.gradients(), reference.truth.gradients()
+    gradients, exact = got.gradients(), reference.truth.gradients()
     unfused = reference.unfused_gradients
-    return all(_mean_within(given[n], unfused[n], exact[n], dtype) for n in _COMPARED)
+    return all(_mean_within(gradients[n], unfused[n], exact[n], dtype) for n in _COMPARED)
 
 
 FORWARD_RULES: dict[str, Callable[[Outputs, PeerReference], bool]] = {
@@ -322,7 +322,7 @@ class RecordingExecutor(InProcess):
         self.first_call: tuple[Inputs, Execution | Failure] | None = None
 
     def run(self, subject: Subject, inputs: Inputs, **how: Any) -> Execution | Failure:
-        """As ``InProcess``."""
+        """Return what ``InProcess`` does, and keep the first."""
         result = super().run(subject, inputs, **how)
         if self.first_call is None:
             self.first_call = inputs, result
@@ -349,7 +349,7 @@ class PeerRules:
 
     @property
     def verdicts(self) -> tuple[PeerVerdict, ...]:
-        """What each said so far."""
+        """Return the verdict of each so far."""
         return tuple(self._verdicts.values())
 
     def apply(self, case: Case, call: tuple[Inputs, Execution | Failure] | None) -> None:
@@ -380,6 +380,7 @@ class PeerRules:
             )
 
     def _run_right(self, inputs: Inputs) -> Execution | Failure:
+        # One of its own, so that the recorded call stays the faulty kernel's.
         executor = InProcess()
         refusal = executor.refusal(self._right, inputs.problem, inputs.device.type)
         return executor.run(self._right if refusal is None else Ideal(), inputs)

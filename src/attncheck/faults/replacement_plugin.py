@@ -30,7 +30,7 @@ _FAILURES = 3  # that are named
 
 
 class Replacement(msgspec.Struct, frozen=True, kw_only=True):
-    """What stands in for what.
+    """Names of a function and of the kernel in its place.
 
     Attributes:
         module: Where the function is.
@@ -97,12 +97,12 @@ class _Loader(Loader):
         self._loader, self._replace = loader, replace
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """As the other one."""
+        """Return what the other loader does."""
         module: ModuleType | None = self._loader.create_module(spec)
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """As the other one; then the function is replaced."""
+        """Execute as the other loader does; then replace the function."""
         self._loader.exec_module(module)
         self._replace(module)
 
@@ -113,6 +113,7 @@ class _Loader(Loader):
 def _replacing(replacement: Replacement, log: _EventLog) -> Callable[[ModuleType], None]:
     def replace(module: ModuleType) -> None:
         function = getattr(module, replacement.name, None)
+        # Calling a class gives an object, for which no kernel can stand in.
         if not callable(function) or isinstance(function, type):
             log("absent", "" if function is None else type(function).__name__)
             return
@@ -143,7 +144,7 @@ def _make_shim(function: Callable[..., Any], replacement: Replacement, log: _Eve
 
 
 def _everywhere(function: Callable[..., Any], ours: Any) -> None:
-    """In modules that had imported it already; attncheck's and torch's own keep theirs."""
+    """Replace it where it was imported already, but in attncheck's and torch's own modules."""
     for name, module in [*sys.modules.items()]:
         # Ours would replace the function by itself, and torch's own stays what it is.
         if name.partition(".")[0] in {"attncheck", "torch"} or name.startswith("planted_"):
@@ -154,7 +155,7 @@ def _everywhere(function: Callable[..., Any], ours: Any) -> None:
 
 
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    """Once the project's folders can be imported from, and before anything of it is."""
+    """Replace before anything of the project is imported, and after its folders can be."""
     with open(os.environ[VARIABLE], "rb") as file:  # noqa: PTH123  # before pathlib is needed
         replacement = msgspec.json.decode(file.read(), type=Replacement)
     log = _EventLog(replacement.log)

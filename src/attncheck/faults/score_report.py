@@ -119,7 +119,7 @@ def score_of(unit: Unit, done: Done) -> FaultScore | ControlScore:
 
 
 def _place(score: FaultScore) -> tuple[int, int]:
-    """By host, in the order of the catalogue; what is planted nowhere last."""
+    """Return a sort key: by host, in the order of the catalogue; what is planted nowhere last."""
     hosts: Mapping[str, int] = {host: place for place, host in enumerate((*HOSTS, FILE))}
     ids = list(FAULTS)
     place = ids.index(score.fault) if score.fault in FAULTS else len(ids)

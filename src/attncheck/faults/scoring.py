@@ -66,7 +66,7 @@ _KINDS_OF_ANSWERS = 5  # of a control's wrong ones, that are told
 
 
 class NotScored(AttncheckError):
-    """What was planted does not run, or was asked nothing: neither caught nor missed."""
+    """A planted kernel that does not run, or was asked nothing: neither caught nor missed."""
 
 
 class GateRun:
@@ -93,6 +93,7 @@ class GateRun:
             "dtypes": unit.dtype,
             "stages": stages,
         }
+        # No failure counts as known: what excuses a right kernel would hide the fault.
         self._gate = GateWorker(Choices.of(options), KnownFailures(()), lambda: self.recording)
         self._is_watched = not unit.alone
         self._queue: list[tuple[tuple[int, ...], int, Unit]] = []
@@ -120,6 +121,7 @@ class GateRun:
                 self.problems += answer.record.status != "unsupported"
                 _check_runs(answer.record)
                 yield answer, smaller
+            # A caller decides about making failures smaller: a control's never are.
             self._add(each for each in done.units if each.kind != "shrink")
         if not self.problems:
             raise NotScored("it takes nothing of what the gate asks: nothing was asked of it.")
@@ -262,6 +264,7 @@ class FaultScorer:
         if isinstance(score, ControlScore):
             return self._controlled(unit, kernel, score)
         assert not isinstance(fault, Control), "scored as a fault"
+        # The same kernel unchanged: what other projects' rules refuse of it is no catch.
         right = subject_named(how.kernel)
         return self._scored(unit, kernel, score, right=right, named=fault.named)
 

@@ -49,7 +49,7 @@ Question = tuple[str, "Callable[[int], bool]"]
 
 
 def smallest_seen(questions: Sequence[Question], sizes: Sequence[float]) -> SmallestFault:
-    """The smallest of ``sizes`` that a question sees, by asking as few as possible.
+    """Return the smallest of ``sizes`` that a question sees, by asking as few as possible.
 
     Each question in turn is asked about the next size below the smallest one seen so far. One that
     sees it is asked on: twice as far each time, then by bisection between what it sees and what it
@@ -147,6 +147,7 @@ def measure_sensitivity(
             "seed": seed,
         }
     )
+    # No failure counts as known: what excuses a right kernel would hide the fault.
     gate = GateWorker(choices, KnownFailures(()))
     try:
         units = list(_gate_questions(gate, device, tier))
@@ -231,7 +232,7 @@ def _verdict_question(unit: Unit, kernels: _Kernels) -> Question:
 
 
 def _is_plain(unit: Unit) -> bool:
-    """Whether it is one call, of attention, and what comes of it."""
+    """Return whether it is one call, of attention, and what comes of it."""
     case = Case.from_json(unit.case)
     plain = case.question == "compare" or case.question in PROBES
     return plain and case.problem.operation == "attention"
@@ -255,17 +256,18 @@ class _PeerQuestion:
         return PeerReference(inputs, oracles.truth(inputs))
 
     def question(self, rule: str) -> Question:
-        """Whether ``rule`` refuses the outputs, for ``smallest_seen``."""
+        """Return whether ``rule`` refuses the outputs, for ``smallest_seen``."""
         name = f"{self._unit.stage}: {self._case}"
         return name, lambda number: self.refuses(rule, number)
 
     def fits(self, rule: str) -> bool:
-        """Whether it accepts every right kernel."""
+        """Return whether it accepts every right kernel."""
         return not any(self.refuses(rule, number) for number in _RIGHT_NUMBERS)
 
     def refuses(self, rule: str, number: int) -> bool:
-        """Whether it does, of a size's number or a right kernel's."""
+        """Return whether it does, of a size's number or a right kernel's."""
         reference = self._reference
+        # The last result alone is kept: those of all sizes would fill the memory.
         if self._outputs is None or self._outputs[0] != number:
             # Numbers below those of tilings are the first tiling's result, rounded otherwise.
             own = number if number >= -len(_RIGHT) else -1

@@ -101,7 +101,7 @@ class UserSuite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuiteRun:
-    """What came of one run of pytest.
+    """Outcome of one run of pytest.
 
     Attributes:
         code: Its exit code; None where it took too long.
@@ -117,12 +117,12 @@ class SuiteRun:
 
     @property
     def passed(self) -> bool:
-        """Whether all tests did."""
+        """Return whether all tests did."""
         return self.code == _PASSED
 
     @property
     def called(self) -> bool:
-        """Whether a kernel of ours was."""
+        """Return whether a kernel of ours was."""
         return "called" in self.events
 
     @property
@@ -132,17 +132,17 @@ class SuiteRun:
 
     @property
     def left(self) -> tuple[str, ...]:
-        """Why calls went to the suite's own function."""
+        """Return why calls went to the suite's own function."""
         return tuple(self.events.get("left", ()))
 
     def unreached(self) -> str:
-        """Why no kernel of ours was called."""
+        """Return why no kernel of ours was called."""
         if self.left:
             return f"no kernel of ours takes its calls: {self.left[0]}"
         return "no test calls the function from where it is replaced"
 
     def status(self, suite: UserSuite) -> tuple[Status, str]:
-        """What it says of the kernel's fault, and why."""
+        """Return what it says of the kernel's fault, and why."""
         wrong = self.unscorable(suite)
         if self.code == _PASSED and "called" not in self.events:
             return "not reached", self.unreached()
@@ -158,7 +158,7 @@ class SuiteRun:
         return "caught", ""
 
     def unscorable(self, suite: UserSuite) -> str:
-        """Why it says nothing; empty where it does."""
+        """Return why it says nothing; empty where it does."""
         module, _, name = suite.replace.partition(":")
         if "absent" in self.events:
             kind = self.events["absent"][0]
@@ -220,14 +220,17 @@ def _process(
     command: list[str], suite: UserSuite, environment: dict[str, str]
 ) -> tuple[int | None, str]:
     """Exit code, None where it took too long, and what it printed."""
+    # A file and no pipe, which a process that outlives pytest would keep open.
     with tempfile.TemporaryFile() as printed:
         child = subprocess.Popen(  # noqa: S603  # what the user typed, and our own Python
             command,
             cwd=suite.folder,
             env=environment,
+            # A debugger that a test opens would wait for input for ever.
             stdin=subprocess.DEVNULL,
             stdout=printed,
             stderr=subprocess.STDOUT,
+            # A process group of its own, so that all that the tests start is ended with them.
             start_new_session=True,
         )
         try:
@@ -241,14 +244,14 @@ def _process(
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """With all that it started: a suite may have workers."""
+    """End it with all that it started: a suite may have workers."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
 
 
 def _logged_events(file: Path) -> dict[str, list[str]]:
-    """What was logged by kind, in order, each once: several processes may have."""
+    """Return what was logged by kind, in order, each once: several processes may have."""
     events: dict[str, dict[str, None]] = {}
     if file.exists():
         for line in file.read_text(encoding="utf-8").splitlines():
@@ -303,6 +306,7 @@ def run_control(suite: UserSuite, kernel: str = "ideal") -> OwnTestsScore:
     wrong = run.unscorable(suite)
     if not wrong and not run.passed:
         with tempfile.TemporaryDirectory(prefix="attncheck_own_") as folder:
+            # Tests that fail with their own function, too, say nothing of ours.
             alone = run_suite(suite, Path(folder), kernel="", right="", first=False)
         theirs = "passes" if alone.passed else "fails too"
         which = f", at {run.failed[0]}" if run.failed else ""
@@ -366,11 +370,13 @@ def project_digest(suite: UserSuite) -> str:
 def _files(folder: Path) -> Iterator[Path]:
     for place, folders, names in os.walk(folder):
         here = Path(place)
+        # In place: os.walk goes into what is left, in this order.
         folders[:] = sorted(
             name
             for name in folders
             if name[0] != "."
             and name not in _NOT_ITS_OWN
+            # A virtual environment is installed, and no part of the project.
             and not (here / name / "pyvenv.cfg").exists()
         )
         yield from (here / name for name in sorted(names) if name.endswith(".py"))

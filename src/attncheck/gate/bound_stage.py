@@ -45,6 +45,7 @@ _FEW = {"heads": 5, "dims": 4, "distribution": 4}
 # The mask family that tells whether a kernel takes a mask, where it is not the mask's own name.
 _FAMILIES = {"varlen": "documents"}
 _KINDS = {"plain": ProblemKind(), "sink": ProblemKind(sink=True), "paged": ProblemKind(paged=True)}
+# A whole tile, a ragged row, a single column (of weight 1), and one key beyond a tile.
 _SOFTMAX_ROWS = ((4, 64), (3, 77), (64, 1), (1, 129))
 
 
@@ -56,6 +57,7 @@ def bound_units(planning: Planning) -> Iterator[Unit]:
     tier, seed = planning.choices.tier, planning.choices.seed
     shapes, axes = tier.sizes_on(planning.device), axes_of(planning)
     rows = covering_rows(axes, tier.strength, EXCLUSIONS)
+    # Two rows may move to the same problem, which is asked once.
     covered, known = [], set()
     for number, row in enumerate(rows):
         problem = row_problem(row, shapes, seed + number)
@@ -68,6 +70,7 @@ def bound_units(planning: Planning) -> Iterator[Unit]:
             known.add(unit.id)
             yield unit
     lost = restore_lost_pairs(axes, covered, shapes, planning.supports)
+    # Seeds go on from those of the rows, so that no draw comes twice.
     for number, row in enumerate(lost, len(rows)):
         problem = row_problem(row, shapes, seed + number)
         yield planning.unit_of("bounds", Case(problem=problem), row_name(row))
@@ -80,6 +83,7 @@ def _softmax_units(planning: Planning) -> Iterator[Unit]:
         for dtype in planning.dtypes
         if dtype in SOFTMAX_DTYPES and not planning.refusal(SOFTMAX, dtype)
     ]
+    # Of those that draw scores: a softmax has no q and k.
     distributions = ("normal", "large_logits", "uniform")
     axes = {"dtype": dtypes, "rows": _SOFTMAX_ROWS, "distribution": distributions}
     for number, row in enumerate(covering_rows(axes, 2)):
@@ -112,6 +116,7 @@ def axes_of(planning: Planning) -> dict[str, tuple[Any, ...]]:
         if any(_mask_refusal(planning, mask, _KINDS[name]) == "" for mask in MASKS)
     )
     families = {_FAMILIES.get(mask, mask) for mask in MASKS}
+    # A kernel without a backward would refuse every row with gradients, one by one.
     gradients = any(
         _mask_refusal(planning, mask, ProblemKind(backward=True)) == "" for mask in MASKS
     )
@@ -143,6 +148,7 @@ def _masks(planning: Planning, stored: tuple[str, ...]) -> tuple[str, ...]:
         refusals = [_mask_refusal(planning, mask, _KINDS[name]) for name in stored]
         if "" in refusals:
             taken.append(mask)
+        # A mask that does not concern the kernel at all is no refusal.
         elif reasons := [reason for reason in refusals if reason != NOT_APPLICABLE]:
             _drop_value(planning, mask, reasons[0], mask=mask)
     return tuple(taken)
@@ -211,6 +217,7 @@ def baseline_units(planning: Planning) -> Iterator[Unit]:
     units += [unit for unit in _kept_units(planning) if Case.from_json(unit.case).id not in known]
     for unit in units:
         yield unit
+        # Right after its own, so that a run that is interrupted has whole pairs to compare.
         if tree is not None:
             yield replace(unit, commit=tree.commit)
 
@@ -230,6 +237,7 @@ def _kept_units(planning: Planning) -> Iterator[Unit]:
     held, dtypes = planning.choices.held, planning.choices.dtypes
     if held is None:
         return
+    # Another architecture rounds otherwise: its numbers are no baseline here.
     here = architecture(environment(planning.device))
     for variant, spelled in held.of_kernel(planning.subject.name, here):
         case = Case.from_json(spelled)

@@ -27,7 +27,7 @@ Value = str | int | float | bool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """What is asked of each kernel.
+    """Options of a gate run, the same for each of its kernels.
 
     Attributes:
         tier: How much.
@@ -86,6 +86,7 @@ class Choices:
 
     def plan(self) -> dict[str, Value]:
         """Return what of it makes two runs the same plan."""
+        # Isolation, timeouts and folders change how a kernel is called, not what it is asked.
         same = ("tier", "stages", "dtypes", "seed")
         results = {name: value for name, value in self.options().items() if name in same}
         results |= {"sanitizer": True} if self.sanitizer else {}
@@ -103,6 +104,7 @@ def parse_stages(names: Sequence[str], without: Sequence[str] = ()) -> tuple[Sta
     for name in (*names, *without):
         if name not in STAGES:
             raise UnknownName("stage", name, STAGES)
+    # In the order of STAGES whatever was typed: units and reports are sorted by it.
     left = tuple(s for s in STAGES if (not names or s in names) and s not in without)
     if not left:
         raise UsageError("no stage is left: leave one of --stage and --skip out.")
@@ -114,6 +116,7 @@ def _dtypes(names: Sequence[str]) -> tuple[str, ...]:
     for name in names:
         if name not in measured:
             raise UnknownName("dtype", name, measured)
+    # In the table's order, so that a plan does not depend on what was typed first.
     return tuple(name for name in measured if name in names)
 
 

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 __all__ = ["SHRUNK_STATUSES", "FailureLog", "fails_alike", "plainer_cases", "shrink_case"]
 
 
+# A single row, whole tiles, and one row beyond them: the edges where tails begin.
 _LENGTHS = (1, 2, 3, 8, 16, 17, 32, 64, 65)
+# The smallest first, then the one that most kernels take.
 _DIMS = (16, 64, 32, 128)
 
 
@@ -75,6 +77,7 @@ def fails_alike(record: Record, failed: Record) -> bool:
     """Return whether both are wrong in the same way."""
     if record.status not in FAILED_STATUSES or record.status != failed.status:
         return False
+    # The same status by another rule is most likely another fault.
     rules = {one.judgement.rule if one.judgement else "" for one in (record, failed)}
     return len(rules) == 1
 
@@ -125,6 +128,7 @@ def _heads(problem: Problem) -> Iterator[dict[str, Any]]:
 
 def _without_feature(problem: Problem, name: str) -> Iterator[dict[str, Any]]:
     if getattr(problem, name):
+        # Without a backward, no gradient of LSE or of a score mod's tensors can be asked for.
         gradients = {"dlse": False, "dcaptured": False} if name == "backward" else {}
         yield {name: False} | gradients
 
@@ -140,6 +144,7 @@ def _plainer(problem: Problem) -> Iterator[dict[str, Any]]:
             yield {"mask": Spec.of("causal")}
         for part in problem.mask.parts or ():
             yield {"mask": part}
+    # Of a Problem, a scale of 0 stands for the default, 1/√head_dim.
     if problem.scale != problem.replace(scale=0.0).scale:
         yield {"scale": 0.0}
 
@@ -170,6 +175,7 @@ def _fitting_mask(problem: Problem, name: str, length: int) -> dict[str, Any]:
         return {}
     other = {"query": problem.kv, "kv": problem.query, "both": length}[name]
     total = max(length, other)
+    # Documents must cover the longer length; two of them keep a border to get wrong.
     parts = [total // 2, total - total // 2] if total > 1 else [total]
     return {"mask": Spec.from_json(spec | {"lengths": parts})}
 
@@ -180,6 +186,7 @@ def _dims(problem: Problem) -> Iterator[dict[str, Any]]:
     usual = problem.scale == problem.replace(scale=0.0).scale
     for dim in _DIMS:
         if dim < problem.head_dim:
+            # Scores stay as large as they were, or the failure might vanish with them.
             scale = 0.0 if usual else problem.scale * math.sqrt(problem.head_dim / dim)
             yield {"head_dim": dim, "value_dim": dim, "scale": scale}
 
@@ -207,6 +214,7 @@ class FailureLog:
         if record.status != "fail" or record.reason.startswith(KNOWN):
             return record
         case = Case.from_json(unit.case)
+        # One of each question, direction and dtype: a hundred failures of one fault say no more.
         mark = f"{case.question} {case.problem.backward} {case.problem.dtype}"
         if not _is_new(self._diagnosed, unit.kernel, mark, _DIAGNOSED):
             return record
@@ -234,6 +242,7 @@ class FailureLog:
         mark = f"{case.question} {case.problem.backward}"
         if not _is_new(self._shrunk, unit.kernel, mark, tier.shrinks):
             return None
+        # Asked again: a failure that does not come every time cannot be made smaller.
         first = ask(case)
         if first.status not in SHRUNK_STATUSES:
             return None
@@ -255,6 +264,7 @@ class FailureLog:
             convention=unit.convention,
             test=unit.test,
         )
+        # The report names the failure by its id even where no file is kept.
         if self._choices.failures:
             keep_failure(kept, self._choices.failures)
         return kept.id

@@ -56,6 +56,7 @@ def command_line(head: Mapping[str, Any]) -> str:
         words += [f"--{name}", str(head[name])] if head.get(name) else []
     for name, option in (("dtypes", "--dtype"), ("stages", "--stage")):
         chosen = [word for word in str(head.get(name, "")).split(",") if word]
+        # A gate asks all stages unless told: naming each would only make the line long.
         if name != "stages" or tuple(chosen) != STAGES:
             words += [word for each in chosen for word in (option, each)]
     if head.get("against"):
@@ -112,6 +113,7 @@ def _allowed_changes(report: GateReport) -> Iterator[Change]:
         for record in measurements(report.answers)
         if record.status == "flaky"
     }
+    # Where flaky answers fail anyway, none of their changes is excused.
     if "flaky" in failing_statuses(questions(report), policy_of(report)):
         flaky = set()
     for one in report.changes:
@@ -133,6 +135,7 @@ def _comparisons(
     names, changes = [], []
     if baseline is not None:
         names.append(baseline[0])
+        # A part of a run cannot tell that a case of the baseline is missing.
         whole = complete and not head.get("shard")
         changes.append(comparison.compare_runs(baseline[1], answers, environments, complete=whole))
     if head.get("against"):
@@ -185,6 +188,7 @@ def _descriptions(content: JournalContent) -> Iterator[dict[str, Any]]:
 
 
 def _environments(content: JournalContent) -> dict[str, Environment]:
+    # Workers may have run on several machines: each environment is kept by its fingerprint.
     facts = (done.facts for done in content.results.values() if "environment" in done.facts)
     environments = [msgspec.convert(each["environment"], Environment) for each in facts]
     return {fingerprint(each): each for each in environments}
@@ -201,20 +205,18 @@ def _planned_questions(content: JournalContent, head: Mapping[str, Any]) -> dict
     return {stage: planned[stage] for stage in STAGES if stage in planned}
 
 
-def _is_of_other_commit(content: JournalContent, id_: str) -> bool:
-    return id_ in content.units and bool(content.units[id_].commit)
-
-
 def _answers(content: JournalContent, kernels: tuple[str, ...]) -> tuple[Answer, ...]:
     """Return answers in the order of stages, kernels and plan, without those of another commit."""
     order = {id_: number for number, id_ in enumerate(content.units)}
 
     def place(answer: Answer) -> tuple[int, int, int, str]:
         kernel = answer.record.kernel
+        # Answers of a kernel that was never described come last.
         known = kernels.index(kernel) if kernel in kernels else len(kernels)
         stage = STAGES.index(answer.stage)
         return stage, known, order.get(answer.unit, len(order)), answer.record.case_id
 
-    here = (done for id_, done in content.results.items() if not _is_of_other_commit(content, id_))
+    others = {id_ for id_, unit in content.units.items() if unit.commit}
+    here = (done for id_, done in content.results.items() if id_ not in others)
     answers = (each for done in here for each in done.answers)
     return tuple(sorted(answers, key=place))

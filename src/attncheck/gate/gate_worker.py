@@ -66,14 +66,14 @@ class GateWorker:
     ) -> None:
         self._choices = choices
         self._hosts = KernelHosts(choices, here)
-        self._given_failures = known
+        self._chosen_failures = known
         self._device = self._key = self._reported = ""
         self._cached_executor: tuple[KernelHost, CachingExecutor] | None = None
         self._failures = FailureLog(choices)
 
     @cached_property
     def _known(self) -> KnownFailures:
-        return self._given_failures or KnownFailures()
+        return self._chosen_failures or KnownFailures()
 
     def close(self) -> None:
         """End the kernel's process."""
@@ -159,6 +159,7 @@ class GateWorker:
         self._device, self._key = device, fingerprint(environment(device))
 
     def _planning(self, unit: Unit, host: KernelHost) -> Planning:
+        # Kept as long as the kernel's process is: a new one may answer otherwise.
         if self._cached_executor is None or self._cached_executor[0] is not host:
             self._cached_executor = (host, CachingExecutor(host.executor))
         return Planning(unit, host.subject, self._cached_executor[1], self._choices, self._key)
@@ -171,6 +172,7 @@ class GateWorker:
             "absent": host.executor.absence(host.subject, unit.device) or "",
             "environment": msgspec.to_builtins(environment(unit.device)),
         }
+        # Only a process of its own tells which files it loaded; another commit's never change.
         if isinstance(host, IsolatedKernel) and not unit.commit:
             facts |= file_hashes(host.files())
         if facts["absent"]:
@@ -211,6 +213,7 @@ class GateWorker:
             # Errors beside their reference errors where they are to be read; elsewhere the verdict.
             return run_case(host.subject, case, brief=unit.stage != "bounds", **how)
 
+        # A kernel that dies in this process takes the worker with it: nothing is left to confirm.
         if isinstance(host.executor, InProcess):
             return ask(), 1
         return confirm_death(host, ask)  # type: ignore[arg-type]  # it has a process: a Host
@@ -241,6 +244,7 @@ class GateWorker:
     def _report_death(self, unit: Unit, error: Died) -> Done:
         """Return what comes of a process that died at the import, or when asked what it takes."""
         self._hosts.end(unit.commit)
+        # A Record needs some Case; a kernel that dies while it is described was asked none.
         case = Case.from_json(unit.case) if unit.case else Case(problem=Problem(query=1))
         record = Record(
             case_id=case.id,
@@ -259,6 +263,7 @@ class GateWorker:
         if unit.kind != "describe":
             return {}
         where = msgspec.to_builtins(environment(unit.device))
+        # It died before it could say its name: what was typed stands in for that.
         return {"kernel": unit.kernel, "name": unit.kernel, "summary": "", "environment": where}
 
 

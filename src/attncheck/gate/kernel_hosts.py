@@ -85,6 +85,7 @@ class KernelHosts:
         known, host = self._hosts.get(unit.commit, (None, None))
         if host is not None and key == known:
             return host
+        # Ended before the next begins: two kernels need not fit the GPU's memory together.
         self.end(unit.commit)
         host = self._start_other(unit) if unit.commit else self._start(unit)
         self._hosts[unit.commit] = key, host
@@ -120,6 +121,7 @@ class KernelHosts:
             )
         except UsageError as error:
             raise MissingKernelError(f"{tree.ref}: {error}") from None
+        # Else today's files would be compared with themselves, and nothing would seem to change.
         if strayed := tree.strayed(host.files()):
             host.close()
             raise UsageError(f"--against {tree.ref}: {strayed}.")
@@ -127,5 +129,6 @@ class KernelHosts:
 
     def _host_options(self, unit: Unit) -> dict[str, Any]:
         call = self._choices.timeout
+        # A first call compiles: it may take the usual time even where later calls must be short.
         limits = Deadlines(call=call, compile=max(call, Deadlines().compile)) if call else None
         return {"convention": unit.convention, "device": unit.device, "deadlines": limits}

@@ -134,6 +134,7 @@ class CommitTree:
             path = self._file(file, kernel)
             inside = self.root / path
             missing = "" if inside.is_file() else f"{self.ref} has no file {path.as_posix()}"
+            # A relative name is right from the tree's folder; a whole path would lead back here.
             file = str(inside) if Path(file).is_absolute() else file
         folder = folder if folder.is_dir() else self.root
         return OtherKernel(
@@ -156,6 +157,7 @@ class CommitTree:
         root, repository = self.root.resolve(), self.repository.resolve()
         for file in files:
             path = Path(file).resolve()
+            # Our own files ask both kernels: only the kernels' are to differ.
             ours = _OURS in path.parts and (path.is_relative_to(Path(__file__).parents[1]))
             if not ours and path.is_relative_to(repository) and not path.is_relative_to(root):
                 return (
@@ -202,6 +204,7 @@ def commit_tree(ref: str, start: Path | None = None) -> Iterator[CommitTree]:
     start = (start or Path.cwd()).resolve()
     repository = Path(_run_git(start, "rev-parse", "--show-toplevel"))
     commit = _commit(repository, ref)
+    # Outside of the repository, whose own tools would find every file twice.
     temporary = Path(tempfile.mkdtemp(prefix="attncheck-against-"))
     root = temporary / "tree"
     try:
@@ -247,6 +250,7 @@ def _commit(repository: Path, ref: str) -> str:
 def _remove(repository: Path, root: Path) -> None:
     """Remove the worktree and what the repository remembers of it, whatever happens."""
     with suppress(UsageError):  # git is gone, or the folder is
+        # git asks for the second --force where a worktree is locked.
         _run_git(repository, "worktree", "remove", "--force", "--force", str(root))
     if root.exists():
         shutil.rmtree(root, ignore_errors=True)
@@ -275,6 +279,7 @@ def _run_git(folder: Path, *arguments: str) -> str:
         raise UsageError(f"--against: {what}: {one_line(str(error))}.") from None
     if done.returncode == 0:
         return done.stdout.strip()
+    # git prints hints and warnings before the error itself.
     errors = [line for line in done.stderr.splitlines() if line.strip()]
     reason = one_line(errors[-1]) if errors else f"exit code {done.returncode}"
     raise UsageError(f"--against: {what}: {reason.rstrip('.')}.")

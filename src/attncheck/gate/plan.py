@@ -39,6 +39,7 @@ _UNITS: Mapping[Stage, Callable[[Planning], Iterator[Unit]]] = {
     "determinism": lambda planning: surrounding_units(planning, "determinism"),
     "baseline": baseline_units,
 }
+# What is done first: nothing can be asked before a kernel is described.
 _KINDS = ("describe", "draw", "ask", "shrink")
 
 
@@ -68,6 +69,7 @@ def describe_units(
 def priority(unit: Unit) -> tuple[int, ...]:
     """Order units: what a kernel is, then stage by stage, smaller failures last."""
     kind = _KINDS.index(unit.kind)
+    # A case that failed before most likely fails again, and its author waits for that answer.
     again = unit.kind == "ask" and unit.variant == REPLAYED
     return (kind if kind in {0, 3} else 1, not again, STAGES.index(unit.stage), kind)
 
@@ -125,6 +127,7 @@ def _kept_failures(folder: Path) -> Iterator[KeptFailure]:
     def age(path: Path) -> tuple[float, str]:
         try:
             return -path.stat().st_mtime, path.name
+        # Another run may have removed the file meanwhile.
         except OSError:
             return 0.0, path.name
 
@@ -138,6 +141,7 @@ def _kept_failures(folder: Path) -> Iterator[KeptFailure]:
 def _askable_case(failure: KeptFailure) -> Case | None:
     try:
         case = Case.from_json(failure.record.case)
+        # Another version may have kept it, which asked other questions.
         question, problem = case.question, case.problem
         if unfit_reason(question, problem) is not None:
             return None
@@ -153,6 +157,7 @@ def _stage_of(failure: KeptFailure) -> Stage:
         return "properties"
     if question in PROBES:
         return "probes"
+    # Two stages ask relations; a kept failure does not say which of them it was.
     return "bounds" if question == COMPARE else "memory"
 
 

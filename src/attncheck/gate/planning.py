@@ -127,6 +127,7 @@ def move_case(case: Case, problem: Problem) -> Case:
     """Return the question of ``case`` asked of ``problem``, with the nearest numbers allowed."""
     chosen = {}
     for name, values in allowed_parameters(case.question, problem).items():
+        # One in the middle where the case has none: the ends are special cases.
         wanted = case.parameters.get(name, values[len(values) // 2])
         chosen[name] = min(values, key=lambda value: abs(value - wanted))
     return Case(problem=problem, question=case.question, parameters=chosen)
@@ -166,6 +167,7 @@ class CachingExecutor:
         if key in self._refusals:
             return self._refusals[key]
         answer = self._executor.refusal(subject, problem, device)
+        # A failure may be chance, so the kernel is asked again.
         if not isinstance(answer, Failure):
             if len(self._refusals) >= self._MOST:
                 self._refusals.clear()

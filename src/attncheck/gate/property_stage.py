@@ -91,6 +91,7 @@ def drawn_units(unit: Unit, planning: Planning, known: KnownFailures) -> list[Un
     spec = property_named(unit.test).spec
     entry = known.of_draw(unit)
     cases = [] if entry is None else [entry.case_in(unit.dtype)]
+    # On another machine the known Case may hold, so that others are drawn besides.
     if entry is None or entry.depends_on:
         tier = planning.choices.tier
         kernel = DrawingKernel(
@@ -115,6 +116,7 @@ def _applicable_pairs(planning: Planning, each: Property) -> list[Pair]:
     spec, pairs = each.spec, []
     refused: dict[str, str] = {}
     dtypes = [dtype for dtype in planning.dtypes if not spec.dtypes or dtype in spec.dtypes]
+    # One plain problem tells: whether there are other launches does not depend on the mask.
     if compares_launches(spec.questions):
         samples = sample_problems("full", planning.dtypes[0]) if planning.dtypes else ()
         if not samples or not planning.has_launches(samples[0]):

@@ -49,6 +49,7 @@ def source_fingerprint(kernels: Sequence[str], written: Iterable[str] = ()) -> s
         digest.update(f"{kernel}\n".encode())
         for path in _files(kernel):
             if not any(path.resolve().is_relative_to(folder) for folder in apart):
+                # With its name: two files that change places are a change, too.
                 digest.update(os.fsencode(path) + _hash(path).encode())
     return digest.hexdigest()[:16]
 
@@ -106,6 +107,7 @@ def _is_fingerprinted(kernel: str) -> bool:
 def _hash(path: Path) -> str:
     """Return hexadecimal digits; empty for what is no file that can be read."""
     try:
+        # Reading a pipe or a device might never end.
         if not path.is_file() or path.stat().st_size > _LARGEST:
             return ""
         with path.open("rb") as file:
@@ -123,6 +125,7 @@ def _files(kernel: str) -> Iterator[Path]:
         yield Path(file) if table is None else project.folder / file
     if table is None or project.path is None:
         return
+    # The table itself may name another function from now on.
     yield project.path
     for pattern in table.sources:
         yield from islice(pattern_files(project.folder, pattern), _MOST_FILES)

@@ -57,6 +57,7 @@ __all__ = [
 
 # ------------------------------------------------------------ contract
 
+# Numbers with which each mask hides something of 16 rows and keys.
 _DECLARED_MASKS = {
     "full": FULL,
     "causal": Spec.of("causal"),
@@ -75,6 +76,7 @@ def contract_units(planning: Planning) -> Iterator[Unit]:
         yield planning.unit_of("contract", Case(problem=problem), name)
     if planning.device == "cuda":  # on a CPU there are no grids to overflow
         for name, problem in _as_they_stand(planning, MANY_SEQUENCES, planning.dtypes[:1]):
+            # So many sequences are too much for an oracle; this question needs none.
             case = Case(problem=problem, question="first_row")
             yield planning.unit_of("contract", case, name)
 
@@ -89,6 +91,7 @@ def _contract_problems(planning: Planning) -> Iterator[tuple[str, Problem]]:
                 nearest = planning.nearest(problem)
                 if nearest is not None:
                     yield f"{name} backward" if backward else name, nearest
+        # What is unusual about them is so in every dtype: one is enough.
         if number == 0:
             yield from _as_they_stand(planning, CONTRACT, [dtype])
         if scaled:
@@ -117,6 +120,7 @@ def _declared_problems(planning: Planning) -> Iterator[tuple[str, Problem]]:
     table = read_configuration().kernels.get(planning.unit.kernel)
     if table is None:
         return
+    # What a table declares is asked even where the kernel refuses it: that is a finding.
     first = planning.dtypes[0] if planning.dtypes else "bf16"
     wanted = planning.choices.dtypes or table.dtypes or ()
     declared: list[tuple[str, dict[str, Any]]] = []
@@ -151,6 +155,7 @@ def probe_units(planning: Planning) -> Iterator[Unit]:
     for turn, dtype in enumerate(dtypes):
         probes = [each for each in check_cases(dtype) if each.case.question != COMPARE]
         for number, probe in enumerate(probes):
+            # Dtypes take turns, shifted by one from probe to probe, so that each gets its share.
             if not planning.choices.tier.each_dtype and number % len(dtypes) != turn:
                 continue
             case = probe.case
@@ -195,6 +200,7 @@ def surrounding_units(planning: Planning, stage: Stage) -> Iterator[Unit]:
     dtypes, layouts = planning.dtypes, planning.choices.tier.layouts
     checks = (name for name, check in CHECKS.items() if check.stage == stage)
     for number, question in enumerate((*checks, *_RELATIONS[stage])):
+        # Each question begins at another layout, so that together they meet all of them.
         for turn in range(number, number + layouts if dtypes else number):
             yield from _layout_units(planning, stage, question, turn)
         for name, entry in tagged(_ADDITIONAL.get(question, "")).items():

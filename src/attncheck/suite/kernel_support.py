@@ -1,4 +1,4 @@
-"""What a kernel takes: asked of it once for each problem and each mask family."""
+"""Capabilities of a kernel, asked of it once for each problem and each mask family."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NOT_APPLICABLE = "such problems do not concern it"
 
 
 class KernelSupport:
-    """Which problems one kernel takes on one device.
+    """Problems that one kernel takes on one device.
 
     A kernel that raises when it is asked counts as one that takes the problem: it is then called,
     and its answer says what it raised.
@@ -65,6 +65,7 @@ class KernelSupport:
 
         def takes(problem: Problem) -> bool:
             answer = self.executor.refusal(self.subject, problem, self.device)
+            # A Failure is no refusal: the kernel is called later, and its answer tells.
             if answer is None or isinstance(answer, Failure):
                 return True
             reasons[answer] += 1

@@ -95,6 +95,7 @@ class KnownFailure:
 
     def case_in(self, dtype: str) -> Case:
         """Return the Case, in the ``dtype`` of the test where the entry is about several."""
+        # The Case of an entry about one dtype is in that dtype already.
         several = len(self.dtypes) > 1 and dtype in self.dtypes
         if not dtype or (self.dtypes and not several):
             return self.case
@@ -201,6 +202,7 @@ def known_failures(
                     "test that was collected: correct or remove it."
                 )
             for item in matches:
+                # Of several entries about one test, the first in the file counts.
                 known.setdefault(item, entry)
     return known
 
@@ -237,9 +239,9 @@ def _name(item: pytest.Item) -> str:
     return f"{item.path.name}::{getattr(item, 'originalname', item.name)}"
 
 
-def _entries(given: str, folder: Path) -> tuple[KnownFailure, ...]:
-    path = Path(given) if given else folder / FILE
-    if not given and not path.exists():
+def _entries(option: str, folder: Path) -> tuple[KnownFailure, ...]:
+    path = Path(option) if option else folder / FILE
+    if not option and not path.exists():
         return ()
     try:
         return read_known_failures(path)
@@ -253,6 +255,7 @@ def _all_collected(
     """Return whether all tests that the entry could be about have been collected."""
     config = session.config
     single = any("::" in argument for argument in config.args)
+    # Where only some of the tests were to be collected, a missing one says nothing.
     if single or session.testsfailed or config.getoption("lf", default=False):
         return False
     files = {path.name for path in folder.glob("*.py") if fnmatchcase(path.name, entry.file)}

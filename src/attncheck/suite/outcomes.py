@@ -43,6 +43,7 @@ def attach_outcome(report: pytest.TestReport, item: pytest.Item, kernel: UnderTe
         item: The test; nothing is said of one that is about no kernel.
         kernel: What it got; None where it was not called.
     """
+    # Heavy, but loaded already wherever a test has a kernel.
     from attncheck.suite.session import Param
 
     param = item.callspec.params.get("kernel") if hasattr(item, "callspec") else None
@@ -87,8 +88,8 @@ class Outcomes:
         """Return the time since the session began."""
         return time.perf_counter() - self.started
 
-    def found(self, *, untaken: Mapping[str, dict[str, str]], error: str = "") -> None:
-        """Return everything so far."""
+    def add_collected(self, *, untaken: Mapping[str, dict[str, str]], error: str = "") -> None:
+        """Add what a process learned while it collected tests."""
         self.untaken.update(untaken)
         self.error = self.error or error
 
@@ -101,6 +102,7 @@ class Outcomes:
         attached: dict[str, Any] | None = getattr(report, _ATTACHED, None)
         if attached is not None:
             self.outcomes.append(msgspec.convert(attached, PropertyOutcome))
+        # Where one of somebody's other tests ran, the session did test something.
         elif report.when == "call" and report.outcome != "skipped":
             self._others += 1
 
@@ -110,7 +112,7 @@ class Outcomes:
         self.processes = max(self.processes, 1 + int(node.gateway.id.removeprefix("gw") or 0))
         output = getattr(node, "workeroutput", {}).get(WORKER_OUTPUT)
         if output:
-            self.found(**output)
+            self.add_collected(**output)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
@@ -124,6 +126,7 @@ class Outcomes:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Problems examined, how fast, and how much of it was compiling."""
+        # A worker of pytest-xdist cannot end the whole run by itself: it is told here.
         if self.error:
             terminalreporter.line(f"ERROR: {self.error}", red=True)
         lines = list(summary_lines(self.outcomes, self.untaken, self.seconds))
@@ -220,6 +223,7 @@ class ReportWriter:
         self._command = pytest_command(args)
         self._outcomes = outcomes
         try:
+            # Now, and not after an hour of tests.
             check_writable(options.report, "properties")
         except UsageError as error:
             raise pytest.UsageError(f"attncheck: {error}") from None
@@ -259,6 +263,7 @@ def pytest_command(args: Sequence[str]) -> str:
     while rest:
         arg = rest.pop(0)
         if arg == _OPTION:
+            # The folder is this machine's own; a report's command is typed on others, too.
             del rest[:1]
         elif not arg.startswith(f"{_OPTION}="):
             words.append(_shortened(arg))

@@ -88,6 +88,7 @@ def _import_package(folder: Path) -> None:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    # Before it is executed: its files import one another from the package.
     sys.modules[_PACKAGE] = module
     spec.loader.exec_module(module)
 

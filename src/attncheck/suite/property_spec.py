@@ -43,7 +43,7 @@ _SEEDS = 1000  # as strategies.problems draws
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PropertySpec:
-    """What a property asks.
+    """Questions of a property, and the problems they are asked about.
 
     Attributes:
         questions: ``compare``, relations or probes; one of them is drawn.
@@ -133,6 +133,7 @@ def asks(
 @st.composite
 def cases(draw: st.DrawFn, kernel: UnderTest, spec: PropertySpec) -> Case:
     """Draw cases of a property for one kernel, dtype and family; they shrink to the plainest."""
+    # Drawn first: the question decides which Problems fit it.
     question = draw(st.sampled_from(spec.questions))
     problem = question_problem(question, draw(_problems(kernel, spec, question)))
     chosen = draw(parameters(allowed=allowed_parameters(question, problem)))
@@ -148,6 +149,7 @@ def _problems(kernel: UnderTest, spec: PropertySpec, question: str) -> SearchStr
     if kernel.family == SOFTMAX:
         return softmax_problems(longest=sizes["longest"], **common)
     return problems(
+        # What a property says of its sizes outweighs the tier.
         shapes=any_shapes(**(sizes | spec.shapes)),
         masks=family_named(kernel.family),
         scores=spec.scores() if spec.scores else None,
@@ -198,6 +200,7 @@ def variations(
     for number in range(1, count + 1):
         values = _other_values(case.problem, number, distributions)
         sizes = _other_lengths(case.problem, number, count) if lengths else {}
+        # Where a mask's numbers do not allow other lengths, the values alone are others.
         for changes in (values | sizes, values):
             try:
                 problem = question_problem(case.question, case.problem.replace(**changes))
@@ -216,6 +219,7 @@ def _other_values(problem: Problem, number: int, only: Sequence[str]) -> dict[st
         if DISTRIBUTIONS[name].scores is not None or not softmax
     ]
     if problem.distribution not in names:
+        # A recording's tensors are its own: there is no other distribution to take.
         names = [problem.distribution]
     index = names.index(problem.distribution)
     return {

@@ -111,7 +111,7 @@ _ALSO_SHORT = ("kernel", "device", "dtype", "tier", "known-failures")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What the command line asks for.
+    """Options of the command line.
 
     Attributes:
         kernels: As typed, in this order; empty for the default.
@@ -151,6 +151,7 @@ def spelled_out(parser: pytest.Parser, args: Iterable[str]) -> list[str]:
     rest = list(args)
     while rest:
         arg = rest.pop(0)
+        # What follows are paths, whatever they look like.
         if arg == "--":
             return [*spelled, arg, *rest]
         name, equals, value = arg.partition("=")
@@ -165,17 +166,17 @@ def wants_our_profile(args: Iterable[str]) -> bool:
 
 def options_of(config: pytest.Config) -> Options:
     """Return what was asked for; raises pytest.UsageError with the valid values."""
-    given = {name: config.getoption(_dest(name)) for name in _OPTIONS}
+    values = {name: config.getoption(_dest(name)) for name in _OPTIONS}
     try:
         return Options(
-            kernels=tuple(dict.fromkeys(given["kernel"] or ())),
-            device=_one_of("device", given["device"] or "", _DEVICES),
+            kernels=tuple(dict.fromkeys(values["kernel"] or ())),
+            device=_one_of("device", values["device"] or "", _DEVICES),
             dtypes=tuple(
-                _one_of("dtype", name, _MEASURED) for name in dict.fromkeys(given["dtype"] or ())
+                _one_of("dtype", name, _MEASURED) for name in dict.fromkeys(values["dtype"] or ())
             ),
-            tier=_tier(config, given["tier"] or "smoke"),
-            known_failures=given["known-failures"] or "",
-            report=given["report"] or "",
+            tier=_tier(config, values["tier"] or "smoke"),
+            known_failures=values["known-failures"] or "",
+            report=values["report"] or "",
         )
     except UsageError as error:
         raise pytest.UsageError(f"attncheck: {error}") from None
@@ -219,10 +220,12 @@ def is_ours(metafunc: pytest.Metafunc, name: str) -> bool:
     A fixture of the same name in a conftest, a class or a module is its author's.
     """
     definitions = getattr(metafunc, "_arg2fixturedefs", {}).get(name)
+    # pytest uses the last definition: the one nearest to the test.
     if not definitions or getattr(definitions[-1].func, "__module__", "") != _PLUGIN:
         return False
     if any(name in _names(mark) for mark in metafunc.definition.iter_markers("parametrize")):
         return False
+    # Another plugin's hook may have parametrised it before ours ran.
     return not any(name in call.params for call in getattr(metafunc, "_calls", ()))
 
 
@@ -253,5 +256,6 @@ def choose_gpu() -> None:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's own gap
         torch.cuda.set_device(index)
         return
+    # Our index counts among the devices that are visible, not among all.
     visible = [name for name in os.environ.get(_VISIBLE, "").split(",") if name]
     os.environ[_VISIBLE] = visible[index] if visible else str(index)

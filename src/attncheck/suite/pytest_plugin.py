@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytest
 
 from attncheck.suite import pytest_options
-from attncheck.suite import pytest_options as suite_options
 from attncheck.suite.outcomes import WORKER_OUTPUT, Outcomes, attach_outcome
 from attncheck.suite.pytest_options import MARK, is_ours
 
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["kernel", "problem"]
 
-_OPTIONS = pytest.StashKey[suite_options.Options]()
+_OPTIONS = pytest.StashKey[pytest_options.Options]()
 _SESSION: pytest.StashKey[Session] = pytest.StashKey()
 _KNOWN: pytest.StashKey[KnownFailure] = pytest.StashKey()
 _OUTCOMES = "attncheck-outcomes"
@@ -37,15 +36,15 @@ _OUTCOMES = "attncheck-outcomes"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add ``--attncheck-kernel`` and the others."""
-    suite_options.add(parser)
+    pytest_options.add(parser)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_load_initial_conftests(parser: pytest.Parser, args: list[str]) -> Generator[None]:
     """Read ``--kernel`` and the other short names, where no conftest or plugin has them."""
     result = yield
-    args[:] = suite_options.spelled_out(parser, args)
-    if suite_options.wants_our_profile(args):  # Hypothesis loads it before any test is found
+    args[:] = pytest_options.spelled_out(parser, args)
+    if pytest_options.wants_our_profile(args):  # Hypothesis loads it before any test is found
         pytest_options.register()
     return result
 
@@ -55,8 +54,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", f"{MARK}(asked): a property of kernels, once for each kernel × dtype × family"
     )
-    config.stash[_OPTIONS] = options = suite_options.options_of(config)
+    config.stash[_OPTIONS] = options = pytest_options.options_of(config)
     config.pluginmanager.register(Outcomes(), _OUTCOMES)
+    # Workers of pytest-xdist would write over one another's report.
     if options.report and not hasattr(config, "workerinput"):
         from attncheck.suite.outcomes import ReportWriter
 
@@ -118,6 +118,7 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[UnderTest]:
     if under_test.device == "cpu" or "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
     yield under_test
+    # Other tests of this process get their threads back.
     torch.set_num_threads(threads)
 
 
@@ -179,10 +180,10 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Tells the process that talks to the user what was found out while tests were collected."""
+    """Tell the process that talks to the user what was found out while tests were collected."""
     config, outcomes = session.config, _outcomes(session.config)
     if _SESSION in config.stash:
-        outcomes.found(untaken=config.stash[_SESSION].untaken)
+        outcomes.add_collected(untaken=config.stash[_SESSION].untaken)
     if hasattr(config, "workeroutput"):
         config.workeroutput[WORKER_OUTPUT] = outcomes.collected()
 
@@ -194,6 +195,7 @@ def _under_test(item: pytest.Item) -> UnderTest | None:
         return None
     from attncheck.suite.under_test import UnderTest
 
+    # Somebody's own fixture may be called ``kernel``, too.
     return got if isinstance(got, UnderTest) else None
 
 

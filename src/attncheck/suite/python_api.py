@@ -91,6 +91,7 @@ def check(
         raise wrong[0]
     if wrong:
         raise WrongAnswers(wrong, len(records))
+    # A kernel that refuses everything must not pass for a right one.
     if problem is None and all(record.status == "unsupported" for record in records):
         raise AssertionError(
             f"nothing was tested: {name} takes none of {len(records)} questions on {device}: "
@@ -138,6 +139,7 @@ def _cases(problem: Problem | Case | None, question: str, dtypes: Iterable[str])
         raise UsageError(f"problem is {kind}: it must be a Problem or a Case.")
     if question != COMPARE:
         raise UsageError(f"question={question!r} is asked of a Problem: give one.")
+    # A single name would be read letter by letter.
     names = (dtypes,) if isinstance(dtypes, str) else tuple(dtypes)
     if not names:
         raise UsageError("dtypes is empty: give at least one, such as 'bf16'.")
@@ -154,6 +156,7 @@ def _reference(kernel: object) -> str:
     """Return ``path/to/file.py::name`` of a module's function; empty of what has no such name."""
     name, module = getattr(kernel, "__qualname__", ""), inspect.getmodule(kernel)
     file = getattr(module, "__file__", None)
+    # A command line can name only what its file's name leads to again.
     if not file or getattr(module, name, None) is not kernel:
         return ""
     path = Path(file)
@@ -251,7 +254,7 @@ def assert_attention_close(  # noqa: PLR0913  # a call of attention has that man
 
 
 class NotAttention(AssertionError):
-    """What was given is not attention.
+    """Outputs that are not attention.
 
     Hypothesis raises one for every example that fails on the way to the smallest; so what may be
     wrong is looked for when the text is read, in copies of the tensors.
@@ -270,6 +273,7 @@ class NotAttention(AssertionError):
         if not self._text:
             first, *rest = _lines(self.judgement)
             likely, tiles = _diagnosis_lines(self._answer)
+            # pytest keeps every exception until the end: the tensors are let go.
             self._text, self._answer = "\n".join([first, *likely, *rest, *tiles]), None
         return self._text
 
@@ -296,16 +300,16 @@ def _fact(name: str, text: str) -> str:
     return f"  {name:<10} {text}"
 
 
-def _lines(found: Judgement) -> Iterator[str]:
+def _lines(judgement: Judgement) -> Iterator[str]:
     """Yield the judgement for somebody who reads a failed test."""
-    rule = f": {found.rule}" if found.rule else ""
-    yield f"attention: {found.status}{rule}: {found.reason}"
-    yield from (_fact("also", text) for text in found.warnings if text != found.reason)
-    if found.worst is not None:
-        yield from _worst(found.worst)
-    yield _fact("judged as", found.arithmetic)
-    if found.blind_spot is not None:
-        yield _fact("would see", _visible_faults(found.blind_spot))
+    rule = f": {judgement.rule}" if judgement.rule else ""
+    yield f"attention: {judgement.status}{rule}: {judgement.reason}"
+    yield from (_fact("also", text) for text in judgement.warnings if text != judgement.reason)
+    if judgement.worst is not None:
+        yield from _worst(judgement.worst)
+    yield _fact("judged as", judgement.arithmetic)
+    if judgement.blind_spot is not None:
+        yield _fact("would see", _visible_faults(judgement.blind_spot))
 
 
 def _worst(worst: Worst) -> Iterator[str]:
@@ -347,6 +351,7 @@ def given(
 
     def decorate(test: Callable[..., None]) -> Any:
         wrapped = hypothesis.given(*strategies, **named)(test)
+        # Hypothesis takes one set of settings, and the author's own outweighs ours.
         return wrapped if hasattr(test, _OWN) else settings_of()(wrapped)
 
     return decorate

@@ -76,6 +76,7 @@ def search_cases(
             kernel.skip()
         pytest.fail(f"nothing was tested: no problem of {kernel.family} fits", pytrace=False)
     except Flaky:
+        # Then it was the drawing that differed from run to run, not the kernel.
         if kernel.failed is None:
             raise
         raise WrongAnswer(
@@ -91,6 +92,7 @@ def _search(holds: Callable[[Case], None], kernel: UnderTest, cases: SearchStrat
     profile = settings.get_profile(kernel.tier.profile)
     most = kernel.tier.examples_on(kernel.device, triton=kernel.subject.triton)
     patient = settings(profile, max_examples=most)
+    # This one check ends a search early where everything is refused.
     others = set(patient.suppress_health_check) - {HealthCheck.filter_too_much}
     try:
         settings(patient, suppress_health_check=others)(given(case=cases)(holds))()
@@ -156,7 +158,9 @@ def draw_cases(
     patient = settings(
         settings_of(),
         database=None,
+        # Nothing is asked yet: there is no failure to shrink, and none of before to repeat.
         phases=[Phase.generate],
+        # One more than asked for, since the first, plainest one is left out.
         max_examples=count + 1,
         # Hundreds more would be drawn until Hypothesis gave up.
         suppress_health_check=set(HealthCheck) - {HealthCheck.filter_too_much},
@@ -165,6 +169,7 @@ def draw_cases(
     file, mark, function = kernel.name.rpartition("::")
     name = f"{PurePath(file).name}{mark}{function}"
     key = f"{seed} {test} {name} {kernel.dtype} {kernel.family}"
+    # Python's own hash of a text is another in each process.
     number = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
     # Where of the first few dozen most are refused, those that are not are asked.
     with suppress(FailedHealthCheck, Unsatisfiable, _NothingTakenError):

@@ -59,7 +59,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Param:
-    """Which part of the suite one test is: what stands in the brackets of its id.
+    """Part of the suite that one test is: what stands in the brackets of its id.
 
     Attributes:
         kernel: The kernel.
@@ -237,7 +237,11 @@ def parametrize_kernels(metafunc: pytest.Metafunc, session: Session) -> None:
     ]
     # By module, so that a file's tests stay together and in order.
     metafunc.parametrize(
-        "kernel", params or [pytest.param(None, id=NO_KERNEL)], indirect=True, scope="module"
+        # An empty list would show as a skipped test; this one is taken out once all is collected.
+        "kernel",
+        params or [pytest.param(None, id=NO_KERNEL)],
+        indirect=True,
+        scope="module",
     )
 
 

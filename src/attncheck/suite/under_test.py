@@ -71,6 +71,7 @@ class UnderTest(KernelSupport):
     def answer(self, case: Case) -> Record:
         """Return the Record of one Case, and count it."""
         start, compiled = time.perf_counter(), self._compiling.seconds
+        # The verdict alone, which is quick: a diagnosis is made when the text is read.
         record = run_case(
             self.subject, case, device=self.device, executor=self.executor, brief=True
         )
@@ -90,6 +91,7 @@ class UnderTest(KernelSupport):
             WrongAnswer: an AssertionError, also for a kernel that raised.
         """
         __tracebackhide__ = True
+        # Once the GPU is lost every call fails alike, so nothing more is asked.
         record = self.lost or self.answer(case)
         self._guide_search(record)
         if record.status in UNTRUSTED_STATUSES:
@@ -108,6 +110,7 @@ class UnderTest(KernelSupport):
     def _guide_search(self, record: Record) -> None:
         """Tell Hypothesis what happened: refusals are drawn anew, what is odd is counted."""
         share = record.judgement.out_over_bound if record.judgement else None
+        # Hypothesis is steered to where errors come near their bound.
         if share and math.isfinite(share):
             self.share = max(self.share, share)
         import hypothesis  # heavy, and not needed by a test without it

@@ -52,7 +52,7 @@ class WrongAnswer(AssertionError):
         self._kept = ""
         self._diagnose = diagnose
 
-    def _diagnosed(self) -> Record:
+    def _diagnosis(self) -> Record:
         """Return the Record, with what may be wrong from now on."""
         if self._diagnose is not None:
             self.record, self._diagnose = self._diagnose(self.record), None
@@ -63,7 +63,7 @@ class WrongAnswer(AssertionError):
             return self._kept
         question = question_summary(str(self.record.case["question"]))
         text = diagnosis_text(
-            self._diagnosed(), kernel=self.kernel, device=self.device, question_summary=question
+            self._diagnosis(), kernel=self.kernel, device=self.device, question_summary=question
         )
         return self._with_remark(text)
 
@@ -73,8 +73,9 @@ class WrongAnswer(AssertionError):
         Returns:
             The text with the failure's id, and facts by name, for a JUnit report.
         """
-        kept = new_failure(self._diagnosed(), kernel=self.kernel, device=self.device, test=test)
+        kept = new_failure(self._diagnosis(), kernel=self.kernel, device=self.device, test=test)
         keep_failure(kept)
+        # From now on the text names the file: asked again it must not diagnose again.
         self._kept = self._with_remark(kept_failure_text(kept))
         return self._kept, list(self._facts(kept.id))
 

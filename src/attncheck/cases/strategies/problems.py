@@ -131,6 +131,7 @@ def problems(  # noqa: PLR0913  # each is a part of a Problem
     )
     if supports is None:
         return drawn
+    # Only what was left open: a property about sinks keeps its sinks.
     drops = [name for name, either in (("sink", sinks), ("dlse", dlse)) if either is None]
     # Where even the nearest is refused nothing can be derived: only then it is a filter.
     moved = drawn.map(lambda problem: nearest_supported(problem, supports, dtypes, drops=drops))
@@ -192,11 +193,13 @@ def softmax_problems(
         distribution=st.sampled_from(named),
         seed=st.integers(0, _LARGEST_SEED),
     )
+    # Filtered and not moved: a softmax has little but its lengths that could be others.
     return drawn if supports is None else drawn.filter(supports)
 
 
 Changes = dict[str, Any]
 
+# Taken by most kernels, the commonest first.
 _COMMON_HEAD_DIMS = (64, 128, 32, 256)
 _COMMON_PAGE_SIZES = (16, 64, 256)
 _LARGEST_TILE, _SMALLEST_TILE = 128, 16
@@ -224,7 +227,8 @@ def nearest_supported(
     """
     if supports(problem):  # nearly always: what else it could be is not worked out
         return problem
-    default = _default_scale(problem)
+    # The default scale of one head_dim is not that of another, and some kernels take no other.
+    default = problem.scale == problem.replace(scale=0.0).scale
     refused: set[frozenset[tuple[str, Any]]] = {frozenset()}
     for changes in _fewest_first(problem, dtypes, drops, default=default):
         real = frozenset(_real_changes(problem, changes, default=default).items())
@@ -260,6 +264,7 @@ def _fewest_first(
         *_without(problem, drops),
         [{}] if default else [{}, {"scale": 0.0}],
     )
+    # As few changes as possible; among as many, sorting keeps the order of the axes' choices.
     for changed in sorted(combinations, key=lambda axes: sum(map(bool, axes))):
         yield {name: value for axis in changed for name, value in axis.items()}
 
@@ -274,10 +279,6 @@ def _dims(problem: Problem, *, default: bool) -> list[Changes]:
         {"head_dim": dim, "value_dim": dim, "scale": scale(dim)} for dim in _COMMON_HEAD_DIMS
     ]
     return [{}, {"value_dim": problem.head_dim}, *common]
-
-
-def _default_scale(problem: Problem) -> bool:
-    return problem.scale == problem.replace(scale=0.0).scale
 
 
 def _lengths(problem: Problem) -> list[Changes]:

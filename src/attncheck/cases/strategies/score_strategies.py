@@ -56,6 +56,7 @@ def captured_scores() -> SearchStrategy[Spec]:
     """
     bent = scores(names=("temperature", "softcap"))
     added = st.one_of([_SCORES[name] for name in ("alibi", "relative_bias", "bias")])
+    # A bend behind what adds has a part in its gradient; one before it has none.
     chained = st.tuples(added, bent) | st.tuples(bent, added) | st.tuples(added, added)
     return added | _SCORES["offset"] | chained.map(lambda parts: Spec.of("chain", *parts))
 
