@@ -484,7 +484,7 @@ def _run(
 
     seconds = parse_seconds(typed.max_time, "--max-time")
     check_names(typed.directory, [JOURNAL])
-    before = existing_journal(typed.directory, fresh=asked.fresh)
+    before = existing_journal(typed.directory, fresh=typed.fresh)
     resume = not typed.fresh
     if before is not None:
         resume = _resumes(before, head, Path(typed.directory) / JOURNAL)
