@@ -53,6 +53,7 @@ def missed_faults(records: Sequence[Record]) -> tuple[str, ...]:
     if not by_record:
         return ()
     spots = [spot for _, spot in by_record]
+    # With one key there is none to drop.
     several = [spot for spot in spots if spot.dropped_keys is not None]
     scaled = [spot for record, spot in by_record if problem_of(record).operation != "softmax"]
     classes = {
@@ -79,6 +80,7 @@ def _least(fault: str, sizes: list[float]) -> _Fact:
     """A fault of a size: the least that shows, in the best problem and in the worst."""
     if not sizes:
         return _NOTHING
+    # The best problem decides what a suite sees; the worst how far to trust one of it.
     best, worst = min(sizes), max(sizes)
     if math.isinf(best):
         return f"{fault.removesuffix(' off by')} of any size", False

@@ -125,9 +125,11 @@ def check_verdict(report: Report, command: str) -> Document:
     else:
         sections += explanation(worst).sections
         words = shlex.split(command)
+        # The one question that failed, so that who mends it need not wait for the others.
         if worst.variant not in words:
             words += [_OPTION, worst.variant]
         closing.append(Note(f"Reproduce: {shlex.join(words)}", "plain", whole=True))
+        # Most who see an error have given a size that the kernel never takes.
         closing += [Note(_REMEDY)] if worst.status == "error" else []
     return Document(
         title="attncheck check",
@@ -143,6 +145,7 @@ def worst_record(report: Report) -> Record | None:
 
     def rank(record: Record) -> tuple[int, float]:
         judgement = record.judgement
+        # It raised or died: less is known of it than of any wrong number.
         if judgement is None:
             return len(_RULES), 0.0
         if judgement.rule == "structure":  # names the row and the key, the first ones most readably
@@ -182,6 +185,7 @@ def _sentence(report: Report) -> Verdict:
     odd += [f"{count['unsupported']} not supported"] if count["unsupported"] else []
     rest = "".join(f", {part}" for part in odd)
     match check_outcome(report):
+        # Two ways to fail: a wrong answer, or questions that could see no fault.
         case "fail" if failed:
             return Verdict("FAIL", f"{name}: {failed} of {questions} failed{rest}", "bad")
         case "fail":
@@ -250,6 +254,7 @@ def _worst(judgement: Judgement, worst: Worst) -> Section:
         if worst.allowance
         else ""
     )
+    # Two runs that must agree have no allowance: equal means the same bits.
     exactly = ", bit for bit" if judgement.rule == "relation" and not worst.allowance else ""
     what = "rows" if worst.tensor == "lse" else "elements"
     pairs = {

@@ -27,6 +27,7 @@ __all__ = ["document_csv", "gate_csv", "report_csv"]
 
 _OF_RECORD = ("case_id", "kernel", "variant", "head_arrangement", "status", "reason")
 _OF_ANSWER = ("unit", "stage", "test", "attempts", "smallest_of", "failure", "work_seconds")
+# Structs within a Judgement: a CSV has no nesting, so their fields become columns.
 _PARTS: dict[str, type[msgspec.Struct]] = {
     "worst": Worst,
     "precision": Precision,
@@ -42,19 +43,20 @@ def report_csv(report: Report) -> str:
 
     Errors of gradients have columns where the report has gradients.
     """
-    return _written(_record_rows(report.records, report.environments))
+    return _csv_text(_record_rows(report.records, report.environments))
 
 
 def gate_csv(report: GateReport) -> str:
     """``report`` as CSV: the columns of a report, one row an answer, what the gate knows first."""
     rows = _record_rows([answer.record for answer in report.answers], report.environments)
+    # The first row of a report's CSV is its headings.
     head = [*_OF_ANSWER, "compiling", *next(rows)]
-    written = [head]
+    lines = [head]
     for answer, row in zip(report.answers, rows, strict=True):
         own = [answer.unit, answer.stage, answer.test, answer.attempts]
         own += [answer.smallest_of, answer.failure, answer.seconds, answer.compiling]
-        written.append([*own, *row])
-    return _written(written)
+        lines.append([*own, *row])
+    return _csv_text(lines)
 
 
 def document_csv(document: Document) -> str:
@@ -69,9 +71,10 @@ def document_csv(document: Document) -> str:
             rows.append([*table.groups, *(column.heading for column in table.columns), "remark"])
             for row in table.rows:
                 cells = [cell.text.strip() for cell in row.cells]
+                # A row that is cut short would move its remark under another heading.
                 cells += [""] * (len(table.columns) - len(cells))
                 rows.append([*row.group, *cells, "; ".join(note.text for note in row.remarks)])
-    return _written(rows)
+    return _csv_text(rows)
 
 
 def _record_rows(
@@ -121,6 +124,7 @@ def _errors(
     for name in kind.__struct_fields__:
         if name == "max_at":
             at = getattr(errors, name, None)
+            # Empty of a tensor without elements, so that every row has all columns.
             yield from ((f"{tensor}_at_{axis}", getattr(at, axis, None)) for axis in _AXES)
         else:
             yield f"{tensor}_{name}", getattr(errors, name, None)
@@ -152,7 +156,7 @@ def _verdict(judgement: Judgement | None) -> Iterator[Field]:
             yield name, value
 
 
-def _written(rows: Iterable[Sequence[Any]]) -> str:
+def _csv_text(rows: Iterable[Sequence[Any]]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerows([_text(value) for value in row] for row in rows)

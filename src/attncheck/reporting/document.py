@@ -47,6 +47,7 @@ STYLES: dict[Look, str] = {
 }
 """rich's words for each look, on a terminal."""
 
+# Here, since who makes the points and who draws the axes must agree on them.
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 352.0, 12.0, 208.0
 """Place of a ``Chart``'s axes, in the drawing's own units."""
 
@@ -64,6 +65,7 @@ class Cell:
 
     text: str
     look: Look = "plain"
+    # A sign or a colour alone says nothing to a screen reader.
     spoken: str = ""
     code: bool = False
 
@@ -73,6 +75,7 @@ class Note:
     """A line of prose; ``whole`` where it is to be copied, and is never wrapped."""
 
     text: str
+    # Prose is quieter than the numbers that it explains.
     look: Look = "dim"
     whole: bool = False
 
@@ -94,9 +97,11 @@ class Column:
 
     heading: str
     words: bool = False
+    # Numbers that cannot be read in part are left out whole; words can be cut.
     spare: int = 0
     cut: bool = False
     wrap: bool = False
+    # One long foreign name must not push every number off the terminal.
     most: int = 10_000
     least: int = 0
 
@@ -131,6 +136,7 @@ class Table:
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
     groups: tuple[str, ...] = ()
+    # Without them nobody could tell which row of the second table is which.
     keys: int = 0
 
 
@@ -259,6 +265,7 @@ class Card:
     map: HeatMap | None = None
     command: str = ""
     script: str = ""
+    # Too large a script is left out of the page, and then only this names it.
     script_file: str = ""
     others: str = ""
     other_count: int = 0

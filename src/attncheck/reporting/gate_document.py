@@ -114,12 +114,13 @@ def gate_page(report: GateReport, scripts: Mapping[str, str] | None = None) -> D
     verdict = gate_verdict(report)
     arithmetics = (a.record.judgement.arithmetic for a in report.answers if a.record.judgement)
     profiles = (profile for profile in dict.fromkeys(arithmetics) if profile)
-    made = (*_environment_lines(report), *(f"judged as {profile}" for profile in profiles))
+    provenance = (*_environment_lines(report), *(f"judged as {profile}" for profile in profiles))
     return Document(
         title="attncheck gate",
         verdict=verdict,
         counters=tuple(_counters(report)),
         command=report.command,
+        # Environments stand at the end of a page, and at the head of a terminal.
         facts=tuple(_run_facts(report))[:1],
         sections=(
             *_failures(report, MOST_ON_PAGE, "gate.json has all of them", scripts or {}),
@@ -127,7 +128,9 @@ def gate_page(report: GateReport, scripts: Mapping[str, str] | None = None) -> D
             *_kernel_sections(report),
             *_baseline(report),
             *_not_covered(report),
-            Section("How it was made", (*map(Note, made), Note(_METHOD)), name="How it was made"),
+            Section(
+                "How it was made", (*map(Note, provenance), Note(_METHOD)), name="How it was made"
+            ),
         ),
     )
 
@@ -176,6 +179,7 @@ def not_covered(report: GateReport) -> Iterator[str]:
         unasked = f"{number_text.plural(report.unfinished, 'question')} not asked"
         yield f"{unasked}{why}. Run the same command again to go on."
     yield from (f"{kernel} is absent: {reason}" for kernel, reason in report.absent.items())
+    # A kernel without an answer must not pass for one without a failure.
     for kernel in untested_kernels(report):
         if kernel not in report.absent:
             yield f"{kernel} is untested: no answer says anything of it"
@@ -184,6 +188,7 @@ def not_covered(report: GateReport) -> Iterator[str]:
         yield f"not part of this run: {', '.join(left)}"
     if report.shard:
         yield f"this is part {report.shard} of a run that was shared out"
+    # Thousands of refusals have a handful of reasons: the most frequent are shown.
     reasons = Counter(
         (answer.record.kernel, answer.record.reason or "no reason given")
         for answer in questions(report)
@@ -207,11 +212,12 @@ def _run_facts(report: GateReport) -> Iterator[str]:
 
 def _pace(report: GateReport) -> Iterator[str]:
     """``2.6 questions a second`` and ``61 % of the work in compilers``, as far as known."""
-    asked = [a for a in questions(report) if a.record.status != "unsupported"]
-    work = sum(answer.seconds for answer in asked)
-    compiling = sum(answer.compiling for answer in asked)
-    if asked and report.seconds > 0:
-        yield f"{len(asked) / report.seconds:.2g} questions a second"
+    # A refusal takes no time: counted, it would make the gate look faster.
+    answers = [a for a in questions(report) if a.record.status != "unsupported"]
+    work = sum(answer.seconds for answer in answers)
+    compiling = sum(answer.compiling for answer in answers)
+    if answers and report.seconds > 0:
+        yield f"{len(answers) / report.seconds:.2g} questions a second"
     if compiling:
         yield f"{100 * compiling / work:.0f} % of the work in compilers"
 
@@ -322,6 +328,7 @@ def _failures(
         script = (scripts or {}).get(group.id, "")
         card = failure_card(report, group, drawn=scripts is not None)
         if script:
+            # A script may hold its inputs: the page must stay small enough to open.
             fits = len(script) <= min(left, _LARGEST_SCRIPT)
             left -= len(script) if fits else 0
             file = f"repro/{group.id}.py"
@@ -339,6 +346,7 @@ def _not_covered(report: GateReport) -> list[Section]:
 
 
 def _kernel_sections(report: GateReport) -> Iterator[Section]:
+    # Those asked for first, in their order; then any that only answers name.
     answered = (answer.record.kernel for answer in report.answers)
     for name in dict.fromkeys([*report.kernels, *answered]):
         summary = report.kernels.get(name, "")

@@ -37,6 +37,7 @@ def cut_markdown(text: str, largest: int, more: str) -> str:
     if len(raw) <= largest:
         return text
     end = f"\n\n{more}\n"
+    # A character that the limit splits is dropped with its line.
     kept = raw[: largest - len(end.encode())].decode(errors="ignore")
     return kept.rpartition("\n")[0] + end
 
@@ -89,6 +90,7 @@ def _block(several: Sequence[Block]) -> Iterator[str]:
         case Card():
             yield from ("", f"### {markdown_code(first.kernel)}: {for_markdown(first.heading)}", "")
             yield from _fenced(card_text(first))
+        # GitHub shows no drawing of ours: the description says what it would show.
         case Chart():
             yield from _listed([for_markdown(first.description)])
 
@@ -111,8 +113,8 @@ def _table(table: Table) -> Iterator[str]:
     for row in table.rows:
         cells = [for_markdown(part) for part in row.group] + [_cell(cell) for cell in row.cells]
         cells += [""] * (len(table.columns) - len(row.cells))
-        said = "; ".join(remark.text for remark in row.remarks)
-        yield _joined(cells + [for_markdown(said)] * remarks)
+        remark_text = "; ".join(remark.text for remark in row.remarks)
+        yield _joined(cells + [for_markdown(remark_text)] * remarks)
 
 
 def _cell(cell: Cell) -> str:

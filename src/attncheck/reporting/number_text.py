@@ -46,6 +46,7 @@ def quotient(error: float, reference: float) -> float | None:
 def ratio(error: float, reference: float) -> str:
     """``1.02×``; ``exact`` where both are 0, a dash where only the reference is."""
     value = quotient(error, reference)
+    # 0 of 0 is a kernel without error; anything over 0 has no ratio.
     if value is None:
         return "exact" if error == 0 and reference == 0 else NOTHING
     return f"{_three_digits(value)}×" if math.isfinite(value) else str(value)
@@ -65,6 +66,7 @@ def percent(number: float) -> str:
     if number >= _TENFOLD:
         return ">999"
     text = f"{100 * number:.2g}"
+    # Rounded to 100 it would claim all, of something that is less than all.
     return f"{float(text):g}" if float(text) != 100 or number >= 1 else ">99"
 
 
@@ -74,6 +76,7 @@ def duration(seconds: float | None) -> str:
         return NOTHING
     for unit, size in _UNITS:
         digits = _three_digits(seconds / size)
+        # After rounding: 999.9 µs would be shown as 1.00e+03.
         if float(digits) < 1000:
             return f"{digits} {unit}"
     return f"{seconds:.0f} s "

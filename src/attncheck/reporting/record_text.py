@@ -42,6 +42,7 @@ STATUS_LOOKS: dict[Status, Look] = {
 }
 """Every status in the order in which they are counted, and how it looks."""
 
+# Only of these an error ÷ bound can be shown, and a blind spot be asked for.
 JUDGED: frozenset[Status] = frozenset({"pass", "warn", "inconclusive", "fail"})
 """Those that mean that there are numbers."""
 
@@ -93,6 +94,7 @@ def rule_id(record: Record) -> str:
 def rule_text(record: Record) -> str:
     """Its meaning, in a sentence."""
     rule = record.judgement.rule if record.judgement else ""
+    # A rule says more than the status that it leads to.
     return RULES[rule] if rule else STATUSES[record.status]
 
 
@@ -101,8 +103,9 @@ def footnote(record: Record) -> str:
     judgement = record.judgement
     if record.status not in JUDGED or judgement is None:
         return "" if record.status in JUDGED else record.reason or "no reason given"
-    said = ": ".join(part for part in (judgement.rule, judgement.reason) if part)
-    return said if said or record.status == "pass" else "no reason given"
+    text = ": ".join(part for part in (judgement.rule, judgement.reason) if part)
+    # A pass needs no reason; any other status without one would look like a mistake.
+    return text if text or record.status == "pass" else "no reason given"
 
 
 def verdict_remarks(judgement: Judgement | None) -> Iterator[Note]:

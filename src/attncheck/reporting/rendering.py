@@ -109,6 +109,7 @@ def render(
         return report_json(report)
     if isinstance(report, GateReport):
         return _render_gate(report, fmt)
+    # Every number in full and under a name, not the cells of the page.
     if fmt == "csv" and isinstance(report, Report):
         return report_csv(report)
     writers = {"table": plain_text, "md": markdown_text, "csv": document_csv, "html": html_text}
@@ -116,6 +117,7 @@ def render(
 
 
 def _render_gate(report: GateReport, fmt: str) -> str:
+    # A page has room for drawings and scripts; a terminal for the worst five.
     if fmt in {"table", "html"}:
         return plain_text(gate_document(report)) if fmt == "table" else html_text(gate_page(report))
     writers: dict[str, Callable[[GateReport], str]] = {

@@ -25,7 +25,7 @@ __all__ = ["STYLE", "Mark", "Panel", "Plot", "PlotColumn", "Slot", "figure", "me
 GAP = 0.3
 """Between variants, where a slot is 1 wide."""
 _TAKEN = 0.84  # of a slot's width by its marks
-_LONGEST = 28
+_LONGEST_VARIANT = 28  # characters of its name; a kernel's are _LONGEST
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +151,7 @@ def plot_of(report: Report) -> Plot:
     """
     if not measured(report):
         raise UsageError("the report has no cell that was measured: there is nothing to plot.")
+    # Numbers of two machines under one mark would look like one measurement.
     if len(report.environments) > 1:
         raise UsageError(
             f"the reports are of {len(report.environments)} machines: a plot shows one. Plot each."
@@ -195,7 +196,7 @@ def _key(record: Record, usual: dict[str, str]) -> tuple[str, str]:
     """Label and heads of a record's slot."""
     problem = problem_of(record)
     name = one_line(record.variant) or "?"
-    label = name if len(name) <= _LONGEST else f"{name[: _LONGEST - 1]}…"
+    label = name if len(name) <= _LONGEST_VARIANT else f"{name[: _LONGEST_VARIANT - 1]}…"
     known = usual[problem.operation].split()
     others = " ".join(size for size in problem.shape.split() if size not in known)
     return (f"{label} ({others})" if others else label), one_line(record.heads) or "rows"

@@ -77,6 +77,7 @@ def fault_document(report: FaultReport) -> Document:
     for host in dict.fromkeys(score.host for score in report.scores if score.host):
         sections.append(_totals(host, [total for total in report.totals if total.host == host]))
         scores = [score for score in report.scores if score.host == host]
+        # What gives the bits of a right kernel cannot be caught: it has a list of its own.
         sections.append(_fault_by_fault(host, [s for s in scores if s.outcome != "equivalent"]))
         if equivalent := [score for score in scores if score.outcome == "equivalent"]:
             sections.append(_reasons(f"{host}: no fault in this host", equivalent))
@@ -111,6 +112,7 @@ def _totals(host: str, totals: Sequence[Total]) -> Section:
     heads = [_SHORT_RULES.get(rule, rule) for rule in rules]
     numbers = ("caught", "missed", "median s", "problems", *heads, "named 1st", "≤ 3rd")
     rows = []
+    # The total of the host goes below its categories.
     for one in sorted(totals, key=lambda each: not each.category):
         scored = one.caught + one.missed
         cells = (
@@ -125,6 +127,7 @@ def _totals(host: str, totals: Sequence[Total]) -> Section:
                 for named in (one.named_first, one.named_third)
             ),
         )
+        # Once, beside the total: categories would say the same again.
         unscored = f"{one.unscored} not scored" if one.unscored and not one.category else ""
         rows.append(Row(cells, _remark(unscored)))
     table = Table(_columns(["category"], numbers, cut=1), tuple(rows))
@@ -132,7 +135,7 @@ def _totals(host: str, totals: Sequence[Total]) -> Section:
 
 
 def _fault_by_fault(host: str, scores: Sequence[FaultScore]) -> Section:
-    rules = list(dict.fromkeys(said.rule for score in scores for said in score.peers))
+    rules = list(dict.fromkeys(peer.rule for score in scores for peer in score.peers))
     columns = (
         Column("fault", words=True, cut=True),
         Column("category", words=True, spare=1),
@@ -188,6 +191,7 @@ def _peer(verdict: PeerVerdict | None) -> Cell:
         return _DASH
     if verdict.caught:
         return Cell(str(verdict.problems))
+    # Problems on which it refuses a right kernel too tell nothing of the fault.
     return Cell(f"0/{verdict.problems - verdict.alarms}", "notable")
 
 
@@ -219,9 +223,12 @@ def _score_sentence(report: FaultReport) -> str:
     scored = outcomes["caught"] + outcomes["missed"]
     parts = [f"{outcomes['caught']} of {scored} faults caught"] if scored else []
     broken = outcomes["harness"] + controls["harness"]
+    # Never silent: a harness that fails scores fewer faults, and looks better.
     parts += [f"{broken} could not be scored"] if broken else []
-    asked = controls["clean"] + controls["flagged"]
-    parts += [f"{controls['flagged']} of {asked} controls flagged"] if asked else []
+    scored_controls = controls["clean"] + controls["flagged"]
+    parts += (
+        [f"{controls['flagged']} of {scored_controls} controls flagged"] if scored_controls else []
+    )
     return f"{', '.join(parts if scored else ['no fault was scored', *parts])}."
 
 
@@ -235,6 +242,7 @@ def own_tests_document(report: OwnTestsReport) -> Document:
     categories = dict.fromkeys(score.category for score in report.scores)
     totals = [
         *(_by_status(one, [s for s in report.scores if s.category == one]) for one in categories),
+        # Last, below the categories that it adds up.
         _by_status("all", report.scores),
     ]
     statuses = ("caught", "missed", "not shown", "not reached", "not scored")
@@ -316,6 +324,7 @@ def sensitivity_document(report: SensitivityReport) -> Document:
     notes += [
         f"attncheck asks {one.questions} questions; the rules are asked of the {one.plain} "
         "plain ones among them, but for those on which they refuse a right kernel."
+        # Alike in all of one run: the first stands for them.
         for one in report.seen[:1]
     ]
     return Document(
@@ -329,6 +338,7 @@ def sensitivity_document(report: SensitivityReport) -> Document:
 
 def _sensitivity(one: FaultSensitivity, rules: Sequence[str]) -> Row:
     sizes = (_size(one.rules.get(rule), one.unit) for rule in rules)
+    # The gate always has a row: it is what the others are compared with.
     question = one.rules[ATTNCHECK_RULE].question
     cells = (Cell(one.summary), Cell(one.unit, "dim"), *sizes, Cell(f"{one.seconds:.0f}"))
     return Row(cells, _remark(f"by {question}" if question else ""))
@@ -432,6 +442,7 @@ def _failures_of(title: str, outcomes: list[PropertyOutcome]) -> Section:
     """One row a kernel, test and reason: with the dtypes and families that it holds for."""
     groups: dict[tuple[str, str, str], list[PropertyOutcome]] = {}
     for one in outcomes:
+        # A broken kernel fails alike in every dtype: one row, and not forty.
         groups.setdefault((one.kernel, one.test, one.reason), []).append(one)
     rows = []
     for (kernel, test, reason), several in groups.items():
@@ -447,9 +458,10 @@ def _unsupported(report: PropertyReport) -> Iterator[str]:
     for kernel, dtypes in report.untaken.items():
         reasons: dict[str, list[str]] = {}
         for dtype, reason in dtypes.items():
+            # By reason: a kernel mostly lacks several dtypes for one.
             reasons.setdefault(reason, []).append(dtype)
-        said = "; ".join(f"{', '.join(some)}: {reason}" for reason, some in reasons.items())
-        yield f"{kernel} does not support {said}"
+        causes = "; ".join(f"{', '.join(some)}: {reason}" for reason, some in reasons.items())
+        yield f"{kernel} does not support {causes}"
 
 
 # Cases compared with their baseline
@@ -470,6 +482,7 @@ def baseline_document(report: BaselineComparison) -> Document:
     sections = []
     for standing in _STANDING_LOOKS:
         changes = [change for change in report.changes if change.standing == standing]
+        # Identical cases are counted above: there is nothing to show of them.
         if not changes or standing == "identical":
             continue
         # Every case that got worse is shown; of thousands of new ones the first tell enough.
@@ -507,6 +520,7 @@ def _change(change: Change, report: BaselineComparison) -> Row:
         _DASH if value is None else Cell(number_text.scientific(value))
         for value in (change.before, change.after)
     )
+    # A new case has nothing before it, and one that is gone nothing after.
     known = change.before is not None and change.after is not None
     ratio = number_text.ratio(change.after or 0.0, change.before or 0.0) if known else None
     cells = (

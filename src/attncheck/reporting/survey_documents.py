@@ -129,6 +129,7 @@ def oracle_document(report: OracleReport) -> Document:
 
 
 def _distance(distance: Distance, rows: Rows) -> Cell:
+    # Where some are not finite, the largest error of the others is in the row's remark.
     if not distance.nonfinite:
         return _DASH if distance.units is None else Cell(_units(distance.units))
     if rows.overflowed:
@@ -170,6 +171,7 @@ def _oracle_remarks(
         facts = [f"{what} {n} of {rows.total} rows" for what, n in counts.items() if n]
         if rows.dead_wrong:
             facts.append(f"is wrong in {rows.dead_wrong} rows that see no key")
+        # Finite rows of an oracle that overflows are worth a number too.
         rest = record.out.units
         elsewhere = f"; at most {_units(rest)} units elsewhere" if rest is not None else ""
         if facts:
@@ -178,6 +180,7 @@ def _oracle_remarks(
         return
     where, reference = f"in {report.digits} digits", report.reference
     furthest, count = agreement.furthest, agreement.infinite
+    # Finite distances have a size; infinite ones can only be counted.
     if not count:
         yield f"{where} {furthest} and {reference} agree to fewer than {report.must_agree}"
         return
@@ -238,6 +241,7 @@ def _proven_row(part: str, records: list[Certificate], others: list[str], limit:
     cells = [Cell(records[0].distribution)]
     truth = proven.get(TRUTH)
     if truth is None:
+        # A certificate of other oracles alone: what the truth would fill stays empty.
         cells += [_DASH] * 4
     else:
         cells += [_scientific(truth.error), _scientific(truth.allowance), _share(truth, limit)]
@@ -264,6 +268,7 @@ def _proof_remarks(record: Certificate, part: str, limit: float) -> Iterator[str
     total = proven.elements + proven.unproven + proven.unbounded
     if proven.unproven:
         yield f"{record.oracle}: nothing is proven of {proven.unproven} of {total} numbers"
+    # Only of the truth the judge assumes anything: others are there to compare.
     if record.oracle != TRUTH:
         return
     if proven.share is not None and proven.share > limit:
@@ -316,7 +321,7 @@ def mod_document(report: ModReport) -> Document:
         rows.append(Row(tuple(cells), remarks))
     table = Table(columns, tuple(rows), keys=3)
     count = Counter[str](a.status for record in report.records for a in record.answers.values())
-    said = ", ".join(f"{count[status]} {status}" for status in _ANSWERS if count[status])
+    counts = ", ".join(f"{count[status]} {status}" for status in _ANSWERS if count[status])
     mods = number_text.plural(len(report.records), "mod")
     absences = [Note(f"{number_text.NOTHING} {line}") for line in _absences(report)]
     equal = "equal: as the callable says, at every place. Whole expressions: --format json."
@@ -326,7 +331,7 @@ def mod_document(report: ModReport) -> Document:
         facts=(environment_facts(report.environment, mpmath=report.mpmath),),
         sections=(Section(f"{report.file} · {report.shape}", (table,)),),
         notes=(*absences, Note(equal)),
-        closing=(Note(f"{mods}: {said or 'no backend was asked'}.", "plain"),),
+        closing=(Note(f"{mods}: {counts or 'no backend was asked'}.", "plain"),),
     )
 
 
@@ -336,6 +341,7 @@ def _absences(report: ModReport) -> Iterator[str]:
     for record in report.records:
         for backend, answer in record.answers.items():
             if answer.status == "unsupported":
+                # By reason: a backend that takes no score mod at all says so of every one.
                 names = reasons.setdefault(answer.detail, {}).setdefault(backend, [])
                 names.append(record.name)
     for reason, backends in reasons.items():
@@ -367,6 +373,7 @@ def block_document(report: BlockReport) -> Document:
         rows.append(Row(tuple(map(Cell, texts))))
     ranges = f"B{report.batch} H{report.heads} Q{report.query} K{report.kv}"
     legend = f"{_SIGNS[EMPTY]} empty, {_SIGNS[PARTIAL]} partial, {_SIGNS[FULL]} full"
+    # A row of tiles cannot be wrapped: the picture would be another.
     note = "{shown} of {all} key blocks are shown: larger tiles, or --map --json, show all."
     pictures = tuple(
         Section(
@@ -431,6 +438,7 @@ def fingerprint_document(report: FingerprintReport) -> Document:
 
 def _readings(record: DtypeFingerprint) -> Section:
     if not record.calls:
+        # Nothing was called, so every reading has the same reason.
         return Section(f"{record.dtype} · not asked: {record.readings[0].reason}", ())
     columns = (
         Column("field", words=True, cut=True),

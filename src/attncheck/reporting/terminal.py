@@ -101,6 +101,7 @@ def document_lines(document: Document, width: int) -> Iterator[Text]:
                 yield Text("")
             layout = layouts[block.columns, block.groups] if isinstance(block, Table) else None
             yield from _block_lines(block, width, layout=layout)
+    # Columns vanish without a sign: readers must learn that there are more.
     left_out = [name for layout in layouts.values() for name in layout.left_out]
     yield from closing_lines(document, width, left_out=dict.fromkeys(left_out))
 
@@ -198,6 +199,7 @@ def _picture_lines(picture: Picture, width: int) -> Iterator[Text]:
     room = max(1, width - len(_INDENT))
     yield Text(_cut(one_line(picture.title), width), style="bold")
     yield from (Text(_INDENT + line[:room]) for line in picture.lines)
+    # It is cut, and not wrapped: rows of signs must stay below each other.
     longest = max(map(len, picture.lines), default=0)
     if picture.cut_note and longest > room:
         note = picture.cut_note.format(shown=room, all=longest)
