@@ -192,9 +192,9 @@ def _changed_files(ref: str) -> list[Path]:
         raise UsageError(f"--changed-since {ref!r} is no commit, branch or tag.")
     root = Path(_git("rev-parse", "--show-toplevel").removesuffix("\n")).resolve()
     # A source that was renamed is another at both names; and no configuration of git's has a say.
-    known = _git("diff", "--no-renames", "--no-relative", "--name-only", "-z", ref, "--")
+    tracked = _git("diff", "--no-renames", "--no-relative", "--name-only", "-z", ref, "--")
     new = _git("ls-files", "--others", "--exclude-standard", "-z", "--full-name", str(root))
-    return [root / name for name in (known + new).split("\0") if name]
+    return [root / name for name in (tracked + new).split("\0") if name]
 
 
 def _git(*arguments: str) -> str:
