@@ -224,7 +224,7 @@ def test_of_a_large_problem_the_row_itself_is_compared():
     evidence = EvidenceBuilder(Case(problem=problem), "cpu")
     assert not samples_all_rows(problem, "cpu")
     place = Place(batch=1, head=1, query=4321, dim=3)
-    first, *others = room._asked(place, evidence)
+    first, *others = room._compared_rows(place, evidence)
     assert (list(first.heads), first.query.tolist()) == ([3], [4321])
     assert all(list(rows.heads) == [3] for rows in others)
     assert sum(len(rows.query) for rows in others) > 31

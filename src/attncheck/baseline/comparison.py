@@ -193,7 +193,7 @@ def comparable_entries(
     by_key: dict[Key, tuple[Entry, bool]] = {}
     for record in records:
         if record.status not in STATUS_ORDER or (
-            record.status in _JUDGED and not _measured(record)
+            record.status in _JUDGED and not isinstance(record.accuracy, dict)
         ):
             continue
         for entry in baseline_entries([record], environments):
@@ -201,10 +201,6 @@ def comparable_entries(
             if other is None or STATUS_ORDER[other[0].status] < STATUS_ORDER[entry.status]:
                 by_key[entry.key] = entry, _independent(record)
     return by_key
-
-
-def _measured(record: Record) -> bool:
-    return isinstance(record.accuracy, dict)
 
 
 def _independent(record: Record) -> bool:
@@ -476,11 +472,11 @@ def _judge_together(
     name: str,
     of: Mapping[Key, ErrorPair],
     limit: float,
-    found: dict[Key, tuple[BaselineStanding, str]],
+    standings: dict[Key, tuple[BaselineStanding, str]],
 ) -> None:
     """Find a loss that no case shows by itself, and all of them do."""
-    left = {key: pair for key, pair in of.items() if found[key][0] == "within rounding"}
-    pairs = list(left.values())
+    rest = {key: pair for key, pair in of.items() if standings[key][0] == "within rounding"}
+    pairs = list(rest.values())
     if len(pairs) < 2:  # what is said of a case by itself is no reason to accuse others
         return
     for standing, turned in (("worse", pairs), ("better", [pair.reversed() for pair in pairs])):
@@ -491,14 +487,13 @@ def _judge_together(
             if standing == "worse"
             else f"{mean_ratio(pairs):.3g} × what it was"
         )
-        for key, pair in zip(left, turned, strict=True):
+        for key, pair in zip(rest, turned, strict=True):
             # All cases together prove it; only those that moved that way are blamed.
             if pair.after > pair.before:
-                own = found[key][1]
-                reason = (
-                    f"{name}'s error in {len(left)} {dtype} cases together is {sentence}; {own}"
-                )
-                found[key] = _standing(standing), reason
+                own = standings[key][1]
+                cases = f"{len(rest)} {dtype} cases together"
+                reason = f"{name}'s error in {cases} is {sentence}; {own}"
+                standings[key] = _standing(standing), reason
 
 
 def _describe_growth(pairs: Sequence[ErrorPair]) -> str:

@@ -117,9 +117,11 @@ def diagnose_failure(
     findings = failure.findings()
     if findings is None or not any(one.share >= _TELLING for one in findings.ranking):
         # First what is proven: what lies beside an input may be something else another time.
-        said = failure.proof(wrong=findings is not None, explained=False) or failure.sign()
-        if said is not None or findings is None:
-            alone = UNSET if said is None else Diagnosis(ranked=(said,), tied=1, tried=0)
+        explanation = failure.proof(wrong=findings is not None, explained=False) or failure.sign()
+        if explanation is not None or findings is None:
+            alone = (
+                UNSET if explanation is None else Diagnosis(ranked=(explanation,), tied=1, tried=0)
+            )
             return replace(record, diagnosis=alone)
         return replace(record, diagnosis=failure.by_models(findings, before)[0])
     diagnosis, predicted = failure.by_models(findings, before)

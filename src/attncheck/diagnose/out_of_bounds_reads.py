@@ -32,7 +32,7 @@ _CONTENTS: tuple[Contents, ...] = ("others", "nan")
 _LAID_OUT = ("q", "k", "v", "dout")
 
 
-class _Asking:
+class _CallComparison:
     """One kernel on one run of a Case, among other surroundings each time."""
 
     def __init__(self, subject: Subject, executor: Executor, origin: Origin, case: Case) -> None:
@@ -44,37 +44,37 @@ class _Asking:
     def execution(self, evidence: EvidenceBuilder, by: Surroundings) -> Execution | None:
         # What it allocates holds the same each time: else it would hold what lay beside an input
         # of the call before.
-        found = self._executor.run(
+        result = self._executor.run(
             self._subject,
             evidence.inputs,
             origin=self._origin,
             under=CallConditions(fill="pattern", surroundings=by),
         )
-        return found if isinstance(found, Execution) else None
+        return result if isinstance(result, Execution) else None
 
     def differ(self, evidence: EvidenceBuilder, by: Surroundings) -> bool:
         """Return whether ordinary numbers around it give one thing and ``by`` always another."""
         sides = Surroundings(), by
         first = tuple(self._outputs(evidence, side) for side in sides)
-        if not _other(*first):
+        if not _differ(*first):
             return False
         for turn in range(1, self._times):
             # Not in turns alone: what changes from call to call would agree with them.
             order = (1, 0) if turn.bit_count() % 2 else (0, 1)
             for side in order:
                 again = self._outputs(evidence, sides[side])
-                if again is None or _other(again, first[side]):
+                if again is None or _differ(again, first[side]):
                     return False
         return True
 
     def changes(self, evidence: EvidenceBuilder) -> bool:
         """Return whether calls that are alike in all that we decide give other bits."""
         first, *more = (self._outputs(evidence, Surroundings()) for _ in range(1 + self._times))
-        return any(_other(again, first) for again in more)
+        return any(_differ(again, first) for again in more)
 
     def _outputs(self, evidence: EvidenceBuilder, by: Surroundings) -> Outputs | None:
-        found = self.execution(evidence, by)
-        return None if found is None else found.outputs
+        result = self.execution(evidence, by)
+        return None if result is None else result.outputs
 
 
 def changes_between_calls(case: Case, subject: Subject, device: str, executor: Executor) -> bool:
@@ -84,13 +84,13 @@ def changes_between_calls(case: Case, subject: Subject, device: str, executor: E
 
     Arguments as of ``out_of_bounds_reads``.
     """
-    if not _asked_often(case):
+    if not _can_repeat(case):
         return False
-    asked = (
-        (_Asking(subject, executor, Origin(case=case, run=number), one.case), one)
+    comparisons = (
+        (_CallComparison(subject, executor, Origin(case=case, run=number), one.case), one)
         for number, one in enumerate(_evidence(case, device))
     )
-    return any(asking.promised and asking.changes(one) for asking, one in asked)
+    return any(comparison.promised and comparison.changes(one) for comparison, one in comparisons)
 
 
 def out_of_bounds_reads(case: Case, subject: Subject, device: str, executor: Executor) -> str:
@@ -105,17 +105,19 @@ def out_of_bounds_reads(case: Case, subject: Subject, device: str, executor: Exe
         device: ``cpu`` or ``cuda``.
         executor: How to call it.
     """
-    if not _asked_often(case):
+    if not _can_repeat(case):
         return ""
     for number, evidence in enumerate(_evidence(case, device)):
-        asking = _Asking(subject, executor, Origin(case=case, run=number), evidence.case)
+        comparison = _CallComparison(
+            subject, executor, Origin(case=case, run=number), evidence.case
+        )
         for contents in _CONTENTS:
-            if not asking.differ(evidence, Surroundings(contents=contents)):
+            if not comparison.differ(evidence, Surroundings(contents=contents)):
                 continue
             alone = [
                 name
                 for name in evidence.inputs.tensors()
-                if asking.differ(evidence, Surroundings(contents=contents, of=name))
+                if comparison.differ(evidence, Surroundings(contents=contents, of=name))
             ]
             # What shows beside all inputs and beside none alone may be chance.
             if alone:
@@ -138,12 +140,12 @@ def misread_strides(
         return False, ""
     plain = Case(problem=case.problem)
     evidence = EvidenceBuilder(plain, device)
-    asking = _Asking(subject, executor, Origin(case=plain), plain)
+    comparison = _CallComparison(subject, executor, Origin(case=plain), plain)
 
     def verdicts(by: Surroundings) -> Iterator[str]:
         for _ in range(_AGAIN):
-            found = asking.execution(evidence, by)
-            yield "" if found is None else judge_outputs(found, evidence, brief=True).status
+            result = comparison.execution(evidence, by)
+            yield "" if result is None else judge_outputs(result, evidence, brief=True).status
 
     if not all(status == "pass" for status in verdicts(Surroundings())):
         return False, ""
@@ -156,7 +158,7 @@ def misread_strides(
     return True, ", ".join(wrong)
 
 
-def _asked_often(case: Case) -> bool:
+def _can_repeat(case: Case) -> bool:
     """Return whether many calls of it take neither long nor, each, gibibytes."""
     spacious = case.question in RELATIONS and relation_named(case.question).spacious
     return not spacious and pair_count(case.problem) <= _LARGEST
@@ -171,7 +173,7 @@ def _evidence(case: Case, device: str) -> Iterator[EvidenceBuilder]:
         yield EvidenceBuilder(case, device)
 
 
-def _other(one: Outputs | None, before: Outputs | None) -> bool:
+def _differ(one: Outputs | None, before: Outputs | None) -> bool:
     """Return whether any number differs; NaN is NaN. Dcaptured is added up in whatever order."""
     # A call that failed says nothing of what lies beside its inputs.
     if one is None or before is None:

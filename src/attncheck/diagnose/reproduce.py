@@ -44,9 +44,9 @@ def new_failure(
     Raises:
         UnknownName: for a question that there is not.
     """
-    asked = {"kernel": kernel, "convention": convention, "device": device, "case": record.case}
+    identity = {"kernel": kernel, "convention": convention, "device": device, "case": record.case}
     return KeptFailure(
-        id=short_id(asked),
+        id=short_id(identity),
         kernel=kernel,
         convention=convention,
         device=device,

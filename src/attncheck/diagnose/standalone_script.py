@@ -390,11 +390,11 @@ def _run_data(run: ExactRun, how: KernelCall, memory: _Memory) -> dict[str, Any]
     return data
 
 
-def _relation_data(found: Judgement | None) -> dict[str, Any] | None:
+def _relation_data(judgement: Judgement | None) -> dict[str, Any] | None:
     """Return the element that a broken relation shows; None where it held."""
-    if found is None or found.worst is None or found.rule != "relation":
+    if judgement is None or judgement.worst is None or judgement.rule != "relation":
         return None
-    worst = found.worst
+    worst = judgement.worst
     place = (worst.at.batch, worst.at.head, worst.at.query, worst.at.dim)
     return {
         "tensor": worst.tensor,
@@ -405,12 +405,12 @@ def _relation_data(found: Judgement | None) -> dict[str, Any] | None:
     }
 
 
-def _blind_note(found: Judgement | None) -> str:
-    if found is None or found.status != "fail" or found.rule in _BY_THE_BOUND:
+def _blind_note(judgement: Judgement | None) -> str:
+    if judgement is None or judgement.status != "fail" or judgement.rule in _BY_THE_BOUND:
         return ""
     return (
-        f"attncheck failed it by the rule {found.rule!r}, which needs more than the deterministic "
-        "bound: this script cannot show it"
+        f"attncheck failed it by the rule {judgement.rule!r}, which needs more than the "
+        "deterministic bound: this script cannot show it"
     )
 
 

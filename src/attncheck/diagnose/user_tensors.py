@@ -93,17 +93,17 @@ class UserTensors:
         """
         self._check_tensors()
         with ExitStack() as names:
-            given = f"given {next(_NUMBERS)}"
-            mask = self._mask(names, given)
+            name = f"given {next(_NUMBERS)}"
+            mask = self._mask(names, name)
             score = NONE
             if self.score_mod is not None:
                 self._check_mod("score mod", self.score_mod, trace_score)
-                score = _known(names, SCORES, given, _entry(self.score_mod))
-            drawn = Distribution(
-                name=given, summary="tensors of a call", draw=_never, generic=self.generic
+                score = _registered(names, SCORES, name, _entry(self.score_mod))
+            distribution = Distribution(
+                name=name, summary="tensors of a call", draw=_refuse_draw, generic=self.generic
             )
-            _known(names, DISTRIBUTIONS, given, drawn)
-            problem = self._problem().replace(mask=mask, score=score, distribution=given)
+            _registered(names, DISTRIBUTIONS, name, distribution)
+            problem = self._problem().replace(mask=mask, score=score, distribution=name)
             # They may require gradients, and autograd would keep all that the oracle computes.
             q, k, v = (tensor.detach() for tensor in (self.q, self.k, self.v))
             descale = self._descale(problem)
@@ -159,15 +159,15 @@ class UserTensors:
             raise UsageError(f"q.dtype={self.q.dtype} is not known: choose from {able}.")
         return "tf32" if self.tf32 else names[self.q.dtype]
 
-    def _mask(self, names: ExitStack, given: str) -> Spec:
+    def _mask(self, names: ExitStack, name: str) -> Spec:
         if self.mask is None:
             return Spec.of("causal") if self.is_causal else FULL
         if self.is_causal:
             raise UsageError("mask and is_causal are given both: let the mask say it.")
         if isinstance(self.mask, torch.Tensor):
-            return _known(names, MASKS, given, _entry(table_reader(self._table(self.mask))))
+            return _registered(names, MASKS, name, _entry(table_reader(self._table(self.mask))))
         self._check_mod("mask", self.mask, trace_mask)
-        return _known(names, MASKS, given, _entry(self.mask))
+        return _registered(names, MASKS, name, _entry(self.mask))
 
     def _check_mod(
         self, what: str, mod: Callable[..., Tensor], trace: Callable[..., Expression]
@@ -179,9 +179,9 @@ class UserTensors:
         device, name = str(self.q.device), describe_mod(what, mod)
         expression = trace(mod, device)
         batch, heads, query, _ = self.q.shape
-        asked = Dimensions(batch=batch, heads=heads, query=query, kv=self.k.shape[2])
-        check_index_ranges(expression, asked, name)
-        others = count_disagreements(expression, mod, asked, device=device)
+        dimensions = Dimensions(batch=batch, heads=heads, query=query, kv=self.k.shape[2])
+        check_index_ranges(expression, dimensions, name)
+        others = count_disagreements(expression, mod, dimensions, device=device)
         if others:
             raise ProblemError(
                 f"{name} gives other values than its trace at {others} sampled indices: it must be "
@@ -251,14 +251,14 @@ def _entry(mod: Callable[..., Tensor]) -> Entry[Any]:
     return Entry(summary="given with the tensors", build=lambda *_: mod, additive=False)
 
 
-def _known(names: ExitStack, library: dict[str, Any], name: str, entry: object) -> Spec:
+def _registered(names: ExitStack, library: dict[str, Any], name: str, entry: object) -> Spec:
     library[name] = entry
     # The libraries are the whole process's: nothing of one call stays in them.
     names.callback(library.pop, name)
     return Spec.of(name)
 
 
-def _never(*_: object) -> Any:
+def _refuse_draw(*_: object) -> Any:
     raise ProblemError("these numbers were given, and cannot be drawn again.")
 
 
@@ -289,8 +289,8 @@ class UserOutputs:
             UsageError: for arguments that are no call of attention, or no answer to it.
         """
         with self._evidence() as (result, evidence):
-            found = judge_outputs(result, evidence)
-            return found, disagreement(found, evidence.evidence)
+            judgement = judge_outputs(result, evidence)
+            return judgement, disagreement(judgement, evidence.evidence)
 
     def diagnosis(self) -> Diagnosis | None:
         """Return what may be wrong; None where nobody can say, or nothing is."""
@@ -299,9 +299,9 @@ class UserOutputs:
 
     def kept(self) -> UserOutputs | None:
         """The same in memory of its own; None where it is too large to be looked at."""
-        given = self.problem.problem if isinstance(self.problem, Inputs) else self.problem
+        problem = self.problem.problem if isinstance(self.problem, Inputs) else self.problem
         rows = self.out.shape[:3].numel()
-        kv = self.call["k"].shape[2] if given is None else given.kv
+        kv = self.call["k"].shape[2] if problem is None else problem.kv
         if rows * kv > LARGEST_DIAGNOSED:
             return None
         try:

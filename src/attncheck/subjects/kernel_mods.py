@@ -68,6 +68,7 @@ def _score(key: ModKey) -> Expression:
 
 @once_for_mods
 def _slope(key: ModKey) -> Expression:
+    # Unchecked: rounding may tell it from torch's own derivative.
     return trace_derivative(key.problem.score_mod(key.device), key.device)
 
 

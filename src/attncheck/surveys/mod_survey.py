@@ -207,6 +207,7 @@ def _checked_expression(
     """Trace a mod; raises AttncheckError where it cannot be, or indexes outside a tensor."""
     kind = kind_of_mod(mod)
     expression = (trace_mask if kind == "mask" else trace_score)(mod, device)
+    # Beyond a tensor's end torch raises, and a kernel reads whatever lies there.
     check_index_ranges(expression, dimensions, f"{kind} {name!r}")
     return expression
 

@@ -128,9 +128,9 @@ def _dense_oracles(inputs: Inputs) -> dict[str, Outputs]:
     if scores > _MOST_DENSE or not samples_all_rows(problem, "cpu"):
         return {}
     softmax = problem.operation == "softmax"
-    every = oracles.SOFTMAXES if softmax else oracles.ORACLES
-    proven = (name for name in ORACLES if name in every and name != "streaming")
-    return {name: every[name](inputs) for name in proven}
+    by_name = oracles.SOFTMAXES if softmax else oracles.ORACLES
+    proven = (name for name in ORACLES if name in by_name and name != "streaming")
+    return {name: by_name[name](inputs) for name in proven}
 
 
 @dataclass(slots=True, eq=False)

@@ -124,11 +124,11 @@ def oracle_plan(
     for name in variants or default:
         if name not in variants_by_name:
             raise UnknownName("variant", name, variants_by_name)
-        every = tuple(distributions or DISTRIBUTIONS)
-        existing = tuple(d for d in every if variants_by_name[name].exists(dtype, d))
+        names = tuple(distributions or DISTRIBUTIONS)
+        existing = tuple(d for d in names if variants_by_name[name].exists(dtype, d))
         # By name it must exist: the Problem says why it does not.
         must = bool(variants) and (bool(distributions) or not existing)
-        for distribution in every if must else existing:
+        for distribution in names if must else existing:
             cells += plan_cells(
                 dtypes=(dtype,),
                 variants=() if name == SHARP.name else (name,),
@@ -215,6 +215,7 @@ def _survey_problem(
     results = {name: recurrence(numbers, inputs) for name, recurrence in recurrences.items()}
     # What the other recurrences are compared with, in as many digits.
     exact = results.pop(oracles.REFERENCE)
+    # Of a softmax out is p itself.
     spread = exact.out
     if not softmax:  # Σ_j p_j |v_j|, by the same recurrence
         sizes = inputs.replace(v=inputs.v.abs())

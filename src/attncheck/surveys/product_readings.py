@@ -87,7 +87,7 @@ def read_value_product(runner: SceneRunner) -> Grid | None:
 
 
 def _exponents(dtype: str) -> tuple[list[int], int]:
-    """Those b for which 1 + x · 2^-b is stored, to the format's last bit; and how many x there are.
+    """Return each b for which 1 + x · 2^-b is stored, to the last bit; and how many x there are.
 
     Of 3 bits 1 + x/4 for four x, of others eight.
     """
@@ -296,10 +296,10 @@ def read_smallest_weight(runner: SceneRunner, *, tall: bool = True) -> SmallestW
             exponent = head * _STEPS + step + 1
             digits = (exponent // 64, exponent // 8 % 8, exponent % 8, 1)
             k[head, key, :4] = -torch.tensor(digits, dtype=torch.float64)
-            v[head, key, step] = _height(dtype.storage, head) if tall else _LOW_VALUE
+            v[head, key, step] = _tall_value(dtype.storage, head) if tall else _LOW_VALUE
     result = runner.run_finite(make_scene(runner.dtype, q, k, v))
-    there = (result.out[:, :2, :_STEPS] != 0).transpose(0, 1).reshape(2, -1)
-    least, lesser = (int(row.nonzero().max()) + 1 if bool(row.any()) else 0 for row in there)
+    visible = (result.out[:, :2, :_STEPS] != 0).transpose(0, 1).reshape(2, -1)
+    least, lesser = (int(row.nonzero().max()) + 1 if bool(row.any()) else 0 for row in visible)
     return SmallestWeight(
         exponent=least,
         rounded_to=lesser == least,
@@ -307,7 +307,7 @@ def read_smallest_weight(runner: SceneRunner, *, tall: bool = True) -> SmallestW
     )
 
 
-def _height(storage: Format, head: int) -> float:
+def _tall_value(storage: Format, head: int) -> float:
     """Values by which small weights show."""
     return _LOW_VALUE if storage.name == "fp16" else 2.0 ** min(120, _STEPS * (head + 1))
 
@@ -342,7 +342,7 @@ def weight_format(held: Grid, least: SmallestWeight | None) -> tuple[Format, int
 
 
 def kept_weights(least: SmallestWeight) -> bool | None:
-    """Whether subnormal weights are what they should be, and not 0; None where none would show."""
+    """Return whether subnormal weights are kept, and not 0; None where none would show."""
     if least.hidden:
         return None
     if least.exponent > _DEEPEST:

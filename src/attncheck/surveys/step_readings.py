@@ -100,20 +100,21 @@ def _measured(runner: SceneRunner) -> Exponential:
     k[0, ::GROUP, 0] = 0.0
     logits = torch.full((ROWS, KEYS), -1.0, dtype=torch.float64)
     logits[:, ::GROUP] = 0.0
-    taken = []
+    anchored = []
     for point in range(_POINTS):
         key = point // _EACH * GROUP + 1 + point % _EACH
         k[0, key, :2] = torch.tensor((point / (_POINTS + 1) - 1.0, 1.0), dtype=torch.float64)
+        # A few bits, so that adding the row's multiple of 2^-13 to it rounds nothing.
         k[0, key, 0] = round(float(k[0, key, 0]) * 64) / 64
         logits[:, key] = k[0, key, 0] + q[0, :, 1]
         near = round(2.0 ** float(logits[ROWS // 2, key]) * 128) / 64
         v[0, key, point], v[0, key // GROUP * GROUP + GROUP // 2, point] = 1.0, -near
-        taken.append((key, near))
+        anchored.append((key, near))
     out = runner.run_finite(make_scene(runner.dtype, q, k, v)).out[0]
     weights = torch.exp2(logits)
     total = weights.sum(-1)
-    keys = [key for key, _ in taken]
-    anchors = torch.tensor([near for _, near in taken], dtype=torch.float64)
+    keys = [key for key, _ in anchored]
+    anchors = torch.tensor([near for _, near in anchored], dtype=torch.float64)
     right = weights[:, keys] - anchors / 2
     wrong = (out[:, :_POINTS] * total[:, None] - right).abs().max() / _ULP
     return Exponential(ulps=float(wrong), places=_POINTS * ROWS)
@@ -378,19 +379,19 @@ def _top(storage: Format) -> int:
 
 def _within(runner: SceneRunner, low: float, scale: float) -> Sentinel:
     """The same ever closer: ``low`` is not enough for hidden keys to win, twice that is."""
-    known, high = [low], 2 * low
+    parts, high = [low], 2 * low
     if low > _CLOSEST:
         return Sentinel(above=-high, below=-low, empty=_empty_row(runner))
     for place in range(1, _PLACES + 1):
         step = low * float(_BASE) ** -place
-        wins = _hidden_win(runner, [[*known, digit * step] for digit in range(1, _BASE)], scale)
+        wins = _hidden_win(runner, [[*parts, digit * step] for digit in range(1, _BASE)], scale)
         last = wins.index(True) if any(wins) else len(wins)
         if last:
-            known.append(last * step)
-        high = sum(known) + step
+            parts.append(last * step)
+        high = sum(parts) + step
     # Keys that win are up to 128 times fewer than those that lose.
     slack = math.log(float(ROWS))
-    return Sentinel(above=-(high + slack), below=-(sum(known) - slack), empty=_empty_row(runner))
+    return Sentinel(above=-(high + slack), below=-(sum(parts) - slack), empty=_empty_row(runner))
 
 
 def _hidden_win(runner: SceneRunner, lows: list[list[float]], scale: float) -> list[bool]:
@@ -442,6 +443,7 @@ def flushes_subnormals(runner: SceneRunner) -> tuple[str, ...]:
 
     Raises Unanswered where there are no outputs.
     """
+    # One factor at a time: a product of two such numbers would vanish by itself.
     flushed = [name for name in ("q", "k") if _flushed_factor(runner, name)]
     fmt = dtype_named(runner.dtype).storage
     q, k, v = blank_inputs(1)

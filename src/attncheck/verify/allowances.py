@@ -91,8 +91,8 @@ def row_bounds(evidence: Evidence, arithmetic: Arithmetic, rows: Rows) -> tuple[
     As in ``allowance``: infinite where nothing is known, 0 where a row sees no key.
     """
     bounds = _RowBounds.of(evidence, arithmetic, rows)
-    found = bounds.deterministic
-    return bounds.allowed(found.out, found.lse)
+    certain = bounds.deterministic
+    return bounds.allowed(certain.out, certain.lse)
 
 
 def deterministic_bounds(evidence: Evidence, arithmetic: Arithmetic) -> Outputs:
@@ -188,24 +188,24 @@ def mod_error(
     if analysis is None:
         nothing = torch.full_like(known.products, math.inf)
         return ScoreModError(radius=nothing, own=nothing, jump=torch.zeros_like(known.seen))
-    found = _at(analysis, evidence, known, scores)
+    errors = _at(analysis, evidence, known, scores)
     # Not seen is also a key that the mod puts to −∞, which rounding may undo: that error counts,
     # unlike one where the mask hides the key. The mask costs a pass, so it is asked only then.
-    if bool((found.radius[~known.seen] > 0).any()):
+    if bool((errors.radius[~known.seen] > 0).any()):
         by_mask = mask_visibility(evidence.case.problem, known.rows)
-        found = ScoreModError(
-            radius=torch.where(by_mask, found.radius, 0.0),
-            own=torch.where(by_mask, found.own, 0.0),
-            jump=found.jump & by_mask,
+        errors = ScoreModError(
+            radius=torch.where(by_mask, errors.radius, 0.0),
+            own=torch.where(by_mask, errors.own, 0.0),
+            jump=errors.jump & by_mask,
         )
-    return found
+    return errors
 
 
 def _at(
     analysis: RunningError, evidence: Evidence, known: Conditions, scores: ScoreError
 ) -> ScoreModError:
-    found = on_keys(analysis, evidence, known, scores)
-    return _with_sink(found, scores) if known.has_sink else found
+    errors = on_keys(analysis, evidence, known, scores)
+    return _with_sink(errors, scores) if known.has_sink else errors
 
 
 def on_keys(
@@ -243,11 +243,11 @@ class _Bounds:
         out, lse = (torch.empty_like(x).flatten(0, 1) for x in (exact, evidence.lse))
         return cls(out, lse, (exact.shape[0], exact.shape[1]))
 
-    def bound(self, bounds: _RowBounds, found: DeterministicBound) -> None:
+    def bound(self, bounds: _RowBounds, certain: DeterministicBound) -> None:
         """The deterministic bound of some rows."""
         rows = bounds.known.rows
         heads = slice(rows.heads.start, rows.heads.stop)
-        out, lse = bounds.allowed(found.out, found.lse)
+        out, lse = bounds.allowed(certain.out, certain.lse)
         self.out[heads, rows.query] = out
         self.lse[heads, rows.query] = lse
         if bounds.mod is not None:
@@ -258,32 +258,32 @@ class _Bounds:
         elements = self.out.numel() + self.lse.numel()
         known, scores = bounds.known, bounds.scores
         mod = bounds.likely_mod_error(evidence, sigmas_needed(elements))
-        found = probabilistic_bound(known, bounds.arithmetic, scores, mod, elements=elements)
-        out, lse = bounds.allowed(found.out, found.lse)
+        probable = probabilistic_bound(known, bounds.arithmetic, scores, mod, elements=elements)
+        out, lse = bounds.allowed(probable.out, probable.lse)
         self.samples.append(
             Sample(
                 rows=bounds.known.rows,
                 probable_out=out,
                 probable_lse=lse,
-                sd_out=found.sd_out,
-                sd_lse=found.sd_lse,
-                lost_out=found.certain.out_terms["underflow"].expand_as(found.sd_out),
+                sd_out=probable.sd_out,
+                sd_lse=probable.sd_lse,
+                lost_out=probable.certain.out_terms["underflow"].expand_as(probable.sd_out),
             )
         )
-        return found.certain
+        return probable.certain
 
     def prove(self, oracle: _RowBounds) -> None:
         """The oracle's own bound on some rows that have theirs."""
-        found, rows = oracle.deterministic, oracle.known.rows
+        certain, rows = oracle.deterministic, oracle.known.rows
         heads = slice(rows.heads.start, rows.heads.stop)
         for proven, allowed in (
-            (found.out, self.out[heads, rows.query]),
-            (found.lse, self.lse[heads, rows.query]),
+            (certain.out, self.out[heads, rows.query]),
+            (certain.lse, self.lse[heads, rows.query]),
         ):
             # Where anything is allowed no truth is needed, and of rows without keys it is exact.
-            asked = allowed.isfinite() & (allowed > 0)
-            if bool(asked.any()):
-                share = (proven[asked] / allowed[asked]).nan_to_num(nan=math.inf)
+            matters = allowed.isfinite() & (allowed > 0)
+            if bool(matters.any()):
+                share = (proven[matters] / allowed[matters]).nan_to_num(nan=math.inf)
                 self.share = max(self.share, float(share.max()))
 
     def allowance(self) -> Allowance:
@@ -431,7 +431,7 @@ def gradient_allowance(
         known = compute_gradient_conditions(evidence.inputs, truth, rows)
         scores = score_error(known.known, arithmetic)
         forward = known.known
-        found = row_gradients(
+        gradients = row_gradients(
             known,
             arithmetic,
             scores,
@@ -442,11 +442,11 @@ def gradient_allowance(
             exact["dcaptured"].numel() if problem.dcaptured else 0,
         )
         at = (slice(rows.heads.start, rows.heads.stop), forward.rows.query)
-        dq[at] = found.dq
-        for name, term in found.dq_terms.items():
+        dq[at] = gradients.dq
+        for name, term in gradients.dq_terms.items():
             dq_terms.setdefault(name, torch.zeros_like(dq))[at] = term
         # Gradients of keys add over rows: their bounds are known only after the last.
-        sums.add(found)
+        sums.add(gradients)
     captured: tuple[TensorName, ...] = ("dcaptured",) if evidence.reads else ()
     of_sums: tuple[TensorName, ...] = ("dk", "dv", "dsink", *captured)
     key_bounds, key_terms = sums.bounds({name: exact[name] for name in of_sums if name in exact})
@@ -488,9 +488,9 @@ def _slope_error(
         # A key that is not seen gets no gradient, whatever the derivative is.
         nothing = torch.where(known.seen, torch.inf, 0.0)
         return ScoreModError(radius=nothing, own=nothing, jump=torch.zeros_like(known.seen))
-    found = on_keys(analysis, evidence, known, scores)
-    found = where_seen(found, known)
-    radius, own, jump = found.radius, found.own, found.jump
+    errors = on_keys(analysis, evidence, known, scores)
+    errors = where_seen(errors, known)
+    radius, own, jump = errors.radius, errors.own, errors.jump
     if known.has_sink:
         radius, own, jump = (torch.nn.functional.pad(x, (0, 1)) for x in (radius, own, jump))
     return ScoreModError(radius=radius, own=own, jump=jump)

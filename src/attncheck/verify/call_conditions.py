@@ -265,8 +265,8 @@ class ConditionedCall:
             inputs: What that is a copy of.
             first: What the first call gave, in memory of its own.
         """
-        under, notes, given = self._under, self.notes, first
-        for found in repeat_calls(
+        under, notes, outputs = self._under, self.notes, first
+        for repeat in repeat_calls(
             subject,
             call,
             inputs,
@@ -276,18 +276,18 @@ class ConditionedCall:
             late=under.late,
         ):
             notes.further += 1
-            notes.differing += found.forward
-            notes.gradients_differing += found.gradients
-            if found.forward and notes.differing == 1:
-                notes.where = found.where  # rather than that of a gradient
-            notes.where = notes.where or found.where
-            given = found.outputs if under.last else given
+            notes.differing += repeat.forward
+            notes.gradients_differing += repeat.gradients
+            if repeat.forward and notes.differing == 1:
+                notes.where = repeat.where  # rather than that of a gradient
+            notes.where = notes.where or repeat.where
+            outputs = repeat.outputs if under.last else outputs
             self._look()
         if under.state:
             self._changed(call)
         if under.window:
             self._leaked(call)
-        return given
+        return outputs
 
     def _filled(self, tensor: torch.Tensor) -> bool:
         """Return whether memory that C++ allocated was certainly filled when it did."""
@@ -313,16 +313,16 @@ class ConditionedCall:
         restore_process(self._before, self._device)
         before = process_state(self._device)
         call()
-        found = changed_parts(before, process_state(self._device))
-        self._wrong("state", f"changed {', '.join(found)}" if found else "")
-        once = ", ".join(name for name in first if name not in found)
+        changed = changed_parts(before, process_state(self._device))
+        self._wrong("state", f"changed {', '.join(changed)}" if changed else "")
+        once = ", ".join(name for name in first if name not in changed)
         if once:
             self.notes.remark = f"its first call changed {once}, and a further one did not"
 
     def _leaked(self, call: Call) -> None:
-        found, uncounted = resource_leaks(call, self._under.window, self._device)
+        leaks, uncounted = resource_leaks(call, self._under.window, self._device)
         self._wrong(
-            "leak", f"holds more after every {self._under.window} calls: {found}" if found else ""
+            "leak", f"holds more after every {self._under.window} calls: {leaks}" if leaks else ""
         )
         self.notes.unchecked = f"not counted here: {uncounted}" if uncounted else ""
 

@@ -110,8 +110,8 @@ class EvidenceBuilder:
         if self.case.question in probes.PROBES:
             return 0.0
         # Without gradients, of which the rounding of inputs is not reported.
-        drawn = oracles.truth(self._originals.forward()).out
-        return measure_errors(self.truth.out, drawn, self.alive[..., None]).rmse
+        unrounded = oracles.truth(self._originals.forward()).out
+        return measure_errors(self.truth.out, unrounded, self.alive[..., None]).rmse
 
     @cached_property
     def alive(self) -> Tensor:
@@ -157,8 +157,8 @@ class EvidenceBuilder:
         shape = (problem.batch * problem.heads, problem.kv)
         seen = torch.zeros(shape, dtype=torch.bool, device=device)
         for rows in all_rows(problem, device):
-            found = compute_conditions(self.inputs, self.truth, rows).seen[..., : problem.kv]
-            seen[rows.heads.start : rows.heads.stop] |= found.any(1)
+            visible = compute_conditions(self.inputs, self.truth, rows).seen[..., : problem.kv]
+            seen[rows.heads.start : rows.heads.stop] |= visible.any(1)
         return seen.view(problem.batch, problem.kv_heads, problem.group, problem.kv).any(2)
 
     def allowance(self, arithmetic: Arithmetic) -> Allowance:

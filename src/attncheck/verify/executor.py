@@ -64,8 +64,8 @@ def out_of_memory(error: Exception) -> bool:
     """Return whether ``error`` says that an allocation failed, on the host or on a GPU."""
     known = isinstance(error, MemoryError | torch.OutOfMemoryError)
     # torch has no class of its own for a failed allocation on the CPU, nor for one by the driver.
-    said = str(error) if isinstance(error, RuntimeError) else ""
-    return known or "allocate memory" in said or "CUDA error: out of memory" in said
+    text = str(error) if isinstance(error, RuntimeError) else ""
+    return known or "allocate memory" in text or "CUDA error: out of memory" in text
 
 
 def failure(error: BaseException) -> Failure:
@@ -243,15 +243,15 @@ class InProcess:
             self._first[device.type] = process_state(device)
         first = self._first[device.type]
         try:
-            with _warnings(), under_conditions(under, device, first) as around:
-                given = around.copied(inputs)
-                call = subject.prepare(given)
+            with _harmless_warnings(), under_conditions(under, device, first) as around:
+                copies = around.copied(inputs)
+                call = subject.prepare(copies)
                 outputs = call()
                 _synchronize(device)
-                broken = _broken(outputs, inputs, given)
+                broken = _output_failure(outputs, inputs, copies)
                 if not broken:
                     around.returned(outputs)
-                    outputs = _kept(outputs)  # further calls may use them anew
+                    outputs = _cloned(outputs)  # further calls may use them anew
                     outputs = around.again(subject, call, inputs, outputs)
                 seconds = _median_seconds(call, device) if timed and not broken else None
                 tiling = subject.tiling(inputs.problem, device.type)
@@ -261,29 +261,29 @@ class InProcess:
         except BaseException as error:  # noqa: BLE001  # foreign code may raise anything
             return failure(error)
         # Last of all, because further calls may write to the inputs too.
-        broken = broken or _after(given, inputs, arithmetic)
+        broken = broken or _input_failure(copies, inputs, arithmetic)
         return broken or Execution(
             outputs=outputs,
             seconds=seconds,
             tiling=tiling,
             arithmetic=arithmetic,
             notes=around.notes,
-            left=inputs_digest(given) if self._digests else "",
+            left=inputs_digest(copies) if self._digests else "",
         )
 
 
-def _broken(outputs: Outputs, inputs: Inputs, given: Inputs) -> Failure | None:
-    """Return the Failure of what came of a call on ``given``, a copy of ``inputs``."""
+def _output_failure(outputs: Outputs, inputs: Inputs, copies: Inputs) -> Failure | None:
+    """Return the Failure of what came of a call on ``copies``, a copy of ``inputs``."""
     unlike = output_error(outputs, inputs)
     if unlike:
         return Failure(kind="contract", message=unlike)
-    shared = aliased_input(outputs, given)
+    shared = aliased_input(outputs, copies)
     return Failure(kind="alias", message=shared) if shared else None
 
 
-def _after(given: Inputs, inputs: Inputs, arithmetic: object) -> Failure | None:
+def _input_failure(copies: Inputs, inputs: Inputs, arithmetic: object) -> Failure | None:
     """Return the Failure of what a kernel left of its inputs, or declares."""
-    changed = written_input(given, inputs)
+    changed = written_input(copies, inputs)
     if changed:
         return Failure(kind="mutation", message=changed)
     undeclared = arithmetic_error(arithmetic, inputs)
@@ -291,7 +291,7 @@ def _after(given: Inputs, inputs: Inputs, arithmetic: object) -> Failure | None:
 
 
 @contextlib.contextmanager
-def _warnings() -> Iterator[None]:
+def _harmless_warnings() -> Iterator[None]:
     """Show warnings that the caller makes errors of: within, they raise nothing.
 
     torch's own come from any of its threads, once in a process: cuBLAS says in the first backward
@@ -309,7 +309,7 @@ def _warnings() -> Iterator[None]:
         yield
 
 
-def _kept(outputs: Outputs) -> Outputs:
+def _cloned(outputs: Outputs) -> Outputs:
     """The same numbers in memory of their own."""
     return Outputs(**{name: tensor.clone() for name, tensor in outputs.tensors().items()})
 

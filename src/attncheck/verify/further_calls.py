@@ -51,20 +51,20 @@ def late_call(subject: Subject, inputs: Inputs, turn: int) -> Outputs:
     with torch.cuda.stream(stream):
         # From here on no memory has to be asked of the driver, which may wait for the GPU.
         fill_free(device, "pattern")
-        given, late = inputs.clone(), _Late(stream, others=others)
+        copies, late = inputs.clone(), _Late(stream, others=others)
         if not others:
-            _written_late(given, inputs)
+            _written_late(copies, inputs)
         with late:
-            call = subject.prepare(given)
+            call = subject.prepare(copies)
         if not others:
             torch.cuda.synchronize(device)  # what was prepared elsewhere may be joined by the call
-            _written_late(given, inputs)
+            _written_late(copies, inputs)
         with late:
             made = call()
         with _disable_current_modes():
-            kept = {name: tensor.clone() for name, tensor in made.tensors().items()}
+            tensors = {name: tensor.clone() for name, tensor in made.tensors().items()}
     torch.cuda.synchronize(device)
-    return type(made)(**kept)
+    return type(made)(**tensors)
 
 
 class _Late(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
@@ -154,14 +154,14 @@ def _stream(device: torch.device, turn: int) -> torch.cuda.Stream:
     return made[-1]
 
 
-def _written_late(given: Inputs, inputs: Inputs) -> None:
+def _written_late(copies: Inputs, inputs: Inputs) -> None:
     """Other numbers at once, and after a while those of ``inputs``."""
-    for tensor in given.tensors().values():
+    for tensor in copies.tensors().values():
         _spoil(tensor)
     torch.cuda.synchronize(inputs.device)
     for _ in range(_OF_INPUTS):
         _wait()
-    for name, tensor in given.tensors().items():
+    for name, tensor in copies.tensors().items():
         tensor.copy_(inputs.tensors()[name])
 
 
@@ -232,11 +232,11 @@ def repeat_calls(
             made = late_call(subject, inputs, turn)
         elif elsewhere:
             spacers.append(torch.empty(turn * _SPACER, dtype=torch.uint8, device=inputs.device))
-            given = inputs.clone()
+            copies = inputs.clone()
             with _others_busy(inputs.device, turn):
-                made = subject.prepare(given)()
+                made = subject.prepare(copies)()
                 _synchronize(inputs.device)
-            spacers.extend(given.tensors().values())
+            spacers.extend(copies.tensors().values())
         else:
             made = call()
         _synchronize(inputs.device)
@@ -249,19 +249,19 @@ def compare_bits(made: Outputs, first: Outputs, turn: int) -> RepeatedCall:
     Raises:
         ValueError: where it gave no tensors of the same kind at all.
     """
-    given = made.tensors()
+    tensors = made.tensors()
     for name, tensor in first.tensors().items():
-        other = given.get(name)
+        other = tensors.get(name)
         if other is None or (other.shape, other.dtype) != (tensor.shape, tensor.dtype):
             raise ValueError(f"call {turn + 1} gave no {name} like the first call's")
     others = [
         name
         for name, tensor in first.tensors().items()
-        if name != "dcaptured" and not _equal(_bits(given[name]), _bits(tensor))
+        if name != "dcaptured" and not _equal(_bits(tensors[name]), _bits(tensor))
     ]
     if not others:
         return RepeatedCall(made)
-    where = _where(given[others[0]], first.tensors()[others[0]])
+    where = _where(tensors[others[0]], first.tensors()[others[0]])
     return RepeatedCall(
         made,
         forward=not set(others).isdisjoint(_FORWARD),

@@ -76,18 +76,18 @@ class IsolatedExecutor:
 
     def absence(self, subject: Subject, device: str) -> str | None:
         """Return why ``subject`` can run nothing there; what asking breaks, ``refusal`` tells."""
-        found = self._ask(subject, "absence", None, device)
-        return found if isinstance(found, str) else None
+        reason = self._ask(subject, "absence", None, device)
+        return reason if isinstance(reason, str) else None
 
     def concerns(self, subject: Subject, problem: Problem) -> bool:
         """Return whether to ask ``subject``; also where its process cannot say so."""
-        found = self._ask(subject, "wanted", problem, self._connection.device)
-        return found if isinstance(found, bool) else True
+        answer = self._ask(subject, "wanted", problem, self._connection.device)
+        return answer if isinstance(answer, bool) else True
 
     def refusal(self, subject: Subject, problem: Problem, device: str) -> str | Failure | None:
         """Return why ``subject`` does not take ``problem``; a Failure where even asking fails."""
-        found = self._ask(subject, "refusal", problem, device)
-        return found if isinstance(found, str | Failure) else None
+        answer = self._ask(subject, "refusal", problem, device)
+        return answer if isinstance(answer, str | Failure) else None
 
     def launches(
         self, subject: Subject, problem: Problem, device: str
@@ -129,20 +129,20 @@ class IsolatedExecutor:
         except Died as error:
             return Failure(kind=error.kind, message=str(error), trace=error.trace)
         try:
-            found = self._received(answer, inputs)
+            result = self._checked_answer(answer, inputs)
         except HostError as error:
             # Nobody knows where its stream is: the next question needs a new process.
             self._connection.kill()
             return Failure(kind="crash", message=f"what its process sent is no answer: {error}")
         # A process that has lost its GPU or its memory would fail the next question for it.
-        if isinstance(found, Failure) and found.kind in _FATAL:
+        if isinstance(result, Failure) and result.kind in _FATAL:
             self._connection.kill()
         self._connection.count_case()
-        if isinstance(found, Execution):
-            self.compiling += found.compiling
+        if isinstance(result, Execution):
+            self.compiling += result.compiling
             # It came with the outputs: asked later it would cost a round trip.
-            _remote(subject).remember_tiling(inputs.problem, inputs.device.type, found.tiling)
-        return found
+            _remote(subject).remember_tiling(inputs.problem, inputs.device.type, result.tiling)
+        return result
 
     def _seconds(self, inputs: Inputs, calls: int) -> float:
         """Until a question is given up: longer where it has to be compiled first."""
@@ -153,15 +153,15 @@ class IsolatedExecutor:
         unseen = structure not in self._compiled and inputs.device.type == "cuda"
         self._compiled.add(structure)
         deadlines = self._connection.deadlines
-        found = deadlines.call * min(calls, _MOST_CALLS)
-        found += deadlines.imports if self._connection.new else 0.0
-        return max(deadlines.compile, found) if unseen else found
+        seconds = deadlines.call * min(calls, _MOST_CALLS)
+        seconds += deadlines.imports if self._connection.new else 0.0
+        return max(deadlines.compile, seconds) if unseen else seconds
 
-    def _received(self, answer: Frame, inputs: Inputs) -> Execution | Failure:
+    def _checked_answer(self, answer: Frame, inputs: Inputs) -> Execution | Failure:
         """Return what came, checked; raises HostError for what is no answer."""
         if answer.kind != "ran":
-            said = remote_error(answer)
-            return Failure(kind=said.kind, message=str(said), trace=said.trace)
+            error = remote_error(answer)
+            return Failure(kind=error.kind, message=str(error), trace=error.trace)
         words, mine = answer.words, inputs_digest(inputs)
         # Both processes draw the inputs, and digests alone travel: neither has to trust the other.
         if words.get("drawn") != mine:
@@ -252,8 +252,8 @@ class IsolatedKernel:
         Raises:
             HostError: when it does not say so.
         """
-        found = self.subject.ask("files", None, self._connection.device)
-        return tuple(map(str, found)) if isinstance(found, list) else ()
+        names = self.subject.ask("files", None, self._connection.device)
+        return tuple(map(str, names)) if isinstance(names, list) else ()
 
     def fresh(self) -> None:
         """Let the process end: whatever is asked next is asked of a new one."""
@@ -299,13 +299,13 @@ def confirm_death(host: IsolatedKernel, ask: Callable[[], Record]) -> tuple[Reco
     second = ask()
     if second.status == first.status:
         return second, 2
-    again = f"asked once more, alone in a new process: {_told(second)}"
+    again = f"asked once more, alone in a new process: {_describe_outcome(second)}"
     # It fails either way: that it does so differently is no excuse.
     if second.status in FAILED_STATUSES:
         return replace(first, reason=f"{first.reason}; {again}"), 2
     return replace(first, status="flaky", reason=f"{first.status}: {first.reason}; {again}"), 2
 
 
-def _told(record: Record) -> str:
+def _describe_outcome(record: Record) -> str:
     why = record.reason or (record.judgement.reason if record.judgement else "")
     return f"{record.status} ({why})" if why else record.status

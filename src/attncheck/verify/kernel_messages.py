@@ -80,10 +80,10 @@ def from_fields(kind: type[_Dataclass], words: Any) -> _Dataclass:
         raise UsageError(f"what came is no {kind.__name__}.")
     types_of = _types(kind)
     try:
-        found = kind(**{name: _value(types_of[name], words[name], name) for name in names})
+        value = kind(**{name: _value(types_of[name], words[name], name) for name in names})
     except (TypeError, ValueError) as error:
         raise UsageError(f"what came is no {kind.__name__}: {error}") from None
-    return found
+    return value
 
 
 @functools.cache
@@ -128,20 +128,20 @@ def pack_outputs(outputs: Outputs) -> tuple[list[list[Any]], bytes]:
 
 def unpack_outputs(about: Any, data: bytes | bytearray, device: torch.device) -> Outputs:
     """Return what ``pack_outputs`` was given, on ``device``; raises HostError for anything else."""
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     at = 0
     for name, dtype, shape in _each(about):
         count = math.prod(shape) * dtype.itemsize
         # Before anything is allocated: the sizes are only what the other side claims.
-        if name in found or at + count > len(data):
+        if name in tensors or at + count > len(data):
             raise HostError("tensors of more bytes than came.")
         # frombuffer refuses an empty buffer: a tensor without elements is cut from one byte.
         bits = torch.frombuffer(bytearray(data[at : at + count]) or bytearray(1), dtype=torch.uint8)
-        found[name] = bits[:count].view(dtype).reshape(shape).to(device)
+        tensors[name] = bits[:count].view(dtype).reshape(shape).to(device)
         at += count
-    if at != len(data) or "out" not in found:
+    if at != len(data) or "out" not in tensors:
         raise HostError("tensors of fewer bytes than came, or no out.")
-    return Outputs(**found)
+    return Outputs(**tensors)
 
 
 def _each(about: Any) -> Iterator[tuple[str, torch.dtype, list[int]]]:
@@ -196,8 +196,8 @@ def read_tiling(words: Any) -> Tiling | None:
 
 def read_arithmetic(words: Any) -> Arithmetic:
     """The arithmetic that came; raises HostError for what is none."""
-    found: Arithmetic = _read(Arithmetic, words)
-    return found
+    arithmetic: Arithmetic = _read(Arithmetic, words)
+    return arithmetic
 
 
 def _read(kind: Any, words: Any) -> Any:

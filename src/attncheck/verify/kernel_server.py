@@ -132,36 +132,36 @@ class KernelServer:
             return Frame(kind="unready", words={"message": str(error)[:_LONGEST]})
 
     def _ask(self, words: dict[str, Any]) -> Frame:
-        asked, device = self._one(words["launch"]), words["device"]
+        kernel, device = self._one(words["launch"]), words["device"]
         problem = words["problem"] and Problem.from_json(words["problem"])
         answers: dict[str, Callable[[], Any]] = {
-            "absence": lambda: self._executor.absence(asked, device),
-            "absent": lambda: asked.absent(device),
-            "wanted": lambda: self._executor.concerns(asked, problem),
-            "concerns": lambda: asked.concerns(problem),
-            "refusal": lambda: self._executor.refusal(asked, problem, device),
-            "unsupported": lambda: asked.unsupported(problem, device),
-            "tiling": lambda: to_fields(asked.tiling(problem, device)),
-            "arithmetic": lambda: to_fields(asked.arithmetic(problem, device)),
+            "absence": lambda: self._executor.absence(kernel, device),
+            "absent": lambda: kernel.absent(device),
+            "wanted": lambda: self._executor.concerns(kernel, problem),
+            "concerns": lambda: kernel.concerns(problem),
+            "refusal": lambda: self._executor.refusal(kernel, problem, device),
+            "unsupported": lambda: kernel.unsupported(problem, device),
+            "tiling": lambda: to_fields(kernel.tiling(problem, device)),
+            "arithmetic": lambda: to_fields(kernel.arithmetic(problem, device)),
             "files": _files,
             "launches": lambda: {
                 name: describe_subject(each)
-                for name, each in asked.launches(problem, device).items()
+                for name, each in kernel.launches(problem, device).items()
             },
         }
-        found = answers[words["what"]]()
-        if isinstance(found, Failure):
-            return _failed(found)
-        return Frame(kind="answer", words={"value": found})
+        value = answers[words["what"]]()
+        if isinstance(value, Failure):
+            return _failed(value)
+        return Frame(kind="answer", words={"value": value})
 
     def _run(self, words: dict[str, Any]) -> Frame:
-        asked = self._one(words["launch"])
+        kernel = self._one(words["launch"])
         origin = Origin(case=Case.from_json(words["case"]), run=words["run"])
         inputs = draw_case_inputs(origin, self._device)
         # Before the call, which may write to them.
         before, compiled = inputs_digest(inputs), self._compiling.seconds
-        found = self._executor.run(
-            asked,
+        result = self._executor.run(
+            kernel,
             inputs,
             origin=origin,
             timed=words["timed"],
@@ -173,12 +173,12 @@ class KernelServer:
         self._compiling.listen()  # to what the call imported
         lost = self._lost_gpu()
         if lost:
-            said = found.message if isinstance(found, Failure) else lost
-            return _failed(Failure(kind="crash", message=f"its process lost the GPU: {said}"))
-        if isinstance(found, Failure):
-            return _failed(found)
+            message = result.message if isinstance(result, Failure) else lost
+            return _failed(Failure(kind="crash", message=f"its process lost the GPU: {message}"))
+        if isinstance(result, Failure):
+            return _failed(result)
         compiling = self._compiling.seconds - compiled
-        return _ran(found, origin.case.problem, drawn=before, compiling=compiling)
+        return _ran(result, origin.case.problem, drawn=before, compiling=compiling)
 
     def _one(self, launch: dict[str, Any] | None) -> Subject:
         """The kernel, or a launch of it."""
@@ -208,21 +208,21 @@ def _files() -> list[str]:
     return sorted(name for name in files if not name.startswith(installed))
 
 
-def _ran(found: Execution, problem: Problem, *, drawn: str, compiling: float) -> Frame:
+def _ran(result: Execution, problem: Problem, *, drawn: str, compiling: float) -> Frame:
     try:
         declared = {
-            "arithmetic": to_fields(found.arithmetic),
-            "tiling": to_fields(found.tiling),
-            "notes": to_fields(found.notes),
+            "arithmetic": to_fields(result.arithmetic),
+            "tiling": to_fields(result.tiling),
+            "notes": to_fields(result.notes),
         }
     except UsageError as error:
         return _failed(Failure(kind="contract", message=f"what it declares: {error}"))
-    about, data = pack_outputs(requested_outputs(found.outputs, problem))
-    more = {"outputs": about, "seconds": found.seconds, "drawn": drawn, "left": found.left}
+    about, data = pack_outputs(requested_outputs(result.outputs, problem))
+    more = {"outputs": about, "seconds": result.seconds, "drawn": drawn, "left": result.left}
     return Frame(kind="ran", words={**declared, **more, "compiling": compiling}, data=data)
 
 
-def _failed(found: Failure) -> Frame:
+def _failed(outcome: Failure) -> Frame:
     # The end of a traceback says what was raised.
-    message, trace = found.message[:_LONGEST], found.trace[-_LONGEST:]
-    return Frame(kind="failed", words={"kind": found.kind, "message": message, "trace": trace})
+    message, trace = outcome.message[:_LONGEST], outcome.trace[-_LONGEST:]
+    return Frame(kind="failed", words={"kind": outcome.kind, "message": message, "trace": trace})

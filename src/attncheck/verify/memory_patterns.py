@@ -120,17 +120,17 @@ def _junk() -> bytes:
     if flag is None:
         return b""
     before, flag.value = flag.value, True
-    found = torch.empty(8, dtype=torch.uint8).numpy().tobytes()
+    filling = torch.empty(8, dtype=torch.uint8).numpy().tobytes()
     flag.value = before
-    return found if all(found) else b""  # zeros are the other filling
+    return filling if all(filling) else b""  # zeros are the other filling
 
 
 def _mallopt() -> ctypes._NamedFuncPointer | None:
     try:
-        found: ctypes._NamedFuncPointer = ctypes.CDLL(None).mallopt
+        function: ctypes._NamedFuncPointer = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError):  # another C library, or none to ask
         return None
-    return found
+    return function
 
 
 @functools.cache
@@ -278,16 +278,16 @@ class _Placed:
         buffer: All of it, in bytes.
         start, end: Where between the bands the tensor's bytes are.
         place: What the bands' bytes are hashed from.
-        said: What it is, for a message.
-        kept: Of an input what it held; None of what may be written.
+        label: What it is, for a message.
+        original: Of an input what it held; None of what may be written.
     """
 
     buffer: torch.Tensor
     start: int
     end: int
     place: int
-    said: str
-    kept: torch.Tensor | None = None
+    label: str
+    original: torch.Tensor | None = None
 
     @property
     def inside(self) -> torch.Tensor:
@@ -393,10 +393,10 @@ class GuardBands(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         self._inputs.append(placed)
         whole = tensor.as_strided((size // tensor.element_size(),), (1,), 0)
         _tensor(placed, whole).copy_(whole)
-        placed.kept = placed.inside.clone()
+        placed.original = placed.inside.clone()
         return _tensor(placed, tensor)
 
-    def _place(self, size: int, said: str, device: torch.device) -> _Placed:
+    def _place(self, size: int, label: str, device: torch.device) -> _Placed:
         """New memory for ``size`` bytes, its bands filled."""
         band = min(max(_rounded(size), _NARROWEST), _WIDEST)
         whole = band + _rounded(size) + band
@@ -407,7 +407,7 @@ class GuardBands(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             start=band,
             end=band + size,
             place=size,  # and no address: another run with this pattern finds the same bytes
-            said=said,
+            label=label,
         )
         for part, bytes_ in self._bands(placed):
             part.copy_(bytes_)
@@ -426,12 +426,13 @@ class GuardBands(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         before, after = self._bands(placed)
         if not _equal(*before):
             at = len(before[0]) - 1 - _first(before, lambda places: places[-1])
-            return f"{_BEYOND}: {_bytes(before)} before {placed.said}, the last {at} bytes ahead"
+            return f"{_BEYOND}: {_bytes(before)} before {placed.label}, the last {at} bytes ahead"
         if not _equal(*after):
             at = _first(after, lambda places: places[0])
-            return f"{_BEYOND}: {_bytes(after)} after {placed.said}, the first {at} bytes behind"
-        if placed.kept is not None and not _equal(placed.inside, placed.kept):
-            return f"wrote {_bytes((placed.inside, placed.kept))} between elements of {placed.said}"
+            return f"{_BEYOND}: {_bytes(after)} after {placed.label}, the first {at} bytes behind"
+        if placed.original is not None and not _equal(placed.inside, placed.original):
+            count = _bytes((placed.inside, placed.original))
+            return f"wrote {count} between elements of {placed.label}"
         return ""
 
 

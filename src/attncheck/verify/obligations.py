@@ -45,14 +45,14 @@ def outputs_digest(outputs: Outputs) -> str:
     digests are equal results, bit for bit. −0.0 is another result than 0.0, and a NaN another than
     a NaN with other bits.
     """
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, tensor in outputs.tensors().items():
         about = [name, list(tensor.shape), str(tensor.dtype)]
-        found.update(json.dumps(about).encode() + b"\n")
+        digest.update(json.dumps(about).encode() + b"\n")
         # Through flat bytes: numpy has no bfloat16, nor torch's fp8.
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        found.update(flat.cpu().numpy().data)
-    return found.hexdigest()[:DIGITS]
+        digest.update(flat.cpu().numpy().data)
+    return digest.hexdigest()[:DIGITS]
 
 
 _SHA256, _EQUAL = hashlib.sha256, torch.equal
@@ -89,8 +89,8 @@ def output_bytes(inputs: Inputs) -> int:
     owed = rows * (columns * problem.formats.output.torch_dtype.itemsize + 4)
     if not problem.backward:
         return owed
-    given = (inputs.q, inputs.k, inputs.v, inputs.sink)
-    owed += sum(tensor.nbytes for tensor in given if tensor is not None)
+    sources = (inputs.q, inputs.k, inputs.v, inputs.sink)
+    owed += sum(tensor.nbytes for tensor in sources if tensor is not None)
     return owed + 4 * (_numbers(inputs) if problem.dcaptured else 0)
 
 
@@ -110,13 +110,13 @@ def _gradients(outputs: Outputs, inputs: Inputs) -> str:
     if not inputs.problem.backward:
         return ""
     like = {"dq": inputs.q, "dk": inputs.k, "dv": inputs.v, "dsink": inputs.sink}
-    for name, given in like.items():
-        if given is None:
+    for name, tensor in like.items():
+        if tensor is None:
             continue
-        found = getattr(outputs, name)
-        wrong = _tensor(name, found, tuple(given.shape), inputs)
-        if not wrong and found.dtype != given.dtype:
-            wrong = f"{name}.dtype={found.dtype}, but should be {given.dtype}."
+        gradient = getattr(outputs, name)
+        wrong = _tensor(name, gradient, tuple(tensor.shape), inputs)
+        if not wrong and gradient.dtype != tensor.dtype:
+            wrong = f"{name}.dtype={gradient.dtype}, but should be {tensor.dtype}."
         if wrong:
             return wrong
     return _captured(outputs, inputs) if inputs.problem.dcaptured else ""
@@ -166,8 +166,8 @@ def arithmetic_error(arithmetic: object, inputs: Inputs) -> str:
         return f"arithmetic() returned {type(arithmetic).__name__}, but should return Arithmetic."
     output = inputs.problem.formats.output
     if arithmetic.output != output:
-        said = getattr(arithmetic.output, "name", arithmetic.output)
-        return f"arithmetic().output is {said}, but should be {output.name}."
+        name = getattr(arithmetic.output, "name", arithmetic.output)
+        return f"arithmetic().output is {name}, but should be {output.name}."
     return ""
 
 
@@ -190,9 +190,9 @@ def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def inputs_digest(inputs: Inputs) -> str:
     """SHA-256 of every bit that can be read of ``inputs``, in hexadecimal digits."""
-    found = _SHA256()
+    digest = _SHA256()
     for name, tensor in inputs.tensors().items():
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
         flat = _FLAT(_CONTIGUOUS(_CPU(tensor)))
-        found.update(_NUMPY(_VIEW(flat, torch.uint8)).data)
-    return found.hexdigest()
+        digest.update(_NUMPY(_VIEW(flat, torch.uint8)).data)
+    return digest.hexdigest()

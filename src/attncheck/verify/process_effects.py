@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from attncheck.subjects.capabilities.subject import Call
 
@@ -180,13 +180,13 @@ def _parts(device: torch.device) -> dict[str, _Part]:
 
 def process_state(device: torch.device) -> State:
     """Return what this process is now, as far as a kernel on ``device`` may change it."""
-    found = {}
+    state = {}
     for name, part in _parts(device).items():
         try:
-            found[name] = part.read()
+            state[name] = part.read()
         except (RuntimeError, OSError) as error:  # torch's two ways to say TF32 exclude each other
-            found[name] = str(error)
-    return found
+            state[name] = str(error)
+    return state
 
 
 def changed_parts(before: State, after: State) -> list[str]:
@@ -243,13 +243,13 @@ def resource_leaks(call: Call, calls: int, device: torch.device) -> tuple[str, s
         for _ in range(WINDOWS):
             _times(call, calls)
             counts.append(resource_counts(device))
-    said = [
+    growing = [
         f"{name} ({', '.join(str(each[name]) for each in counts)})"
         for name in counts[0]
-        if _grows([each[name] for each in counts])
+        if all(after[name] > before[name] for before, after in itertools.pairwise(counts))
     ]
     missing = {"file descriptors", "threads", "child processes"} - set(counts[0])
-    return ", ".join(said), ", ".join(sorted(missing))
+    return ", ".join(growing), ", ".join(sorted(missing))
 
 
 @contextlib.contextmanager
@@ -268,10 +268,6 @@ def _frozen() -> Iterator[None]:
 def _times(call: Callable[[], object], calls: int) -> None:
     for _ in range(calls):
         call()
-
-
-def _grows(counts: Sequence[int]) -> bool:
-    return all(after > before for before, after in itertools.pairwise(counts))
 
 
 def _entries(folder: str) -> int | None:

@@ -252,12 +252,12 @@ class RemoteSubject(Subject):
 
     def launches(self, problem: Problem, device: str) -> Mapping[str, Subject]:
         """As the kernel says, each in the same process."""
-        found = self.ask("launches", problem, device)
-        if not isinstance(found, dict):
+        descriptions = self.ask("launches", problem, device)
+        if not isinstance(descriptions, dict):
             raise HostError("what came are no launches.")
         return {
             name: RemoteSubject(self.connection, words, (name, problem))
-            for name, words in found.items()
+            for name, words in descriptions.items()
         }
 
     def arithmetic(self, problem: Problem, device: str) -> Arithmetic:

@@ -22,24 +22,24 @@ __all__ = ["main"]
 
 def main(path: str) -> int:
     """Ask what the file says; each case begins and ends with a line of its mark."""
-    asked = json.loads(Path(path).read_text())
-    device, mark = asked["device"], asked["mark"]
+    request = json.loads(Path(path).read_text())
+    device, mark = request["device"], request["mark"]
     # Before the kernel's module, which decides by it whether Triton compiles or interprets.
     prepare(device)
-    subject = load_subject(asked["kernel"], asked["convention"] or None)
-    for number, case in enumerate(asked["cases"]):
-        _tell(f"{mark} begin {number}")
-        _tell(f"{mark} end {number} {_done(subject, case, device)}")
+    subject = load_subject(request["kernel"], request["convention"] or None)
+    for number, case in enumerate(request["cases"]):
+        _print_at_once(f"{mark} begin {number}")
+        _print_at_once(f"{mark} end {number} {_run_one(subject, case, device)}")
     return 0
 
 
-def _tell(line: str) -> None:
+def _print_at_once(line: str) -> None:
     """At once: what the tool prints meanwhile is in the same stream."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
 
-def _done(subject: Subject, case: Any, device: str) -> str:
+def _run_one(subject: Subject, case: Any, device: str) -> str:
     problem = Case.from_json(case).problem
     executor = InProcess()
     refusal = executor.refusal(subject, problem, device)

@@ -94,19 +94,19 @@ def sanitized(
     # Random, because the kernel may print to the same stream.
     mark = secrets.token_hex(8)
     with tempfile.TemporaryDirectory(prefix="attncheck-") as folder:
-        asked = Path(folder) / "asked.json"
-        told = {"kernel": kernel, "convention": convention, "device": device, "mark": mark}
-        asked.write_text(json.dumps({**told, "cases": [case.to_json() for case in cases]}))
+        request = Path(folder) / "asked.json"
+        words = {"kernel": kernel, "convention": convention, "device": device, "mark": mark}
+        request.write_text(json.dumps({**words, "cases": [case.to_json() for case in cases]}))
         command = [program, "--tool", tool, "--error-exitcode", str(_FOUND)]
         # Libraries ask CUDA for what a GPU does not have, and handle that it says so.
         command += ["--report-api-errors", "no"] if tool == "memcheck" else []
-        command += [sys.executable, "-m", "attncheck.verify.sanitized_run", str(asked)]
-        report, late = _reported(command, Path(folder) / "report.txt", seconds)
+        command += [sys.executable, "-m", "attncheck.verify.sanitized_run", str(request)]
+        report, late = _run_tool(command, Path(folder) / "report.txt", seconds)
     each = _Reports.read(report, mark)
     return tuple(_verdict(kernel, case, each.of(i), tool, late) for i, case in enumerate(cases))
 
 
-def _reported(command: Sequence[str], path: Path, seconds: float) -> tuple[str, bool]:
+def _run_tool(command: Sequence[str], path: Path, seconds: float) -> tuple[str, bool]:
     """Return what a command prints, and whether it had to be ended."""
     # Without it torch's own allocator hides from the tool where a tensor ends.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
@@ -140,12 +140,12 @@ class _Report:
     Attributes:
         begun: Whether it began.
         ended: What its process said at its end: ``ok``, ``refused …`` or ``error …``.
-        found: The tool's errors, a line each.
+        errors: The tool's errors, a line each.
     """
 
     begun: bool = False
     ended: str = ""
-    found: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -170,28 +170,28 @@ class _Reports:
             elif line.startswith(f"{mark} end "):
                 current.ended = one_line(line.split(maxsplit=3)[3])
             elif line.startswith(_PREFIX):
-                _said(line.removeprefix(_PREFIX), current.found)
+                _collect_error(line.removeprefix(_PREFIX), current.errors)
         return reports
 
 
-def _said(line: str, found: list[str]) -> None:
-    """Take a line of the tool's into ``found``: errors begin unindented, and say where below."""
+def _collect_error(line: str, errors: list[str]) -> None:
+    """Take a line of the tool's into ``errors``: errors begin unindented, and say where below."""
     words, place = line.strip(), _PLACE.match(line)
     if not words or _FRAME.match(words):
         return
     if place:
-        if found and " at " not in found[-1]:
-            found[-1] = f"{found[-1]} at {one_line(place['place'])}"
+        if errors and " at " not in errors[-1]:
+            errors[-1] = f"{errors[-1]} at {one_line(place['place'])}"
     elif line.startswith(" ") and not line.startswith("  "):
-        found.append(one_line(words))
+        errors.append(one_line(words))
 
 
 def _verdict(kernel: str, case: Case, report: _Report, tool: str, late: bool) -> Record:  # noqa: FBT001
     # Before its last word: a program that went on after an error may still end with ``ok``.
-    if report.found:
-        more = f" ({len(report.found)} in all)" if len(report.found) > 1 else ""
+    if report.errors:
+        more = f" ({len(report.errors)} in all)" if len(report.errors) > 1 else ""
         judgement = Judgement(
-            status="fail", rule="memory", reason=f"{tool}: {report.found[0]}{more}"
+            status="fail", rule="memory", reason=f"{tool}: {report.errors[0]}{more}"
         )
         return _record(kernel, case, "fail", judgement=judgement)
     if report.ended == "ok":

@@ -72,14 +72,14 @@ def second_opinion(record: Record, evidence: Evidence) -> Record:
         With status ``oracle disagrees`` and without errors or a judgement where they are further
         apart; the reason says where. A second opinion that does not fit into memory is none.
     """
-    found = record.judgement
-    said = disagreement(found, evidence) if found is not None else ""
-    if not said:
+    judgement = record.judgement
+    difference = disagreement(judgement, evidence) if judgement is not None else ""
+    if not difference:
         return record
     return replace(
         record,
         status="oracle disagrees",
-        reason=f"{said}: nothing is said of the kernel",
+        reason=f"{difference}: nothing is said of the kernel",
         judgement=None,
         out=None,
         lse=None,
@@ -88,48 +88,52 @@ def second_opinion(record: Record, evidence: Evidence) -> Record:
     )
 
 
-def disagreement(found: Judgement, evidence: Evidence) -> str:
+def disagreement(judgement: Judgement, evidence: Evidence) -> str:
     """Return where the oracles are further apart than they may be, in a line.
 
-    Empty where nowhere, where ``found`` does not rest on the truth, and where the second opinion
-    does not fit into memory.
+    Empty where nowhere, where ``judgement`` does not rest on the truth, and where the second
+    opinion does not fit into memory.
 
     Args:
-        found: What the judge said.
+        judgement: What the judge said.
         evidence: Of what.
     """
-    if not _doubtful(found, evidence.truth):
+    if not _doubtful(judgement, evidence.truth):
         return ""
     try:
-        return _disagreement(found, evidence)
+        return _disagreement(judgement, evidence)
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
         return ""
 
 
-def _doubtful(found: Judgement, truth: Outputs) -> bool:
+def _doubtful(judgement: Judgement, truth: Outputs) -> bool:
     """Return whether the judgement rests on the truth's being true."""
-    if found.status == "inconclusive" or (found.status == "fail" and found.rule in BY_THE_TRUTH):
+    if judgement.status == "inconclusive" or (
+        judgement.status == "fail" and judgement.rule in BY_THE_TRUTH
+    ):
         return True
     return any(bool((one.isnan() | one.isposinf()).any()) for one in truth.tensors().values())
 
 
-def _disagreement(found: Judgement, evidence: Evidence) -> str:
-    worst = found.worst if found.status == "fail" and found.rule != "precision" else None
+def _disagreement(judgement: Judgement, evidence: Evidence) -> str:
+    worst = (
+        judgement.worst if judgement.status == "fail" and judgement.rule != "precision" else None
+    )
     # A failure of out or LSE rests on the forward alone, of which some rows are enough.
     forward = worst is not None and worst.tensor not in GRADIENTS
     if evidence.case.problem.backward and not forward:
         return _of_gradients(evidence)
-    other = dataclasses.replace(evidence, truth=_nothing(evidence.truth))
-    for rows in _asked(None if worst is None else worst.at, evidence):
-        said = _of_rows(evidence, other, rows)
-        if said:
-            return said
+    other = dataclasses.replace(evidence, truth=_empty_truth(evidence.truth))
+    for rows in _compared_rows(None if worst is None else worst.at, evidence):
+        difference = _of_rows(evidence, other, rows)
+        if difference:
+            return difference
     return ""
 
 
-def _asked(worst: Place | None, evidence: Evidence) -> Iterator[Rows]:
+def _compared_rows(worst: Place | None, evidence: Evidence) -> Iterator[Rows]:
     """Yield the rows to compare, in pieces that fit into memory; without a place of all heads."""
     problem, device = evidence.case.problem, evidence.inputs.device
     if worst is None:
@@ -152,21 +156,21 @@ def _of_rows(evidence: Evidence, other: Evidence, rows: Rows) -> str:
     assert truth.lse is not None, "the oracle always gives LSE"
     assert second.lse is not None, "the oracle always gives LSE"
     for head in rows.heads:
-        out, lse = _second(inputs, head, rows.query)
+        out, lse = _second_truth(inputs, head, rows.query)
         second.out.flatten(0, 1)[head, rows.query] = out
         second.lse.flatten(0, 1)[head, rows.query] = lse
     bounds = row_bounds(other, FP64_ORACLE, rows)
-    found: tuple[tuple[TensorName, Tensor, Tensor, Tensor], ...] = (
+    sides: tuple[tuple[TensorName, Tensor, Tensor, Tensor], ...] = (
         ("out", truth.out, second.out, bounds[0]),
         ("lse", truth.lse, second.lse, bounds[1]),
     )
-    for name, first, again, bound in found:
-        index = _apart(at_rows(rows, first), at_rows(rows, again), bound)
+    for name, first, again, bound in sides:
+        index = _furthest_apart(at_rows(rows, first), at_rows(rows, again), bound)
         if index is not None:
             # Twice the bound, because each of the oracles may be off by it.
             place, within = _place(index, rows, problem), 2 * float(bound[index])
             whole = place.index(name)
-            return _said(name, place, float(first[whole]), float(again[whole]), within, problem)
+            return _describe(name, place, float(first[whole]), float(again[whole]), within, problem)
     return ""
 
 
@@ -184,24 +188,24 @@ def _of_gradients(evidence: Evidence) -> str:
     bounds = dataclasses.replace(deterministic_bounds(other, FP64_ORACLE), **of_gradients).tensors()
     for name, again in second.tensors().items():
         first, bound = truth.tensors()[name], bounds[name]
-        index = _apart(first, again, bound)
+        index = _furthest_apart(first, again, bound)
         if index is not None:
             one, other_one, within = (float(of[index]) for of in (first, again, 2 * bound))
-            return _said(name, Place.of(index), one, other_one, within, evidence.case.problem)
+            return _describe(name, Place.of(index), one, other_one, within, evidence.case.problem)
     return ""
 
 
-def _second(inputs: Inputs, head: int, query: Tensor) -> tuple[Tensor, Tensor]:
+def _second_truth(inputs: Inputs, head: int, query: Tensor) -> tuple[Tensor, Tensor]:
     """Out ``(rows, value_dim)`` and LSE ``(rows,)`` of one (batch, head) pair."""
     if inputs.problem.operation == "softmax":
         scores = inputs.scores().flatten(0, 1)[head, query].double()
         lse = torch.logsumexp(scores, -1)
         return torch.softmax(scores, -1).masked_fill(torch.isneginf(lse)[:, None], 0.0), lse
-    found = one_head(Float64(inputs.device), inputs, head, query)
-    return found.out[0, 0], found.lse[0, 0, :, 0]
+    result = one_head(Float64(inputs.device), inputs, head, query)
+    return result.out[0, 0], result.lse[0, 0, :, 0]
 
 
-def _apart(first: Tensor, again: Tensor, bound: Tensor) -> tuple[int, ...] | None:
+def _furthest_apart(first: Tensor, again: Tensor, bound: Tensor) -> tuple[int, ...] | None:
     """The index at which two oracles are furthest apart for what each may be off; None if none is.
 
     NaN and infinities are to be the same ones.
@@ -218,7 +222,7 @@ def _apart(first: Tensor, again: Tensor, bound: Tensor) -> tuple[int, ...] | Non
     return tuple(int(i) for i in np.unravel_index(flat, size.shape))
 
 
-def _said(
+def _describe(
     name: TensorName, place: Place, first: float, again: float, within: float, problem: Problem
 ) -> str:
     softmax = problem.operation == "softmax"
@@ -231,7 +235,7 @@ def _said(
     )
 
 
-def _nothing(truth: Outputs) -> Outputs:
+def _empty_truth(truth: Outputs) -> Outputs:
     assert truth.lse is not None, "the oracle always gives LSE"
     out, lse = (
         torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (truth.out, truth.lse)

@@ -110,10 +110,10 @@ def iter_records(
         absent = absence_reasons(subjects, device)
         subjects = [subject for subject in subjects if subject.name not in absent]
     for name, case in _named(cases):
-        asked = applicable_subjects([case.problem], subjects) if applicable_only else subjects
+        chosen = applicable_subjects([case.problem], subjects) if applicable_only else subjects
         # A single kernel needs nothing to share, and may be asked the case in pages.
-        evidence = EvidenceBuilder(case, device) if len(asked) > 1 else None
-        for subject in asked:
+        evidence = EvidenceBuilder(case, device) if len(chosen) > 1 else None
+        for subject in chosen:
             yield run_case(
                 subject,
                 case,

@@ -114,10 +114,10 @@ class Journal:
             # Appending, so that no write can land on what is there already.
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         except OSError as error:
-            raise _cannot(path, error) from None
+            raise _write_error(path, error) from None
         try:
             _lock(path, descriptor)
-            content = _content(path, descriptor, resume=resume)
+            content = _resumed_content(path, descriptor, resume=resume)
             journal = cls(path, descriptor, content, disk)
             journal._begin(dict(header))
         except BaseException:
@@ -240,7 +240,7 @@ class Journal:
 
     def _fail(self, error: OSError) -> None:
         """Write nothing from here on; what was written before is left as it was."""
-        failure = _cannot(self.path, error)
+        failure = _write_error(self.path, error)
         self._broken = str(failure)
         with suppress(OSError):  # then the last line is torn, and the next session cuts it
             os.ftruncate(self._descriptor, self.content.size)
@@ -269,7 +269,7 @@ def _writer(path: Path) -> str:
     return f" ({content.pid} on {one_line(content.host)})" if content.pid else ""
 
 
-def _content(path: Path, descriptor: int, *, resume: bool) -> JournalContent:
+def _resumed_content(path: Path, descriptor: int, *, resume: bool) -> JournalContent:
     """Read what is there and cut a torn last line; forget all where nothing is resumed."""
     try:
         if not resume:
@@ -283,7 +283,7 @@ def _content(path: Path, descriptor: int, *, resume: bool) -> JournalContent:
             os.ftruncate(descriptor, content.size)
             os.fsync(descriptor)
     except OSError as error:
-        raise _cannot(path, error) from None
+        raise _write_error(path, error) from None
     return content
 
 
@@ -296,10 +296,10 @@ def _sync_folder(path: Path) -> None:
         finally:
             os.close(folder)
     except OSError as error:
-        raise _cannot(path, error) from None
+        raise _write_error(path, error) from None
 
 
-def _cannot(path: Path, error: OSError) -> JournalError:
+def _write_error(path: Path, error: OSError) -> JournalError:
     reason = error.strerror or str(error)
     return JournalError(
         f"{one_line(str(path))} cannot be written: {reason}; what was written before is intact."
@@ -310,9 +310,11 @@ def _other_run(path: Path, content: JournalContent, head: Mapping[str, Any]) -> 
     there: dict[str, Any] = {"version": content.version, **content.head}
     here = {"version": __version__, **head}
     names = [n for n in {**there, **here} if there.get(n) != here.get(n) and n not in VOLATILE]
-    said = [f"{n} is {_short(there.get(n))} there and {_short(here.get(n))} here" for n in names]
+    differences = [
+        f"{n} is {_short(there.get(n))} there and {_short(here.get(n))} here" for n in names
+    ]
     return JournalError(
-        f"{one_line(str(path))} holds another run: {'; '.join(said)}. "
+        f"{one_line(str(path))} holds another run: {'; '.join(differences)}. "
         "Go on with that one, start anew with --fresh, or choose another --out."
     )
 
@@ -374,11 +376,11 @@ def missing_shards(journals: Sequence[JournalContent]) -> tuple[Shard, ...]:
     Raises:
         UsageError: where they count the parts differently.
     """
-    shards = {_shard(content) for content in journals}
+    shards = {Shard.parse(str(content.head.get("shard", ""))) for content in journals}
     counts = {shard.count for shard in shards}
     if len(counts) > 1:
-        said = " and ".join(str(count) for count in sorted(counts))
-        raise UsageError(f"the journals are of runs in {said} parts.")
+        numbers = " and ".join(str(count) for count in sorted(counts))
+        raise UsageError(f"the journals are of runs in {numbers} parts.")
     every = {Shard(number, count) for count in counts for number in range(1, count + 1)}
     return tuple(sorted(every - shards, key=lambda shard: shard.number))
 
@@ -401,10 +403,6 @@ def merged_journal_bytes(content: JournalContent) -> bytes:
     return b"".join(journal_line(n, kind, 0.0, rest) for n, (kind, rest) in enumerate(events))
 
 
-def _shard(content: JournalContent) -> Shard:
-    return Shard.parse(str(content.head.get("shard", "")))
-
-
 def _check_same(first: str, one: JournalContent, others: list[tuple[str, JournalContent]]) -> None:
     """Raise UsageError unless all are parts of one run."""
     here = {"version": one.version, **one.head}
@@ -420,26 +418,26 @@ def _check_same(first: str, one: JournalContent, others: list[tuple[str, Journal
 
 
 def _check_equal(unit: Unit | None, one: Done, other: Done, first: str, name: str) -> None:
-    if _compared(unit, one) != _compared(unit, other):
+    if _comparable(unit, one) != _comparable(unit, other):
         raise JournalError(
             f"{one_line(first)} and {one_line(name)} have different results of unit {one.unit}: "
             "were they made by the same kernels on equal machines?"
         )
 
 
-def _compared(unit: Unit | None, done: Done) -> Any:
+def _comparable(unit: Unit | None, done: Done) -> Any:
     """Return the part of a result in which two of ``unit`` must agree.
 
     Of what every part does: what follows and what was answered, but not why, which can quote what a
     process said as it died.
     """
-    said = _timeless(msgspec.to_builtins(done))
+    words = _timeless(msgspec.to_builtins(done))
     if unit is None or unit.kind not in {"describe", "draw"}:
-        return said
-    records = [(answer["stage"], answer["record"]) for answer in said["answers"]]
-    return said | {
+        return words
+    records = [(answer["stage"], answer["record"]) for answer in words["answers"]]
+    return words | {
         "harness": bool(done.harness),
-        "facts": {k: bool(v) if k in _IN_WORDS else v for k, v in said["facts"].items()},
+        "facts": {k: bool(v) if k in _IN_WORDS else v for k, v in words["facts"].items()},
         "answers": [(s, r["kernel"], r["variant"], r["case"], r["status"]) for s, r in records],
     }
 

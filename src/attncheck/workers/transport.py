@@ -149,8 +149,8 @@ class Receiver:
         return Frame(kind=kind.rstrip(b"\x00").decode("ascii"), words=_object(words), data=data)
 
     def _read(self, count: int, ready: Ready | None) -> bytearray:
-        found = bytearray(count)
-        left = memoryview(found)
+        buffer = bytearray(count)
+        left = memoryview(buffer)
         while left:
             if ready is not None:
                 ready()
@@ -162,21 +162,21 @@ class Receiver:
                 raise Closed("nobody writes any more.")
             left[: len(part)] = part
             left = left[len(part) :]
-        return found
+        return buffer
 
 
 def _checksum(key: bytes, *parts: bytes | bytearray) -> bytes:
-    found = _BLAKE2B(key=key, digest_size=_CHECKSUM)
+    digest = _BLAKE2B(key=key, digest_size=_CHECKSUM)
     for part in parts:
-        found.update(part)
-    return found.digest()
+        digest.update(part)
+    return digest.digest()
 
 
 def _object(words: bytearray) -> dict[str, Any]:
     try:
-        found = _LOADS(words)
+        value = _LOADS(words)
     except (ValueError, RecursionError):
         raise BrokenFrame("a frame whose words are no JSON.") from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise BrokenFrame("a frame whose words are no JSON object.")
-    return found
+    return value

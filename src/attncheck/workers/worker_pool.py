@@ -191,8 +191,8 @@ def _reason(error: BaseException) -> str:
     """Return what was raised, in one line."""
     text = one_line(str(error))
     kind = type(error).__name__
-    said = text if isinstance(error, AttncheckError) else f"{kind}: {text}" if text else kind
-    return said if len(said) <= _LONGEST_REASON else f"{said[:_LONGEST_REASON]}…"
+    whole = text if isinstance(error, AttncheckError) else f"{kind}: {text}" if text else kind
+    return whole if len(whole) <= _LONGEST_REASON else f"{whole[:_LONGEST_REASON]}…"
 
 
 class UnitServer:

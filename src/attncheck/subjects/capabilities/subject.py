@@ -163,6 +163,7 @@ class Subject(ABC):
         What is assumed of any kernel of these dtypes on this device, unless it declares another;
         finer steps and a lazy maximum are taken from the tiling that it declares.
         """
+        # By the device's generation: tensor cores of each add up in their own way.
         assumed = default_arithmetic(problem.formats, capability(device))
         tiling = self.tiling(problem, device)
         if tiling is None:
