@@ -72,6 +72,7 @@ def read_measurements(sources: Sequence[str]) -> Measurements:
         measured.by_record |= environments
         measured.answers += answers
         records = list(measurements(answers))
+        # Only what has an accuracy can be compared with later.
         kept = comparable_entries(records, environments)
         if not kept:
             why = "no answer of the stage 'baseline' is in it"
@@ -96,15 +97,18 @@ def _read(path: Path) -> tuple[list[Answer], dict[str, Environment], bool]:
     from attncheck.records.run_reports import Answer, GateReport
     from attncheck.workers.journal_format import read_journal
 
+    # A journal may be of a gate that was interrupted; no gate.json need be there.
     if path.suffix == ".jsonl":
         report = build_report(read_journal(path))
     else:
         data = json_numbers.read_json(path, "report", LARGEST_GATE)
         if not (isinstance(data, dict) and "answers" in data):
             records = load_report(path, Report)
+            # Complete it is not: a report does not say what was planned.
             answers = [Answer(unit="", stage="baseline", record=one) for one in records.records]
             return answers, records.environments, False
         report = load_report(path, GateReport)
+    # A shard has asked a part alone: what it lacks is not gone.
     return list(report.answers), report.environments, not report.unfinished and not report.shard
 
 
@@ -150,6 +154,7 @@ def write(*, sources: tuple[str, ...], file: str | None, force: bool) -> int:
         )
     measured = read_measurements(sources)
     entries = measured.entries.values()
+    # Before anything is written: a baseline is whole or stays as it was.
     if _refuses(entries) or _refuses((), measured.answers):
         return 1
     _write(path, entries, measured.environments)
@@ -193,6 +198,7 @@ def diff(
     )
     with standard_output():
         rendering.show(report, fmt)
+    # Better fails a strict diff too: the file no longer says what kernels can do.
     bad = {"worse", "better", "gone"} if strict else {"worse"}
     return int(any(change.standing in bad for change in changes))
 
@@ -224,16 +230,17 @@ def accept(
     path = baseline_path(file)
     measured = read_measurements(sources)
     changes = _chosen(_changes(path, measured), kernels, cases)
-    taken = [c for c in changes if c.standing in _TAKEN or c.case_id in cases]
+    # A named case is taken over even within rounding: somebody has looked at it.
+    accepted = [c for c in changes if c.standing in _TAKEN or c.case_id in cases]
     worse, gone, named = (
-        {(c.kernel, c.case_id) for c in taken if not standing or c.standing == standing}
+        {(c.kernel, c.case_id) for c in accepted if not standing or c.standing == standing}
         for standing in ("worse", "gone", "")
     )
     entries = [e for e in measured.entries.values() if (e.kernel, e.case) in named]
     if _refuses(entries):
         return 1
     if worse and not reason.strip():
-        kernel, case = next((c.kernel, c.case_id) for c in taken if c.standing == "worse")
+        kernel, case = next((c.kernel, c.case_id) for c in accepted if c.standing == "worse")
         raise UsageError(
             f"case {case} of kernel {kernel!r} is worse: say why it is to be accepted with "
             "--reason."
@@ -247,10 +254,11 @@ def accept(
         replace(entry, reason=reason.strip()) if (entry.kernel, entry.case) in worse else entry
         for entry in entries
     ]
+    # Later ones replace: what was measured now comes behind what the file has.
     by_key = {entry.key: entry for entry in (*left, *excused)}
     _write(path, by_key.values(), {**kept.environments, **measured.environments})
     with standard_output():
-        click.echo(f"{path}: {tally(taken)} taken over")
+        click.echo(f"{path}: {tally(accepted)} taken over")
     return 0
 
 
@@ -274,6 +282,7 @@ def _chosen(
     for what, names, of in about:
         known = tuple(dict.fromkeys(of(change) for change in changes))
         for name in names:
+            # A misspelt name would leave nothing to compare, and pass.
             if name not in known:
                 raise UnknownName(what, name, known)
     return tuple(
@@ -293,6 +302,7 @@ def _refuses(entries: Iterable[Entry], answers: Iterable[Answer] = ()) -> bool:
 
     wrong = [(e.kernel, e.case, e.status) for e in entries if e.status not in KEPT_STATUSES]
     records = [answer.record for answer in answers]
+    # A kernel whose probes fail may be accurate by chance.
     wrong += [(r.kernel, r.case_id, r.status) for r in records if r.status in FAILED_STATUSES]
     if wrong:
         kernel, case, status = wrong[0]

@@ -28,6 +28,7 @@ def config(files: tuple[str, ...]) -> int:
 
     paths = [Path(file) for file in files] or [_nearest()]
     wrong = []
+    # All files are read: whoever mends one mistake wants to know the next.
     for path in dict.fromkeys(paths):
         count, mistakes = find_mistakes(path)
         wrong += mistakes

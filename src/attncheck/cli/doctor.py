@@ -25,6 +25,7 @@ def doctor(*, as_json: bool) -> int:
             click.echo(json.dumps(checkup, indent=2))
         else:
             _echo(checkup)
+    # A machine that cannot work says nothing of a kernel: another code than a failure.
     return 0 if all(test["ok"] for test in checkup["self_tests"]) else INFRASTRUCTURE
 
 
@@ -33,6 +34,7 @@ def _echo(checkup: dict[str, object]) -> None:
     assert isinstance(environment, dict)
     assert isinstance(tests, list)
     for name, value in environment.items():
+        # Repairs of the interpreter are several.
         text = ", ".join(value) if isinstance(value, list | tuple) else value
         click.echo(f"{name:<12} {text or '—'}")
     click.echo()

@@ -198,12 +198,14 @@ def faults(interrupts: Interrupts, /, **typed: Any) -> int:
 
     interrupts.check()  # imports take a while, and may have swallowed one
     options = FaultOptions(**typed)
+    # A run takes hours: where its report goes is tried before.
     for path, _ in options.outputs:
         check_names(path.parent, [path.name], instead="file")
     if options.command is None and (options.replace is not None or options.convention):
         raise UsageError("--replace and --convention say what --pytest tests: give it too.")
     if options.dtypes and not options.small:
         raise UsageError("--dtype says in what --sensitivity asks: give it too.")
+    # Before the modes that run: --list goes with the options of all of them.
     if options.listed:
         return _list(options)
     if options.command is not None:
@@ -255,6 +257,7 @@ def _selection(options: FaultOptions, device: str, tier: str) -> FaultSelection:
     hosts = dict.fromkeys((*HOSTS, "all"))
     if options.host not in hosts:
         raise UnknownName("host", options.host, hosts)
+    # In another file nobody knows hosts or categories of the catalogue.
     if file := _kernel_file(options):
         if options.categories or options.controls or options.host != "all":
             raise UsageError(
@@ -263,6 +266,7 @@ def _selection(options: FaultOptions, device: str, tier: str) -> FaultSelection:
             )
         prepare(device)  # whether Triton is interpreted is decided as the file is imported
         return select_from_file(file, names=options.names, device=device, tier=tier)
+    # Controls belong to the whole score: of chosen faults they tell nothing.
     some = options.names or options.categories
     return select_faults(
         hosts=HOSTS if options.host == "all" else (options.host,),
@@ -390,6 +394,7 @@ def _own_tests_report(
     scores: list[OwnTestsScore] = []
     for unit in selection.units:
         done = content.results.get(unit.id)
+        # Interrupted, or out of time: it is counted as unfinished below.
         if done is None:
             continue
         if "score" in done.facts:
@@ -424,6 +429,7 @@ def _measure_sensitivities(interrupts: Interrupts, options: FaultOptions) -> int
 
     device, tier = _device_and_tier(options)
     names = [continuous_fault_named(name).id for name in options.names] or list(CONTINUOUS_FAULTS)
+    # fp64 is for oracles: no kernel is measured in it.
     every = [name for name, dtype in DTYPES.items() if dtype.measured]
     dtypes = Choices.of({"tier": tier, "dtypes": ",".join(options.dtypes or every)}).dtypes
     pairs = [(name, dtype) for dtype in dtypes for name in names]
@@ -437,6 +443,7 @@ def _measure_sensitivities(interrupts: Interrupts, options: FaultOptions) -> int
     ):
         running = {pool.submit(_sensitivity, *each, tier, device): each for each in pairs}
         for done in as_completed(running):
+            # As they end: the report puts them in the order of the plan again.
             seen[running[done]] = done.result()
             advance(" ".join(running[done]))
     report = SensitivityReport(command=options.typed, seen=tuple(seen[each] for each in pairs))
@@ -458,12 +465,12 @@ def _cores() -> int:
 
 
 def _run(
-    asked: FaultOptions, selection: FaultSelection, head: dict[str, Any], **how: Any
+    typed: FaultOptions, selection: FaultSelection, head: dict[str, Any], **how: Any
 ) -> tuple[RunEnd, JournalContent]:
     """Do what is selected; return how that ended, and what the journal says then.
 
     Args:
-        asked: What was typed: where the journal is, how long, whether anew, what is told.
+        typed: What was typed: where the journal is, how long, whether anew, what is told.
         selection: What is to be done; what the journal has is not done again.
         head: What the journal begins with.
         how: As ``run_with_journal`` and ``workers.pool.run_units`` have it.
@@ -475,20 +482,20 @@ def _run(
     from attncheck.core.files import check_names
     from attncheck.faults.fault_selection import priority
 
-    seconds = parse_seconds(asked.max_time, "--max-time")
-    check_names(asked.directory, [JOURNAL])
-    before = existing_journal(asked.directory, fresh=asked.fresh)
-    resume = not asked.fresh
+    seconds = parse_seconds(typed.max_time, "--max-time")
+    check_names(typed.directory, [JOURNAL])
+    before = existing_journal(typed.directory, fresh=typed.fresh)
+    resume = not typed.fresh
     if before is not None:
-        resume = _resumes(before, head, Path(asked.directory) / JOURNAL)
+        resume = _resumes(before, head, Path(typed.directory) / JOURNAL)
     return run_with_journal(
         selection.units,
         head,
         FaultProgress(),
-        directory=asked.directory,
+        directory=typed.directory,
         resume=resume,
-        quiet=asked.quiet,
-        verbose=asked.verbose,
+        quiet=typed.quiet,
+        verbose=typed.verbose,
         seconds=seconds,
         priority=priority,
         **how,
@@ -522,6 +529,7 @@ class FaultProgress:
         """Count; return what is new, in a line."""
         if event.done is None:
             return []
+        # No score: the harness failed, which is counted and ends no run.
         score = event.done.facts.get("score") or {"outcome": "harness"}
         # Of a gate's score, or of somebody's own tests.
         outcome = str(score.get("outcome") or score["status"])

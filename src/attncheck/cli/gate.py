@@ -236,6 +236,7 @@ def gate(interrupts: Interrupts, /, **typed: Any) -> int:
     if options.changed_since is not None:
         from attncheck.gate.sources import changed_kernels
 
+        # An empty gate passes: nothing that it could judge is another.
         kernels = changed_kernels(kernels, options.changed_since)
         if not kernels:
             unchanged = f"no kernel has changed since {options.changed_since}"
@@ -266,6 +267,7 @@ def plan_run(
         tree: Files of another commit.
         baseline: What the kernels are compared with.
     """
+    # Extras of the package: most verbs need neither.
     if missing := [name for name in ("hypothesis", "pytest") if find_spec(name) is None]:
         raise UsageError(f"a gate needs {missing[0]}: pip install 'attncheck[properties]'.")
     from attncheck.cases.tier import default_tier, tier_named
@@ -277,12 +279,14 @@ def plan_run(
     from attncheck.verify.environment import default_device, require_device
     from attncheck.workers.units import Shard
 
+    # A misspelt name is said now, and not by every worker.
     if options.convention:
         convention_named(options.convention)
     shard = str(Shard.parse(options.shard))
     device = options.device or default_device()
     require_device(device)
     tier = tier_named(options.tier or default_tier(device))
+    # Such a tier looks at other problems every night; a seed repeats one.
     draws_anew = tier.random and options.seed is None
     if shard and draws_anew:
         raise UsageError(
@@ -361,6 +365,7 @@ def run_gate(run: GateRun, options: GateOptions) -> tuple[RunEnd, JournalContent
     of_other_commit = {unit.id for unit in known if unit.commit}
     usage: list[str] = []
 
+    # Called for each finished unit: whether the rest is still wanted.
     def stop(done: Done) -> bool:
         of_other_commit.update(unit.id for unit in done.units if unit.commit)
         if "usage" in done.facts:
@@ -402,6 +407,7 @@ def _resumes(before: JournalContent, head: dict[str, Any], path: Path) -> bool:
     differs = differing_keys(before, head)
     if not before.unfinished:
         return False
+    # Of equal sources another seed was typed: that is another run, not another kernel.
     if differs - _OF_SOURCES or ("seed" in differs and "sources" not in differs):
         return True  # the journal says what is another
     from attncheck.gate.sources import changed_source
@@ -428,6 +434,7 @@ def _other_commit(options: GateOptions, kernels: tuple[str, ...]) -> Iterator[Co
     if options.cluster is not None:
         raise UsageError("--against has the files of the commit here alone: leave --cluster out.")
     with commit_tree(options.against) as tree:
+        # Asked for now, so that a kernel outside the commit is said at once.
         for kernel in kernels:
             tree.kernel(kernel)
         yield tree
@@ -454,6 +461,7 @@ def _kernels_of(words: tuple[str, ...]) -> tuple[str, ...]:
         return named
     for kernel in words:
         file, colons, _ = kernel.partition("::")
+        # Said here in a line: each worker would fail to import it.
         if colons and not Path(file).is_file():
             raise UsageError(f"kernel {kernel!r}: there is no file {file!r}.")
         if not is_reference(kernel) and kernel not in kernel_names():
@@ -464,9 +472,10 @@ def _kernels_of(words: tuple[str, ...]) -> tuple[str, ...]:
 def _seed_of(head: dict[str, Any], journal: JournalContent | None) -> int:
     """Return the draw: that of the journal where it is of the same plan, else another one."""
     if journal is not None:
-        there = {k: v for k, v in journal.head.items() if k not in _PER_RUN}
-        if there == {k: v for k, v in head.items() if k not in _PER_RUN}:
+        plan = {k: v for k, v in journal.head.items() if k not in _PER_RUN}
+        if plan == {k: v for k, v in head.items() if k not in _PER_RUN}:
             return int(journal.head.get("seed", 0))
+    # Short enough to be typed after --seed.
     return secrets.randbelow(10**6)
 
 
@@ -498,6 +507,7 @@ class GateProgress:
         if event.kind == "begun":
             self.stage = "smaller failures" if event.unit.kind == "shrink" else event.unit.stage
         answers = event.done.answers if event.done else ()
+        # A smaller case of a known failure is no further failure.
         wrong = [a for a in answers if a.record.status in FAILED_STATUSES and not a.smallest_of]
         self.failed += len(wrong)
         return [_failure_line(answer) for answer in wrong] if event.kind == "done" else []
@@ -526,16 +536,17 @@ class GateProgress:
         self._over.add(unit.id)
         for each in done.units:
             self._known.setdefault(each.id, _kind(each))
+        # Describing a kernel imports it: that says nothing of how long questions take.
         if event.kind == "done" and unit.kind != "describe":
             self._took.setdefault(_kind(unit), []).append(done.seconds)
 
     def line(self, event: RunEvent) -> str:
         """``bounds 120/243, 2 failed, about 35 s left``."""
-        said = [f"{self.stage} {event.finished}/{event.known}"]
-        said += [f"{self.failed} failed"] if self.failed else []
+        parts = [f"{self.stage} {event.finished}/{event.known}"]
+        parts += [f"{self.failed} failed"] if self.failed else []
         left = self.left(event)
-        said += [time_left(left)] if left is not None else []
-        return ", ".join(said)
+        parts += [time_left(left)] if left is not None else []
+        return ", ".join(parts)
 
 
 def _kind(unit: Unit) -> str:
@@ -565,6 +576,7 @@ def _finish(
 
     command = _typed_command(content.head.get("kernels", ()))
     report = build_report(content, command=command, baseline=baseline)
+    # Whoever interrupts wants the end, and scripts take seconds each.
     scripts = {} if end.why == "interrupted" else _failure_scripts(report)
     with interrupts.writing(options.directory):
         write_gate(report, options.directory, scripts)
@@ -594,6 +606,7 @@ def _failure_scripts(report: GateReport) -> dict[str, str]:
     scripts: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         for group in failure_groups(report)[:_SCRIPTS]:
+            # A crash or a timeout of a kernel would be one of the script, too.
             if not group.shown.failure or group.shown.record.status not in {"fail", "error"}:
                 continue
             path = Path(folder) / f"{group.id}.py"

@@ -82,6 +82,7 @@ def _catalogue() -> dict[str, Any]:
         if d.measured
     }
     return {
+        # From the table, not from the classes: those import torch.
         "kernels": {name: kernel.summary for name, kernel in BUILTIN.items()},
         **_kernels_of_others(),
         "variants": {name: v.summary for name, v in (VARIANTS | FURTHER).items()},
@@ -127,6 +128,7 @@ def _support(subject: Any, device: str) -> dict[str, Any]:
     if why:
         return {"absent": why}
     support: dict[str, Any] = {}
+    # fp64 is for oracles: no kernel is measured in it.
     for dtype in (d.name for d in DTYPES.values() if d.measured):
         cells = plan_cells(
             dtypes=[dtype],
@@ -137,6 +139,7 @@ def _support(subject: Any, device: str) -> dict[str, Any]:
         )
         support[dtype] = {}
         for cell in cells:
+            # What a kernel is not for, such as softmax, is neither supported nor refused.
             if subject.concerns(cell.problem):
                 reason = subject.unsupported(cell.problem, device)
                 support[dtype][f"{cell.variant} {_arrangement(cell.problem)}"] = reason or True
@@ -160,24 +163,25 @@ def _echo_entries(entries: dict[str, str]) -> None:
 def _echo_support(support: dict[str, dict[str, Any]]) -> None:
     width = max(map(len, support))
     for name, dtypes in support.items():
+        # One line for all dtypes: the reason is the same in each.
         if "absent" in dtypes:
             click.echo(f"  {name:<{width}}  nothing: {dtypes['absent']}")
             continue
         for dtype, cells in dtypes.items():
-            click.echo(f"  {name:<{width}}  {dtype}: {_taken(cells)}")
+            click.echo(f"  {name:<{width}}  {dtype}: {_supported(cells)}")
 
 
-def _taken(cells: dict[str, Any]) -> str:
-    taken = [cell for cell, answer in cells.items() if answer is True]
-    if len(taken) == len(cells):
+def _supported(cells: dict[str, Any]) -> str:
+    supported = [cell for cell, answer in cells.items() if answer is True]
+    if len(supported) == len(cells):
         return "all"
-    if not taken:
+    if not supported:
         return f"nothing: {next(iter(cells.values()))}"
-    whole = dict.fromkeys(cell.split()[0] for cell in cells)
     words = []
-    for variant in whole:
-        heads = [c.split()[1] for c in taken if c.split()[0] == variant]
+    for variant in dict.fromkeys(cell.split()[0] for cell in cells):
+        heads = [c.split()[1] for c in supported if c.split()[0] == variant]
         all_heads = [c.split()[1] for c in cells if c.split()[0] == variant]
         if heads:
+            # Heads are named only where a kernel takes one arrangement and not the other.
             words.append(variant if heads == all_heads else f"{variant} ({', '.join(heads)})")
     return ", ".join(words)

@@ -34,6 +34,7 @@ def merge(interrupts: Interrupts, /, *, journals: tuple[str, ...], target: str) 
 
     interrupts.check()
     named = {name: read_journal(Path(name)) for name in journals}
+    # A dictionary has swallowed the second: a missing shard may be meant.
     if len(named) < len(journals):
         raise UsageError("a journal is named twice.")
     merged, absent = parts.merge_journals(named), parts.missing_shards(list(named.values()))
@@ -48,4 +49,5 @@ def merge(interrupts: Interrupts, /, *, journals: tuple[str, ...], target: str) 
             + (f", {unfinished} units unfinished" if unfinished else "")
             + (f", shards missing: {', '.join(map(str, absent))}" if absent else "")
         )
+    # The journal is written all the same: it can be resumed.
     return INCOMPLETE if absent or unfinished else 0

@@ -83,7 +83,9 @@ def mods(
     dimensions = dimensions_of(shape)
     subjects = _subjects(kernels, device)
     file_mods = mods_of_file(file, device)
+    # Without its folder: a report may be read elsewhere.
     name = Path(file.partition("::")[0]).name
+    # All that cannot be traced is said before the first comparison, which takes longer.
     _refuse(file_mods, name, dimensions, device)
     with progress(len(file_mods), quiet=quiet) as advance:
 
@@ -129,6 +131,7 @@ def _subjects(kernels: tuple[str, ...], device: str) -> list[Subject]:
     prepare(device)  # before anybody's Triton functions are decorated
     if not kernels:
         subjects = [named_kernels.subject_named(name) for name in named_kernels.builtin_names()]
+        # Unnamed kernels that take some mods alone would be a table of refusals.
         return [subject for subject in subjects if takes_any_mod(subject, device)]
     subjects = load_kernels(kernels)
     for subject in subjects:

@@ -43,6 +43,7 @@ quiet_option = click.option("-q", "--quiet", is_flag=True, help="No progress.")
 
 def apply_options(options: Sequence[Callable[[F], F]]) -> Callable[[F], F]:
     """A decorator of all ``options``, in the order in which ``--help`` shows them."""
+    # Reversed: a decorator further down is applied first, and shown last.
     return lambda function: reduce(lambda made, option: option(made), reversed(options), function)
 
 
@@ -88,17 +89,18 @@ def typed_command(*, files: Collection[str] = (), argument: str = "") -> str:
     """
     # From argv, not from click: a report says what was typed, not what defaults made of it.
     words = iter(sys.argv[1:])
-    kept = ["attncheck"]
+    command = ["attncheck"]
     for word in words:
         option, equals, value = word.partition("=")
         if option == "--out":
+            # A report does not depend on the folder that it is written to.
             value = value if equals else next(words, "")
         elif option in files:
             value = _without_folder(value if equals else next(words, ""))
-            kept += [f"{option}={value}"] if equals else [option, value]
+            command += [f"{option}={value}"] if equals else [option, value]
         else:
-            kept.append(_without_folder(word) if word == argument else word)
-    return shlex.join(kept)
+            command.append(_without_folder(word) if word == argument else word)
+    return shlex.join(command)
 
 
 def _without_folder(text: str) -> str:
@@ -120,6 +122,7 @@ def load_kernels(kernels: Iterable[str]) -> list[Subject]:
     by_name: dict[str, Subject] = {}
     for kernel in dict.fromkeys(kernels):
         subject = load_subject(kernel)
+        # Rows of a report are told apart by this name.
         if subject.name in by_name:
             raise UsageError(f"kernel {kernel!r}: another one is called {subject.name!r} too.")
         by_name[subject.name] = subject

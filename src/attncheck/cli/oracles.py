@@ -107,6 +107,7 @@ def oracles(  # noqa: PLR0913  # one parameter per option
     from attncheck.reporting.exit_codes import exit_code
     from attncheck.surveys.oracle_survey import CERTIFIED_VARIANTS, DEFAULT_VARIANTS, oracle_plan
 
+    # Ignored in silence, it would look as if the proof had so many digits.
     if certify and digits is not None:
         raise UsageError(f"--digits {digits} has no meaning with --certify: balls have bits.")
     survey: Callable[..., OracleReport | CertificateReport]
@@ -129,6 +130,7 @@ def oracles(  # noqa: PLR0913  # one parameter per option
         default=CERTIFIED_VARIANTS if certify else DEFAULT_VARIANTS,
     )
     if directory is not None:
+        # Now: the survey takes minutes, and its report would be lost.
         rendering.check_writable(directory, name)
     with progress(len(cells), quiet=quiet) as advance:
 
@@ -140,6 +142,7 @@ def oracles(  # noqa: PLR0913  # one parameter per option
         report = survey(named, command=typed_command(), done=done)
     if directory is not None:
         with interrupts.writing(directory):
+            # No CSV: a cell has several oracles, and rows of a CSV one.
             rendering.write_report(report, directory, name, formats=("json", "md"))
     with standard_output():
         rendering.show(report, fmt)

@@ -180,6 +180,7 @@ def rmse(interrupts: Interrupts, /, **typed: Any) -> int:
     if options.sources:
         _refuse_with("--from", _MEASURES, "shows what was measured")
         report = _joined_report(options)
+        # A report that is there is not written again unless somebody says where to.
         directory = options.directory if _was_typed("directory") else ""
     else:
         if options.backward:
@@ -233,12 +234,14 @@ def _measured(interrupts: Interrupts, options: RmseOptions) -> Report:
     cells = _cells(options, device)
     if options.kernels:
         _refuse_not_applicable(cells, subjects)
+    # Nobody named them: they are left out, and not refused, but never in silence.
     elif unasked := _without_gradients(cells, subjects):
         click.echo(f"attncheck: without gradients, and so without a row: {unasked}.", err=True)
     if options.explained is not None:
         others = ("fmt", "directory", "plots")
         _refuse_with("--explain", others, "prints one cell and writes no files")
         return _explain(options.explained, cells, subjects, device)
+    # Before the first kernel runs: measuring may take an hour.
     rendering.check_writable(options.directory)
     problems = [cell.problem for cell in cells]
     cases = [(cell.variant, Case(problem=cell.problem)) for cell in cells]
@@ -246,8 +249,10 @@ def _measured(interrupts: Interrupts, options: RmseOptions) -> Report:
 
     concerned, command = applicable_subjects(problems, subjects), typed_command(files=_FILES)
     report = assemble_report(concerned, (), device=device, command=command)
+    # Every Record of one run is of this machine.
     (key,) = report.environments
     records = []
+    # Not every kernel is for every cell: progress counts what will be asked.
     total = sum(map(len, case_subjects(problems, subjects, device)))
     with progress(total, quiet=options.quiet) as advance:
         for record in iter_records(
@@ -294,6 +299,7 @@ def _cells(options: RmseOptions, device: str) -> list[Cell]:
         cells = recorded_cells(options.recording, options.dtypes)
         if options.backward:
             cells = [cell.asking(backward=True) for cell in cells]
+            # A backward needs more memory than its forward alone.
             for cell in cells:
                 check_memory(cell.problem)
         return cells
@@ -332,6 +338,7 @@ def _without_gradients(cells: list[Cell], subjects: list[Subject]) -> str:
         return ""
     concerned = applicable_subjects([cell.problem for cell in cells], subjects)
     others = [subject for subject in subjects if subject not in concerned]
+    # Only of those whose forward the plan concerns: others lack more than gradients.
     forward = [cell.asking(backward=False).problem for cell in cells]
     return ", ".join(subject.name for subject in applicable_subjects(forward, others))
 
@@ -354,6 +361,7 @@ def _refuse_with(
 def _was_typed(name: str) -> bool:
     """Return whether the option of this parameter was typed, be it as its default."""
     source = click.get_current_context().get_parameter_source(name)
+    # The value does not tell: a default may be typed.
     return source is ParameterSource.COMMANDLINE
 
 
