@@ -338,14 +338,14 @@ def plan_cells(
     Raises:
         UnknownName, ProblemError: for anything that cannot be measured, before anything is.
     """
-    named = {own.name: own} if own else _variants_named(variants)
+    by_name = {own.name: own} if own else _variants_named(variants)
     # What is asked for by name must exist: its Problem says why it does not.
     must_exist = own is not None or (bool(variants) and ALL not in variants)
     cells = []
     for dtype, text, distribution in itertools.product(dtypes, shapes, distributions):
         check_measured(dtype)
         shape = Shape.parse(text)
-        for name, variant in named.items():
+        for name, variant in by_name.items():
             if not (must_exist or variant.exists(dtype, distribution, backward=backward)):
                 continue
             for kv_heads in shape.head_counts():

@@ -18,7 +18,7 @@ from attncheck.verify.environment import environment, fingerprint
 from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Executor, Failure, InProcess, Origin
 from attncheck.verify.question_fit import question_summary
-from attncheck.verify.relation_runs import relation_inputs as runs_of
+from attncheck.verify.relation_runs import relation_inputs
 from attncheck.verify.run_case import run_case
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def exact_runs(
     """
     executor = executor or InProcess()
     if case.question in RELATIONS:
-        each = runs_of(case, device)
+        each = relation_inputs(case, device)
         return tuple(
             _run(
                 subject,

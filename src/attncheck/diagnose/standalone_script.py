@@ -320,7 +320,9 @@ def render_script(  # what was asked of whom, what was answered, and where it go
     notes = "".join(f"\n{line}\n" for one in how[:1] for line in one.notes)
     imports, text = _common_text()
     head = f"{_HEAD.format(name=path.name, notes=notes)}\n{imports}"
-    return "\n\n\n".join([head, *_call_sources(how), text, *_data_text(data, how, memory)]) + "\n"
+    # How the kernel is loaded, and each way in which it is called, once.
+    sources = dict.fromkeys(source for one in how for source in (one.kernel, one.source))
+    return "\n\n\n".join([head, *sources, text, *_data_text(data, how, memory)]) + "\n"
 
 
 def _common_text() -> tuple[str, str]:
@@ -412,11 +414,6 @@ def _blind_note(judgement: Judgement | None) -> str:
         f"attncheck failed it by the rule {judgement.rule!r}, which needs more than the "
         "deterministic bound: this script cannot show it"
     )
-
-
-def _call_sources(how: list[KernelCall]) -> Iterator[str]:
-    """Yield how the kernel is loaded, and each way it is called, once."""
-    yield from dict.fromkeys(source for one in how for source in (one.kernel, one.source))
 
 
 def _data_text(data: dict[str, Any], how: list[KernelCall], memory: _Memory) -> Iterator[str]:

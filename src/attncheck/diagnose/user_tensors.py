@@ -16,7 +16,7 @@ from attncheck.core.formats import DTYPES, FORMATS
 from attncheck.core.mod_spec import FULL, NONE, Dimensions, Entry, Spec
 from attncheck.core.outputs import Outputs
 from attncheck.diagnose.diagnosis import LARGEST_DIAGNOSED, diagnose_result
-from attncheck.inputs import input_tensors as inputs_room
+from attncheck.inputs import input_tensors
 from attncheck.inputs.distributions import DISTRIBUTIONS, Distribution
 from attncheck.inputs.input_tensors import Descale, Inputs
 from attncheck.inputs.problem import Case, Problem
@@ -349,11 +349,10 @@ class UserOutputs:
         if not isinstance(self.problem, Problem | Inputs):
             kind = type(self.problem).__name__
             raise UsageError(f"problem is {kind}: it must be a Problem, or its Inputs.")
-        given = self.problem
-        drawn = (
-            given if isinstance(given, Inputs) else inputs_room.draw_inputs(given, self.out.device)
-        )
-        yield drawn.forward()  # gradients are not given
+        source = self.problem
+        if isinstance(source, Problem):
+            source = input_tensors.draw_inputs(source, self.out.device)
+        yield source.forward()  # gradients are not given
 
     def _result(self, inputs: Inputs) -> Execution:
         """As if a kernel had just given it."""

@@ -45,7 +45,7 @@ def fault_report(
     controls = [score for score in scored.values() if isinstance(score, ControlScore)]
     # In the catalogue's order, whichever worker was first.
     scores = sorted([*scores, *selection.settled], key=_place)
-    left = len(selection.units) - len(scored)
+    waiting = len(selection.units) - len(scored)
     return FaultReport(
         command=command,
         tier=str(head.get("tier", "")),
@@ -53,8 +53,8 @@ def fault_report(
         started=str(head.get("started", "")),
         seconds=round(content.seconds, 1),
         environments=environments,
-        unfinished=left,
-        unfinished_because=(content.why or "not all was asked") if left else "",
+        unfinished=waiting,
+        unfinished_because=(content.why or "not all was asked") if waiting else "",
         scores=tuple(scores),
         controls=(*controls, *selection.controls),
         totals=tuple(totals(scores)),

@@ -149,8 +149,7 @@ class SuiteRun:
         if wrong:
             return "not scored", wrong
         if self.code == _PASSED:
-            shown = "shown" in self.events
-            if shown:
+            if "shown" in self.events:
                 return "missed", ""
             return "not shown", "the same bits with the fault as without, in every call"
         if "called" not in self.events and "replaced" in self.events and self.code == _FAILED:

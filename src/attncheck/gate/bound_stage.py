@@ -143,15 +143,15 @@ def axes_of(planning: Planning) -> dict[str, tuple[Any, ...]]:
 
 
 def _masks(planning: Planning, stored: tuple[str, ...]) -> tuple[str, ...]:
-    taken = []
+    supported = []
     for mask in MASKS:
         refusals = [_mask_refusal(planning, mask, _KINDS[name]) for name in stored]
         if "" in refusals:
-            taken.append(mask)
+            supported.append(mask)
         # A mask that does not concern the kernel at all is no refusal.
         elif reasons := [reason for reason in refusals if reason != NOT_APPLICABLE]:
             _drop_value(planning, mask, reasons[0], mask=mask)
-    return tuple(taken)
+    return tuple(supported)
 
 
 def _mask_refusal(planning: Planning, mask: str, kind: ProblemKind) -> str:
@@ -167,7 +167,7 @@ def _mask_refusal(planning: Planning, mask: str, kind: ProblemKind) -> str:
 
 def _scores(planning: Planning, stored: tuple[str, ...]) -> tuple[str, ...]:
     """Return the score mods that it takes beside some mask."""
-    taken = ["none"]
+    supported = ["none"]
     for score in SCORES[1:]:
         plain = (
             _plain_problem(planning, score=score, mask=mask, stored=name, dtype=dtype)
@@ -176,10 +176,10 @@ def _scores(planning: Planning, stored: tuple[str, ...]) -> tuple[str, ...]:
             for dtype in planning.dtypes
         )
         if any(planning.nearest(problem) is not None for problem in plain):
-            taken.append(score)
+            supported.append(score)
         elif planning.dtypes and stored:
             _drop_value(planning, score, planning.reason, score=score, stored=stored[0])
-    return tuple(taken)
+    return tuple(supported)
 
 
 def _drop_value(planning: Planning, variant: str, reason: str, **values: str) -> None:

@@ -151,7 +151,7 @@ def _changes_since_commit(
 
     Where that commit's kernel has not been asked yet, nothing is said of a case.
     """
-    named = {str(f["kernel"]): str(f["name"]) for f in _descriptions(content)}
+    local_names = {str(f["kernel"]): str(f["name"]) for f in _descriptions(content)}
     before: list[Answer] = []
     names: dict[str, str] = {}
     missing: dict[str, str] = {}
@@ -160,7 +160,7 @@ def _changes_since_commit(
         unit = content.units[id_]
         if unit.commit:
             compared.add(replace(unit, commit="").id)
-            here = named.get(unit.kernel, unit.kernel)
+            here = local_names.get(unit.kernel, unit.kernel)
             before += done.answers
             names.update({answer.record.kernel: here for answer in done.answers})
             missing.update({here: str(done.facts["missing"])} if "missing" in done.facts else {})

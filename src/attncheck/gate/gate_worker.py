@@ -257,14 +257,13 @@ class GateWorker:
             environment=self._key,
         )
         answer = Answer(unit=unit.id, stage=unit.stage, record=record)
-        return Done(unit=unit.id, answers=(answer,), facts=self._facts(unit))
-
-    def _facts(self, unit: Unit) -> dict[str, Any]:
-        if unit.kind != "describe":
-            return {}
-        where = msgspec.to_builtins(environment(unit.device))
-        # It died before it could say its name: what was typed stands in for that.
-        return {"kernel": unit.kernel, "name": unit.kernel, "summary": "", "environment": where}
+        facts: dict[str, Any] = {}
+        if unit.kind == "describe":
+            where = msgspec.to_builtins(environment(unit.device))
+            # It died before it could say its name: what was typed stands in for that.
+            names = {"kernel": unit.kernel, "name": unit.kernel}
+            facts = {**names, "summary": "", "environment": where}
+        return Done(unit=unit.id, answers=(answer,), facts=facts)
 
 
 def _compiling(host: KernelHost) -> float:

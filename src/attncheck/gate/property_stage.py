@@ -67,11 +67,11 @@ def choose_pairs(pairs: Sequence[Pair], most: int, used: Counter[str]) -> list[P
     left = list(pairs)
     chosen: list[Pair] = []
     while left and (not most or len(chosen) < most):
-        taken = {value for pair in chosen for value in pair}
+        values = {value for pair in chosen for value in pair}
 
         def rank(pair: Pair) -> tuple[int, int, int]:
             dtype, family = pair
-            repeats = (dtype in taken) + (family in taken)  # noqa: B023  # called before it changes
+            repeats = (dtype in values) + (family in values)  # noqa: B023  # called before it changes
             return repeats, used[f"{dtype} {family}"], used[dtype]
 
         # Of equals the first: the plan is the same every time.
@@ -128,10 +128,10 @@ def _applicable_pairs(planning: Planning, each: Property) -> list[Pair]:
                 pairs.append((dtype, family))
             elif reason != NOT_APPLICABLE:
                 refused.setdefault(family, reason)
-    # A family that is taken in some dtype is no refusal.
-    taken = {family for _, family in pairs}
+    # A family that is supported in some dtype is no refusal.
+    supported = {family for _, family in pairs}
     for family, reason in refused.items():
-        if family not in taken:
+        if family not in supported:
             dtype = next(iter(dtypes), "")
             unit = replace(planning.unit, stage=_STAGE, test=each.id, family=family, dtype=dtype)
             _drop_property(planning, unit, reason)

@@ -9,7 +9,7 @@ import tempfile
 from importlib import metadata
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attncheck.core.errors import UsageError
 from attncheck.core.sanitize_text import one_line
@@ -79,18 +79,14 @@ def changed_source(before: JournalContent) -> str:
             continue
         answered[unit.kernel] = None
         if unit.kind == "describe":
-            described[unit.kernel] = _described_hashes(done.facts)
+            hashes = done.facts.get(_FILES)
+            described[unit.kernel] = hashes if isinstance(hashes, dict) else {}
     for hashes in described.values():
         for name, known in hashes.items():
             if not _was_temporary(Path(name)) and _hash(Path(name)) != known:
                 return f"{name} has changed"
     unknown = (k for k in answered if not described.get(k) and not _is_fingerprinted(k))
     return next((f"nobody can tell whether {kernel} has changed" for kernel in unknown), "")
-
-
-def _described_hashes(facts: Mapping[str, Any]) -> Mapping[str, str]:
-    hashes = facts.get(_FILES)
-    return hashes if isinstance(hashes, dict) else {}
 
 
 def _was_temporary(path: Path) -> bool:
@@ -162,14 +158,14 @@ def _has_changed(kernel: str, files: Collection[Path]) -> bool:
     folder = project.folder.resolve()
     inside = [f.relative_to(folder).as_posix() for f in files if f.is_relative_to(folder)]
     own = project.path is not None and project.path.name in inside  # its table may be another
-    named = (
+    entry_files = (
         path
         for reference in (table.entry, table.backward)
         for path in _entry_files(reference, folder)
     )
     return (
         own
-        or any(path in files or path.resolve() in files for path in named)
+        or any(path in files or path.resolve() in files for path in entry_files)
         or any(matches_pattern(file, pattern) for file in inside for pattern in table.sources)
     )
 
@@ -196,9 +192,9 @@ def _changed_files(ref: str) -> list[Path]:
         raise UsageError(f"--changed-since {ref!r} is no commit, branch or tag.")
     root = Path(_git("rev-parse", "--show-toplevel").removesuffix("\n")).resolve()
     # A source that was renamed is another at both names; and no configuration of git's has a say.
-    known = _git("diff", "--no-renames", "--no-relative", "--name-only", "-z", ref, "--")
+    tracked = _git("diff", "--no-renames", "--no-relative", "--name-only", "-z", ref, "--")
     new = _git("ls-files", "--others", "--exclude-standard", "-z", "--full-name", str(root))
-    return [root / name for name in (known + new).split("\0") if name]
+    return [root / name for name in (tracked + new).split("\0") if name]
 
 
 def _git(*arguments: str) -> str:

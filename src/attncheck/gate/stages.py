@@ -280,13 +280,13 @@ def sanitize_kernel(unit: Unit, planning: Planning) -> Done:
         convention=unit.convention,
         device=unit.device,
     )
-    named = {
+    facts = {
         "kernel": planning.subject.name,
         "variant": unit.variant,
         "environment": planning.environment,
     }
     answers = tuple(
-        Answer(unit=unit.id, stage=unit.stage, record=replace(record, **named))
+        Answer(unit=unit.id, stage=unit.stage, record=replace(record, **facts))
         for record in records
     )
     return Done(unit=unit.id, answers=answers)

@@ -190,13 +190,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def _under_test(item: pytest.Item) -> UnderTest | None:
     """Return what a test got as ``kernel``, where that is ours."""
-    got = getattr(item, "funcargs", {}).get("kernel")
-    if got is None or _SESSION not in item.config.stash:
+    argument = getattr(item, "funcargs", {}).get("kernel")
+    if argument is None or _SESSION not in item.config.stash:
         return None
     from attncheck.suite.under_test import UnderTest
 
     # Somebody's own fixture may be called ``kernel``, too.
-    return got if isinstance(got, UnderTest) else None
+    return argument if isinstance(argument, UnderTest) else None
 
 
 def _outcomes(config: pytest.Config) -> Outcomes:

@@ -103,21 +103,21 @@ def accuracy_tilings(problem: Problem) -> tuple[Tiling, ...]:
 
 def accuracies(result: Execution, evidence: EvidenceBuilder) -> dict[TensorName, Accuracy]:
     """Return the accuracy of every tensor whose errors are finite numbers."""
-    exact, found = evidence.truth.tensors(), {}
-    given = result.outputs.tensors()
+    exact, by_name = evidence.truth.tensors(), {}
+    tensors = result.outputs.tensors()
     ensemble = [one.tensors() for one in _ensemble(result, evidence)]
-    for name, values in given.items():
+    for name, values in tensors.items():
         # What nobody asked for, gradients of a forward say, has nothing to be compared with.
         if name not in exact:
             continue
         counted = _counted(name, evidence).expand_as(exact[name])
         whole = measure_errors(values, exact[name], counted)
         if not whole.nonfinite:
-            rows = [row_squares(one[name], exact[name], counted) for one in (given, *ensemble)]
+            rows = [row_squares(one[name], exact[name], counted) for one in (tensors, *ensemble)]
             least = _least(name, evidence, counted)
             each = least is not None and evidence.evidence.generic
-            found[name] = _accuracy(whole, rows, row_units(rows[1:], least, each=each), each=each)
-    return found
+            by_name[name] = _accuracy(whole, rows, row_units(rows[1:], least, each=each), each=each)
+    return by_name
 
 
 def _accuracy(

@@ -22,7 +22,7 @@ import torch
 
 from attncheck.core.errors import ProblemError, UnknownName
 from attncheck.core.judgement import Judgement
-from attncheck.inputs import input_tensors as inputs_room
+from attncheck.inputs import input_tensors
 from attncheck.inputs.problem import Case
 from attncheck.inputs.question_parameters import Allowed, check_parameters, fits_all, no_parameters
 from attncheck.relations import RELATIONS
@@ -95,7 +95,7 @@ class CheckedKernel:
     def run(self, under: CallConditions) -> Execution:
         """Return what the kernel gives ``under`` these conditions; raises Unanswered."""
         if self._inputs is None:
-            self._inputs = inputs_room.draw_inputs(self.case.problem, self.device)
+            self._inputs = input_tensors.draw_inputs(self.case.problem, self.device)
         result = self.executor.run(
             self.subject, self._inputs, origin=Origin(case=self.case), under=under
         )

@@ -9,7 +9,7 @@ import torch
 
 from attncheck import oracles, probes
 from attncheck.core.formats import FORMATS
-from attncheck.inputs import input_tensors as inputs_room
+from attncheck.inputs import input_tensors
 from attncheck.judge.blind_spot import blind_spot
 from attncheck.judge.error_measures import measure_errors, rounding_floor
 from attncheck.oracles.row_conditions import (
@@ -86,14 +86,14 @@ class EvidenceBuilder:
 
     @cached_property
     def _originals(self) -> Inputs:
-        return inputs_room.unrounded_inputs(self.case.problem).to(self.device)
+        return input_tensors.unrounded_inputs(self.case.problem).to(self.device)
 
     @cached_property
     def inputs(self) -> Inputs:
         """The tensors that the kernel and the oracle read."""
         if self.case.question in probes.PROBES:
             return probes.inputs(self.case, self.device)
-        return inputs_room.round_inputs(self._originals, self.case.problem)
+        return input_tensors.round_inputs(self._originals, self.case.problem)
 
     @cached_property
     def truth(self) -> Outputs:

@@ -251,7 +251,9 @@ class InProcess:
                 broken = _output_failure(outputs, inputs, copies)
                 if not broken:
                     around.returned(outputs)
-                    outputs = _cloned(outputs)  # further calls may use them anew
+                    # In memory of their own, because further calls may use the kernel's anew.
+                    tensors = outputs.tensors().items()
+                    outputs = Outputs(**{name: tensor.clone() for name, tensor in tensors})
                     outputs = around.again(subject, call, inputs, outputs)
                 seconds = _median_seconds(call, device) if timed and not broken else None
                 tiling = subject.tiling(inputs.problem, device.type)
@@ -307,11 +309,6 @@ def _harmless_warnings() -> Iterator[None]:
             shown = "default" if action == "error" else action
             warnings.filters.insert(0, (shown, *rest))  # type: ignore[attr-defined]  # it is a list
         yield
-
-
-def _cloned(outputs: Outputs) -> Outputs:
-    """The same numbers in memory of their own."""
-    return Outputs(**{name: tensor.clone() for name, tensor in outputs.tensors().items()})
 
 
 def _median_seconds(call: Call, device: torch.device) -> float:

@@ -153,7 +153,7 @@ _ANYWHERE = {
     ),
     "the number of torch's threads": _Part(torch.get_num_threads, torch.set_num_threads),
     "whether denormals are flushed to 0": _Part(
-        _denormals, lambda kept: torch.set_flush_denormal(not kept)
+        _denormals, lambda exist: torch.set_flush_denormal(not exist)
     ),
     "the working directory": _Part(os.getcwd, os.chdir),
     "environment variables": _Part(lambda: dict(os.environ), _environment_restored),

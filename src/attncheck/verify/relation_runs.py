@@ -11,7 +11,7 @@ from attncheck import oracles, probes
 from attncheck.core import strided_alloc
 from attncheck.core.errors import UsageError
 from attncheck.core.judgement import Judgement, Place, Worst
-from attncheck.inputs import input_tensors as inputs_room
+from attncheck.inputs import input_tensors
 from attncheck.inputs.problem import Case
 from attncheck.judge.verdict_rules import tile
 from attncheck.relations import RELATIONS, relation_named
@@ -44,7 +44,7 @@ def relation_inputs(case: Case, device: str) -> tuple[Inputs, ...]:
     """
     relation = relation_named(case.question)
     relation.check(case.problem, case.parameters)
-    return relation.runs(inputs_room.draw_inputs(case.problem, device), case.parameters)
+    return relation.runs(input_tensors.draw_inputs(case.problem, device), case.parameters)
 
 
 def judge_relation(
@@ -271,4 +271,4 @@ def draw_case_inputs(origin: Origin, device: str) -> Inputs:
         return each[origin.run]
     if case.question in probes.PROBES:
         return probes.inputs(case, device)
-    return inputs_room.draw_inputs(case.problem, device)
+    return input_tensors.draw_inputs(case.problem, device)

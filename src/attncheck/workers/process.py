@@ -96,8 +96,8 @@ class Tail:
 
     def lines(self, count: int) -> str:
         """Return its last ``count`` lines that say something, harmless and in one."""
-        said = [line for line in map(one_line, self.text.splitlines()) if line]
-        return " | ".join(line[-_LONGEST_LINE:] for line in said[-count:])
+        lines = [line for line in map(one_line, self.text.splitlines()) if line]
+        return " | ".join(line[-_LONGEST_LINE:] for line in lines[-count:])
 
 
 class Worker:
