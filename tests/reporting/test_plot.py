@@ -95,6 +95,13 @@ def test_what_differs_from_the_title_stands_in_the_label(make):
     assert [slot.heads for slot in column.slots] == ["MHA", "MHA", "GQA"]
 
 
+def test_the_name_of_a_variant_has_28_characters_in_its_label(make):
+    (column,) = plot_of(make.report(make.record(variant="v" * 28))).columns
+    assert column.slots[0].label == "v" * 28
+    (column,) = plot_of(make.report(make.record(variant="v" * 29))).columns
+    assert column.slots[0].label == "v" * 27 + "…"
+
+
 def test_marks_stand_where_their_numbers_are_and_what_has_none_at_the_edge(make):
     records = [
         make.record("right", out=make.out(rmse=2e-3)),
