@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import shlex
 from collections import Counter
@@ -109,7 +110,7 @@ def policy_of(report: GateReport) -> Policy:
     except ValueError:  # it is foreign, and may be cut in the middle of a quoted word
         words = typed.split()
     flaky = 0
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in itertools.pairwise([*words, ""]):
         name, _, value = word.partition("=")
         number = value or following
         if name == "--flaky" and number.isascii() and number.isdigit():
