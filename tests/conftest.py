@@ -56,7 +56,7 @@ _QUICK = (
     "reporting/test_map_text.py",
     "reporting/test_reporting_pages.py",
     "standalone/test_standalone.py::test_a_wrong_kernel_is_not",
-    "subjects/test_builtin.py",
+    "subjects/test_declared.py",
     "subjects/test_conventions_diagonals.py",
     "subjects/test_load.py",
     "suite/test_gpu.py",

@@ -334,3 +334,13 @@ def test_the_page_has_a_table_of_all_inputs():
     (table,) = re.findall(r"^\| input \|.*\n\|[-| ]+\n((?:\|.*\n)+)", text, re.M)
     named = [re.match(r"\| `([\w-]+)` \|", line)[1] for line in table.splitlines()]
     assert named == list(ACTION["inputs"])
+
+
+def test_every_file_of_the_quick_subset_is_there():
+    """A file that is gone would leave ``pytest -m quick`` with nothing, and say so to nobody."""
+    text = (ROOT / "tests" / "conftest.py").read_text()
+    names = re.findall(
+        r'^    "([^"]+)",$', text.partition("_QUICK = (")[2].partition("\n)")[0], re.M
+    )
+    assert len(names) > 30
+    assert [name for name in names if not (ROOT / "tests" / name.split("::")[0]).is_file()] == []
