@@ -63,8 +63,26 @@ def test_golden_bits():
     assert first_thousand() == GOLDEN
 
 
+def test_golden_bits_notice_the_last_bit_of_one_coefficient(monkeypatch):
+    last = draws._CENTRE_TOP[-1]
+    monkeypatch.setattr(draws, "_CENTRE_TOP", (*draws._CENTRE_TOP[:-1], math.nextafter(last, 9)))
+    assert first_thousand() != GOLDEN
+
+
 def test_same_bits_without_vector_instructions(without_vectors):
     assert without_vectors(HASHES).split() == list(GOLDEN.values())
+
+
+def test_a_library_logarithm_would_not_have_the_same_bits(without_vectors, vector_features):
+    if not any(name.startswith(("AVX512", "X86_V4")) for name in vector_features):
+        pytest.skip("NumPy's own vector logarithm is known to differ on AVX-512 only")
+    logarithm = (
+        "import hashlib, numpy as np\nfrom attncheck.core.draws import Draws\n"
+        "logs = np.log(Draws(2026).uniform('golden', (100_000,)))\n"
+        "print(hashlib.sha256(logs.tobytes()).hexdigest()[:16])"
+    )
+    logs = np.log(Draws(2026).uniform("golden", (100_000,)))
+    assert without_vectors(logarithm) != digest(logs)
 
 
 @given(st.integers(0, 2**64), st.text(max_size=8), st.integers(0, 20_000), st.integers(1, 20_000))

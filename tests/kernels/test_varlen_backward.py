@@ -317,9 +317,12 @@ def test_any_tiles(causal, blocks):
 
 def test_keys_may_have_tiles_of_their_own():
     asked = asked_of("bottom_right")
-    first, mixed = run(asked), run(asked, by_keys=Launch(block_query=16, block_kv=64))
-    assert worst_of(asked, mixed) <= 1
-    assert torch.equal(mixed[2]["dq"], first[2]["dq"])
+    first = run(asked)
+    # dK and dV are added up in another order then, in the interpreter by BLAS: bounds, not bits.
+    for block_kv in (32, 64):
+        mixed = run(asked, by_keys=Launch(block_query=16, block_kv=block_kv))
+        assert worst_of(asked, mixed) <= 1
+        assert torch.equal(mixed[2]["dq"], first[2]["dq"])
 
 
 @pytest.mark.parametrize("causal", ["", "top_left", "bottom_right"])

@@ -17,7 +17,7 @@ import msgspec
 from attncheck.core.errors import UsageError
 from attncheck.core.formats import DTYPES
 from attncheck.core.mod_spec import Spec
-from attncheck.inputs import input_tensors as inputs_room
+from attncheck.inputs import input_tensors
 from attncheck.inputs.problem import Case, Problem
 from attncheck.inputs.question_parameters import PROMISES
 from attncheck.records.record import FAILED_STATUSES
@@ -411,7 +411,7 @@ class _Detection:
         self._advance("base")
         answer = executor.refusal(subject, problem, self._device)
         if answer is None:
-            result = executor.run(subject, inputs_room.draw_inputs(problem, self._device))
+            result = executor.run(subject, input_tensors.draw_inputs(problem, self._device))
             answer = result if isinstance(result, Failure) else None
         return None if answer is None else refused_result("convention", convention, answer, problem)
 

@@ -11,7 +11,7 @@ import torch
 
 from attncheck.core.errors import AttncheckError
 from attncheck.core.paged_layout import Paging
-from attncheck.inputs import input_tensors as inputs_room
+from attncheck.inputs import input_tensors
 from attncheck.inputs.problem import Problem
 from attncheck.subjects.capabilities import named_kernels
 from attncheck.verify.environment import default_device, environment, prepare
@@ -79,7 +79,7 @@ def _self_test(subject: Subject, device: str) -> dict[str, Any]:
     reason = subject.absent(device) or subject.unsupported(problem, device)
     if reason:
         return {"name": subject.name, "ok": True, "finding": f"not here: {reason}"}
-    result = InProcess().run(subject, _with_ones(inputs_room.draw_inputs(problem, device)))
+    result = InProcess().run(subject, _with_ones(input_tensors.draw_inputs(problem, device)))
     if not isinstance(result, Execution):
         return {"name": subject.name, "ok": False, "finding": result.message}
     softmax = problem.operation == "softmax"

@@ -19,7 +19,7 @@ from attncheck import oracles
 from attncheck.cases.variants import SHARP, VARIANTS, plan_cells
 from attncheck.core.errors import UnknownName, UsageError
 from attncheck.core.judgement import Place
-from attncheck.inputs import input_tensors as inputs_room
+from attncheck.inputs import input_tensors
 from attncheck.inputs.distributions import DISTRIBUTIONS
 from attncheck.inputs.problem import Case
 from attncheck.mods.mpmath_algebra import MPMATH
@@ -207,7 +207,7 @@ def survey_oracles(
 def _survey_problem(
     variant: str, problem: Problem, digits: int
 ) -> tuple[list[OracleRecord], Agreement]:
-    case, inputs = Case(problem=problem), inputs_room.draw_inputs(problem)
+    case, inputs = Case(problem=problem), input_tensors.draw_inputs(problem)
     softmax = problem.operation == "softmax"
     recurrences = oracles.SOFTMAX_RECURRENCES if softmax else oracles.RECURRENCES
     in_float64 = oracles.SOFTMAXES if softmax else oracles.ORACLES

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-from msgspec.structs import replace as replace_of_structs
+from msgspec.structs import replace as replace_struct
 
 from attncheck.core.declared_arithmetic import FP32
 from attncheck.judge.allowance import shares
@@ -95,13 +95,13 @@ def judge_outputs(
             terms = gradients.budget(worst.tensor, worst.at)
         else:
             terms = budget(evidence.evidence, arithmetic, worst.at)  # dim −1 says which
-        worst = replace_of_structs(worst, budget=terms)
+        worst = replace_struct(worst, budget=terms)
     # LSE tells fp32 sums from the shorter ones that may be assumed.
     other = replace(arithmetic, scores=FP32, values=FP32)
     tighter = {}
     if other != arithmetic and outputs.lse is not None:
         tighter[str(other)] = evidence.allowance(other).lse
-    return replace_of_structs(
+    return replace_struct(
         judgement, worst=worst, lse_also_within=first_tighter_profile(kernel, tighter)
     )
 
@@ -142,7 +142,7 @@ def with_error_map(record: Record, result: Execution, evidence: EvidenceBuilder)
     tile = result.tiling.block_query if result.tiling else 1
     heads = _step(largest.shape[0], 1, MOST_HEADS)
     rows = _step(largest.shape[1], tile, MOST_ROWS)
-    return replace_of_structs(
+    return replace_struct(
         record, error_map=ErrorMap(rows=rows, heads=heads, values=_cells(largest, heads, rows))
     )
 
