@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.core.mod_spec import FULL, NONE, Spec
+from attncheck.core.mod_spec import NONE, Spec
 from attncheck.mods.page_table import draw_page_table
 from attncheck.mods.scores import alibi_slopes
 from attncheck.subjects.conventions.call_tensors import (
