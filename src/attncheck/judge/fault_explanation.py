@@ -301,8 +301,10 @@ def rank_explanations(
     return _in_order(best.values())
 
 
-def _fit(one: FaultExplanation) -> tuple[bool, bool, float]:
-    return not one.all, one.loose, one.left if one.all else -one.share
+def _fit(one: FaultExplanation) -> tuple[bool, bool, float, int]:
+    left = one.left if one.all else -one.share
+    # Of two forms that are alike the one that says which it is tells its reader more.
+    return not one.all, one.loose, left, -len(one.parameters)
 
 
 def combine_rankings(

@@ -158,7 +158,7 @@ GQA_REPEAT = Relation(
     summary="grouped query heads give what they give with their key head repeated for each",
     runs=_copy_key_heads,
     rule=_compare_copies,
-    promise="batch",
+    promise="group",
     unfit=of_attention(_unless_grouped, gradients=True),
 )
 """Holds for every right kernel within bounds: head h reads key head h // group. To the last bit
