@@ -13,16 +13,6 @@ from attncheck.core.errors import ProblemError
 if TYPE_CHECKING:
     from attncheck.inputs.problem import Problem
 
-__all__ = [
-    "PROMISES",
-    "Allowed",
-    "Parameters",
-    "Promise",
-    "check_parameters",
-    "fits_all",
-    "no_parameters",
-]
-
 Parameters = Mapping[str, int | float]
 Allowed = Mapping[str, Sequence[int]]
 

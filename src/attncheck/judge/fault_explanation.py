@@ -24,16 +24,6 @@ if TYPE_CHECKING:
 
     Tensors = Mapping[TensorName, Tensor]
 
-__all__ = [
-    "FaultExplanation",
-    "FaultPrediction",
-    "ObservedError",
-    "combine_rankings",
-    "count_equals",
-    "keep_fitting",
-    "rank_explanations",
-]
-
 _STEPS = 6  # of Gauss and Newton, for a number that is fitted
 _NUDGE = 2.0**-10  # of that number, for its derivative
 _WILD = 2.0**10  # what is not finite is at least as many times off as is allowed

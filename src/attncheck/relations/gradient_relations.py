@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from attncheck.inputs.question_parameters import Parameters
     from attncheck.relations.relation import Finding, Results
 
-__all__ = ["EULER", "GQA_REPEAT", "GROUP_SUMS", "LSE_LOSS", "ZERO_LOSS"]
-
 # ------------------------------------------------------------------ losses that depend on less
 
 
