@@ -306,7 +306,14 @@ def rank_explanations(
     best: dict[str, FaultExplanation] = {}
     for prediction in predictions:
         one = error.explained(prediction)
-        if one is not None and (one.name not in best or _fit(one) < _fit(best[one.name])):
+        if one is None:
+            continue
+        before = best.get(one.name)
+        # Rounding decides between forms that leave as little: the plain one says all there is.
+        plain = before is not None and before.all and not before.parameters and not before.loose
+        if before is None or (
+            _fit(one) < _fit(before) and not (plain and _as_close(before, one.left))
+        ):
             best[one.name] = one
     return _in_order(best.values())
 

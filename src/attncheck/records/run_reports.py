@@ -17,6 +17,7 @@ __all__ = [
     "BaselineComparison",
     "BaselineStanding",
     "Change",
+    "FailureCause",
     "GateReport",
     "PropertyOutcome",
     "PropertyReport",
@@ -62,6 +63,28 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     # Shrinking is no question that was planned: counts leave these answers out.
     smallest_of: str = ""
     failure: str = ""
+
+
+class FailureCause(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One cause of failures of one kernel.
+
+    Attributes:
+        kernel: The kernel.
+        cause: In plain words; of an unknown one the rule that is broken.
+        known: Whether it was shown to explain each of the failures.
+        model: Id of the fault model or sign; empty where there is none.
+        case_ids: The Cases that fail for it.
+        smallest: The smallest Problem known that does, in a few words.
+        failure: Argument of ``attncheck repro`` that asks that one again.
+    """
+
+    kernel: str
+    cause: str
+    known: bool
+    model: str = ""
+    case_ids: tuple[str, ...]
+    smallest: str
+    failure: str
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -121,6 +144,7 @@ class GateReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         harness: What went wrong that is no kernel's fault, a line each.
         baseline: The file or commit that the kernels are beside; empty for none.
         changes: Cases beside it.
+        causes: Of the failures, worst first: made of the answers.
         answers: In the order of stages, kernels, cases.
     """
 
@@ -142,6 +166,7 @@ class GateReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     harness: tuple[str, ...] = ()
     baseline: str = ""
     changes: tuple[Change, ...] = ()
+    causes: tuple[FailureCause, ...] = ()
     answers: tuple[Answer, ...] = ()
 
 
