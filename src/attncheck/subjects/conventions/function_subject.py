@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 __all__ = ["LEAVES_MODES", "FunctionSubject"]
 
 LEAVES_MODES: ContextVar[bool] = ContextVar("LEAVES_MODES", default=False)
-"""Whether a call sets neither grad mode nor TF32 around the function, which hides what that does."""
+"""Whether a call sets neither grad mode nor TF32 around the function, which hides what it does."""
 
 
 class FunctionSubject(Subject):
