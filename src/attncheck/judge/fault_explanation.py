@@ -24,16 +24,6 @@ if TYPE_CHECKING:
 
     Tensors = Mapping[TensorName, Tensor]
 
-__all__ = [
-    "FaultExplanation",
-    "FaultPrediction",
-    "ObservedError",
-    "combine_rankings",
-    "count_equals",
-    "keep_fitting",
-    "rank_explanations",
-]
-
 _STEPS = 6  # of Gauss and Newton, for a number that is fitted
 _NUDGE = 2.0**-10  # of that number, for its derivative
 _WILD = 2.0**10  # what is not finite is at least as many times off as is allowed
@@ -306,20 +296,15 @@ def rank_explanations(
     best: dict[str, FaultExplanation] = {}
     for prediction in predictions:
         one = error.explained(prediction)
-        if one is None:
-            continue
-        before = best.get(one.name)
-        # Rounding decides between forms that leave as little: the plain one says all there is.
-        plain = before is not None and before.all and not before.parameters and not before.loose
-        if before is None or (
-            _fit(one) < _fit(before) and not (plain and _as_close(before, one.left))
-        ):
+        if one is not None and (one.name not in best or _fit(one) < _fit(best[one.name])):
             best[one.name] = one
     return _in_order(best.values())
 
 
-def _fit(one: FaultExplanation) -> tuple[bool, bool, float]:
-    return not one.all, one.loose, one.left if one.all else -one.share
+def _fit(one: FaultExplanation) -> tuple[bool, bool, float, int]:
+    left = one.left if one.all else -one.share
+    # Of two forms that are alike the one that says which it is tells its reader more.
+    return not one.all, one.loose, left, -len(one.parameters)
 
 
 def combine_rankings(

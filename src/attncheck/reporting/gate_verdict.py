@@ -226,13 +226,10 @@ def failure_groups(report: GateReport) -> tuple[FailureGroup, ...]:
             if cause.has(one.record)
         }
 
-        def place(
-            i: int, shrunk: dict[int, Answer] = shrunk
-        ) -> tuple[float, tuple[int, int, float]]:
-            size = float(problem_of(shrunk[i].record).size) if i in shrunk else math.inf
-            return size, _rank(failed[i].record)
+        def place(i: int, shrunk: dict[int, Answer] = shrunk) -> tuple[int, tuple[int, int, float]]:
+            return problem_of(shrunk.get(i, failed[i]).record).size, _rank(failed[i].record)
 
-        # The smallest Case of all, or else the worst answer.
+        # The smallest Case of all; of equals the worst answer.
         first, *others = sorted(cause.members, key=place)
         groups.append(
             FailureGroup(
