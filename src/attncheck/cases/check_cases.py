@@ -14,8 +14,6 @@ from attncheck.inputs.problem import LARGEST_HEAD_DIM, Case, Problem
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = ["CheckCase", "check_cases"]
-
 # Decoding tells where each key is, so that it is asked on every layout with a place to confuse;
 # what other probes show does not depend on it.
 _ON_EVERY_LAYOUT = ("decode",)
@@ -67,6 +65,16 @@ def check_cases(dtype: str, head_dims: Sequence[int] = ()) -> list[CheckCase]:
         for name, problem in problems.items()
     ]
     return [*_probe_cases(problems), *comparisons]
+
+
+def state_case(dtype: str, head_dims: Sequence[int] = ()) -> CheckCase:
+    """Return the case whether calls leave their process as it was; raises as ``check_cases``."""
+    plain = next(one for one in check_cases(dtype, head_dims) if one.name == "plain")
+    return CheckCase(
+        name="state",
+        summary="a call leaves flags, random generators and the folder as they were",
+        case=Case(problem=plain.case.problem, question="state"),
+    )
 
 
 def _probe_cases(problems: Mapping[str, Problem]) -> Iterator[CheckCase]:

@@ -8,19 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = [
-    "AttncheckError",
-    "InterpreterUnavailable",
-    "OraclesDisagree",
-    "ProblemError",
-    "TraceError",
-    "UnknownName",
-    "UsageError",
-    "did_you_mean",
-    "refuse_recorded",
-    "without_recorded",
-]
-
 
 _NEAR = 0.8  # of the letters of two names are the same in order, so that one is the other misspelt
 
