@@ -190,7 +190,8 @@ class PropertyOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         test: Name of the function.
         kernel, dtype, family: What its id says.
         outcome: ``known`` where it fails as a known failure does.
-        reason: Why it was skipped, what is known, or the first line of the failure.
+        reason: Why it was skipped, what is known, or the first line of the failure; of one that
+            passed what was odd, where its kernel promises no better.
         tally: Its problems.
     """
 
