@@ -92,7 +92,6 @@ class Column:
         cut: Whether its texts may be cut where the page is narrow.
         wrap: Whether its texts go on below where the page is narrow: of a last column of words.
         most: Columns of a terminal that its texts take at most.
-        least: Those that it takes at least, so that rows shown one by one stand in line.
     """
 
     heading: str
@@ -103,7 +102,6 @@ class Column:
     wrap: bool = False
     # One long foreign name must not push every number off the terminal.
     most: int = 10_000
-    least: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +297,7 @@ class Document:
     Attributes:
         title: Of a page that is read elsewhere.
         verdict: Comes last on a terminal and first on a page; None where there is none.
+        verdict_first: Whether it comes first on a terminal too.
         counters: Names, numbers and looks that a page begins with.
         command: The command line that made it.
         facts: Where and when, a line each.
@@ -309,6 +308,7 @@ class Document:
 
     title: str
     verdict: Verdict | None = None
+    verdict_first: bool = False
     counters: tuple[tuple[str, int, Look], ...] = ()
     command: str = ""
     facts: tuple[str, ...] = ()

@@ -35,7 +35,7 @@ from attncheck.reporting.gate_verdict import (
     status_sides,
     untested_kernels,
 )
-from attncheck.reporting.record_text import environment_facts, rule_text
+from attncheck.reporting.record_text import environment_facts, refusal_lines, rule_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -59,7 +59,6 @@ MOST_ON_TERMINAL = 5
 MOST_ON_PAGE = 50
 """Failures that the page of HTML shows."""
 
-_MOST_REASONS = 5
 _MOST_CHANGES = 20
 _MOST_NAMED = 3
 _MOST_IDS = 200
@@ -195,18 +194,7 @@ def not_covered(report: GateReport) -> Iterator[str]:
         yield f"not part of this run: {', '.join(left)}"
     if report.shard:
         yield f"this is part {report.shard} of a run that was shared out"
-    # Thousands of refusals have a handful of reasons: the most frequent are shown.
-    reasons = Counter(
-        (answer.record.kernel, answer.record.reason or "no reason given")
-        for answer in questions(report)
-        if answer.record.status == "unsupported"
-    )
-    for (kernel, reason), count in reasons.most_common(_MOST_REASONS):
-        yield f"{kernel} does not support {number_text.plural(count, 'question')}: {reason}"
-    if len(reasons) > _MOST_REASONS:
-        rest = sum(count for _, count in reasons.most_common()[_MOST_REASONS:])
-        others = number_text.plural(len(reasons) - _MOST_REASONS, "other reason")
-        yield f"{number_text.plural(rest, 'more question')} not supported, for {others}"
+    yield from refusal_lines([answer.record for answer in questions(report)])
 
 
 def _run_facts(report: GateReport) -> Iterator[str]:

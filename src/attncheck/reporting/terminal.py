@@ -27,24 +27,22 @@ from attncheck.reporting.document import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from attncheck.reporting.document import Block, Document, Section
+    from attncheck.reporting.document import Block, Document, Verdict
 
 __all__ = [
     "PLAIN_WIDTH",
     "card_text",
-    "closing_lines",
     "document_lines",
-    "head_lines",
     "plain_text",
     "print_lines",
     "print_text",
-    "row_lines",
 ]
 
 PLAIN_WIDTH = 120
 """Columns where there is no terminal to ask."""
 
 _GAP = _INDENT = "  "
+_LEAST_WRAPPED = 16  # columns of words that go on below
 _LEAST_CUT = 14  # columns of words that are still read
 _LABEL = 11  # columns of the labels of facts
 _ASCII_SHADES = str.maketrans({"·": ".", "░": "-", "▒": "+", "▓": "#", "█": "@"})
@@ -83,14 +81,15 @@ def plain_text(document: Document, width: int = PLAIN_WIDTH) -> str:
 
 def document_lines(document: Document, width: int) -> Iterator[Text]:
     """``document`` line by line, at most ``width`` wide but for facts that are to be copied."""
-    yield from head_lines(document, width)
+    head = [*_head_lines(document, width)]
+    yield from head
     sections = [
         replace(section, blocks=tuple(part for b in section.blocks for part in _parts(b, width)))
         for section in document.sections
     ]
     blocks = [block for section in sections for block in section.blocks]
     layouts = _layouts([block for block in blocks if isinstance(block, Table)], width)
-    apart = bool(document.command or document.facts)
+    apart = bool(head)
     for section in sections:
         if apart:
             yield Text("")
@@ -102,30 +101,7 @@ def document_lines(document: Document, width: int) -> Iterator[Text]:
             layout = layouts[block.columns, block.groups] if isinstance(block, Table) else None
             yield from _block_lines(block, width, layout=layout)
     # Columns vanish without a sign: readers must learn that there are more.
-    left_out = [name for layout in layouts.values() for name in layout.left_out]
-    yield from closing_lines(document, width, left_out=dict.fromkeys(left_out))
-
-
-def head_lines(document: Document, width: int) -> Iterator[Text]:
-    """The command and the facts that a page begins with."""
-    yield from _wrapped(shortened(document.command), width, style="bold")
-    for fact in document.facts:
-        yield from _wrapped(shortened(fact), width, style="dim")
-
-
-def row_lines(section: Section, width: int, *, first: bool) -> Iterator[Text]:
-    """The rows of a section's tables as they come; before the ``first`` its title and headings."""
-    if first:
-        yield Text("")
-        yield from _wrapped(section.title, width, style="bold cyan")
-    for block in section.blocks:
-        yield from _block_lines(block, width, headings=first)
-
-
-def closing_lines(
-    document: Document, width: int, *, left_out: Iterable[str] = ()
-) -> Iterator[Text]:
-    """Notes, what a narrow terminal left out, and the verdict, which comes last."""
+    left_out = dict.fromkeys(name for layout in layouts.values() for name in layout.left_out)
     if document.notes or document.closing:
         yield Text("")
     for note in document.notes:
@@ -134,23 +110,31 @@ def closing_lines(
         yield from _wrapped(f"Left out at {width} columns: {columns}.", width, style="dim")
     for note in document.closing:
         yield from _note_lines(note, width)
-    if document.verdict is not None:
-        verdict = document.verdict
+    if document.verdict and not document.verdict_first:
         yield Text("")
-        style = f"bold {STYLES[verdict.look]}".strip()
-        yield from _wrapped(f"{verdict.word}  {verdict.text}", width, style=style)
+        yield from _verdict_lines(document.verdict, width)
 
 
-def _block_lines(
-    block: Block, width: int, *, layout: _Layout | None = None, headings: bool = True
-) -> Iterator[Text]:
+def _head_lines(document: Document, width: int) -> Iterator[Text]:
+    if document.verdict and document.verdict_first:
+        yield from _verdict_lines(document.verdict, width)
+    yield from _wrapped(shortened(document.command), width, style="bold")
+    for fact in document.facts:
+        yield from _wrapped(shortened(fact), width, style="dim")
+
+
+def _verdict_lines(verdict: Verdict, width: int) -> list[Text]:
+    style = f"bold {STYLES[verdict.look]}".strip()
+    return _wrapped(f"{verdict.word}  {verdict.text}", width, style=style)
+
+
+def _block_lines(block: Block, width: int, *, layout: _Layout | None = None) -> Iterator[Text]:
     """One block; a chart, which no text can show, has no lines.
 
     Args:
         block: What is shown.
         width: Columns.
         layout: Of a table that shares its columns' widths with others.
-        headings: Whether a table begins with its headings.
     """
     match block:
         case Note():
@@ -159,7 +143,7 @@ def _block_lines(
             yield from _fact_lines(block.pairs, width)
         case Table():
             layout = layout or _Layout([block], width)
-            yield from _table_lines(block, layout, width, headings=headings)
+            yield from _table_lines(block, layout, width)
         case Picture():
             yield from _picture_lines(block, width)
         case Card():
@@ -269,10 +253,10 @@ class _Layout:
 def _natural(i: int, column: Column, tables: Sequence[Table]) -> int:
     # A mark in place of a row's cells ("unsupported") makes no column wider.
     rows = (row for table in tables for row in table.rows if len(row.cells) == len(table.columns))
-    texts = [column.heading]
+    texts = [column.heading, " " * _LEAST_WRAPPED * column.wrap]
     if not column.wrap:
         texts += [_flat(row.cells[i].text) for row in rows]
-    return max(min(max(map(cell_len, texts)), column.most), column.least)
+    return min(max(map(cell_len, texts)), column.most)
 
 
 def _parts(block: Block, width: int) -> list[Block]:
@@ -308,10 +292,9 @@ def _layouts(tables: Sequence[Table], width: int) -> dict[tuple[object, ...], _L
     return {key: _Layout(several, width) for key, several in alike.items()}
 
 
-def _table_lines(table: Table, layout: _Layout, width: int, *, headings: bool) -> Iterator[Text]:
+def _table_lines(table: Table, layout: _Layout, width: int) -> Iterator[Text]:
     """Headings, then rows, each remark below its row, each new group above its rows."""
-    if headings:
-        yield layout.line([Cell(column.heading, "dim") for column in table.columns])
+    yield layout.line([Cell(column.heading, "dim") for column in table.columns])
     group: tuple[str, ...] = ()
     for row in table.rows:
         if row.group != group:
@@ -326,7 +309,9 @@ def _table_lines(table: Table, layout: _Layout, width: int, *, headings: bool) -
 
 def _hanging(first: str, text: str, width: int, *, style: str = "") -> list[Text]:
     """``first`` and ``text`` in lines, of which all but the first begin below ``text``."""
-    lines = textwrap.wrap(text, max(width - len(first), 30), break_on_hyphens=False) or [""]
+    lines = textwrap.wrap(
+        text, max(width - len(first), _LEAST_WRAPPED), break_on_hyphens=False
+    ) or [""]
     indent = " " * len(first)
     return [Text((indent if i else first) + line, style=style) for i, line in enumerate(lines)]
 
