@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,19 +14,26 @@ from attncheck.cli.options import (
     apply_options,
     device_option,
     format_option,
-    load_kernels,
+    in_process_option,
     not_applicable,
+    open_kernels,
     out_option,
     quiet_option,
     seed_option,
+    start_worker,
+    timeout_option,
     typed_command,
 )
+from attncheck.cli.resumable_run import parse_seconds
 from attncheck.cli.standard_output import Interrupts, Verb, standard_output
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from attncheck.cases.variants import Cell
     from attncheck.records.record import Report
     from attncheck.subjects.capabilities.subject import Subject
+    from attncheck.workers.process import Worker
 
 __all__ = ["RmseOptions", "rmse"]
 
@@ -34,7 +42,7 @@ _FILES = {"--kernel", "--mask", "--score", "--inputs", "--plot", "--from"}
 # What says what is measured, which a report that is there has said.
 _MEASURES = (
     *("kernels", "variants", "mask", "score", "recording", "dtypes", "shapes", "distributions"),
-    *("backward", "seed", "device", "explained", "quiet"),
+    *("backward", "seed", "device", "timeout", "in_process", "explained", "quiet"),
 )
 
 _OPTIONS = (
@@ -104,6 +112,8 @@ _OPTIONS = (
         "Where kernels run (default: cuda where there is a GPU; on a cpu Triton kernels are "
         "interpreted)."
     ),
+    timeout_option,
+    in_process_option,
     format_option(),
     out_option("rmse.json, rmse.md and rmse.csv"),
     click.option(
@@ -147,6 +157,8 @@ class RmseOptions:
     backward: bool
     seed: int
     device: str | None
+    timeout: str | None
+    in_process: bool
     fmt: str
     directory: str
     plots: tuple[str, ...]
@@ -171,10 +183,13 @@ def rmse(interrupts: Interrupts, /, **typed: Any) -> int:
 
     Exit code 1 when a verdict is fail or a kernel raised, 5 when no cell could be measured.
     """
+    options = RmseOptions(**typed)
+    deadline = parse_seconds(options.timeout, "--timeout") or math.inf
+    # Of none where nothing is measured: else it is refused below, and they end.
+    workers = {k: start_worker(k, in_process=options.in_process) for k in options.kernels}
     from attncheck.reporting import exit_codes, rendering
     from attncheck.reporting.image_files import check_plots
 
-    options = RmseOptions(**typed)
     rendering.check_format(options.fmt)
     check_plots(options.plots)
     if options.sources:
@@ -186,7 +201,7 @@ def rmse(interrupts: Interrupts, /, **typed: Any) -> int:
         if options.backward:
             _refuse_with("--backward", ("plots",), "gives gradients, which a plot does not show")
         interrupts.check()  # the imports above take a while, and may have swallowed one
-        measured = _measured(interrupts, options)
+        measured = _measured(interrupts, options, workers, deadline)
         if options.explained is not None:
             return exit_codes.exit_code(measured)
         report, directory = measured, options.directory
@@ -212,13 +227,33 @@ def _joined_report(options: RmseOptions) -> Report:
     return join_reports([load_report(Path(source), Report) for source in options.sources])
 
 
-def _measured(interrupts: Interrupts, options: RmseOptions) -> Report:
+def _measured(
+    interrupts: Interrupts,
+    options: RmseOptions,
+    workers: Mapping[str, Worker | None],
+    seconds: float,
+) -> Report:
+    """Measure the kernels of ``workers``, or all built in, each call in so many seconds."""
+    from attncheck.subjects.capabilities import named_kernels
+    from attncheck.verify.environment import default_device, prepare, require_device
+
+    device = options.device or default_device()
+    require_device(device)
+    if any(":" in kernel for kernel in options.kernels):
+        prepare(device)  # before the file's own Triton functions are decorated
+    how: dict[str, Any] = {"in_process": options.in_process, "seconds": seconds}
+    kernels = workers or dict.fromkeys(named_kernels.builtin_names())
+    with open_kernels(kernels, device=device, **how) as subjects:
+        return _measured_kernels(interrupts, options, subjects, device)
+
+
+def _measured_kernels(
+    interrupts: Interrupts, options: RmseOptions, subjects: list[Subject], device: str
+) -> Report:
     """Measure what is asked for; of one cell that is to be explained show that."""
     from attncheck.cli.progress import progress
     from attncheck.inputs.problem import Case
     from attncheck.reporting import rendering
-    from attncheck.subjects.capabilities import named_kernels
-    from attncheck.verify.environment import default_device, prepare, require_device
     from attncheck.verify.verify import (
         applicable_subjects,
         assemble_report,
@@ -226,11 +261,6 @@ def _measured(interrupts: Interrupts, options: RmseOptions) -> Report:
         iter_records,
     )
 
-    device = options.device or default_device()
-    require_device(device)
-    if any(":" in kernel for kernel in options.kernels):
-        prepare(device)  # before the file's own Triton functions are decorated
-    subjects = load_kernels(options.kernels or named_kernels.builtin_names())
     cells = _cells(options, device)
     if options.kernels:
         _refuse_not_applicable(cells, subjects)
