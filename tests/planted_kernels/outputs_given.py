@@ -86,7 +86,8 @@ def overflowing(inputs, right):
 def last_column_lost(inputs, right):
     """Of value dims that are no power of two."""
     dim, given = inputs.problem.value_dim, right.out.clone()
-    given[..., (dim - 1 if dim & (dim - 1) else dim) :] = 0.0
+    if dim & (dim - 1):
+        given[..., -1] = 0.0
     return given
 
 

@@ -139,6 +139,12 @@ def test_a_call_that_is_no_problem(call, fact, file):
     assert refusal(file).startswith(f"call 'layer/0': {fact}")
 
 
+@pytest.mark.parametrize("name", ["", " ", "\t", "\n", "two\nlines", "\x1b[2J"])
+def test_a_call_without_a_name_to_show(name, file):
+    write(file, call={"name": name})
+    assert refusal(file) == f"call {name!r}: its name must be printable, and not blank."
+
+
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_a_missing_tensor(name, file):
     write(file, stored=tensors(**{name: None}))
