@@ -7,15 +7,14 @@ named first and among the first three: by the failure alone, and by it and the s
 In the ideal kernel, faults that are planted by the very steps of a fault model are left out: there
 planting and naming are one. In Triton's hosts every fault is a change to a source.
 
-``--host strangers [--md PATH]`` plants the faults of ``stranger_faults.toml`` in the examples, which
-are tiled and written otherwise than our kernels. What is to be named stood there before it was asked.
+``--host strangers [--md PATH]`` plants the faults of ``stranger_faults.toml`` in the examples,
+which are tiled and written otherwise than our kernels. What is to be named stood there before.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 import tempfile
 import time
 import tomllib
@@ -166,9 +165,9 @@ def stranger_page(rows, hosts, counts):
     lines = [
         "# Diagnosis of strangers' kernels",
         "",
-        f"`python benchmarks/{Path(sys.argv[0]).name} --host strangers`, on a CPU, Triton interpreted.",
-        "Faults are planted in the examples by `benchmarks/stranger_faults.toml`; what is to be named",
-        "was written there before it was asked.",
+        "`python benchmarks/diagnosis.py --host strangers`, on a CPU, Triton interpreted. Faults",
+        "are planted in the examples by `benchmarks/stranger_faults.toml`; what is to be named was",
+        "written there before it was asked.",
         "",
         f"**{counts}.**",
         "",
