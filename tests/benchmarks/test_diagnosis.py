@@ -1,4 +1,4 @@
-"""The score of diagnosis on strangers' kernels: what is planted, and how its answers are counted."""
+"""Diagnosis of strangers' kernels: what is planted, and how its answers are counted."""
 
 from __future__ import annotations
 
