@@ -82,6 +82,27 @@ def test_a_fault_of_no_model_fits_none(number):
     assert not any(one.all or one.share > 0.5 for one in found.ranking)
 
 
+PLAIN = Problem(query=40, kv=40, head_dim=32, dtype="fp16")
+# Words of a sentence that speak of what PLAIN lacks.
+FEATURES = (
+    "mask", "causal", "window", "prefix", "document", "sequence", "sink", "score mod", "softcap",
+    "ALiBi", "bias is", "key head", "heads", "page", "descale", "gradient", "backward", "delta",
+    "dQ", "dK", "hidden", "chunk",
+)  # fmt: skip
+# What nobody asked for, or what masks the end of a tile or the tiles' first maximum.
+NOT_OF_THE_PROBLEM = {"causal-always", "mask-times-infinity", "scale-of-zero-after-mask"}
+NOT_OF_THE_PROBLEM |= {"tail-unmasked"}
+
+
+@pytest.mark.parametrize("name", FAULT_MODELS)
+def test_a_model_is_asked_only_where_there_is_what_it_speaks_of(name):
+    model = FAULT_MODELS[name]
+    if any(word in model.sentence for word in FEATURES) and name not in NOT_OF_THE_PROBLEM:
+        assert not model.applies(PLAIN)
+    if model.of == "backward":
+        assert not model.applies(PLAIN)
+
+
 def test_every_model_says_what_it_is():
     for name, model in FAULT_MODELS.items():
         assert name == model.id
