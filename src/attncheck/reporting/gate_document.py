@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from attncheck.core.judgement import share_text
 from attncheck.core.sanitize_text import one_line, shortened
 from attncheck.records.problem_summary import problem_of
 from attncheck.records.run_reports import STAGES
@@ -401,7 +402,7 @@ def _every_answer(report: GateReport) -> list[Section]:
         cells = (
             Cell(problem_of(record).full_line),
             Cell(record.status, ("bad", "notable", "plain")[place(answer)]),
-            Cell(number_text.NOTHING if share is None else number_text.share(share)),
+            Cell(number_text.NOTHING if share is None else share_text(share)),
             Cell(str(record.case.get("question", ""))),
             Cell(answer.stage),
             Cell(record.kernel, "dim"),
