@@ -125,6 +125,7 @@ def repro(  # noqa: PLR0913  # one parameter per option
 
 def _case(kept: Reproduction) -> Case:
     """Raises UsageError for what is no Case, in one line that says which file has it."""
+    from attncheck.cases.variants import check_memory
     from attncheck.core.errors import UsageError
     from attncheck.core.sanitize_text import one_line
     from attncheck.inputs.problem import Case
@@ -133,6 +134,7 @@ def _case(kept: Reproduction) -> Case:
     try:
         case = Case.from_json(kept.case)
         check_question(case.question)
+        check_memory(case.problem, scores=True)
     except UsageError as error:
         raise UsageError(f"{one_line(str(kept.source))}: {one_line(str(error))}") from None
     return case
