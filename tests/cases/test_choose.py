@@ -1,7 +1,5 @@
 """A cell by its name."""
 
-from __future__ import annotations
-
 import pytest
 
 from attncheck.cases.variants import choose_cell, plan_cells

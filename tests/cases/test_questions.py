@@ -1,7 +1,5 @@
 """Variants of mods as typed, and what recordings become."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

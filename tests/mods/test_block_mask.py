@@ -1,7 +1,5 @@
 """Every tile of a block mask against the mask itself, element by element."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import groupby, product
 

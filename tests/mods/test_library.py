@@ -1,7 +1,5 @@
 """What the library refuses, and how it says so."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

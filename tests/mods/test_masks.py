@@ -1,7 +1,5 @@
 """Every library mask against a matrix typed by hand: words are rows, their characters keys."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Every call is seen, however it is made; and the model computes what it computes without."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import re

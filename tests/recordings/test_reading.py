@@ -1,7 +1,5 @@
 """Whatever is wrong with a file is one line that names the file, the call and the fact."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

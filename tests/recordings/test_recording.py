@@ -1,7 +1,5 @@
 """What is recorded is what was passed: its bits, its mask, its scale, and its exact result."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -19,7 +19,6 @@ from attncheck.cli.resumable_run import (
     JOURNAL,
     differing_keys,
     existing_journal,
-    parse_seconds,
     run_with_journal,
     say_how_it_ended,
     say_resumed,
@@ -27,7 +26,7 @@ from attncheck.cli.resumable_run import (
     worker_places,
 )
 from attncheck.cli.standard_output import Interrupts, Verb, standard_output
-from attncheck.core.errors import UnknownName, UsageError
+from attncheck.core.errors import UnknownName, UsageError, parse_seconds
 from attncheck.core.sanitize_text import one_line, shortened
 
 if TYPE_CHECKING:
@@ -191,7 +190,7 @@ def faults(interrupts: Interrupts, /, **typed: Any) -> int:
     up to the first wrong answer. A run that was stopped goes on where it was.
 
     Exit code 1 when a fault was missed or a control flagged, 3 when not everything could be scored,
-    5 when nothing was, 130 when it was interrupted twice.
+    5 when nothing was, 130 when it was interrupted.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in attncheck check
     from attncheck.core.files import check_names

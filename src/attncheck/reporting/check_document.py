@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from attncheck.core.judgement import Rule
+from attncheck.core.judgement import Rule, share_text
 from attncheck.core.tensor_names import AXES
 from attncheck.records.failure_causes import group_by_cause
 from attncheck.records.problem_summary import problem_of
@@ -63,6 +63,7 @@ _RULES: tuple[str, ...] = Rule.__args__  # type: ignore[attr-defined]  # a Liter
 _OPTION = "--question"
 # Of the command that asks one question again: what says how others are chosen or shown.
 _NOT_REPEATED = {"--last-failed", "--watch", "-q", "--quiet", "-v", "--verbose"}
+_FAILING = FAILED_STATUSES | {"flaky"}  # what died once, and not again, is no pass
 _REMEDY = (
     "A kernel that does not take a question's sizes says so by raising ValueError or "
     "NotImplementedError; --head-dim names those that it takes."
@@ -141,7 +142,7 @@ def _document(
 
 def _causes(report: Report, command: str) -> list[Section]:
     """What is wrong, cause by cause: the problem that shows it, and how to see it again."""
-    failed = [record for record in report.records if record.status in FAILED_STATUSES]
+    failed = [record for record in report.records if record.status in _FAILING]
     if not failed:
         blind = _blind(report)
         return [Section("", (Note(blind, "bad"),))] if blind else []
@@ -199,7 +200,7 @@ def check_section(records: Sequence[Record], *, remarks: bool = True) -> Section
 
 def worst_record(report: Report) -> Record | None:
     """The failure that says most: by the order of the rules, then by its size; None if none."""
-    return min((r for r in report.records if r.status in FAILED_STATUSES), key=_rank, default=None)
+    return min((r for r in report.records if r.status in _FAILING), key=_rank, default=None)
 
 
 def _rank(record: Record) -> tuple[int, float]:
@@ -234,8 +235,7 @@ def _sentence(report: Report) -> Verdict:
     name = next(iter(report.kernels), "")
     count = Counter[str](record.status for record in report.records)
     failed, judged = (
-        sum(count[status] for status in statuses)
-        for statuses in (FAILED_STATUSES, FAILED_STATUSES | JUDGED)
+        sum(count[status] for status in statuses) for statuses in (_FAILING, _FAILING | JUDGED)
     )
     questions = number_text.plural(judged, "question")
     odd = [f"{count[status]} {status}" for status in ("warn", "inconclusive") if count[status]]
@@ -306,11 +306,7 @@ def _worst(judgement: Judgement, worst: Worst) -> Section:
     rests = judgement.status == "fail" and judgement.rule != "precision"
     title = "the element that shows it" if rests else "the largest error ÷ bound"
     error = abs(worst.got - worst.exact)
-    share = (
-        f", {number_text.share(error / worst.allowance)} × what is allowed"
-        if worst.allowance
-        else ""
-    )
+    share = f", {share_text(error / worst.allowance)} × what is allowed" if worst.allowance else ""
     # Two runs that must agree have no allowance: equal means the same bits.
     exactly = ", bit for bit" if judgement.rule == "relation" and not worst.allowance else ""
     what = "rows" if worst.tensor == "lse" else "elements"

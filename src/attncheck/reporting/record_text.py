@@ -24,6 +24,7 @@ __all__ = [
     "footnote",
     "gradient_shares",
     "gradients_of",
+    "refusal_counts",
     "refusal_lines",
     "rule_id",
     "rule_text",
@@ -113,17 +114,22 @@ def footnote(record: Record) -> str:
 
 def refusal_lines(records: Iterable[Record], most: int = 5) -> Iterator[str]:
     """Reasons why questions are not supported, the ``most`` frequent in a line each."""
-    reasons = Counter(
-        (record.kernel, record.reason or "no reason given")
-        for record in records
-        if record.status == "unsupported"
-    )
+    reasons = refusal_counts(records)
     # Thousands of refusals have a handful of reasons.
     for (kernel, reason), count in reasons.most_common(most):
         yield f"{kernel} does not support {plural(count, 'question')}: {reason}"
     if others := reasons.most_common()[most:]:
         rest = plural(sum(count for _, count in others), "more question")
         yield f"{rest} not supported, for {plural(len(others), 'other reason')}"
+
+
+def refusal_counts(records: Iterable[Record]) -> Counter[tuple[str, str]]:
+    """Questions by the kernel that does not support them, and why."""
+    return Counter(
+        (record.kernel, record.reason or "no reason given")
+        for record in records
+        if record.status == "unsupported"
+    )
 
 
 def verdict_remarks(judgement: Judgement | None) -> Iterator[Note]:

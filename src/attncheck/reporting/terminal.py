@@ -27,15 +27,18 @@ from attncheck.reporting.document import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from attncheck.reporting.document import Block, Document, Verdict
+    from attncheck.reporting.document import Block, Document, Section, Verdict
 
 __all__ = [
     "PLAIN_WIDTH",
     "card_text",
+    "closing_lines",
     "document_lines",
+    "head_lines",
     "plain_text",
     "print_lines",
     "print_text",
+    "row_lines",
 ]
 
 PLAIN_WIDTH = 120
@@ -79,17 +82,21 @@ def plain_text(document: Document, width: int = PLAIN_WIDTH) -> str:
     return "".join(f"{line.plain}\n" for line in document_lines(document, width))
 
 
-def document_lines(document: Document, width: int) -> Iterator[Text]:
-    """``document`` line by line, at most ``width`` wide but for facts that are to be copied."""
-    head = [*_head_lines(document, width)]
-    yield from head
+def document_lines(
+    document: Document, width: int, *, before: Iterable[Table] = ()
+) -> Iterator[Text]:
+    """``document`` line by line, at most ``width`` wide but for facts that are to be copied.
+
+    What was left out of tables that were shown ``before`` is said with what is left out of its own.
+    """
+    yield from head_lines(document, width)
     sections = [
         replace(section, blocks=tuple(part for b in section.blocks for part in _parts(b, width)))
         for section in document.sections
     ]
     blocks = [block for section in sections for block in section.blocks]
     layouts = _layouts([block for block in blocks if isinstance(block, Table)], width)
-    apart = bool(head)
+    apart = bool(document.verdict_first or document.command or document.facts)
     for section in sections:
         if apart:
             yield Text("")
@@ -101,7 +108,33 @@ def document_lines(document: Document, width: int) -> Iterator[Text]:
             layout = layouts[block.columns, block.groups] if isinstance(block, Table) else None
             yield from _block_lines(block, width, layout=layout)
     # Columns vanish without a sign: readers must learn that there are more.
-    left_out = dict.fromkeys(name for layout in layouts.values() for name in layout.left_out)
+    every = [*layouts.values(), *(_Layout([table], width) for table in before)]
+    left_out = [name for layout in every for name in layout.left_out]
+    yield from closing_lines(document, width, left_out=dict.fromkeys(left_out))
+
+
+def head_lines(document: Document, width: int) -> Iterator[Text]:
+    """The command and the facts that a page begins with, below a verdict that comes first."""
+    if document.verdict and document.verdict_first:
+        yield from _verdict_lines(document.verdict, width)
+    yield from _wrapped(shortened(document.command), width, style="bold")
+    for fact in document.facts:
+        yield from _wrapped(shortened(fact), width, style="dim")
+
+
+def row_lines(section: Section, width: int, *, first: bool) -> Iterator[Text]:
+    """The rows of a section's tables as they come; before the ``first`` its title and headings."""
+    if first:
+        yield Text("")
+        yield from _wrapped(section.title, width, style="bold cyan")
+    for block in section.blocks:
+        yield from _block_lines(block, width, headings=first)
+
+
+def closing_lines(
+    document: Document, width: int, *, left_out: Iterable[str] = ()
+) -> Iterator[Text]:
+    """Notes, what a narrow terminal left out, and the verdict, which comes last."""
     if document.notes or document.closing:
         yield Text("")
     for note in document.notes:
@@ -115,26 +148,21 @@ def document_lines(document: Document, width: int) -> Iterator[Text]:
         yield from _verdict_lines(document.verdict, width)
 
 
-def _head_lines(document: Document, width: int) -> Iterator[Text]:
-    if document.verdict and document.verdict_first:
-        yield from _verdict_lines(document.verdict, width)
-    yield from _wrapped(shortened(document.command), width, style="bold")
-    for fact in document.facts:
-        yield from _wrapped(shortened(fact), width, style="dim")
-
-
 def _verdict_lines(verdict: Verdict, width: int) -> list[Text]:
     style = f"bold {STYLES[verdict.look]}".strip()
     return _wrapped(f"{verdict.word}  {verdict.text}", width, style=style)
 
 
-def _block_lines(block: Block, width: int, *, layout: _Layout | None = None) -> Iterator[Text]:
+def _block_lines(
+    block: Block, width: int, *, layout: _Layout | None = None, headings: bool = True
+) -> Iterator[Text]:
     """One block; a chart, which no text can show, has no lines.
 
     Args:
         block: What is shown.
         width: Columns.
         layout: Of a table that shares its columns' widths with others.
+        headings: Whether a table begins with its headings.
     """
     match block:
         case Note():
@@ -143,7 +171,7 @@ def _block_lines(block: Block, width: int, *, layout: _Layout | None = None) -> 
             yield from _fact_lines(block.pairs, width)
         case Table():
             layout = layout or _Layout([block], width)
-            yield from _table_lines(block, layout, width)
+            yield from _table_lines(block, layout, width, headings=headings)
         case Picture():
             yield from _picture_lines(block, width)
         case Card():
@@ -256,7 +284,7 @@ def _natural(i: int, column: Column, tables: Sequence[Table]) -> int:
     texts = [column.heading, " " * _LEAST_WRAPPED * column.wrap]
     if not column.wrap:
         texts += [_flat(row.cells[i].text) for row in rows]
-    return min(max(map(cell_len, texts)), column.most)
+    return max(min(max(map(cell_len, texts)), column.most), column.least)
 
 
 def _parts(block: Block, width: int) -> list[Block]:
@@ -292,9 +320,10 @@ def _layouts(tables: Sequence[Table], width: int) -> dict[tuple[object, ...], _L
     return {key: _Layout(several, width) for key, several in alike.items()}
 
 
-def _table_lines(table: Table, layout: _Layout, width: int) -> Iterator[Text]:
+def _table_lines(table: Table, layout: _Layout, width: int, *, headings: bool) -> Iterator[Text]:
     """Headings, then rows, each remark below its row, each new group above its rows."""
-    yield layout.line([Cell(column.heading, "dim") for column in table.columns])
+    if headings:
+        yield layout.line([Cell(column.heading, "dim") for column in table.columns])
     group: tuple[str, ...] = ()
     for row in table.rows:
         if row.group != group:
