@@ -246,6 +246,18 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ensemble: tuple[float, ...]
 
 
+class Unclaimed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a problem has that nobody says the kernel takes, which is asked apart.
+
+    Attributes:
+        aspect: The field of the capability table that it is of; ``lengths`` has none.
+        what: The value: ``40``, ``query < kv``.
+    """
+
+    aspect: str
+    what: str
+
+
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One kernel on one Case.
 
@@ -270,6 +282,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             out where nobody asked.
         error_map: Where the errors of out are; left out where nothing failed.
         diagnosis: What may be wrong; left out where nothing failed, or nobody looked.
+        unclaimed: Of a problem beyond what the kernel was found to take, what it has of that; left
+            out of any other.
     """
 
     case_id: str
@@ -294,6 +308,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     accuracy: dict[TensorName, Accuracy] | msgspec.UnsetType = msgspec.UNSET
     error_map: ErrorMap | msgspec.UnsetType = msgspec.UNSET
     diagnosis: Diagnosis | msgspec.UnsetType = msgspec.UNSET
+    unclaimed: Unclaimed | msgspec.UnsetType = msgspec.UNSET
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

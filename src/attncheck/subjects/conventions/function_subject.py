@@ -63,6 +63,7 @@ class FunctionSubject(Subject):
         options: Where it differs.
 
     Attributes:
+        function: As passed.
         convention: Name of the convention.
         options: As passed.
         takes: Names of the keywords that it can be passed.
@@ -76,7 +77,7 @@ class FunctionSubject(Subject):
         signature: Signature,
         options: ConventionOptions,
     ) -> None:
-        self._function = function
+        self.function = function
         self._convention = convention
         self._signature = signature
         # By meaning, the names under which the function takes it; and back.
@@ -152,7 +153,7 @@ class FunctionSubject(Subject):
             grad = torch.set_grad_enabled(graded)
             with grad, fp32_products(products), around, detector or nullcontext():
                 with refusals():
-                    result = self._function(*tensors, **passed)
+                    result = self.function(*tensors, **passed)
                 returned = read_result(result, self.convention, self._convention.most, self.options)
                 outputs = to_outputs(returned, layout, self.options)
                 if gradients is not None:
