@@ -107,9 +107,13 @@ def check(  # noqa: PLR0913  # one parameter per option
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     deadline = parse_seconds(timeout, "--timeout")
     worker = start_worker(spec, in_process=in_process)
+    from msgspec.structs import replace
+
+    from attncheck.cli.progress import progress
     from attncheck.reporting import rendering
     from attncheck.reporting.check_document import check_document, check_verdict
     from attncheck.reporting.exit_codes import check_exit_code
+    from attncheck.surveys.claims import CLAIM_TRIALS, claimed_questions, find_claims, on_terms
     from attncheck.verify.environment import default_device, prepare, require_device
     from attncheck.verify.kernel_hosts import open_kernel
     from attncheck.verify.remote_kernel import Deadlines
@@ -137,17 +141,33 @@ def check(  # noqa: PLR0913  # one parameter per option
     else:
         with closing(host):
             rendering.check_writable(directory, "check")
-            report = assemble_report([host.subject], (), device=device, command=command)
+            subject = host.subject
+            with progress(CLAIM_TRIALS, quiet=quiet) as advance:
+
+                def next_trial(what: str) -> None:
+                    interrupts.check()
+                    advance(what)
+
+                claims = find_claims(subject, kernel=spec, device=device, advance=next_trial)
+            if claims is not None:
+                terms = claims.terms(dtypes, head_dims, names)
+                subject = on_terms(subject, terms)
+                questions = claimed_questions(
+                    claims, terms, device=device, dtypes=dtypes, head_dims=head_dims, names=names
+                )
+            report = assemble_report([subject], (), device=device, command=command)
+            if claims is not None and (lines := tuple(claims.lines())):
+                report = replace(report, claims={subject.name: lines})
             report = _answered(
                 interrupts,
                 report,
-                host.subject,
+                subject,
                 questions,
                 device,
                 live=fmt == "table",
                 quiet=quiet,
             )
-            report = _diagnosed(report, host.subject, device)
+            report = _diagnosed(report, subject, device)
     with interrupts.writing(directory):
         rendering.write_report(
             report, directory, "check", formats=("json", "md"), document=check_document
@@ -168,6 +188,7 @@ def _questions(
     """The check cases, dtype by dtype; raises UnknownName for a name that none of them has."""
     from attncheck.cases.check_cases import check_cases, state_case
     from attncheck.core.errors import UnknownName
+    from attncheck.surveys.claims import NOT_CLAIMED
 
     dtypes = dtypes or ("bf16",)
     # First, as long as the kernel's process is new: later ones may already be changed.
@@ -175,7 +196,8 @@ def _questions(
     questions += [one for dtype in dict.fromkeys(dtypes) for one in check_cases(dtype, head_dims)]
     known = {question.name for question in questions}
     for name in names:
-        if name not in known:
+        # What a kernel is asked beyond its claims is known only when these are.
+        if name not in known and name.partition("-")[0] not in {"lengths", *NOT_CLAIMED}:
             raise UnknownName("question", name, known)
     return [question for question in questions if not names or question.name in names]
 
@@ -206,9 +228,12 @@ def _answered(
     records: list[Record] = []
     before, deaths = "", 0
     with progress(len(questions), quiet=quiet or live) as advance:
-        for record in iter_records(
+        answers = iter_records(
             [subject], cases, device=device, environment_key=next(iter(report.environments))
-        ):
+        )
+        for question, record in zip(questions, answers, strict=False):
+            if question.unclaimed is not None:
+                record = replace(record, unclaimed=question.unclaimed)  # noqa: PLW2901  # the one to show
             interrupts.check()
             advance(record.variant)
             deaths += record.status in DEATHS

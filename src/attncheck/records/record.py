@@ -28,6 +28,7 @@ __all__ = [
     "Report",
     "Status",
     "TileMap",
+    "Unclaimed",
     "join_reports",
 ]
 
@@ -320,6 +321,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         environments: By short id.
         kernels: Name of each kernel asked for → its one-line summary.
         absent: Kernels that can run nothing here → why (one line each).
+        claims: Kernels that nobody has declared anything of → what was found that they take, a line
+            each; none of those that take all that was tried.
     """
 
     # Readers refuse every other number: a field may have changed its meaning.
@@ -330,6 +333,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     kernels: dict[str, str]
     # Here and not among the records: no Case was asked, so there is none to name.
     absent: dict[str, str]
+    claims: dict[str, tuple[str, ...]] = {}
     records: tuple[Record, ...]
 
 

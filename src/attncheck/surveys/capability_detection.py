@@ -421,9 +421,8 @@ class Detection:
                 wrong = problem, answer
             first = first or answer
         assert first is not None, "there are Problems to begin with"
-        problem, answer = wrong or (None, first)
-        self._results.append(answer)
-        return problem, answer.verdict
+        self._results.append(wrong[1] if wrong else first)
+        return wrong[0] if wrong else None, self._results[-1].verdict
 
     def others_right_on(self, base: Problem, conventions: Sequence[str]) -> tuple[str, ...]:
         """Return those of ``conventions`` by which it is right too."""

@@ -12,16 +12,16 @@ import hashlib
 import os
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec.structs import replace
 
+from attncheck.cases.check_cases import CheckCase, check_cases, state_case
 from attncheck.core.errors import UsageError
 from attncheck.core.files import write_texts
-from attncheck.inputs.problem import Problem
+from attncheck.inputs.problem import Case, Problem
 from attncheck.records.record import Unclaimed
 from attncheck.subjects.capabilities.capability_table import ANY, Capabilities, Override, When
 from attncheck.subjects.conventions.convention import Convention, ConventionOptions
@@ -48,10 +48,19 @@ if TYPE_CHECKING:
     from attncheck.subjects.capabilities.subject import Subject
     from attncheck.surveys.capability_detection import Trial
 
-__all__ = ["CLAIMED", "NOT_CLAIMED", "Claims", "UnclaimedProblem", "cache_folder", "find_claims", "hold_to_claims"]
+__all__ = [
+    "CLAIMED",
+    "CLAIM_TRIALS",
+    "NOT_CLAIMED",
+    "Claims",
+    "cache_folder",
+    "claimed_questions",
+    "find_claims",
+    "on_terms",
+]
 
 CLAIMED = {
-    "convention": "one problem of 64 or 128 keys that fits every tile: who takes nothing is no kernel",
+    "convention": "one problem of 64 or 128 keys, which fits every tile: else it is no kernel",
     "lengths": "callers have any length: a last tile is masked, or the length refused",
     "batch": "a call has as many sequences as it has",
     "masks": "a parameter is a promise: a causal flag, a mask, a score mod, a scale",
@@ -69,24 +78,12 @@ NOT_CLAIMED = {
 """Aspects that a function claims only where it is right: what it raises there is no failure, and
 what it gets wrong without a word is one finding."""
 
+CLAIM_TRIALS = 40
+"""About so many questions are asked: how far it is."""
+
 _FORM = 1  # of what is kept: another number forgets what an older version kept
 _MOST_DEATHS = 2  # of the kernel's process, after which nothing more is tried
 _USUAL_DTYPES = ("fp32", "fp16", "bf16")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnclaimedProblem:
-    """A Problem that was answered wrongly, or at which the kernel died, beyond its claims.
-
-    Attributes:
-        name: Of the question: ``head_dims-40``.
-        which: The aspect and the value.
-        problem: The Problem.
-    """
-
-    name: str
-    which: Unclaimed
-    problem: Problem
 
 
 class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -110,12 +107,15 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     right: bool = False
     tried: tuple[TrialResult, ...] = ()
 
-    def terms(self, dtypes: Iterable[str] = (), head_dims: Iterable[int] = ()) -> Terms:
+    def terms(
+        self, dtypes: Iterable[str] = (), head_dims: Iterable[int] = (), names: Iterable[str] = ()
+    ) -> Terms:
         """Return the terms on which it is asked.
 
         Args:
-            dtypes: Those that somebody names claim themselves, as head_dims do.
-            head_dims: See there.
+            dtypes: Those that somebody asks for by name, and so claims.
+            head_dims: The same.
+            names: Of questions beyond its claims, the same.
         """
         table, limits = self._table(), self.limits()
         if table is None or not limits:
@@ -126,7 +126,7 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             dtypes=(*(table.dtypes or ()), *dtypes),
             head_dims=(*dims, *head_dims) if isinstance(dims, tuple) else dims,
         )
-        admitted = tuple(each.problem.id for each in self.unclaimed())
+        admitted = tuple(each.case.problem.id for each in self.unclaimed(names))
         return Terms(
             convention=self.convention,
             table=table,
@@ -192,25 +192,29 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             lines.append(f"takes {limits}: asked within that (`attncheck init` keeps it){beyond}")
         return lines
 
-    def unclaimed(self) -> Iterator[UnclaimedProblem]:
-        """Yield what it got wrong, or died of; nothing where it is wrong everywhere."""
+    def unclaimed(self, names: Iterable[str] = ()) -> Iterator[CheckCase]:
+        """Yield what it got wrong, or died of; nothing where it is wrong everywhere.
+
+        Those of ``names`` too, whatever it did: who mends a kernel asks them again.
+        """
+        named = set(names)
         base = self._base()
         if base is None or not self.right:
             return
         tried = {(one.aspect, one.what): one for one in self.tried}
-        for trial in _trials(base, self.convention, "cpu"):
+        for trial in _trials(base, self.convention, "cuda"):
             one = tried.get((trial.aspect, trial.what))
-            if one is None or not (
-                one.verdict == "wrong"
-                or one.fatal
-                or (trial.aspect == "lengths" and one.verdict == "raises")
-            ):
-                continue
-            yield UnclaimedProblem(
-                name=f"{trial.aspect}-{trial.what}".replace(" ", "-"),
-                which=Unclaimed(aspect=trial.aspect, what=trial.what),
-                problem=trial.of(base),
-            )
+            claimed = trial.aspect in CLAIMED
+            name = f"{trial.aspect}-{trial.what}".replace(" ", "-").replace("<", "below")
+            name = name.replace(">", "above").replace(",", "")
+            found = one and (one.verdict == "wrong" or one.fatal)
+            if found or name in named or (one and claimed and one.verdict == "raises"):
+                yield CheckCase(
+                    name=name,
+                    summary=f"{trial.aspect} {trial.what}, which it was not found to take",
+                    case=Case(problem=trial.of(base)),
+                    unclaimed=Unclaimed(aspect=trial.aspect, what=trial.what),
+                )
 
     def _base(self) -> Problem | None:
         return None if self.base is None else Problem.from_json(self.base)
@@ -220,12 +224,9 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         base = self._base()
         if base is None:
             return None
-        known = {("dtypes", base.dtype), ("head_dims", str(base.head_dim))}
-        # Wrong is as good as refused: it is asked apart, once. What it is known by it keeps.
+        # Wrong is as good as refused: it is asked apart. Who is wrong everywhere is asked it all.
         tried = tuple(
-            replace(one, verdict="takes")
-            if (one.aspect, one.what) in known
-            else replace(one, verdict="raises" if one.verdict == "wrong" else one.verdict)
+            replace(one, verdict="raises") if one.verdict == "wrong" and self.right else one
             for one in self.tried
         )
         detected = DetectedCapabilities(
@@ -249,21 +250,25 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 def find_claims(
     subject: Subject, *, kernel: str, device: str, advance: Callable[[str], None] = lambda _: None
-) -> Claims:
+) -> Claims | None:
     """Try a plain function on some thirty tiny Problems, or return what is known of its files.
 
+    None of any other kernel, which says itself what it takes.
+
     Args:
-        subject: One that has ``conventions``.
+        subject: The kernel; by which convention it is called afterwards, ``on_terms`` says.
         kernel: As it was named.
         device: ``cpu`` or ``cuda``.
         advance: Called before each question; what it raises ends the search.
     """
+    if not subject.conventions:
+        return None
     path = _cache_file(kernel, subject.conventions, device)
     kept = _kept_claims(path)
     if kept is not None:
         return kept
     detection = Detection(
-        lambda convention, options: _on_terms(
+        lambda convention, options: on_terms(
             subject, Terms(convention=convention, lse=options.lse)
         ),
         ConventionOptions(),
@@ -288,8 +293,8 @@ def find_claims(
             right=right,
             tried=tuple(one for one in found.tried if one.aspect != "convention"),
         )
-    remote = isinstance(subject, RemoteSubject)
-    files = subject.ask("files", None, device) if remote else loaded_files()
+    here = not isinstance(subject, RemoteSubject)
+    files = loaded_files() if here else subject.ask("files", None, device)
     _keep_claims(claims, path, kernel, files)
     return claims
 
@@ -319,36 +324,47 @@ def _trials(base: Problem, convention: str, device: str) -> Iterator[Trial]:
     yield causal_trials(base)[chosen.bottom_right if isinstance(chosen, Convention) else 0]
 
 
-def hold_to_claims(
-    subject: Subject,
-    *,
-    kernel: str,
-    device: str,
-    dtypes: Sequence[str] = (),
-    head_dims: Sequence[int] = (),
-    advance: Callable[[str], None] = lambda _: None,
-) -> tuple[Subject, Claims | None]:
-    """Return a plain function within its claims, and these; any other kernel as it is, and None.
-
-    Args:
-        subject: The kernel.
-        kernel: As it was named.
-        device: ``cpu`` or ``cuda``.
-        dtypes: What somebody asks for by name is asked.
-        head_dims: The same.
-        advance: As of ``find_claims``.
-    """
-    if not subject.conventions:
-        return subject, None
-    claims = find_claims(subject, kernel=kernel, device=device, advance=advance)
-    return _on_terms(subject, claims.terms(dtypes, head_dims)), claims
-
-
-def _on_terms(subject: Subject, terms: Terms) -> Subject:
+def on_terms(subject: Subject, terms: Terms) -> Subject:
+    """Return a plain function on other terms, in its process or in this one."""
     if isinstance(subject, RemoteSubject):
         subject.hold(terms)
         return subject
     return subject_on_terms(subject, terms)
+
+
+_USUAL_HEAD_DIMS = (64, 80, 96, 128)
+
+
+def claimed_questions(
+    claims: Claims,
+    terms: Terms,
+    *,
+    device: str,
+    dtypes: Sequence[str] = (),
+    head_dims: Sequence[int] = (),
+    names: Sequence[str] = (),
+) -> list[CheckCase]:
+    """Return the questions of a quick check within claims, and what lies wrongly beyond them.
+
+    Args:
+        claims: What was found.
+        terms: Of these claims, for what was asked for by name.
+        device: ``cpu`` or ``cuda``.
+        dtypes: Those that were asked for; none: bf16, or the first that it is right in.
+        head_dims: Those that were asked for.
+        names: Of questions, those that were asked for; none: all.
+    """
+    table = terms.table
+    takes = None if table is None else lambda problem: table.refuses(problem, device) is None
+    right = claims.dtypes()
+    dtypes = dtypes or (("bf16",) if "bf16" in right else right[:1])
+    dims = claims.head_dims() if table is not None else ()
+    head_dims = head_dims or [dim for dim in dims if dim in _USUAL_HEAD_DIMS] or dims
+    questions = [state_case(dtypes[0], head_dims, takes=takes)]
+    for dtype in dict.fromkeys(dtypes):
+        questions += check_cases(dtype, head_dims, takes=takes)
+    questions += claims.unclaimed(names)
+    return [question for question in questions if not names or question.name in names]
 
 
 # ------------------------------------------------------------------ kept
