@@ -293,8 +293,9 @@ def find_claims(
             right=right,
             tried=tuple(one for one in found.tried if one.aspect != "convention"),
         )
-    here = not isinstance(subject, RemoteSubject)
-    files = loaded_files() if here else subject.ask("files", None, device)
+    files = loaded_files()
+    if isinstance(subject, RemoteSubject):
+        files = subject.ask("files", None, device)
     _keep_claims(claims, path, kernel, files)
     return claims
 
@@ -303,9 +304,12 @@ def _try_unclaimed(detection: Detection, base: Problem, device: str) -> None:
     deaths = 0
     for trial in _trials(base, detection.result(base).convention, device):
         problem = trial.of(base)
-        # Of a causal mask that is wrong at equal lengths its alignment says nothing.
-        if trial.aspect == "causal" and detection.verdict(problem.replace(kv=base.kv)) != "takes":
-            continue
+        if trial.aspect == "causal":
+            # Nothing is new in it where lengths must be equal, or the mask is wrong where they are.
+            answers = detection.result(base).tried
+            wide = any(one.aspect == "rectangular" and one.verdict == "takes" for one in answers)
+            if not wide or detection.verdict(problem.replace(kv=base.kv)) != "takes":
+                continue
         detection.ask(trial.aspect, trial.what, problem)
         deaths += detection.result(base).tried[-1].fatal
         if deaths >= _MOST_DEATHS:
