@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from attncheck.cases.check_cases import CheckCase
     from attncheck.records.record import Record, Report
     from attncheck.subjects.capabilities.subject import Subject
+    from attncheck.surveys.claims import Claims
     from attncheck.workers.process import Died
 
 __all__ = ["check"]
@@ -109,11 +110,10 @@ def check(  # noqa: PLR0913  # one parameter per option
     worker = start_worker(spec, in_process=in_process)
     from msgspec.structs import replace
 
-    from attncheck.cli.progress import progress
     from attncheck.reporting import rendering
     from attncheck.reporting.check_document import check_document, check_verdict
     from attncheck.reporting.exit_codes import check_exit_code
-    from attncheck.surveys.claims import CLAIM_TRIALS, claimed_questions, find_claims, on_terms
+    from attncheck.surveys.claims import claimed_questions, on_terms
     from attncheck.verify.environment import default_device, prepare, require_device
     from attncheck.verify.kernel_hosts import open_kernel
     from attncheck.verify.remote_kernel import Deadlines
@@ -141,14 +141,10 @@ def check(  # noqa: PLR0913  # one parameter per option
     else:
         with closing(host):
             rendering.check_writable(directory, "check")
-            subject = host.subject
-            with progress(CLAIM_TRIALS, quiet=quiet) as advance:
-
-                def next_trial(what: str) -> None:
-                    interrupts.check()
-                    advance(what)
-
-                claims = find_claims(subject, kernel=spec, device=device, advance=next_trial)
+            subject, claims = (
+                host.subject,
+                _claims(interrupts, host.subject, spec, device, quiet=quiet),
+            )
             if claims is not None:
                 terms = claims.terms(dtypes, head_dims, names)
                 subject = on_terms(subject, terms)
@@ -197,9 +193,26 @@ def _questions(
     known = {question.name for question in questions}
     for name in names:
         # What a kernel is asked beyond its claims is known only when these are.
-        if name not in known and name.partition("-")[0] not in {"lengths", *NOT_CLAIMED}:
+        aspect = name.removeprefix("decode-").partition("-")[0]
+        if name not in known and aspect not in {"lengths", *NOT_CLAIMED}:
             raise UnknownName("question", name, known)
     return [question for question in questions if not names or question.name in names]
+
+
+def _claims(
+    interrupts: Interrupts, subject: Subject, spec: str, device: str, *, quiet: bool
+) -> Claims | None:
+    """What a plain function was found to take; None of any other kernel."""
+    from attncheck.cli.progress import progress
+    from attncheck.surveys.claims import CLAIM_TRIALS, find_claims
+
+    with progress(CLAIM_TRIALS, quiet=quiet) as advance:
+
+        def next_trial(what: str) -> None:
+            interrupts.check()
+            advance(what)
+
+        return find_claims(subject, kernel=spec, device=device, advance=next_trial)
 
 
 def _answered(

@@ -140,13 +140,13 @@ _ASPECTS = {
 
 def unclaimed_findings(records: Iterable[Record]) -> list[str]:
     """Return what a kernel does beyond its claims and must not, a line for each way of it."""
-    ways: dict[str, dict[str, list[str]]] = {}
+    ways: dict[str, dict[str, dict[str, None]]] = {}
     for record in records:
         which = record.unclaimed
         if which is msgspec.UNSET or record.status not in FAILED_STATUSES:
             continue
         way = "wrong, not refused," if record.status == "fail" else f"{record.status}, no refusal,"
-        ways.setdefault(way, {}).setdefault(which.aspect, []).append(which.what)
+        ways.setdefault(way, {}).setdefault(which.aspect, {})[which.what] = None
     lines = []
     for way, aspects in ways.items():
         parts = [f"{_ASPECTS.get(name, name)}{', '.join(each)}" for name, each in aspects.items()]

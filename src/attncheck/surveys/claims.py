@@ -8,6 +8,7 @@ other question is asked within what is right: a fault is not hidden behind sizes
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import sys
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec.structs import replace
 
+from attncheck import probes
 from attncheck.cases.check_cases import CheckCase, check_cases, state_case
 from attncheck.core.errors import UsageError
 from attncheck.core.files import write_texts
@@ -83,6 +85,7 @@ CLAIM_TRIALS = 40
 
 _FORM = 1  # of what is kept: another number forgets what an older version kept
 _MOST_DEATHS = 2  # of the kernel's process, after which nothing more is tried
+_SHOWN = "lengths-77"  # no multiple of any tile
 _USUAL_DTYPES = ("fp32", "fp16", "bf16")
 
 
@@ -197,7 +200,7 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
         Those of ``names`` too, whatever it did: who mends a kernel asks them again.
         """
-        named = set(names)
+        named = {name.removeprefix("decode-") for name in names}
         base = self._base()
         if base is None or not self.right:
             return
@@ -209,12 +212,17 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             name = name.replace(">", "above").replace(",", "")
             found = one and (one.verdict == "wrong" or one.fatal)
             if found or name in named or (one and claimed and one.verdict == "raises"):
-                yield CheckCase(
+                question = CheckCase(
                     name=name,
                     summary=f"{trial.aspect} {trial.what}, which it was not found to take",
                     case=Case(problem=trial.of(base)),
                     unclaimed=Unclaimed(aspect=trial.aspect, what=trial.what),
                 )
+                yield question
+                if question.name == _SHOWN:
+                    # Of a tile that is not masked it names the keys.
+                    case = probes.cases("decode", question.case.problem)[0]
+                    yield dataclasses.replace(question, name=f"decode-{_SHOWN}", case=case)
 
     def _base(self) -> Problem | None:
         return None if self.base is None else Problem.from_json(self.base)
@@ -237,11 +245,18 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             tried=tried,
         )
         table, _ = propose_table(detected, "")
+        # One key head for all may be no more than broadcasting.
+        heads = {one.verdict == "takes" for one in tried if one.aspect == "gqa"}
         causal = [one for one in tried if one.aspect == "causal"]
         square = Override(when=When(mask=("causal", "causal_bottom_right")), rectangular=False)
         lost = causal and causal[-1].verdict != "takes" and table.rectangular is not False
         return replace(
-            table, lse=None, empty_row=None, promises=None, override=(square,) if lost else ()
+            table,
+            gqa=all(heads) if heads else None,
+            lse=None,
+            empty_row=None,
+            promises=None,
+            override=(square,) if lost else (),
         )
 
 
@@ -304,9 +319,13 @@ def _try_unclaimed(detection: Detection, base: Problem, device: str) -> None:
     deaths = 0
     for trial in _trials(base, detection.result(base).convention, device):
         problem = trial.of(base)
+        answers = detection.result(base).tried
+        # One row is a length of 1, which may be no multiple of what it takes.
+        one_row = any(one.what == "1" and one.verdict == "takes" for one in answers)
+        if trial.what == "one query" and not one_row:
+            continue
         if trial.aspect == "causal":
             # Nothing is new in it where lengths must be equal, or the mask is wrong where they are.
-            answers = detection.result(base).tried
             wide = any(one.aspect == "rectangular" and one.verdict == "takes" for one in answers)
             if not wide or detection.verdict(problem.replace(kv=base.kv)) != "takes":
                 continue
@@ -408,7 +427,7 @@ def _keep_claims(claims: Claims, path: Path, kernel: str, files: Iterable[str]) 
     file, colons, _ = kernel.partition("::")
     module = kernel.partition(":")[0].replace(".", "/")
     own = (os.path.abspath(file),) if colons else (f"/{module}.py", f"/{module}/__init__.py")  # noqa: PTH100  # no link is followed, as by import
-    files = tuple(files)
+    files = [name for name in files if Path(name).is_file()]  # not of what is imported otherwise
     if not any(name.replace(os.sep, "/").endswith(own) for name in files):
         return
     # A folder that cannot be written to costs a few seconds next time.
