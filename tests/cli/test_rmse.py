@@ -46,7 +46,10 @@ def test_every_file_tells_the_same(quick):
     ("arguments", "says"),
     [
         (("--kernel", "flash9"), "kernel 'flash9' is not known: choose from"),
-        (("--variant", "casual"), "variant 'casual' is not known: choose from alibi"),
+        (
+            ("--variant", "casual"),
+            "'casual' is not known: did you mean 'causal'? Choose",
+        ),
         (("--dtype", "fp12"), "dtype 'fp12' is not known: choose from"),
         (("--dtype", "fp64"), "dtype 'fp64' is not known: choose from bf16, e4m3"),
         (
