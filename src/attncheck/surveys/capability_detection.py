@@ -66,6 +66,7 @@ _OF_STATUS: dict[Status, Verdict] = {
     "unsupported": "refuses",
     "fail": "wrong",
 }
+_FATAL = {"crash", "timeout"}
 _OF_THE_CALL = {"contract", "alias", "mutation"}  # rules
 
 
@@ -112,7 +113,7 @@ def trial_result(aspect: str, what: str, record: Record, problem: Problem | str)
         verdict=verdict,
         reason="" if verdict == "takes" else reason,
         problem=str(problem),
-        fatal=record.status in {"crash", "timeout"},
+        fatal=record.status in _FATAL,
     )
 
 
@@ -125,6 +126,7 @@ def refused_result(aspect: str, what: str, reply: str | Failure, problem: Proble
         verdict="refuses" if refuses else "raises",
         reason=reply if isinstance(reply, str) else reply.message,
         problem=str(problem),
+        fatal=isinstance(reply, Failure) and reply.kind in _FATAL,
     )
 
 
@@ -394,6 +396,8 @@ class Detection:
                 return base
             if base is not None:
                 answers.append((convention, base))
+            elif self._results[-1].fatal:
+                break
         if not answers:
             return None
         convention, base = answers[0]
@@ -419,6 +423,9 @@ class Detection:
                 return problem, answer.verdict
             if answer.verdict == "wrong" and wrong is None:
                 wrong = problem, answer
+            if answer.fatal:  # each further call may take as long, or another process
+                first = answer
+                break
             first = first or answer
         assert first is not None, "there are Problems to begin with"
         self._results.append(wrong[1] if wrong else first)

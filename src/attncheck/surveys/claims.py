@@ -330,7 +330,8 @@ def _try_unclaimed(detection: Detection, base: Problem, device: str) -> None:
             if not wide or detection.verdict(problem.replace(kv=base.kv)) != "takes":
                 continue
         detection.ask(trial.aspect, trial.what, problem)
-        deaths += detection.result(base).tried[-1].fatal
+        last = detection.result(base).tried[-1]
+        deaths += last.fatal
         if deaths >= _MOST_DEATHS:
             return
 
