@@ -27,6 +27,13 @@ def sees_the_next_key(query, key, value, *, is_causal=False, scale=None):
     return (torch.softmax(scores, -1) @ value.double()).to(query.dtype)
 
 
+def sees_the_next_key_or_doubles(query, key, value, *, is_causal=False, scale=None):
+    """Two faults, of which no call has both: with a mask the one, without it the other."""
+    if is_causal:
+        return sees_the_next_key(query, key, value, is_causal=True, scale=scale)
+    return right(query, key, 2 * value.double(), scale=scale).to(query.dtype)
+
+
 def multiplies_what_is_hidden(query, key, value, *, is_causal=False, scale=None):
     scores = (query.double() @ key.double().mT) * (scale or query.shape[-1] ** -0.5)
     if is_causal:

@@ -8,12 +8,15 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from attncheck.core.mod_spec import Spec
 from attncheck.diagnose.reproduce import new_failure
 from attncheck.gate.gate_worker import GateWorker
 from attncheck.gate.plan import replay_units
 from attncheck.gate.property_stage import KNOWN, KnownFailures
 from attncheck.inputs.problem import Case, Problem
+from attncheck.records.failure_causes import group_by_cause
 from attncheck.records.failures import keep_failure, load_failure
+from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import FAILED_STATUSES, Record
 from attncheck.records.run_reports import STAGES
 from attncheck.suite.known_failures import KnownFailure
@@ -72,6 +75,44 @@ def test_a_failure_is_kept_made_smaller_and_asked_again(tmp_path):
     }
     assert replay_units(["ideal"], tmp_path, **how) == []
     assert replay_units([kernel], tmp_path, **how | {"stages": ("probes",)}) == []
+
+
+@pytest.mark.parametrize(
+    ("kernel", "models"),
+    [
+        ("sees_the_next_key", {"mask-one-key-wider"}),
+        ("sees_the_next_key_or_doubles", {"mask-one-key-wider", "normaliser-biased"}),
+    ],
+)
+def test_each_fault_is_one_cause_that_explains_all_it_does(kernel, models):
+    _, results = drive(named(kernel), stages="bounds")
+    failed = [answer.record for answer in wrong(results)]
+    groups = group_by_cause(failed)
+    assert {group.model for group in groups} == models
+    assert sum(len(group.members) for group in groups) == len(failed) > 5
+    for group in groups:
+        masks = {problem_of(failed[i]).mask["name"] == "full" for i in group.members}
+        # None is explained by a mask that its problem does not have.
+        assert masks == {group.model == "normaliser-biased"}
+
+
+def test_a_failure_is_made_smaller_without_becoming_another_one():
+    """Without its mask the Case fails by the same rule, for another reason."""
+    problem = Problem(query=33, kv=33, heads=2, head_dim=32, mask=Spec.of("causal"), dtype="fp32")
+    unit = Unit(
+        kind="shrink",
+        stage="bounds",
+        kernel=named("sees_the_next_key_or_doubles"),
+        device="cpu",
+        tier="smoke",
+        case=Case(problem=problem).to_json(),
+    )
+    gate = GateWorker(choices(), KnownFailures(()))
+    ((answer,),) = [gate.do(unit).answers]
+    gate.close()
+    small = Case.from_json(answer.record.case).problem
+    assert (small.mask, small.query, small.kv) == (Spec.of("causal"), 1, 2)
+    assert answer.record.diagnosis.ranked[0].model == "mask-one-key-wider"
 
 
 def test_a_failure_file_that_is_none_stops_nothing(tmp_path):

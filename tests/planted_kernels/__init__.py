@@ -1,4 +1,4 @@
-"""Kernels with one fault each, by name: what properties and relations must find.
+"""Kernels with one fault each, by name: what properties, relations and probes must find.
 
 A fault is what a class derived from the ideal kernel has of its own: what it reads, what it gives
 in place of what is right, or a step that it does otherwise.
@@ -30,9 +30,9 @@ FAULTS = (
 """Each table with what its faults are faults of."""
 
 
-def kernel(name: str) -> Ideal:
-    """The kernel with the fault ``name``."""
+def kernel(name: str, block: int = BLOCK) -> Ideal:
+    """The kernel with the fault ``name``, in square tiles of ``block`` or of its own."""
     base, attributes = next((base, kinds[name]) for base, kinds in FAULTS if name in kinds)
-    block = attributes.get("block", BLOCK)
+    block = attributes.get("block", block)
     own = {"name": f"planted-{name}"} | attributes
     return type(name, (base,), own)(Tiling(block_query=block, block_kv=block))

@@ -156,6 +156,26 @@ def neighbours_values(inputs, problem):
     return inputs.replace(v=inputs.v[:, :, pair])
 
 
+def keys_turned(axis):
+    """Keys, values and their descales of the next key head or sequence."""
+
+    def read(inputs, _):
+        turned, descale = {name: getattr(inputs, name).roll(-1, axis) for name in "kv"}, None
+        if inputs.descale is not None:
+            given = inputs.descale
+            descale = Descale(q=given.q, k=given.k.roll(-1, axis), v=given.v.roll(-1, axis))
+        return inputs.replace(**turned, descale=descale)
+
+    return reading(read)
+
+
+def key_22_twice(inputs, _):
+    """In place of key 21."""
+    k, v = inputs.k.clone(), inputs.v.clone()
+    k[:, :, 21], v[:, :, 21] = k[:, :, 22], v[:, :, 22]
+    return inputs.replace(k=k, v=v)
+
+
 def memory(tensor):
     """All that a tensor is a view of, in one row."""
     size = tensor.untyped_storage().nbytes() // tensor.element_size()
@@ -253,12 +273,17 @@ READ = {
         lambda p: p.replace(score=Spec.of("expression", text="score + 0.25 * kv_idx"))
     ),
     "ScaleIgnored": other_problem(lambda p: p.replace(scale=0.0)),
+    "ScaleOff": other_problem(lambda p: p.replace(scale=p.scale * 1.01)),
+    "ScaleWithoutLog2E": other_problem(lambda p: p.replace(scale=p.scale * LN2)),
     # fp8
     "WithoutQueryDescale": without_descale("q"),
     "WithoutKeyDescale": without_descale("k"),
     "WithoutValueDescale": without_descale("v"),
     "QueryDescaleTwice": with_descales(lambda given: {"q": given["q"] ** 2}),
     "FirstSequencesDescale": first_descales,
+    "FirstHeadsDescale": with_descales(
+        lambda given: {n: s[:, :1].expand_as(s).contiguous() for n, s in given.items()}
+    ),
     "PagedFirstDescale": first_descales | {"concerns": lambda _, problem: bool(problem.paging)},
     "NextHeadsKeyDescale": with_descales(lambda given: {"k": given["k"].roll(1, 1)}),
     "NextHeadsValueDescale": with_descales(lambda given: {"v": given["v"].roll(1, 1)}),
@@ -270,6 +295,10 @@ READ = {
     "NextKeysValue": reading(lambda inputs, _: inputs.replace(v=inputs.v.roll(1, 2))),
     "ValueOfNeighbour": reading(neighbours_values),
     "NextKeyHead": reading(lambda inputs, _: inputs.replace(v=inputs.v.roll(-1, 1))),
+    "NextKeyHeadsBoth": keys_turned(1),
+    "NextSequencesKeys": keys_turned(0),
+    "KeyTwice": reading(key_22_twice),
+    "ColumnsOfQueryTurned": reading(lambda inputs, _: inputs.replace(q=inputs.q.roll(-1, -1))),
     "FirstKeys": reading(lambda inputs, _: inputs.replace(k=inputs.k[:1].expand_as(inputs.k))),
     "Flat": elsewhere(flat),
     "AsContiguous": elsewhere(lambda x: flat(x, x.storage_offset())),

@@ -38,6 +38,16 @@ def whole_tiles(self, keys, kv):
     return keys < (kv if kv < self.block else kv // self.block * self.block)
 
 
+def kept_in(dtype):
+    """O from tile to tile."""
+
+    def added(self, running, part):
+        total = Ideal.added(self, running, part)
+        return total.to(dtype).float() if total.dim() == 4 else total
+
+    return {"added": added}
+
+
 class OfProblem(Ideal):
     """Knows the inputs in its steps."""
 
@@ -50,6 +60,11 @@ def before_its_last(self, mask, at):
     """A row sees the last key of the document before its own."""
     later = (at.kv_idx + 1).clamp(max=self.problem.kv - 1)
     return Ideal.visible(self, mask, at) | mask(at.b, at.h, at.q_idx, later)
+
+
+def last_tile_unmasked(self, mask, at):
+    size = self.tiling(self.problem, "cpu").block_kv
+    return Ideal.visible(self, mask, at) | (at.kv_idx >= (self.problem.kv - 1) // size * size)
 
 
 def overflowing_window(self, mask, at):
@@ -79,6 +94,22 @@ STEPS = {
     "LoopFloor": {"inside": whole_tiles, "block": BLOCK},
     "LoopFloor32": {"inside": whole_tiles, "block": 32},
     "WithoutLastKey": {"inside": lambda _, keys, kv: keys < max(1, kv - 1)},
+    "OutNotRescaled": {"rescaled": lambda *of: of[1] if of[1].dim() == 4 else Ideal.rescaled(*of)},
+    "SumNotRescaled": {"rescaled": lambda *of: of[1] if of[1].dim() == 3 else Ideal.rescaled(*of)},
+    "SumSkipped": {"normalised": lambda _, out, total: out},
+    "OutSmaller": {"normalised": lambda *of: Ideal.normalised(*of) * 0.999},
+    "OutKeptInBf16": kept_in(torch.bfloat16),
+    "OutKeptInFp16": kept_in(torch.float16),
+    # As torch 2.13's is in 16 bits on the CPU, also of 0; and the same, declared.
+    "CoarseExp": {"exp2": lambda *of: Ideal.exp2(*of) * (1 - 5e-5)},
+    "DeclaredExp": {
+        "exp2": lambda *of: Ideal.exp2(*of) * (1 - 5e-5),
+        "arithmetic": lambda *of: replace(Ideal.arithmetic(*of), exp2_ulps=1024.0),
+    },
+    # P in fp8 saturates while the maximum lags.
+    "LazyWeights": {
+        "tiling": lambda *_: Tiling(block_query=32, block_kv=32, lazy_rescale=8.0),
+    },
     "NotRescaled": {"rescaled": lambda _, running, alpha: running},
     "MaximumFromZero": {"first_maximum": 0.0},
     "Sentinel": {"hidden_score": -1.0e6},
@@ -100,6 +131,8 @@ STEPS = {
     ),
     "OtherHeadsMask": seeing(lambda seen, at: seen(h=torch.zeros_like(at.h))),
     "FirstLength": seeing(lambda seen, at: seen(b=at.b * 0)),
+    "RowAbove": seeing(lambda seen, at: seen(q_idx=at.q_idx - 1)),
+    "Key21Dropped": seeing(lambda seen, at: seen() & (at.kv_idx != 21)),
     "RowBelow": seeing(lambda seen, at: seen(q_idx=at.q_idx + 1)),
     "LongerWindow": seeing(lambda seen, at: seen() | seen(kv_idx=at.kv_idx + 1)),
     "LseWithoutMod": {"prepare": lse_without_mod},
@@ -125,6 +158,7 @@ STEPS = {
     },
 }
 STEPS_OF_PROBLEM = {
+    "LastTileUnmasked": {"visible": last_tile_unmasked},
     "LastKeyHidden": {
         "visible": lambda self, mask, at: (
             Ideal.visible(self, mask, at) & (at.kv_idx != self.problem.kv - 1)

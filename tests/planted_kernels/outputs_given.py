@@ -105,6 +105,13 @@ def last_head_off(_, right):
     return given
 
 
+def one_head_wrong(inputs, right):
+    """The last head is that of the key head before."""
+    given = right.out.clone()
+    given[:, -1] = given[:, -1 - inputs.problem.group]
+    return given
+
+
 def divided_by_all(inputs, right):
     share = right.lse.exp().clamp(max=inputs.problem.kv) / inputs.problem.kv
     return right.out * share[..., None]
@@ -183,6 +190,7 @@ GIVEN = {
     "Overflowing": lse(overflowing),
     "Biased": out(lambda _, right: right.out.float() + 2.0**-20),
     "BiasedFar": out(lambda _, right: right.out + 2.0**-6),
+    "OneHeadWrong": out(one_head_wrong),
     "FixedPoint": out(lambda _, right: (right.out * 256).round() / 256),
     "NoMaximum": out(lambda _, r: r.out.masked_fill((r.lse > 89)[..., None], math.nan)),
     "OutSaturates": out(lambda _, right: right.out.float().clamp(-0.5, 0.5)),

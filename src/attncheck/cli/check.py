@@ -141,11 +141,9 @@ def check(  # noqa: PLR0913  # one parameter per option
     else:
         with closing(host):
             rendering.check_writable(directory, "check")
-            subject, claims = (
-                host.subject,
-                _claims(interrupts, host.subject, spec, device, quiet=quiet),
-            )
-            if claims is not None:
+            subject = host.subject
+            claims = _claims(interrupts, subject, spec, device, quiet=quiet)
+            if claims is not None and not claims.timeout:
                 terms = claims.terms(dtypes, head_dims, names)
                 subject = on_terms(subject, terms)
                 questions = claimed_questions(
@@ -162,6 +160,7 @@ def check(  # noqa: PLR0913  # one parameter per option
                 device,
                 live=fmt == "table",
                 quiet=quiet,
+                hung=claims.timeout if claims is not None else "",
             )
             report = _diagnosed(report, subject, device)
     with interrupts.writing(directory):
@@ -224,15 +223,20 @@ def _answered(
     *,
     live: bool,
     quiet: bool,
+    hung: str,
 ) -> Report:
-    """The Report with every Record, each shown as it is made where the format is a table."""
+    """The Report with every Record, each shown as it is made where the format is a table.
+
+    A kernel that did not answer when it was tried (``hung``) is not waited for once more.
+    """
     from msgspec.structs import replace
 
     from attncheck.cli.progress import progress
     from attncheck.reporting.check_document import check_document, check_section
     from attncheck.reporting.terminal import head_lines, print_lines, row_lines
-    from attncheck.verify.kernel_hosts import DEATHS
+    from attncheck.verify.kernel_hosts import DEATHS, death_record
     from attncheck.verify.verify import iter_records
+    from attncheck.workers.process import Died
 
     if live:
         with standard_output():
@@ -241,9 +245,12 @@ def _answered(
     records: list[Record] = []
     before, deaths = "", 0
     with progress(len(questions), quiet=quiet or live) as advance:
-        answers = iter_records(
-            [subject], cases, device=device, environment_key=next(iter(report.environments))
-        )
+        key = next(iter(report.environments))
+        answers = iter_records([subject], cases, device=device, environment_key=key)
+        if hung:
+            error, (name, case) = Died("timeout", hung), cases[0]
+            record = death_record(error, case, kernel=subject.name, variant=name, environment=key)
+            answers = iter([record])
         for question, record in zip(questions, answers, strict=False):
             if question.unclaimed is not None:
                 record = replace(record, unclaimed=question.unclaimed)  # noqa: PLW2901  # the one to show

@@ -322,7 +322,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         kernels: Name of each kernel asked for → its one-line summary.
         absent: Kernels that can run nothing here → why (one line each).
         claims: Kernels that nobody has declared anything of → what was found that they take, a line
-            each; none of those that take all that was tried.
+            each; left out where they take all that was tried.
+        incomplete: Why it ends early, and how far it came; left out where it does not.
     """
 
     # Readers refuse every other number: a field may have changed its meaning.
@@ -333,7 +334,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     kernels: dict[str, str]
     # Here and not among the records: no Case was asked, so there is none to name.
     absent: dict[str, str]
-    claims: dict[str, tuple[str, ...]] = {}
+    claims: dict[str, tuple[str, ...]] | msgspec.UnsetType = msgspec.UNSET
+    incomplete: str | msgspec.UnsetType = msgspec.UNSET
     records: tuple[Record, ...]
 
 
@@ -363,6 +365,8 @@ def join_reports(reports: Sequence[Report]) -> Report:
     return Report(
         command="; ".join(dict.fromkeys(report.command for report in reports)),
         environments={key: env for report in reports for key, env in report.environments.items()},
+        incomplete="; ".join(report.incomplete for report in reports if report.incomplete)
+        or msgspec.UNSET,
         kernels={name: text for report in reports for name, text in report.kernels.items()},
         absent={
             name: why

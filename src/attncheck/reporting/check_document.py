@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from attncheck.core.judgement import Rule
+from attncheck.core.judgement import Rule, share_text
 from attncheck.core.tensor_names import AXES
 from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import FAILED_STATUSES, UNTRUSTED_STATUSES
@@ -75,7 +75,8 @@ def check_document(report: Report) -> Document:
         for dtype in dtypes
     ]
     kernels = [f"{name} · {summary}" for name, summary in report.kernels.items()]
-    kernels += [line for lines in report.claims.values() for line in lines]
+    if report.claims is not msgspec.UNSET:
+        kernels += [line for lines in report.claims.values() for line in lines]
     return Document(
         title=end.title,
         verdict=end.verdict,
@@ -261,11 +262,7 @@ def _worst(judgement: Judgement, worst: Worst) -> Section:
     rests = judgement.status == "fail" and judgement.rule != "precision"
     title = "the element that shows it" if rests else "the largest error ÷ bound"
     error = abs(worst.got - worst.exact)
-    share = (
-        f", {number_text.share(error / worst.allowance)} × what is allowed"
-        if worst.allowance
-        else ""
-    )
+    share = f", {share_text(error / worst.allowance)} × what is allowed" if worst.allowance else ""
     # Two runs that must agree have no allowance: equal means the same bits.
     exactly = ", bit for bit" if judgement.rule == "relation" and not worst.allowance else ""
     what = "rows" if worst.tensor == "lse" else "elements"

@@ -7,6 +7,7 @@ from collections import Counter
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from attncheck.core.judgement import share_text
 from attncheck.records.problem_summary import ProblemSummary, problem_of
 from attncheck.records.record import ErrorMap
 from attncheck.reporting import number_text
@@ -159,7 +160,7 @@ def _tiles(
         head = i * error_map.heads
         several = f"heads {head}–{head + error_map.heads - 1}"
         heads = f"head {head}" if error_map.heads == 1 else several
-        text = f"{heads}, rows {first}–{last}: {number_text.share(worst)} × what is allowed"
+        text = f"{heads}, rows {first}–{last}: {share_text(worst)} × what is allowed"
         tiles.append(Tile(start * wide, i * high, len(shares) * wide, high, place, text))
         start += len(shares)
     return tiles
@@ -215,7 +216,7 @@ def _chart(
             dtype,
             place % _COLOURS,
             tuple(
-                Point(x(kv), y(number), f"{dtype}, {kv:,} keys: {number_text.share(number)}")
+                Point(x(kv), y(number), f"{dtype}, {kv:,} keys: {share_text(number)}")
                 for kv, number in sorted(by_length.items())
             ),
         )
@@ -228,7 +229,7 @@ def _chart(
     return Chart(
         title=title,
         description=f"{title} against the number of keys, {lengths[0]:,} to {lengths[-1]:,}, both "
-        f"logarithmic; the largest is {number_text.share(max(values))}",
+        f"logarithmic; the largest is {share_text(max(values))}",
         x=Axis(tuple((x(kv), f"{kv:,}") for kv in labelled)),
         y=Axis(y.ticks),
         x_name="keys",

@@ -80,7 +80,7 @@ class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
         verdict: See ``Verdict``; of a promise, whether it was kept.
         reason: Why not, in one line; empty where it takes it.
         problem: What was asked, in one line.
-        fatal: Whether its process died of it, or did not answer.
+        fatal: ``crash`` or ``timeout`` where its process died of it, or did not answer.
     """
 
     aspect: str
@@ -88,7 +88,7 @@ class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
     verdict: Verdict
     reason: str = ""
     problem: str = ""
-    fatal: bool = False
+    fatal: str = ""
 
 
 def trial_verdict(record: Record) -> Verdict:
@@ -113,7 +113,7 @@ def trial_result(aspect: str, what: str, record: Record, problem: Problem | str)
         verdict=verdict,
         reason="" if verdict == "takes" else reason,
         problem=str(problem),
-        fatal=record.status in _FATAL,
+        fatal=record.status if record.status in _FATAL else "",
     )
 
 
@@ -126,7 +126,7 @@ def refused_result(aspect: str, what: str, reply: str | Failure, problem: Proble
         verdict="refuses" if refuses else "raises",
         reason=reply if isinstance(reply, str) else reply.message,
         problem=str(problem),
-        fatal=isinstance(reply, Failure) and reply.kind in _FATAL,
+        fatal=reply.kind if isinstance(reply, Failure) and reply.kind in _FATAL else "",
     )
 
 

@@ -100,6 +100,7 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         base: The Problem that all trials were changes of, as JSON; None where it takes none.
         right: Whether it was right on that.
         tried: In the order of asking.
+        timeout: Of a kernel that did not answer even the first Problem, what was said of it.
     """
 
     conventions: tuple[str, ...]
@@ -109,6 +110,7 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     base: dict[str, Any] | None = None
     right: bool = False
     tried: tuple[TrialResult, ...] = ()
+    timeout: str = ""
 
     def terms(
         self, dtypes: Iterable[str] = (), head_dims: Iterable[int] = (), names: Iterable[str] = ()
@@ -294,8 +296,11 @@ def find_claims(
     )
     base = detection.choose_base(subject.conventions)
     claims = Claims(conventions=subject.conventions, convention=subject.conventions[0])
+    first = detection.result(base).tried[-1]
+    if base is None and first.fatal == "timeout":
+        return replace(claims, timeout=first.reason)
     if base is not None:
-        right = detection.result(base).tried[-1].verdict == "takes"
+        right = first.verdict == "takes"
         others = detection.others_right_on(base, subject.conventions) if right else ()
         _try_unclaimed(detection, base, device)
         found = detection.result(base)
@@ -331,7 +336,7 @@ def _try_unclaimed(detection: Detection, base: Problem, device: str) -> None:
                 continue
         detection.ask(trial.aspect, trial.what, problem)
         last = detection.result(base).tried[-1]
-        deaths += last.fatal
+        deaths += bool(last.fatal)
         if deaths >= _MOST_DEATHS:
             return
 

@@ -6,6 +6,7 @@ import os
 import sys
 import sysconfig
 import time
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -125,6 +126,8 @@ class KernelServer:
     def _load(self, words: dict[str, Any]) -> Frame:
         self._device = words["device"]
         torch.set_num_threads(words["threads"])
+        if not sys.warnoptions:
+            warnings.simplefilter("ignore")  # of somebody's code, as in the command line's process
         try:
             require_device(self._device)
             prepare(self._device)
@@ -157,6 +160,7 @@ class KernelServer:
             "tiling": lambda: to_fields(kernel.tiling(problem, device)),
             "arithmetic": lambda: to_fields(kernel.arithmetic(problem, device)),
             "files": loaded_files,
+            "written_call": lambda: to_fields(kernel.written_call(problem)),
             "launches": lambda: {
                 name: describe_subject(each)
                 for name, each in kernel.launches(problem, device).items()

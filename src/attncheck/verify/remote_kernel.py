@@ -9,9 +9,10 @@ import msgspec
 
 from attncheck.core.errors import UsageError
 from attncheck.inputs.question_parameters import PROMISES
-from attncheck.subjects.capabilities.subject import Subject
+from attncheck.subjects.capabilities.subject import Subject, WrittenCall
 from attncheck.verify.kernel_messages import (
     check_description,
+    from_fields,
     read_arithmetic,
     read_tiling,
     remote_error,
@@ -306,6 +307,11 @@ class RemoteSubject(Subject):
         if len(self._tilings) >= _MOST_TILINGS:
             self._tilings.clear()
         self._tilings[problem.id, device] = tiling
+
+    def written_call(self, problem: Problem) -> WrittenCall | None:
+        """As the kernel says."""
+        words = self.ask("written_call", problem, self.connection.device)
+        return None if words is None else from_fields(WrittenCall, words)
 
     def launches(self, problem: Problem, device: str) -> Mapping[str, Subject]:
         """As the kernel says, each in the same process."""
