@@ -142,6 +142,7 @@ def check(  # noqa: PLR0913  # one parameter per option
         with closing(host):
             rendering.check_writable(directory, "check")
             subject = host.subject
+            report = assemble_report([subject], (), device=device, command=command)
             claims = _claims(interrupts, subject, spec, device, quiet=quiet)
             if claims is not None and not claims.timeout:
                 terms = claims.terms(dtypes, head_dims, names)
@@ -149,7 +150,8 @@ def check(  # noqa: PLR0913  # one parameter per option
                 questions = claimed_questions(
                     claims, terms, device=device, dtypes=dtypes, head_dims=head_dims, names=names
                 )
-            report = assemble_report([subject], (), device=device, command=command)
+                # By another convention it says other things of itself.
+                report = replace(report, kernels={subject.name: subject.summary})
             if claims is not None and (lines := tuple(claims.lines())):
                 report = replace(report, claims={subject.name: lines})
             report = _answered(
