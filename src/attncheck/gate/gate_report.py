@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from attncheck.records.run_reports import Answer, Change, Stage
     from attncheck.workers.journal_format import JournalContent
 
-__all__ = ["build_report", "command_line", "journal_header"]
-
 
 def journal_header(
     kernels: tuple[str, ...],

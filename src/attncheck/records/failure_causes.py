@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from attncheck.core.judgement import Rule
     from attncheck.records.record import Explanation, Record
 
-__all__ = ["CauseGroup", "certain_explanations", "fault_text", "group_by_cause", "symptom"]
-
 Key = tuple[str, ...]
 
 # Of the call and not of numbers: what the judge says of it is the cause already.
