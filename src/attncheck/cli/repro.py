@@ -15,8 +15,8 @@ from attncheck.cli.options import (
     start_worker,
     timeout_option,
 )
-from attncheck.cli.resumable_run import parse_seconds
 from attncheck.cli.standard_output import Interrupts, Verb, standard_output
+from attncheck.core.errors import parse_seconds
 
 if TYPE_CHECKING:
     from attncheck.inputs.problem import Case

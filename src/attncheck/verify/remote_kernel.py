@@ -240,6 +240,12 @@ class RemoteSubject(Subject):
         )
         self.captured = description["captured"]
         self.promises_gradients = description["promises_gradients"]
+        self._has_launches: bool = description["has_launches"]
+
+    @property
+    def has_launches(self) -> bool:
+        """As the kernel says."""
+        return self._has_launches
 
     def fresh(self) -> None:
         """Let its process end: whatever is asked next is asked of a new one."""
