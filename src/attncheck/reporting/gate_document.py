@@ -99,6 +99,7 @@ def gate_document(
     sections = (
         *_causes(report),
         _counts(report),
+        *_warnings(report),
         *_baseline(report),
         *_failures(report, most, where),
         *_not_covered(report),
@@ -136,6 +137,7 @@ def gate_page(report: GateReport, scripts: Mapping[str, str] | None = None) -> D
             *_causes(report),
             *_failures(report, MOST_ON_PAGE, "gate.json has all of them", scripts or {}),
             _counts(report, reading=True),
+            *_warnings(report),
             *_kernel_sections(report),
             *_baseline(report),
             *_not_covered(report, refusals=False),
@@ -296,6 +298,27 @@ def _counts(report: GateReport, *, reading: bool = False) -> Section:
     table = Table((*words, *map(Column, names)), tuple(rows))
     blocks: tuple[Block, ...] = (table, Note(_READING)) if reading else (table,)
     return Section("by kernel and stage", blocks if rows else (), name="Counts")
+
+
+def _warnings(report: GateReport) -> list[Section]:
+    """What is odd and fails nothing: the first of each kernel and question, and how many."""
+    _, doubtful = status_sides(report)
+    groups: dict[tuple[str, str], list[str]] = {}
+    for answer in questions(report):
+        record = answer.record
+        if record.status == "warn" and record.status in doubtful and record.judgement:
+            key = record.kernel, str(record.case.get("question"))
+            groups.setdefault(key, []).append(record.judgement.reason)
+    notes = [
+        Note(
+            f"{kernel} {question}{f' ({len(reasons)} times)' if reasons[1:] else ''}: {reasons[0]}"
+        )
+        for (kernel, question), reasons in groups.items()
+    ]
+    if len(notes) > _MOST_REASONS:
+        others = number_text.plural(len(notes) - _MOST_REASONS, "other question")
+        notes[_MOST_REASONS:] = [Note(f"and of {others}")]
+    return [Section("warnings", tuple(notes), name="Warnings")] if notes else []
 
 
 def _counters(report: GateReport) -> Iterator[tuple[str, int, Look]]:
