@@ -19,7 +19,6 @@ from attncheck.cli.resumable_run import (
     JOURNAL,
     differing_keys,
     existing_journal,
-    parse_seconds,
     run_with_journal,
     say_how_it_ended,
     say_resumed,
@@ -27,7 +26,7 @@ from attncheck.cli.resumable_run import (
     worker_places,
 )
 from attncheck.cli.standard_output import Interrupts, Verb, standard_output
-from attncheck.core.errors import UnknownName, UsageError
+from attncheck.core.errors import UnknownName, UsageError, parse_seconds
 from attncheck.core.sanitize_text import one_line, shortened
 
 if TYPE_CHECKING:
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
     from attncheck.records.fault_scores import FaultSensitivity, OwnTestsReport
     from attncheck.workers.journal_format import JournalContent
     from attncheck.workers.pool import RunEnd, RunEvent
-
-__all__ = ["FaultOptions", "faults", "own_tests_header", "planted_header"]
 
 _MOST_RUNS = 4  # of pytest at a time, unless somebody asks for more
 _PER_RUN = frozenset({"started", "typed"})  # of a journal's header: no part of the plan

@@ -31,7 +31,6 @@ from attncheck.cli.resumable_run import (
     JOURNAL,
     differing_keys,
     existing_journal,
-    parse_seconds,
     run_with_journal,
     say_how_it_ended,
     say_resumed,
@@ -39,7 +38,7 @@ from attncheck.cli.resumable_run import (
     worker_places,
 )
 from attncheck.cli.standard_output import Interrupts, Verb, standard_output
-from attncheck.core.errors import UnknownName, UsageError
+from attncheck.core.errors import UnknownName, UsageError, parse_seconds
 from attncheck.core.sanitize_text import one_line, shortened
 from attncheck.records.record import FAILED_STATUSES
 
@@ -53,8 +52,6 @@ if TYPE_CHECKING:
     from attncheck.workers.journal_format import JournalContent
     from attncheck.workers.pool import RunEnd, RunEvent
     from attncheck.workers.units import Done, Unit
-
-__all__ = ["FAILURES", "GateOptions", "GateProgress", "GateRun", "gate", "plan_run", "run_gate"]
 
 FAILURES = "reports/failures"
 """The folder of failures, in which attncheck repro looks for them."""

@@ -15,8 +15,8 @@ from attncheck.cli.options import (
     start_worker,
     timeout_option,
 )
-from attncheck.cli.resumable_run import parse_seconds
 from attncheck.cli.standard_output import Interrupts, Verb, standard_output
+from attncheck.core.errors import parse_seconds
 
 if TYPE_CHECKING:
     from attncheck.inputs.problem import Case
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from attncheck.records.record import Record
     from attncheck.subjects.capabilities.subject import Subject
     from attncheck.verify.kernel_hosts import KernelHost
-
-__all__ = ["repro", "write_script"]
 
 
 @click.command(cls=Verb)

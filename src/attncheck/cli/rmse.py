@@ -27,8 +27,8 @@ from attncheck.cli.options import (
     timeout_option,
     typed_command,
 )
-from attncheck.cli.resumable_run import parse_seconds
 from attncheck.cli.standard_output import Interrupts, Verb, standard_output
+from attncheck.core.errors import parse_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from attncheck.reporting.measurement_document import RowsAsMeasured
     from attncheck.subjects.capabilities.subject import Subject
     from attncheck.workers.process import Worker
-
-__all__ = ["RmseOptions", "rmse"]
 
 _INTERRUPTED = "interrupted"
 # Options that take a file: reports name it without its folder.

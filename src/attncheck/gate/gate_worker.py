@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from attncheck.surveys.claims import Claims
     from attncheck.verify.kernel_hosts import KernelHost
 
-__all__ = ["GateWorker", "MissingKernelError", "work"]
-
 _UNCLAIMED = "not refused: "
 """Before the name of a question beyond a kernel's claims."""
 

@@ -41,15 +41,6 @@ if TYPE_CHECKING:
     from attncheck.core.judgement import Judgement, Precision, Worst
     from attncheck.records.record import Record, Report
 
-__all__ = [
-    "check_document",
-    "check_outcome",
-    "check_section",
-    "check_verdict",
-    "explanation",
-    "worst_record",
-]
-
 _COLUMNS = (
     Column("question", words=True, least=20),
     Column("verdict", words=True, least=10),
@@ -59,6 +50,7 @@ _COLUMNS = (
 )
 _RULES: tuple[str, ...] = Rule.__args__  # type: ignore[attr-defined]  # a Literal has them
 _OPTION = "--question"
+_FAILING = FAILED_STATUSES | {"flaky"}  # what died once, and not again, is no pass
 _REMEDY = (
     "A kernel that does not take a question's sizes says so by raising ValueError or "
     "NotImplementedError; --head-dim names those that it takes."
@@ -160,7 +152,7 @@ def worst_record(report: Report) -> Record | None:
         shares += gradient_shares(record).values()
         return apart, _RULES.index(judgement.rule), -max(share or 0.0 for share in shares)
 
-    return min((r for r in report.records if r.status in FAILED_STATUSES), key=rank, default=None)
+    return min((r for r in report.records if r.status in _FAILING), key=rank, default=None)
 
 
 def check_outcome(report: Report) -> str:
@@ -185,8 +177,7 @@ def _sentence(report: Report) -> Verdict:
     claimed = [one for one in report.records if one.unclaimed is msgspec.UNSET]
     count = Counter[str](record.status for record in claimed)
     failed, judged = (
-        sum(count[status] for status in statuses)
-        for statuses in (FAILED_STATUSES, FAILED_STATUSES | JUDGED)
+        sum(count[status] for status in statuses) for statuses in (_FAILING, _FAILING | JUDGED)
     )
     questions = number_text.plural(judged, "question")
     odd = [f"{count[status]} {status}" for status in ("warn", "inconclusive") if count[status]]

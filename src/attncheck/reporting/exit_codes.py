@@ -25,18 +25,6 @@ if TYPE_CHECKING:
 
     from attncheck.records.record import Status
 
-__all__ = [
-    "FAILED",
-    "INCOMPLETE",
-    "INTERRUPTED",
-    "PASSED",
-    "UNTESTED",
-    "USAGE",
-    "check_exit_code",
-    "exit_code",
-    "record_exit_code",
-]
-
 PASSED, FAILED, USAGE, INCOMPLETE, UNTESTED, INTERRUPTED = 0, 1, 2, 3, 5, 130
 """Exit codes of the command line; 3 also where the infrastructure failed."""
 
@@ -78,13 +66,13 @@ def check_exit_code(report: Report) -> int:
 
 
 def record_exit_code(status: Status) -> int:
-    """Return what ``attncheck repro`` ends with: a flaky answer fails too."""
-    return FAILED if status == "flaky" else _of_statuses({status})
+    """Return what ``attncheck repro`` ends with."""
+    return _of_statuses({status})
 
 
 def _of_statuses(statuses: set[Status]) -> int:
     # A proof of a fault outweighs a doubt, and a doubt outweighs a pass.
-    if statuses & FAILED_STATUSES:
+    if statuses & FAILED_STATUSES or "flaky" in statuses:  # that died once is no pass
         return FAILED
     if statuses & UNTRUSTED_STATUSES:
         return INCOMPLETE

@@ -11,8 +11,6 @@ from attncheck.subjects.conventions.convention import ConventionOptions
 from attncheck.subjects.conventions.declarations import adopted
 from attncheck.subjects.conventions.function_subject import FunctionSubject
 
-__all__ = ["Terms", "subject_on_terms"]
-
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a function is called, and within what.

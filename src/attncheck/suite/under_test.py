@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
@@ -16,6 +17,8 @@ from attncheck.records.record import UNTRUSTED_STATUSES
 from attncheck.records.run_reports import Tally
 from attncheck.suite.kernel_support import KernelSupport
 from attncheck.suite.wrong_answers import WrongAnswer
+from attncheck.verify.isolated import IsolatedExecutor
+from attncheck.verify.kernel_hosts import confirm_death
 from attncheck.verify.kernel_server import Compiling
 from attncheck.verify.run_case import run_case
 
@@ -25,8 +28,6 @@ if TYPE_CHECKING:
     from attncheck.records.record import Record
     from attncheck.subjects.capabilities.subject import Subject
     from attncheck.verify.executor import Executor
-
-__all__ = ["UnderTest", "gpu_is_lost"]
 
 
 class UnderTest(KernelSupport):
@@ -82,19 +83,23 @@ class UnderTest(KernelSupport):
 
     def answer(self, case: Case) -> Record:
         """Return the Record of one Case, and count it."""
-        start, compiled = time.perf_counter(), self._compiling.seconds
+        start, compiled = time.perf_counter(), self._compiled()
         # The verdict alone, which is quick: a diagnosis is made when the text is read.
-        record = run_case(
-            self.subject, case, device=self.device, executor=self.executor, brief=True
-        )
+        how: dict[str, Any] = {"device": self.device, "executor": self.executor, "brief": True}
+        record, _ = confirm_death(self.subject, partial(run_case, self.subject, case, **how))
         seconds = time.perf_counter() - start
-        compiling = self._compiling.seconds - compiled
+        compiling = self._compiled() - compiled
         self.tally.add(Tally(problems={record.status: 1}, seconds=seconds, compiling=compiling))
         if record.status == "unsupported":
             self.reason = record.reason
         if record.status == "warn" and record.judgement and record.judgement.rule == "relation":
             self.odd = self.odd or record.judgement.reason
         return record
+
+    def _compiled(self) -> float:
+        """Seconds that compilers took so far, here and in the kernel's process."""
+        there = self.executor.compiling if isinstance(self.executor, IsolatedExecutor) else 0.0
+        return self._compiling.seconds + there
 
     def must_hold(self, case: Case) -> None:
         """Raise WrongAnswer, which reads like a diagnosis, unless the kernel answers rightly.

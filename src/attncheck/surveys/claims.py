@@ -50,17 +50,6 @@ if TYPE_CHECKING:
     from attncheck.subjects.capabilities.subject import Subject
     from attncheck.surveys.capability_detection import Trial
 
-__all__ = [
-    "CLAIMED",
-    "CLAIM_TRIALS",
-    "NOT_CLAIMED",
-    "Claims",
-    "cache_folder",
-    "claimed_questions",
-    "find_claims",
-    "on_terms",
-]
-
 CLAIMED = {
     "convention": "one problem of 64 or 128 keys, which fits every tile: else it is no kernel",
     "lengths": "callers have any length: a last tile is masked, or the length refused",

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from attncheck.subjects.terms import Terms
     from attncheck.verify.executor import Executor
 
-__all__ = ["Deadlines", "KernelConnection", "RemoteSubject"]
-
 _MOST_CASES = 500  # then a process is replaced: what a kernel leaves behind adds up
 _MOST_GROWTH = 4 << 30  # bytes of memory that a process may hold beyond what it held at first
 _MOST_TILINGS = 256  # that are remembered
@@ -273,6 +271,12 @@ class RemoteSubject(Subject):
         self.captured = description["captured"]
         self.promises_gradients = description["promises_gradients"]
         self.conventions = tuple(map(str, description["conventions"]))
+        self._has_launches: bool = description["has_launches"]
+
+    @property
+    def has_launches(self) -> bool:
+        """As the kernel says."""
+        return self._has_launches
 
     def fresh(self) -> None:
         """Let its process end: whatever is asked next is asked of a new one."""

@@ -169,6 +169,11 @@ class Subject(ABC):
         del problem, device
         return None
 
+    @property
+    def has_launches(self) -> bool:
+        """Whether it says of other launches at all, as its class alone can tell."""
+        return type(self).launches is not Subject.launches
+
     def written_call(self, problem: Problem) -> WrittenCall | None:
         """Return how a script calls it on ``problem``; None where it needs attncheck for that."""
         del problem
