@@ -7,6 +7,8 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from attncheck.core.judgement import Rule, share_text
 from attncheck.core.tensor_names import AXES
 from attncheck.records.failure_causes import group_by_cause
@@ -34,6 +36,7 @@ from attncheck.reporting.record_text import (
     gradient_shares,
     gradients_of,
     refusal_lines,
+    unclaimed_findings,
     verdict_remarks,
 )
 
@@ -42,15 +45,6 @@ if TYPE_CHECKING:
 
     from attncheck.core.judgement import Judgement, Precision, Worst
     from attncheck.records.record import Record, Report
-
-__all__ = [
-    "check_document",
-    "check_outcome",
-    "check_section",
-    "check_summary",
-    "explanation",
-    "worst_record",
-]
 
 _COLUMNS = (
     Column("question", words=True),
@@ -129,7 +123,9 @@ def _document(
         notes += [f"judged as {profile}" for profile in profiles(report.records)]
         notes += [seen] if (seen := visible_faults(report.records)) else []
     notes += refusal_lines(report.records) if remarks else []
-    kernels = (" · ".join(filter(None, one)) for one in report.kernels.items())
+    kernels = [" · ".join(filter(None, one)) for one in report.kernels.items()]
+    if report.claims is not msgspec.UNSET:
+        kernels += [line for lines in report.claims.values() for line in lines]
     return Document(
         title="attncheck check",
         verdict=_sentence(report),
@@ -142,7 +138,9 @@ def _document(
 
 def _causes(report: Report, command: str) -> list[Section]:
     """What is wrong, cause by cause: the problem that shows it, and how to see it again."""
-    failed = [record for record in report.records if record.status in _FAILING]
+    every = [record for record in report.records if record.status in _FAILING]
+    # What is wrong beyond what the kernel takes is a finding of its own, which the verdict tells.
+    failed = [record for record in every if record.unclaimed is msgspec.UNSET] or every
     if not failed:
         blind = _blind(report)
         return [Section("", (Note(blind, "bad"),))] if blind else []
@@ -203,16 +201,17 @@ def worst_record(report: Report) -> Record | None:
     return min((r for r in report.records if r.status in _FAILING), key=_rank, default=None)
 
 
-def _rank(record: Record) -> tuple[int, float]:
+def _rank(record: Record) -> tuple[bool, int, float]:
     judgement = record.judgement
+    apart = record.unclaimed is not msgspec.UNSET
     # It raised or died: less is known of it than of any wrong number.
     if judgement is None:
-        return len(_RULES), 0.0
+        return apart, len(_RULES), 0.0
     if judgement.rule == "structure":  # names the row and the key, the first ones most readably
-        return -1, 0.0
+        return apart, -1, 0.0
     shares = [judgement.out_over_bound, judgement.lse_over_bound]
     shares += gradient_shares(record).values()
-    return _RULES.index(judgement.rule), -max(share or 0.0 for share in shares)
+    return apart, _RULES.index(judgement.rule), -max(share or 0.0 for share in shares)
 
 
 def check_outcome(report: Report) -> str:
@@ -233,7 +232,9 @@ def _problem(record: Record) -> str:
 
 def _sentence(report: Report) -> Verdict:
     name = next(iter(report.kernels), "")
-    count = Counter[str](record.status for record in report.records)
+    apart = unclaimed_findings(report.records)
+    claimed = [one for one in report.records if one.unclaimed is msgspec.UNSET]
+    count = Counter[str](record.status for record in claimed)
     failed, judged = (
         sum(count[status] for status in statuses) for statuses in (_FAILING, _FAILING | JUDGED)
     )
@@ -242,9 +243,14 @@ def _sentence(report: Report) -> Verdict:
     odd += [f"{count['unsupported']} not supported"] if count["unsupported"] else []
     rest = "".join(f", {part}" for part in odd)
     match check_outcome(report):
-        # Two ways to fail: a wrong answer, or questions that could see no fault.
+        # Three ways to fail: a wrong answer; one beyond what it takes that it does not refuse;
+        # or questions that could see no fault.
         case "fail" if failed:
-            return Verdict("FAIL", f"{name}: {failed} of {questions} failed{rest}", "bad")
+            besides = "".join(f"; besides {line}" for line in apart)
+            return Verdict("FAIL", f"{name}: {failed} of {questions} failed{rest}{besides}", "bad")
+        case "fail" if apart:
+            within = f"; {questions} passed within what it takes{rest}" if judged else ""
+            return Verdict("FAIL", f"{name}: {'; '.join(apart)}{within}", "bad")
         case "fail":
             blind = f"{questions} passed, but none of them could have seen a whole class of fault"
             return Verdict("FAIL", f"{name}: {blind}{rest}", "bad")
@@ -262,7 +268,7 @@ def _blind(report: Report) -> str:
     words = shlex.split(report.command)
     if any(word.partition("=")[0] == _OPTION for word in words):
         return ""
-    missed = missed_faults(report.records)
+    missed = missed_faults([one for one in report.records if one.unclaimed is msgspec.UNSET])
     return f"insensitive: no question would have noticed {', or '.join(missed)}" if missed else ""
 
 

@@ -51,15 +51,6 @@ if TYPE_CHECKING:
     from attncheck.reporting.document import Block
     from attncheck.reporting.gate_verdict import FailureGroup
 
-__all__ = [
-    "MOST_ON_PAGE",
-    "MOST_ON_TERMINAL",
-    "failure_card",
-    "gate_document",
-    "gate_page",
-    "not_covered",
-]
-
 MOST_ON_TERMINAL = 5
 """Failures that a terminal shows in full."""
 MOST_ON_PAGE = 50
@@ -199,6 +190,9 @@ def not_covered(report: GateReport, *, refusals: bool = True) -> Iterator[str]:
         why = f": {report.unfinished_because.rstrip('.')}" if report.unfinished_because else ""
         unasked = f"{number_text.plural(report.unfinished, 'question')} not asked"
         yield f"{unasked}{why}. Run the same command again to go on."
+        for kernel, stages in report.missing.items():
+            counts = [f"{count:,} of {stage}" for stage, count in stages.items()]
+            yield f"not asked of {kernel}: {', '.join(counts) or 'anything at all'}"
     yield from (f"{kernel} is absent: {reason}" for kernel, reason in report.absent.items())
     # A kernel without an answer must not pass for one without a failure.
     for kernel in untested_kernels(report):
