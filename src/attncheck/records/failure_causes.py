@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 from msgspec.structs import replace
 
 from attncheck.core.tensor_names import GRADIENTS
@@ -27,6 +28,7 @@ _CALL_RULES: frozenset[Rule] = frozenset(
 )
 # Here the question says what is wrong: one relation may hold where another does not.
 _QUESTION_RULES: frozenset[Rule] = frozenset({"relation", "determinism"})
+_BEYOND = "beyond its claims"
 _NUMBER = re.compile(r"[-+−]?\d[\d.,]*(?:e[-+]?\d+)?")
 
 
@@ -77,12 +79,39 @@ def fault_text(explanation: Explanation) -> str:
     return f"{explanation.sentence}{f' [{form}]' if form else ''}"
 
 
+# Aspects of what lies beyond a kernel's claims, as its author would say them.
+_ASPECTS = {
+    "dtypes": "dtype ",
+    "head_dims": "head_dim ",
+    "lengths": "lengths ",
+    "gqa": "fewer key heads: ",
+    "rectangular": "other lengths of queries than of keys: ",
+    "causal": "",
+}
+
+
+def _unclaimed_cause(records: Sequence[Record]) -> str:
+    """Return what a kernel does beyond its claims and must not: answer wrongly, raise or die."""
+    aspects: dict[str, dict[str, None]] = {}
+    for record in records:
+        which = record.unclaimed
+        assert which is not msgspec.UNSET, "it lies beyond them"
+        aspects.setdefault(which.aspect, {})[which.what] = None
+    parts = [f"{_ASPECTS.get(name, name)}{', '.join(each)}" for name, each in aspects.items()]
+    mask = "mask the last tile, or " if "lengths" in aspects else ""
+    status = records[0].status
+    way = "wrong, not refused," if status == "fail" else f"{status}, no refusal,"
+    return f"{way} for {'; '.join(parts)}: {mask}refuse them by ValueError"
+
+
 def symptom(record: Record) -> Key:
     """Return how a Record fails: its status and rule, and what of the numbers or the call is wrong.
 
     Sizes and places in a message are left out: they differ from Case to Case.
     """
     judgement = record.judgement
+    if record.unclaimed is not msgspec.UNSET:
+        return record.status, _BEYOND
     if judgement is None:
         return record.status, "", _NUMBER.sub("#", record.reason)
     rule = judgement.rule
@@ -131,13 +160,18 @@ def _groups_of_kernel(failures: Sequence[Record], places: list[int]) -> Iterator
         if not models[i]:
             plain.setdefault(symptom(failures[i]), []).append(i)
     for key, alike in plain.items():
-        cause, known = _plain_cause(failures[alike[0]])
+        if key[-1] == _BEYOND:
+            cause, known = _unclaimed_cause([failures[i] for i in alike]), True
+        else:
+            cause, known = _plain_cause(failures[alike[0]])
         yield CauseGroup(kernel=kernel, cause=cause, known=known, members=tuple(alike), key=key)
 
 
 def _models(record: Record) -> dict[Key, Explanation]:
     """Explanations of all of a failure, by model and by what tells one fault of it from another."""
-    found = {}
+    found: dict[Key, Explanation] = {}
+    if record.unclaimed is not msgspec.UNSET:  # for whatever reason: its author has not meant it
+        return found
     for one in certain_explanations(record):
         # Which tensor it is of tells faults apart. Numbers go with the sizes of the Problem, and so
         # do those in brackets, of a mask that is named.

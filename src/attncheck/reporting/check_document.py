@@ -10,6 +10,7 @@ import msgspec
 
 from attncheck.core.judgement import Rule, share_text
 from attncheck.core.tensor_names import AXES
+from attncheck.records.failure_causes import group_by_cause
 from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import FAILED_STATUSES, UNTRUSTED_STATUSES
 from attncheck.reporting import number_text
@@ -33,7 +34,6 @@ from attncheck.reporting.record_text import (
     footnote,
     gradient_shares,
     gradients_of,
-    unclaimed_findings,
     verdict_remarks,
 )
 
@@ -173,7 +173,9 @@ def _problem(record: Record) -> str:
 
 def _sentence(report: Report) -> Verdict:
     name = next(iter(report.kernels), "")
-    apart = unclaimed_findings(report.records)
+    beyond = [one for one in report.records if one.unclaimed is not msgspec.UNSET]
+    groups = group_by_cause([one for one in beyond if one.status in _FAILING])
+    apart = [group.cause for group in groups]
     claimed = [one for one in report.records if one.unclaimed is msgspec.UNSET]
     count = Counter[str](record.status for record in claimed)
     failed, judged = (
