@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from attncheck.subjects.capabilities.subject import Subject
     from attncheck.workers.process import Died
 
-__all__ = ["check"]
-
 _MOST_DEATHS = 2  # of the kernel's process, after which no more is asked
 
 

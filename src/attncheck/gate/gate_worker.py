@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
     from attncheck.verify.kernel_hosts import KernelHost
 
-__all__ = ["GateWorker", "MissingKernelError", "work"]
-
 
 def work(**options: Any) -> GateWorker:
     """Return the worker of a gate; raises UsageError for options that are none of a gate's."""

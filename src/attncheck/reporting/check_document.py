@@ -38,15 +38,6 @@ if TYPE_CHECKING:
     from attncheck.core.judgement import Judgement, Precision, Worst
     from attncheck.records.record import Record, Report
 
-__all__ = [
-    "check_document",
-    "check_outcome",
-    "check_section",
-    "check_verdict",
-    "explanation",
-    "worst_record",
-]
-
 _COLUMNS = (
     Column("question", words=True, least=20),
     Column("verdict", words=True, least=10),

@@ -13,20 +13,6 @@ if TYPE_CHECKING:
     from attncheck.core.tensor_names import TensorName
     from attncheck.records.record import Environment, GradientErrors, Record, Status
 
-__all__ = [
-    "JUDGED",
-    "RULES",
-    "STATUSES",
-    "STATUS_LOOKS",
-    "environment_facts",
-    "footnote",
-    "gradient_shares",
-    "gradients_of",
-    "rule_id",
-    "rule_text",
-    "verdict_remarks",
-]
-
 STATUS_LOOKS: dict[Status, Look] = {
     "pass": "good",
     "warn": "notable",

@@ -35,26 +35,6 @@ if TYPE_CHECKING:
 
     from attncheck.records.record import Record, Status
 
-__all__ = [
-    "HEAD_DIMS",
-    "LENGTHS",
-    "DetectedCapabilities",
-    "KernelFactory",
-    "Trial",
-    "TrialResult",
-    "Verdict",
-    "all_trials",
-    "base_problems",
-    "detect_capabilities",
-    "empty_row_trials",
-    "length_trials",
-    "rectangular_trials",
-    "refused_result",
-    "trial_result",
-    "trial_verdict",
-]
-
-
 Verdict = Literal["takes", "refuses", "raises", "wrong"]
 """``refuses``: said so, beforehand or by a clean exception. ``raises``: any other exception, or it
 broke its contract. ``wrong``: an answer that is no rounding."""

@@ -29,21 +29,6 @@ if TYPE_CHECKING:
     from attncheck.subjects.capabilities.subject import Subject
     from attncheck.workers.transport import Frame
 
-__all__ = [
-    "RemoteError",
-    "check_description",
-    "describe_subject",
-    "from_fields",
-    "pack_outputs",
-    "read_arithmetic",
-    "read_notes",
-    "read_seconds",
-    "read_tiling",
-    "remote_error",
-    "to_fields",
-    "unpack_outputs",
-]
-
 _FLAGS = ("triton", "sinks", "backward", "captured", "promises_gradients", "has_launches")
 _Dataclass = TypeVar("_Dataclass")
 

@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from attncheck.subjects.capabilities.subject import Subject
     from attncheck.verify.process_effects import State
 
-__all__ = ["Compiling", "KernelServer"]
-
-
 _MICROSECONDS = 1e-6
 
 

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from attncheck.subjects.capabilities.subject import Call, Tiling
     from attncheck.verify.executor import Executor
 
-__all__ = ["Deadlines", "KernelConnection", "RemoteSubject"]
-
 _MOST_CASES = 500  # then a process is replaced: what a kernel leaves behind adds up
 _MOST_GROWTH = 4 << 30  # bytes of memory that a process may hold beyond what it held at first
 _MOST_TILINGS = 256  # that are remembered

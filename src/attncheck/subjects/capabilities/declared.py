@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from attncheck.inputs.question_parameters import Promise
     from attncheck.subjects.capabilities.capability_table import Capabilities
 
-__all__ = ["Declared", "DeclaredButRefusedError"]
-
 
 class DeclaredButRefusedError(Exception):
     """The table says that the kernel takes a Problem, and the kernel says that it does not."""

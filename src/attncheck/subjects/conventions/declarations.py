@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from attncheck.subjects.conventions.parse import ParsedCall
 
-__all__ = ["CONVENTIONS", "READERS", "adopted", "convention_named", "parse_call"]
-
 
 class _Native:
     """attncheck's own convention: a Subject."""

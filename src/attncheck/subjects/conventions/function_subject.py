@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     from attncheck.subjects.conventions.convention import Convention, ConventionOptions, Signature
     from attncheck.subjects.conventions.layouts import Layout
 
-__all__ = ["LEAVES_MODES", "FunctionSubject"]
-
 LEAVES_MODES: ContextVar[bool] = ContextVar("LEAVES_MODES", default=False)
 """Whether a call sets neither grad mode nor TF32 around the function, which hides what it does."""
 
