@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,11 @@ from tests.warm_python import Servers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+# What is found of a kernel is kept for the next run: of the tests' own, not of a user's.
+if "ATTNCHECK_CACHE_DIR" not in os.environ:  # processes of pytest-xdist share that of the first
+    _FOUND = tempfile.TemporaryDirectory(prefix="attncheck-tests-")
+    os.environ["ATTNCHECK_CACHE_DIR"] = _FOUND.name
 
 # Triton decides at its import whether it compiles or interprets; without a GPU it must interpret.
 if not Path("/dev/nvidiactl").exists():
@@ -106,6 +112,17 @@ def _python(code: str, **environment: str) -> str:
         check=True,
     )
     return done.stdout.strip()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Many small calls: threads of torch would wait for one another."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

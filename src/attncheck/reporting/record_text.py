@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from attncheck.records.record import FAILED_STATUSES
 from attncheck.reporting.document import Look, Note
+from attncheck.reporting.number_text import plural
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from attncheck.core.judgement import Judgement, Rule
     from attncheck.core.tensor_names import TensorName
@@ -94,6 +99,26 @@ def footnote(record: Record) -> str:
     return text if text or record.status == "pass" else "no reason given"
 
 
+def refusal_lines(records: Iterable[Record], most: int = 5) -> Iterator[str]:
+    """Reasons why questions are not supported, the ``most`` frequent in a line each."""
+    reasons = refusal_counts(records)
+    # Thousands of refusals have a handful of reasons.
+    for (kernel, reason), count in reasons.most_common(most):
+        yield f"{kernel} does not support {plural(count, 'question')}: {reason}"
+    if others := reasons.most_common()[most:]:
+        rest = plural(sum(count for _, count in others), "more question")
+        yield f"{rest} not supported, for {plural(len(others), 'other reason')}"
+
+
+def refusal_counts(records: Iterable[Record]) -> Counter[tuple[str, str]]:
+    """Questions by the kernel that does not support them, and why."""
+    return Counter(
+        (record.kernel, record.reason or "no reason given")
+        for record in records
+        if record.status == "unsupported"
+    )
+
+
 def verdict_remarks(judgement: Judgement | None) -> Iterator[Note]:
     """Warnings beside the verdict, rows that were not judged, and another profile that fits."""
     if judgement is None:
@@ -107,6 +132,34 @@ def verdict_remarks(judgement: Judgement | None) -> Iterator[Note]:
         yield Note(f"not judged: {rows} have no finite bound{jumps}", "notable")
     if judgement.lse_also_within:
         yield Note(f"LSE is also within: {judgement.lse_also_within}", "dim")
+
+
+# Aspects of what lies beyond a kernel's claims, as its author would say them.
+_ASPECTS = {
+    "dtypes": "dtype ",
+    "head_dims": "head_dim ",
+    "lengths": "lengths ",
+    "gqa": "fewer key heads: ",
+    "rectangular": "other lengths of queries than of keys: ",
+    "causal": "",
+}
+
+
+def unclaimed_findings(records: Iterable[Record]) -> list[str]:
+    """Return what a kernel does beyond its claims and must not, a line for each way of it."""
+    ways: dict[str, dict[str, dict[str, None]]] = {}
+    for record in records:
+        which = record.unclaimed
+        if which is msgspec.UNSET or record.status not in FAILED_STATUSES:
+            continue
+        way = "wrong, not refused," if record.status == "fail" else f"{record.status}, no refusal,"
+        ways.setdefault(way, {}).setdefault(which.aspect, {})[which.what] = None
+    lines = []
+    for way, aspects in ways.items():
+        parts = [f"{_ASPECTS.get(name, name)}{', '.join(each)}" for name, each in aspects.items()]
+        mask = "mask the last tile, or " if "lengths" in aspects else ""
+        lines.append(f"{way} for {'; '.join(parts)}: {mask}refuse them by ValueError")
+    return lines
 
 
 def gradients_of(record: Record) -> dict[TensorName, GradientErrors]:

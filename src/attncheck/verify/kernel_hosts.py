@@ -36,10 +36,8 @@ DEATHS: frozenset[Status] = frozenset({"crash", "timeout", "oom"})
 class KernelHost(Protocol):
     """A kernel, and how to call it."""
 
-    @property
-    def subject(self) -> Subject:
-        """Return the kernel."""
-        ...
+    subject: Subject
+    """The kernel; who settles on which terms it is asked replaces it."""
 
     @property
     def executor(self) -> Executor:
