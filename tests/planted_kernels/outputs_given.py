@@ -23,6 +23,18 @@ def giving(change):
     return {"prepare": prepare}
 
 
+def spoiled(change, tiling=None, **attributes):
+    """Ideal attention whose outputs are ``change(inputs, right)``, in place where that is None."""
+    own = giving(lambda inputs, right: change(inputs, right) or right) | {"name": "spoiled"}
+    return type("Spoiled", (Ideal,), own | attributes)(tiling)
+
+
+def in_turns(change):
+    """``change(right, number)`` of a call's number, from 1 on: what calls have done to a kernel."""
+    numbers = count(1)
+    return lambda _, right: change(right, next(numbers))
+
+
 def out(change):
     """Right but for out, which is ``change(inputs, right)``."""
     return giving(lambda x, right: Outputs(change(x, right).to(right.out.dtype), right.lse))
@@ -197,6 +209,7 @@ GIVEN = {
     "OutThroughBf16": out(lambda _, right: right.out.bfloat16()),
     "DividedByAll": out(divided_by_all),
     "LseOfPadding": lse(lse_of_padding),
+    "LargestKeyInLse": lse(lambda inputs, right: right.lse + 1e-3 * inputs.k.float().abs().amax()),
     "WithoutLse": giving(lambda _, right: Outputs(right.out)),
     "LargeBatch": lse(large_batch),
     "TraceOfTheFirstColumn": out(trace_of_the_first_column),
@@ -247,6 +260,17 @@ def leftover(state, _, right):
     return Outputs(right.out, right.lse + before)
 
 
+def one_buffer(state, _, right):
+    """Every result of a shape is in the same memory, and another one each time."""
+    state["calls"] = state.get("calls", 0) + 1
+    buffer = state.setdefault(tuple(right.out.shape), torch.empty_like(right.out))
+    return Outputs(buffer.copy_(right.out + state["calls"]))
+
+
+def raising(self, inputs):
+    raise RuntimeError("illegal memory access")
+
+
 def mask_kept_by_shape(self, inputs):
     """The mask of the first call of these lengths is applied to all calls of them."""
     problem, masks = inputs.problem, vars(self).setdefault("masks", {})
@@ -273,5 +297,7 @@ LEFT = {
     "LeavesTraces": stateful(leaves_traces),
     "Leftover": stateful(leftover),
     "MaskKeptByShape": {"prepare": mask_kept_by_shape},
+    "Raising": {"prepare": raising},
+    "OneBuffer": stateful(one_buffer),
     "StalePadding": {"prepare": stale_padding},
 }

@@ -14,7 +14,7 @@ from attncheck.core.tensor_names import GRADIENTS
 from attncheck.records.record import FAILED_STATUSES, Diagnosis
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from attncheck.core.judgement import Rule
     from attncheck.records.record import Explanation, Record
@@ -90,18 +90,21 @@ _ASPECTS = {
 }
 
 
-def _unclaimed_cause(records: Sequence[Record]) -> str:
-    """Return what a kernel does beyond its claims and must not: answer wrongly, raise or die."""
-    aspects: dict[str, dict[str, None]] = {}
+def unclaimed_findings(records: Iterable[Record]) -> list[str]:
+    """Return what a kernel does beyond its claims and must not, a line for each way of it."""
+    ways: dict[str, dict[str, dict[str, None]]] = {}
     for record in records:
         which = record.unclaimed
-        assert which is not msgspec.UNSET, "it lies beyond them"
-        aspects.setdefault(which.aspect, {})[which.what] = None
-    parts = [f"{_ASPECTS.get(name, name)}{', '.join(each)}" for name, each in aspects.items()]
-    mask = "mask the last tile, or " if "lengths" in aspects else ""
-    status = records[0].status
-    way = "wrong, not refused," if status == "fail" else f"{status}, no refusal,"
-    return f"{way} for {'; '.join(parts)}: {mask}refuse them by ValueError"
+        if which is msgspec.UNSET or record.status not in FAILED_STATUSES:
+            continue
+        way = "wrong, not refused," if record.status == "fail" else f"{record.status}, no refusal,"
+        ways.setdefault(way, {}).setdefault(which.aspect, {})[which.what] = None
+    lines = []
+    for way, aspects in ways.items():
+        parts = [f"{_ASPECTS.get(name, name)}{', '.join(each)}" for name, each in aspects.items()]
+        mask = "mask the last tile, or " if "lengths" in aspects else ""
+        lines.append(f"{way} for {'; '.join(parts)}: {mask}refuse them by ValueError")
+    return lines
 
 
 def symptom(record: Record) -> Key:
@@ -123,23 +126,38 @@ def symptom(record: Record) -> Key:
     return record.status, rule, "gradients" if backward else ""
 
 
-def group_by_cause(failures: Sequence[Record]) -> tuple[CauseGroup, ...]:
+def group_by_cause(
+    failures: Sequence[Record], smaller: Mapping[int, Sequence[Record]] | None = None
+) -> tuple[CauseGroup, ...]:
     """Group failures by the fewest causes that explain them, kernel by kernel.
 
     A Record that several fault models explain equally belongs to the one that explains the most
     others. Where no model explains all of a Record, those of one rule and symptom are alike.
+
+    Args:
+        failures: Of any kernels.
+        smaller: Smaller Cases that a failure was shrunk to, by its place: what explains it has to
+            explain these, too.
     """
     kernels: dict[str, list[int]] = {}
     for i, record in enumerate(failures):
         kernels.setdefault(record.kernel, []).append(i)
     return tuple(
-        group for places in kernels.values() for group in _groups_of_kernel(failures, places)
+        group
+        for places in kernels.values()
+        for group in _groups_of_kernel(failures, places, smaller or {})
     )
 
 
-def _groups_of_kernel(failures: Sequence[Record], places: list[int]) -> Iterator[CauseGroup]:
+def _groups_of_kernel(
+    failures: Sequence[Record], places: list[int], smaller: Mapping[int, Sequence[Record]]
+) -> Iterator[CauseGroup]:
     kernel = failures[places[0]].kernel
     models = dict(zip(places, _with_alike_signs([failures[i] for i in places]), strict=True))
+    for i in places:
+        for record in smaller.get(i, ()):
+            both = {key: one for key, one in models[i].items() if key in _models(record)}
+            models[i] = both or models[i]
     left = [i for i in places if models[i]]
     while left:
         counts = Counter(key for i in left for key in models[i])
@@ -161,7 +179,7 @@ def _groups_of_kernel(failures: Sequence[Record], places: list[int]) -> Iterator
             plain.setdefault(symptom(failures[i]), []).append(i)
     for key, alike in plain.items():
         if key[-1] == _BEYOND:
-            cause, known = _unclaimed_cause([failures[i] for i in alike]), True
+            (cause,), known = unclaimed_findings(failures[i] for i in alike), True
         else:
             cause, known = _plain_cause(failures[alike[0]])
         yield CauseGroup(kernel=kernel, cause=cause, known=known, members=tuple(alike), key=key)
@@ -169,9 +187,7 @@ def _groups_of_kernel(failures: Sequence[Record], places: list[int]) -> Iterator
 
 def _models(record: Record) -> dict[Key, Explanation]:
     """Explanations of all of a failure, by model and by what tells one fault of it from another."""
-    found: dict[Key, Explanation] = {}
-    if record.unclaimed is not msgspec.UNSET:  # for whatever reason: its author has not meant it
-        return found
+    found = {}
     for one in certain_explanations(record):
         # Which tensor it is of tells faults apart. Numbers go with the sizes of the Problem, and so
         # do those in brackets, of a mask that is named.
