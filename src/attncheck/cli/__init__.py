@@ -33,10 +33,12 @@ from attncheck.cli.repro import repro
 from attncheck.cli.rmse import rmse
 from attncheck.cli.standard_output import Group, Interrupts, discard
 from attncheck.core.errors import AttncheckError, UsageError
+from attncheck.core.sanitize_text import one_line
 
 __all__ = ["main"]
 
 USAGE, INFRASTRUCTURE, INTERRUPTED = 2, 3, 130
+_LONGEST = 1500  # characters of an error; the longest list of names has fewer
 
 # \b: click leaves the lines below it as they are.
 _EXIT_CODES = """\b
@@ -124,7 +126,11 @@ def _code(interrupts: Interrupts) -> int:
 
 def _say(message: str, code: int) -> int:
     try:
-        click.echo(f"attncheck: {' '.join(message.split())}", err=True)
+        # Foreign code and files speak through errors: no escape codes, and no megabytes.
+        line = one_line(message)
+        rest = len(line) - _LONGEST
+        more = f"… ({rest} more characters)" if rest > 0 else ""
+        click.echo(f"attncheck: {line[:_LONGEST]}{more}", err=True)
     except (OSError, ValueError):  # nobody hears, or foreign code closed it: the exit code remains
         discard(sys.stderr)
     return code
