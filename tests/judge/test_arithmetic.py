@@ -11,6 +11,7 @@ from attncheck.core.declared_arithmetic import (
     AMPERE,
     FP32,
     FP64,
+    FP64_ORACLE,
     HOPPER_FP8,
     VOLTA,
     Accumulator,
@@ -28,12 +29,31 @@ def test_roundings_to_nearest_are_gamma_of_their_number():
     assert FP32.bias(100.0) == 0
 
 
+def test_of_too_many_roundings_nothing_is_known():
+    for n in (2.0**24, 2.0**24 + 2, 2.0**30):
+        assert FP32.det(n) == float("inf")
+        assert FP32.det(torch.tensor([1.0, n], dtype=torch.float64)).tolist()[1] == float("inf")
+    assert 0 < FP32.det(2.0**24 - 1) < float("inf")
+
+
 def test_a_truncating_accumulator_loses_by_steps():
     # 33 numbers are aligned a step, to 13 bits below the largest, and the sum keeps 13 more.
     step = 33 * 2.0**-13 + 2.0**-13
     for n, steps in ((1.0, 1), (32.0, 1), (33.0, 2), (128.0, 4)):
         assert HOPPER_FP8.det(n) == FP32.det(n) + steps * step
     assert torch.equal(HOPPER_FP8.bias(torch.tensor([32.0, 33.0])), torch.tensor([step, 2 * step]))
+
+
+def test_what_is_cut_off_is_never_more_than_everything():
+    assert HOPPER_FP8.det(2.0**20) == FP32.det(2.0**20) + 1
+    many = torch.tensor(2.0**20, dtype=torch.float64)
+    assert float(HOPPER_FP8.det(many)) == HOPPER_FP8.det(2.0**20)
+
+
+@pytest.mark.parametrize("accumulator", [FP32, AMPERE, VOLTA, HOPPER_FP8], ids=lambda a: a.name)
+def test_more_terms_lose_more(accumulator):
+    n = torch.arange(1, 4097, dtype=torch.float64)
+    assert bool((accumulator.det(n).diff() >= 0).all())
 
 
 def test_only_few_bits_are_coarse():
@@ -65,6 +85,14 @@ def test_tf32_is_truncated_on_a_gpu_and_rounded_elsewhere():
     assert (near.truncates, cut.truncates) == (False, True)
     assert (near.operand_error, cut.operand_error) == (2.0**-11, 2.0**-10)
     assert (near.weights_error, cut.weights_error) == (2.0**-11, 2.0**-10)
+
+
+def test_weights_that_stay_in_fp32_are_not_rounded():
+    assert default_arithmetic(DTYPES["fp32"]).weights_error == 0
+    assert default_arithmetic(DTYPES["bf16"]).weights_error == 2.0**-8
+    assert default_arithmetic(DTYPES["fp64"]) is FP64_ORACLE
+    assert FP64_ORACLE.weights_error == 0
+    assert FP64_ORACLE.unit == 2.0**-53
 
 
 def test_a_profile_is_one_line():

@@ -92,6 +92,47 @@ def test_a_dropped_key_by_hand(allowed, share):
     assert spot(TWO, allowed).dropped_keys == share
 
 
+@pytest.mark.parametrize(("allowed", "share"), [(0.28, 1.0), (0.29, 0.5), (1.38, 0.5), (1.39, 0.0)])
+def test_a_dropped_key_through_lse_by_hand(allowed, share):
+    """log(4/3) = 0.288 without the first, log 4 = 1.386 without the second."""
+    assert spot(TWO, lse=allowed).dropped_keys == share
+    assert spot(TWO, 100.0).dropped_keys == 0.0
+
+
+def test_a_weight_by_hand():
+    """The second key lighter by η makes out 1 ÷ (1 − ¾η), which is 1 + ¼ where ¾η = 1/5.
+
+    The first lighter by η makes it (1 − η) ÷ (1 − ¼η): 1 − ¼ where η is 4/13, which is more.
+    """
+    assert spot(TWO, 0.25).weight == pytest.approx(4 / 15, rel=ROUNDINGS)
+
+
+def test_a_weight_that_can_only_be_too_large():
+    """Weights ¾ of v = 0 and ¼ of v = 4. No lighter key moves out, 1, by 3/2 but the first:
+
+    1 ÷ (1 − ¾η) = 5/2 where η = 4/5. None moves it by 3: nothing but 4 itself is so far away. With
+    8 equal keys, one of 1 among zeros, ⅛ moves by ⅛ at most when one is dropped; heavier by η it is
+    (1 + η) ÷ (8 + η), which is ⅛ + ¼ where η = 16/5.
+    """
+    assert spot(TWO, 1.5).weight == pytest.approx(0.8, rel=ROUNDINGS)
+    assert spot(TWO, 3.5).weight == math.inf
+    one = torch.zeros(1, 8, 1, dtype=torch.float64)
+    one[0, 3] = 1.0
+    known = conditions(numbers([0.0]), torch.zeros_like(one), one)
+    assert spot(known, 0.25).weight == pytest.approx(3.2, rel=ROUNDINGS)
+
+
+def test_a_weight_through_lse_by_hand():
+    """log(1 − ¾ η) = −A."""
+    assert spot(TWO, lse=LN2).weight == pytest.approx(0.5 / 0.75, rel=ROUNDINGS)
+
+
+def test_a_scale_by_hand():
+    """dO/dε = ¼·0·3 + ¾·log 3·(0 − 1), dLSE/dε = ¾ log 3."""
+    assert spot(TWO, 0.01).scale == pytest.approx(0.01 / (0.75 * math.log(3)), rel=ROUNDINGS)
+    assert spot(TWO, lse=0.02).scale == pytest.approx(0.02 / (0.75 * math.log(3)), rel=ROUNDINGS)
+
+
 @pytest.mark.parametrize(
     ("allowed", "half", "zeros"), [(0.4, True, True), (0.6, False, True), (1.0, False, False)]
 )
@@ -118,6 +159,23 @@ def test_equal_values_never_notice_a_key_through_out():
     assert spot(known, 2.0**-30, lse=2.0**-30).dropped_keys == 1.0
 
 
+def test_a_zero_query_never_notices_a_scale():
+    known = random(5, 9, 4)
+    known = conditions(torch.zeros_like(known.q), known.k, known.v, known.seen)
+    found = spot(known, 2.0**-30, lse=2.0**-30)
+    assert found.scale == math.inf
+    assert found.dropped_keys == 1.0
+
+
+def test_values_of_zero_never_notice_anything_through_out():
+    known = random(5, 9, 4)
+    known = conditions(known.q, known.k, torch.zeros_like(known.v), known.seen)
+    found = spot(known, 2.0**-30)
+    assert (found.dropped_keys, found.weight, found.scale) == (0.0, math.inf, math.inf)
+    assert (found.half, found.zeros, found.accumulator_bits) == (False, False, 0)
+    assert found.mean_allowance == math.inf
+
+
 def test_a_row_of_one_key_has_no_key_to_drop():
     known = conditions(numbers([1.0]), numbers([2.0]), numbers([3.0]))
     found = spot(known, 2.0**-30)
@@ -126,6 +184,12 @@ def test_a_row_of_one_key_has_no_key_to_drop():
     through_lse = spot(known, 2.0**-30, lse=LN2)
     assert through_lse.weight == pytest.approx(0.5, rel=ROUNDINGS)  # log(1 − η) = −log 2
     assert through_lse.scale == pytest.approx(LN2 / 2, rel=ROUNDINGS)
+
+
+def test_a_row_without_keys_says_nothing():
+    seen = torch.tensor([[True, True], [False, False]])
+    known = conditions(numbers([1.0], [1.0]), TWO.k, TWO.v, seen)
+    assert spot(known, 0.25) == spot(TWO, 0.25)
 
 
 def test_nothing_compared_is_no_blind_spot():
@@ -271,6 +335,22 @@ def test_accumulator_bits_by_hand():
     assert spot(known, 0.6).accumulator_bits == 0
 
 
+def test_accumulator_bits_of_scores_by_hand():
+    """q·k = 7 in one step: in two bits 6, in one 4. One key alone, so that LSE shows it alone."""
+    known = conditions(numbers([1.0]), numbers([7.0]), numbers([0.0]))
+    assert spot(known, 1.0, lse=0.5).accumulator_bits == 2
+    assert spot(known, 1.0, lse=1.0).accumulator_bits == 1
+    assert spot(known, 1.0, lse=3.0).accumulator_bits == 0
+    assert spot(known, 1.0).accumulator_bits == 0
+
+
+def test_fewer_bits_are_allowed_by_less():
+    known = random(8, 200, 32)
+    bits = [spot(known, 2.0**-e, lse=2.0**-e).accumulator_bits for e in (4, 8, 12, 16)]
+    assert bits == sorted(bits)
+    assert 0 < bits[0] < bits[-1] < 24
+
+
 # Softmax
 
 
@@ -341,3 +421,16 @@ def test_rows_in_pieces_show_what_they_show_together():
         whole.dropped_keys,
         whole.accumulator_bits,
     )
+
+
+def test_of_many_rows_keys_are_examined_in_some(monkeypatch):
+    """The first and the last of six; the scale is examined in all."""
+    known = random(6, 11, 3)
+    monkeypatch.setattr("attncheck.judge.blind_spot.EXAMINED", 2 * (2 * 11 * 3))
+    ends = torch.tensor([0, 5])
+    less = conditions(known.q[:, ends], known.k, known.v, known.seen[0, ends])
+    found, of_ends = spot(known, 0.1), spot(less, 0.1)
+    assert found.dropped_keys == of_ends.dropped_keys
+    assert found.weight == pytest.approx(of_ends.weight, rel=ROUNDINGS)
+    monkeypatch.undo()
+    assert found.scale == spot(known, 0.1).scale

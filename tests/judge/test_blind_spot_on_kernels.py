@@ -81,6 +81,15 @@ class Cut(Ideal):
 
 @LSE
 @DTYPE
+def test_a_right_kernel_leaves_room(dtype, exposes_lse):
+    """What the next test's quarter rests on."""
+    found = verdict(Ideal(), dtype, exposes_lse=exposes_lse)
+    assert found.status == "pass"
+    assert max(found.out_over_bound, found.out_over_probable) < 0.75
+
+
+@LSE
+@DTYPE
 def test_a_scale_off_by_twice_the_smallest_is_beyond_and_by_a_quarter_is_not(dtype, exposes_lse):
     """Twice an allowance, less the kernel's own error, is beyond it; ¼ and ¾ of one are not."""
     smallest = spot(dtype, exposes_lse=exposes_lse).scale

@@ -11,11 +11,11 @@ import torch
 
 from attncheck import oracles
 from attncheck.core.conditions import Conditions, Rows, ScoreModError
-from attncheck.core.declared_arithmetic import FP64_ORACLE, default_arithmetic
+from attncheck.core.declared_arithmetic import FP64_ORACLE, HOPPER_FP8, default_arithmetic
 from attncheck.core.formats import DTYPES, FORMATS
 from attncheck.core.mod_spec import Spec
 from attncheck.inputs.problem import Case, Problem
-from attncheck.judge.deterministic_bound import deterministic_bound
+from attncheck.judge.deterministic_bound import OUTPUT, deterministic_bound
 from attncheck.judge.score_errors import score_error
 from attncheck.judge.sum_roundings import half_ulp, sum_roundings
 from attncheck.oracles.mp_numbers import Mp
@@ -62,6 +62,22 @@ def test_half_an_ulp(size, name, half):
     assert found.item() == half
 
 
+def test_one_key_leaves_sums_division_and_output_rounding(made):
+    known = made.attention([[[3.0]]], [[[5.0]]], [[[1.5]]])
+    found = bound(known, default_arithmetic(DTYPES["fp32"]))
+    # Roundings of a row of 1 key: itself, two a tile, one of the parts, one product.
+    added = (1 + 2 + 1 + 1) * U / (1 - 5 * U)
+    exponent = found.out_terms["scores"] + found.out_terms["exponent"]
+    assert exponent.item() == 0
+    accumulated = found.out_terms["accumulation"].item()
+    assert accumulated == pytest.approx(added * 1.5, rel=SECOND)  # P may be e^ρ too large
+    before = exponent.item() + accumulated + 1.5
+    division = (1 + 6 * U / (1 - 6 * U)) / (1 - added) - 1
+    assert found.out_terms["division"].item() == pytest.approx(division * before, rel=SECOND)
+    assert found.out_terms[OUTPUT].item() == 2.0**-24
+    assert found.lse_terms["row sum"].item() == pytest.approx(-math.log1p(-added), rel=SMALL)
+
+
 def test_two_keys_by_hand(made):
     """P = ½, ½ and V = ±1: O = 0, and out moves by Σ c_j = (e^ρ − 1) / e^−ρ."""
     known = made.attention([[[0.0]]], [[[1.0], [1.0]]], [[[1.0], [-1.0]]])
@@ -75,6 +91,22 @@ def test_two_keys_by_hand(made):
     upper = (0.5 + 0.5 * math.expm1(rho)) / math.exp(-rho)
     assert found.out_terms["rounding of P"].item() == pytest.approx(2 * 2.0**-8 * upper, rel=SMALL)
     assert found.lse_terms["exponent"].item() == pytest.approx(rho, rel=SECOND)
+
+
+@pytest.mark.parametrize("size", [1.0, 32.0])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_is_bounded_by_itself_alone(made, name, size):
+    """Whatever rows and heads are computed with it; but for the order of float64's sums."""
+    q, k, v = (made.normal(2, n, 8, seed=i) for i, n in enumerate((5, 24, 24)))
+    profile = default_arithmetic(DTYPES[name], (9, 0))
+    whole = bound(made.attention(size * q, k, v), profile)
+    for head in range(2):
+        for row in range(5):
+            one = slice(head, head + 1), slice(row, row + 1)
+            part = bound(made.attention(size * q[one], k[one[:1]], v[one[:1]]), profile)
+            rounded = 24 * 64 * 2.0**-53
+            torch.testing.assert_close(part.out, whole.out[one], rtol=rounded, atol=0)
+            torch.testing.assert_close(part.lse, whole.lse[one], rtol=rounded, atol=0)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -115,6 +147,41 @@ def test_keys_that_are_hidden_do_not_count(made):
     )
     torch.testing.assert_close(hidden.out, short.out, rtol=24 * 32 * 2.0**-53, atol=0)
     torch.testing.assert_close(hidden.lse, short.lse, rtol=24 * 32 * 2.0**-53, atol=0)
+
+
+def test_a_power_of_two_in_v_scales_every_term_of_a_value(made):
+    known, profile = drawn(made), default_arithmetic(DTYPES["bf16"])
+    one = bound(known, profile)
+    eight = bound(made.attention(known.q, known.k, 8 * known.v, scale=known.scale), profile)
+    for name in one.out_terms.keys() - {"underflow", OUTPUT}:
+        torch.testing.assert_close(
+            eight.out_terms[name], 8 * one.out_terms[name], rtol=SMALL, atol=0
+        )
+    assert torch.equal(eight.lse, one.lse)
+
+
+LOOSER = {
+    "exp2_ulps": 4.0,
+    "block_kv": 1,
+    "splits": 4,
+    "scores": HOPPER_FP8,
+    "values": HOPPER_FP8,
+    "weights": FORMATS["e4m3"],
+    "lazy_rescale": 8.0,
+    "scaled_query": FORMATS["bf16"],
+    "output": FORMATS["e5m2"],
+}
+
+
+@pytest.mark.parametrize("field", LOOSER)
+def test_a_looser_profile_allows_more(made, field):
+    known = drawn(made, kv=40, dim=40)
+    profile = default_arithmetic(DTYPES["bf16"])
+    looser = replace(profile, **{field: LOOSER[field]})
+    tight, loose = bound(known, profile), bound(known, looser)
+    assert bool((loose.out >= tight.out).all())
+    assert bool((loose.lse >= tight.lse).all())
+    assert bool((loose.out > tight.out).any() or (loose.lse > tight.lse).any())
 
 
 def test_a_row_sum_of_rounded_weights_puts_their_rounding_into_lse(made):
@@ -162,6 +229,12 @@ def test_values_that_are_not_finite_bound_nothing_where_they_are_seen(made):
     fields = {name: getattr(odd, name) for name in Conditions.__dataclass_fields__}
     found = bound(Conditions(**fields | {"v": values}), default_arithmetic(DTYPES["bf16"]))
     assert torch.isinf(found.out).nonzero().tolist() == [[0, 1, 1]]
+
+
+def test_softmax_of_one_score_has_an_exact_weight(made):
+    found = bound(made.softmax([[[3.0]]]), default_arithmetic(DTYPES["fp32"]))
+    assert found.out_terms["exponent"].item() <= 2 * 2.0**-52 * 2.0**-20  # float64's own, times ρ
+    assert found.out_terms[OUTPUT].item() == 2.0**-24
 
 
 def test_softmax_of_two_scores_by_hand(made):
@@ -262,6 +335,15 @@ def test_every_float64_recurrence_is_within_the_proof_of_the_oracle(distribution
             assert bool((error <= allowed).all()), name
             seen = max(seen, float((error / allowed).max()))
     assert seen > 0
+
+
+def test_float32_is_beyond_the_proof_of_float64():
+    problem = Problem(batch=1, heads=1, query=4, kv=16, head_dim=4, dtype="fp32")
+    evidence = EvidenceBuilder(Case(problem=problem), "cpu")
+    rows = Rows(range(1), torch.arange(4))
+    proof = bound(compute_conditions(evidence.inputs, evidence.truth, rows), FP64_ORACLE)
+    out = Ideal().run(evidence.inputs).out.double()
+    assert bool(((out - evidence.truth.out)[0].abs() > proof.out).any())
 
 
 @pytest.mark.parametrize(

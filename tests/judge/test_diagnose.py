@@ -61,6 +61,16 @@ def test_among_equals_the_plainer_is_first():
     assert names(ranking(moved(out=2.01), fitted, plain)) == ["plain", "fitted"]
 
 
+def test_of_equal_forms_the_one_that_says_which_it_is_counts():
+    plain, named, more = (
+        FaultPrediction(name="one", tensors=moved(out=2.0), parameters=parameters)
+        for parameters in ({}, {"tile": 32}, {"format": "bf16", "tile": 32})
+    )
+    for forms in ((plain, named, more), (more, named, plain)):
+        (found,) = ranking(moved(out=2.0), *forms)
+        assert found.parameters == {"format": "bf16", "tile": 32}
+
+
 def test_a_number_is_fitted():
     def at(size):
         return moved(out=size)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from attncheck.core.conditions import Rows, ScoreModError
-from attncheck.core.declared_arithmetic import FP64_ORACLE, default_arithmetic
+from attncheck.core.declared_arithmetic import AMPERE, FP64_ORACLE, VOLTA, default_arithmetic
 from attncheck.core.formats import DTYPES, FORMATS
 from attncheck.core.mod_spec import Entry, Spec
 from attncheck.core.outputs import Outputs
@@ -148,6 +148,17 @@ def test_what_the_saved_out_makes_of_dq_is_known_exactly():
     torch.testing.assert_close(found.dq_terms["saved out"], shift.abs(), rtol=2.0**-30, atol=0)
 
 
+def test_an_error_of_out_that_dout_does_not_see_costs_next_to_nothing():
+    options = problem(value_dim=2)
+    known, _ = known_of(options)
+    across = torch.stack([known.dout[..., 1], -known.dout[..., 0]], -1) * 2.0**-8
+    exact, off = (rows_of(options, out_error=e)[0].dq for e in (torch.zeros_like(across), across))
+    assert float((off / exact).max()) < 1 + 2.0**-8
+    bounded = rows_of(options, out_error=across, measured=False)[0].dq
+    assert bool((bounded >= exact).all())
+    assert bool((bounded > 2 * exact).any())
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_terms_sum_to_the_bound(name):
     asked = problem(dtype=name, sink=True, dlse=True, mask=CAUSAL)
@@ -190,6 +201,32 @@ def test_pieces_may_come_in_any_order():
     found = kernels.bounds(inputs, exact, given, arithmetic, pieces=pieces)
     for name, bound in whole.items():
         torch.testing.assert_close(found[name], bound, rtol=2.0**-40, atol=0)
+
+
+LOOSER = {
+    "exp2_ulps": 64.0,
+    "scores": VOLTA,
+    "values": AMPERE,
+    "weights": FORMATS["e5m2"],
+    "products": FORMATS["e5m2"],
+    "output": FORMATS["e5m2"],
+    "scaled_query": FORMATS["bf16"],
+    "normalised_weights": True,
+    "rounds_value_products": FORMATS["bf16"],
+    "sums_rounded_heads": True,
+    "rereads_weights": True,
+    "dkv_parts": 3,
+    "dq_parts": 3,
+}
+
+
+@pytest.mark.parametrize("field", LOOSER)
+def test_a_looser_profile_allows_more(field):
+    options = problem(dlse=True, sink=True)
+    plain = default_arithmetic(options.formats)
+    tight, loose = every(options), every(options, replace(plain, **{field: LOOSER[field]}))
+    assert all(bool((loose[name] >= tight[name]).all()) for name in tight)
+    assert any(bool((loose[name] > tight[name]).any()) for name in tight)
 
 
 def test_rounded_heads_are_a_term_of_keys_alone():
@@ -257,6 +294,17 @@ def test_a_jump_leaves_its_row_and_the_keys_of_the_row_without_a_bound(which):
     assert bool(torch.isinf(found["dv"][0, 1, :6]).all())
     finite = [found["dq"][:3], found["dk"][1], found["dk"][0, 0], found["dv"][1]]
     assert all(bool(torch.isfinite(bound).all()) for bound in finite)
+
+
+def test_a_saved_lse_that_is_nan_bounds_nothing_of_its_row():
+    options = problem()
+    known, _ = known_of(options)
+    lse = torch.zeros_like(known.delta)
+    lse[1, 4] = math.nan
+    found = every(options, lse_error=lse)
+    assert torch.isinf(found["dq"]).any(-1).nonzero().tolist() == [[1, 4]]
+    assert bool(torch.isinf(found["dk"][0, 0]).all())
+    assert bool(torch.isfinite(found["dk"][1]).all())
 
 
 def test_a_query_that_is_nan_and_sees_nothing_costs_no_key_its_bound():
@@ -351,3 +399,23 @@ def test_float64_is_within_its_own_proof_and_fp32_is_not():
     for name, bound in proof.items():
         error = (getattr(given, name).double() - exact.gradients[name]).abs()
         assert bool((error.view_as(bound) > bound).any()), name
+
+
+def test_facts_of_a_backward_are_said_and_checked():
+    plain = default_arithmetic(DTYPES["bf16"])
+    said = str(replace(plain, rounds_value_products=FORMATS["bf16"], sums_rounded_heads=True))
+    assert "dO · v rounded to bf16; gradients rounded for each query head" in said
+    assert "dO" not in str(plain)
+    said = str(replace(plain, rereads_weights=True, dkv_parts=5, dq_parts=2))
+    assert "dS of rounded P; dK and dV in 5 rounded parts; dQ in 2 rounded parts" in said
+    with pytest.raises(ValueError, match="dkv_parts=0 must be an integer of at least 1"):
+        replace(plain, dkv_parts=0)
+    with pytest.raises(TypeError, match="rounds_value_products='bf16' is no"):
+        replace(plain, rounds_value_products="bf16")
+    mixed = replace(plain, weights=FORMATS["fp32"])
+    assert mixed.score_gradients.name == "bf16"
+    assert default_arithmetic(DTYPES["fp32"]).score_gradients_error == 0
+    assert (
+        replace(default_arithmetic(DTYPES["tf32"]), truncates=True).score_gradients_error
+        == 2.0**-10
+    )

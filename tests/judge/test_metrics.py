@@ -21,6 +21,11 @@ TRUTH = torch.tensor([[1.0, 2.0, 4.0], [8.0, 0.0, -2.0]], dtype=torch.float64)
 ALL = torch.ones(2, 3, dtype=torch.bool)
 
 
+def test_errors_of_the_truth_itself_are_zero():
+    found = measure_errors(TRUTH.float(), TRUTH, ALL)
+    assert (found.rmse, found.max_error, found.bias, found.elements) == (0.0, 0.0, 0.0, 6)
+
+
 def test_known_errors():
     values = TRUTH.clone()
     values[0, 1] += 3.0
@@ -59,6 +64,8 @@ def test_nothing_counted():
 def test_squares_neither_vanish_nor_overflow(size):
     truth = torch.zeros(2, 3, dtype=torch.float64)
     assert measure_errors(truth + size, truth, ALL).rmse == size
+    heads = torch.zeros_like(HEADS)
+    assert head_rmse(heads + size, heads, ALIVE).tolist() == [[size, size]]
 
 
 @pytest.mark.parametrize("name", ["fp16", "bf16"])

@@ -237,6 +237,12 @@ def test_bias_and_slope():
     assert precision(judged(EXACT.clone())) == Precision(z=0.0)
 
 
+def test_the_ensembles_spread_of_hand_made_errors():
+    rmse = torch.tensor([[3.0, 2.0, 0.0, math.nan, 1.0]])
+    ideal = [torch.tensor([[1.0, 4.0, 0.0, 1.0, 0.0]]), torch.tensor([[2.0, 1.0, 0.0, 1.0, 0.0]])]
+    assert rmse_over_ideal(rmse, ideal).tolist() == [[1.5, 0.5, 0.0, math.inf, 0.0]]
+
+
 def test_what_underflow_explains_is_no_lack_of_precision():
     """Ideal kernels may keep numbers below the normal range, where a GPU takes them for 0."""
     ideal = with_errors(1.0, 2.0**-9)

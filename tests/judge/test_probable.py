@@ -116,6 +116,13 @@ def test_dead_rows_and_unbounded_ones(made):
     assert bool(torch.isfinite(likely.sd_out[0, 0]).all())
 
 
+def test_more_elements_leave_more_room(made):
+    known = drawn(made)
+    few, many = (found(known, default_arithmetic(BF16), elements=n) for n in (1, 2**30))
+    assert bool((many.out >= few.out).all())
+    assert bool((many.out > few.out).any())
+
+
 def played(known, seed):
     """Out of weights rounded to bf16 in a frame of its own, and nothing else."""
     generator = torch.Generator().manual_seed(seed)
@@ -180,6 +187,12 @@ def test_lost_subnormal_weights_are_counted_as_lost(made):
     assert lost < likely.out.item()
     scaled = found(known, replace(e5m2, weights_scale=2.0**15))
     assert scaled.out.item() < lost
+
+
+def test_softmax_statistics_stay_below_the_proof(made):
+    likely = found(made.softmax(made.normal(1, 4, 33)), default_arithmetic(DTYPES["fp32"]))
+    assert bool((likely.out < likely.certain.out).all())
+    assert bool((likely.sd_out > 0).all())
 
 
 def test_weights_below_the_normal_range_may_lose_their_last_bits(made):

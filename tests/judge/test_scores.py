@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from attncheck.core.declared_arithmetic import HOPPER_FP8, default_arithmetic
+from attncheck.core.declared_arithmetic import HOPPER_FP8, Accumulator, default_arithmetic
 from attncheck.core.formats import DTYPES, FORMATS, round_to
 from attncheck.judge.score_errors import score_error, truncation_error
 
@@ -45,10 +47,28 @@ def test_tf32_reads_operands_with_ten_bits_where_it_truncates(made):
     assert cut.bias.item() == 15 * 2 * 2.0**-10
 
 
+def test_a_query_rounded_after_scaling_is_one_operand_error_more(made):
+    known = made.attention([[[3.0]]], [[[5.0]]], [[[1.0]]])
+    plain = default_arithmetic(DTYPES["bf16"])
+    rounds = replace(plain, scaled_query=FORMATS["bf16"])
+    more = score_error(known, rounds).radius - score_error(known, plain).radius
+    assert more.item() == pytest.approx(15 * 2.0**-8, rel=64 * U)  # of the roundings beside it
+
+
 def test_a_softmax_is_given_its_scores(made):
     error = score_error(made.softmax([[[1.0, 2.0]]]), default_arithmetic(DTYPES["fp32"]))
     assert not error.radius.any()
     assert not error.variance.any()
+
+
+def test_a_power_of_two_scales_errors_exactly(made):
+    q, k, v = made.normal(1, 4, 16), made.normal(1, 8, 16, seed=1), made.normal(1, 8, 4, seed=2)
+    one, four = (
+        score_error(made.attention(s * q, k, v), default_arithmetic(DTYPES["fp32"])) for s in (1, 4)
+    )
+    # But for underflow, which is 2^-126 whatever the numbers.
+    assert torch.equal(four.radius, 4 * one.radius)
+    assert torch.equal(four.variance, 16 * one.variance)
 
 
 @pytest.mark.parametrize(("big", "seen_as"), [(8e18, "finite"), (1e19, "infinite")])
@@ -85,6 +105,9 @@ def cut(x, last):
     return torch.trunc(x / unit) * unit
 
 
+TEN_BITS = Accumulator(name="planted", block=32, alignment=9, result=10)
+
+
 def operands(dtype, dim, kind, seed=0):
     generator = torch.Generator().manual_seed(seed)
     q, k = (torch.randn(48, dim, generator=generator).double() for _ in range(2))
@@ -107,6 +130,13 @@ def test_a_13_bit_accumulator_loses_no_more(dtype, dim, kind):
         assert bool((lost <= allowed).all()), (promoted, float((lost / allowed).max()))
     backwards = (added_up(q.flip(1), k.flip(1), HOPPER_FP8) - q @ k.T).abs()
     assert dim % 32 or bool((backwards <= allowed).all())
+
+
+@pytest.mark.parametrize("dtype", ["e4m3", "e5m2"])
+def test_an_accumulator_of_fewer_bits_is_seen(dtype):
+    q, k, fmt = operands(dtype, 64, "normal")
+    allowed = truncation_error(q[None], k[None], HOPPER_FP8, fmt.significand)[0]
+    assert bool(((added_up(q, k, TEN_BITS) - q @ k.T).abs() > allowed).any())
 
 
 def test_the_bound_of_13_bits_is_finer_than_that_of_the_sum_of_magnitudes(made):

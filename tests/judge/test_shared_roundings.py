@@ -40,6 +40,14 @@ def positive(made, dim=64, rows=8):
     return [round_to(torch.special.ndtr(x), FORMATS["bf16"]) for x in drawn]
 
 
+def test_values_are_rounded_to_tf32_where_weights_are_not(made):
+    q, k, v = made.normal(1, 8, 16), made.normal(1, 4, 16, seed=1), made.normal(1, 4, 9, seed=2)
+    known = made.attention(q, k, v)
+    bound = bounds(known, replace(TF32, weights=FORMATS["fp32"])).out
+    weights = torch.softmax(known.scores, -1)
+    assert ((weights @ round_to(v, FORMATS["tf32"]) - known.out).abs() <= bound).all()
+
+
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_a_query_that_is_rounded_moves_all_scores_of_a_row(made, name):
     q, k, v = positive(made)
@@ -109,6 +117,14 @@ def test_a_step_of_few_seen_keys_cuts_as_much_as_a_full_one(made):
     assert row_sum_rounding(known, arithmetic).item() >= KEYS / AMPERE.block * each
 
 
+def test_sums_overflow_before_the_largest_score_has_come(made):
+    keys = torch.zeros(1, 16, 1)
+    keys[0, 0] = 200.0
+    known = made.attention(torch.ones(1, 1, 1), keys, torch.full((1, 16, 1), 1e38))
+    arithmetic = default_arithmetic(DTYPES["bf16"])
+    assert deterministic_bound(known, arithmetic, score_error(known, arithmetic)).out.isinf().all()
+
+
 @pytest.mark.parametrize("place", ["q", "k", "v"])
 def test_numbers_that_tf32_rounds_to_infinity_have_no_bound(made, place):
     tensors = {name: torch.full((1, 2, 1), 1e-30, dtype=torch.float64) for name in "qkv"}
@@ -129,6 +145,18 @@ def test_a_scaled_query_may_be_below_the_normal_range_or_beyond_it(made):
     assert (moved <= score_error(small, arithmetic).radius).all()
     large = made.attention(q, k, k, scale=1e6)
     assert score_error(large, arithmetic).radius.isinf().any()
+
+
+def test_a_maximum_that_lags_is_farther_from_lse(made):
+    known = made.attention(
+        made.normal(1, 2, 4), made.normal(1, 16, 4, seed=1), torch.ones(1, 16, 1)
+    )
+    found = [
+        deterministic_bound(known, one, score_error(known, one)).lse_terms["logarithm"]
+        for one in (BF16, replace(BF16, lazy_rescale=8.0))
+    ]
+    # The maximum, times a rounded factor, and the logarithm of the row sum are as much larger.
+    assert (found[1] - found[0] >= (4 + 4) * 8 * math.log(2) * BF16.unit).all()
 
 
 def test_given_scores_that_overflow_as_exponents_have_no_bound(made):

@@ -101,11 +101,16 @@ def test_a_right_kernel_passes_and_every_fact_is_there():
     [
         ("out", (0, 1, 3, 7), math.nan, "finite", "1 of 2016 elements are NaN or infinite"),
         ("out", (0, 1, 3, 7), math.inf, "finite", "out[0, 1, 3, 7] = inf, but should be "),
+        ("out", (0, 1, 3, 7), -math.inf, "finite", "out[0, 1, 3, 7] = -inf, but should be "),
         ("lse", (0, 0, 4), -math.inf, "finite", "lse[0, 0, 4] = -inf"),
+        ("lse", (0, 0, 4), math.nan, "finite", "lse[0, 0, 4] = nan"),
+        ("lse", (0, 0, 4), math.inf, "finite", "lse[0, 0, 4] = inf"),
         ("out", (*DEAD, 2), math.nan, "empty rows", "but should be 0; 1 of 32 elements of rows"),
         ("out", (*DEAD, 2), 2.0**-149, "empty rows", "out[0, 1, 31, 2] = "),
         ("out", (*DEAD, 2), math.inf, "empty rows", "out[0, 1, 31, 2] = inf"),
+        ("out", (*DEAD, 2), -1.0, "empty rows", "out[0, 1, 31, 2] = -1"),
         ("lse", DEAD, math.nan, "empty rows", "but should be -inf; 1 of 1 elements"),
+        ("lse", DEAD, math.inf, "empty rows", "but should be -inf"),
         ("lse", DEAD, -1e30, "empty rows", "but should be -inf"),
         ("lse", DEAD, 0.0, "empty rows", "but should be -inf"),
     ],
@@ -117,6 +122,8 @@ def test_what_is_not_finite_or_not_exactly_empty_fails(tensor, at, value, rule, 
     assert summary(judgement) == ("fail", rule)
     assert reason in judgement.reason
     assert (judgement.worst.tensor, judgement.worst.at) == (tensor, Place.of(at))
+    if rule == "empty rows":
+        assert (judgement.worst.allowance, judgement.worst.budget) == (0.0, {})
     if rule == "finite":
         assert math.inf in (judgement.out_over_bound, judgement.lse_over_bound)
         # Whatever is proven of the exact result.
@@ -227,6 +234,13 @@ def test_an_error_at_one_element(at, share, changed, status, rule, reason):
     assert reason in judgement.reason
     over = judgement.out_over_bound if len(at) == 4 else judgement.lse_over_bound
     assert over == max(abs(share), 1 / 32)
+    probable = judgement.out_over_probable if len(at) == 4 else judgement.lse_over_probable
+    assert probable == 4 * over
+    if rule == "bound" and status == "fail":
+        worst, unit = judgement.worst, ROW if len(at) == 4 else LSE_ROW
+        exact = getattr(call()["truth"], worst.tensor)[at].item()
+        assert (worst.at, worst.exact, worst.allowance) == (Place.of(at), exact, unit)
+        assert worst.got == exact + share * unit
 
 
 def test_a_row_without_a_finite_allowance_is_not_judged_and_is_counted():

@@ -14,9 +14,10 @@ import torch
 from attncheck.core.conditions import Rows
 from attncheck.core.declared_arithmetic import default_arithmetic
 from attncheck.core.formats import DTYPES
+from attncheck.core.judgement import Place
 from attncheck.core.outputs import Outputs
 from attncheck.core.source_files import import_file
-from attncheck.core.tensor_names import GRADIENTS, TensorName
+from attncheck.core.tensor_names import AXES, GRADIENTS, TensorName
 from attncheck.judge.allowance import Allowance, Sample
 from attncheck.judge.verdict_rules import Compared
 
@@ -155,3 +156,15 @@ def test_a_key_that_no_row_sees_has_a_gradient_of_exactly_0(value) -> None:
     found = verdict({("dv", (*UNSEEN, 2)): value})
     assert (found.status, found.rule) == ("fail", "empty rows")
     assert "of keys that no row sees are not exactly 0" in found.reason
+
+
+def test_only_a_query_lies_in_a_query_tile() -> None:
+    assert verdict({("dq", (0, 0, 2, 0)): 0.0}, tiles=(2, 4)).worst.tile.startswith("query tile 1")
+    assert verdict({("dk", (0, 0, 2, 0)): 0.0}, tiles=(2, 4)).worst.tile == ""
+
+
+@pytest.mark.parametrize("tensor", AXES)
+def test_a_place_is_an_index_and_back(tensor) -> None:
+    index = (0, 3, 2, 1)[-len(AXES[tensor]) :] if len(AXES[tensor]) == 1 else (0, 3, 2, 1)
+    index = index[: len(AXES[tensor])]
+    assert Place.of(index).index(tensor) == index

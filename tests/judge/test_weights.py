@@ -93,6 +93,19 @@ def test_an_error_half_as_large_as_allowed_would_be_missed_by_half_the_bound(mad
     assert exceeded > len(CASES) // 2
 
 
+def test_two_keys_by_hand(made):
+    """P = ½, ½; both exponents off by r: P e^r stands against P e^-r at most."""
+    rho = torch.full((2,), 0.0625, dtype=torch.float64)
+    found = moved(made, torch.zeros(2).double(), rho)
+    growth = 0.5 * math.expm1(0.0625)
+    least = math.exp(-0.0625)
+    assert found.relative.flatten().tolist() == pytest.approx([growth / least] * 2, rel=NOISE)
+    # A weight moves by half its own growth and half the other's.
+    assert found.changed.flatten().tolist() == pytest.approx([growth / least] * 2, rel=NOISE)
+    assert found.upper.flatten().tolist() == pytest.approx([(0.5 + growth) / least] * 2, rel=NOISE)
+    assert found.total_error.item() == pytest.approx(math.log1p(2 * growth), rel=NOISE)
+
+
 def test_a_key_that_nobody_rivals_keeps_its_weight_whatever_the_error(made):
     found = moved(made, torch.tensor([1e4]).double(), torch.tensor([1e3]).double())
     assert found.upper.item() == 1
@@ -100,6 +113,23 @@ def test_a_key_that_nobody_rivals_keeps_its_weight_whatever_the_error(made):
     # v − O is 0: what is left is what float64 may have lost of it.
     lost = math.sqrt((1 + 8) * 2.0**-53) * 4 * 7
     assert weighted_spread(found.changed, values, values).item() <= lost
+
+
+def test_an_error_of_a_hopeless_key_is_no_error_of_the_others(made):
+    """finfo.min added to a score: its own error is 1e31, and its weight is 0 all the same."""
+    scores, rho = torch.tensor([1.0, 2.0, -3.4e38]).double(), torch.tensor([0.0, 0.0, 1e31])
+    with_it = moved(made, scores, rho.double())
+    without = moved(made, scores[:2], rho[:2].double())
+    assert torch.equal(with_it.changed[..., :2], without.changed)
+    assert with_it.changed[..., 2].item() == 0
+    assert with_it.total_error.item() == without.total_error.item()
+
+
+def test_unrounded_weights_have_no_rounding_error(made):
+    known = made.attention(made.normal(1, 4, 8), made.normal(1, 8, 8), made.normal(1, 8, 2))
+    fp32 = default_arithmetic(DTYPES["fp32"])
+    errors = exponent_errors(known, fp32, score_error(known, fp32), None)
+    assert not weight_errors(known, fp32, errors).rounded.any()
 
 
 @pytest.mark.parametrize("scale", [1.0, 256.0])

@@ -19,6 +19,7 @@ from attncheck.subjects.load import load_subject
 from attncheck.subjects.triton_caches import MOST_ROWS, Decode, splits_of
 from attncheck.verify.environment import prepare
 from attncheck.verify.evidence_builder import EvidenceBuilder
+from attncheck.verify.question_fit import allowed_parameters
 from attncheck.verify.run_case import run_case
 
 if TYPE_CHECKING:
@@ -101,6 +102,14 @@ def test_any_group_and_rows_up_to_128(heads, query):
     rows = query * heads[0] // heads[1]
     assert rows <= Decode().launch(problem, "cpu").block_query < max(17, 2 * rows)
     assert_passes(problem)
+
+
+@pytest.mark.parametrize("question", ["alone_in_batch", "batch_permutation", "head_permutation"])
+def test_its_bits_do_not_depend_on_the_batch(question):
+    allowed = allowed_parameters(question, small())
+    parameters = {name: numbers[-1] for name, numbers in allowed.items()}
+    case = Case(problem=small(), question=question, parameters=parameters)
+    assert run_case(Decode(), case, device="cpu").status == "pass"
 
 
 def test_rows_in_several_blocks(monkeypatch):

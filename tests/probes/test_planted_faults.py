@@ -11,6 +11,7 @@ from attncheck import probes
 from attncheck.core.mod_spec import Spec
 from attncheck.core.source_files import import_file
 from attncheck.inputs.problem import Case, Problem
+from attncheck.probes.margins import WeightErrors
 from attncheck.reporting.diagnosis_text import diagnosis_text
 from attncheck.subjects.capabilities.named_kernels import subject_named
 from attncheck.verify.evidence_builder import EvidenceBuilder
@@ -109,7 +110,9 @@ def test_a_fault_is_caught_by_the_probes_that_are_there_for_it(fault):
 def test_decode_names_the_first_wrong_row_and_key(fault, mask, place, says, value_dim, dtype):
     asked = problem(mask, dtype, value_dim=value_dim)
     inputs = probes.inputs(probes.case("decode", asked))
-    found = probes.PROBES["decode"].read(inputs, fault().run(inputs), mask_rows(asked))
+    found = probes.PROBES["decode"].read(
+        inputs, fault().run(inputs), mask_rows(asked), errors=WeightErrors(divides=False)
+    )
     assert found.place == place
     assert says in found.message
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
+
 import pytest
 import torch
 
+import attncheck
 from attncheck import probes
 from attncheck.core.formats import FORMATS, round_to
 from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
+from attncheck.core.source_files import import_file
+from attncheck.inputs.input_tensors import Inputs
 from attncheck.inputs.problem import Problem
 from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.subjects.ideal import Ideal
@@ -16,6 +22,8 @@ from attncheck.subjects.triton_flash import Flash2
 from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.run_case import mask_rows, run_case
 
+designs = import_file(Path(__file__).parent / "designs.py", "right designs")
+Design, OfDesign = designs.Design, designs.OfDesign
 DTYPES = ("fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2")
 MASKS = (
     "full",
@@ -142,3 +150,53 @@ def test_a_scale_that_is_rounded_into_the_operands(small, name, share):
             inputs = probes.inputs(case)
             outputs = _scaled_first(inputs, share=share)
             assert probes.PROBES[name].read(inputs, outputs, mask_rows(problem)) is None, case
+
+
+DESIGNS = {
+    "renormalised by 32 keys": Design(32, renormalises=True),
+    "by 48": Design(48, renormalises=True),
+    "by 96": Design(96, renormalises=True),
+    "by 128": Design(128, renormalises=True),
+    "by 5, without scale": Design(5, renormalises=True, scaled=False),
+    "renormalised splits": Design(16, renormalises=True, splits=3),
+    "splits": Design(32, splits=3),
+    "base e": Design(24, base=math.e),
+    "sums in fp16": Design(16, short=True),
+    "renormalised sums in fp16": Design(16, renormalises=True, short=True),
+}
+
+
+@pytest.mark.parametrize("design", DESIGNS.values(), ids=DESIGNS)
+@pytest.mark.parametrize("name", probes.PROBES)
+def test_no_probe_asks_for_more_than_every_right_design_gives(name, design):
+    """Found by a stranger's kernel: P of a tile was 1/96, though the keys were 128."""
+    kernel = OfDesign(design)
+    for turn, dtype in enumerate(("fp16", "bf16", "fp32", "e4m3", "e5m2")):
+        if design.short and dtype != "fp16":
+            continue  # fp16's range is no other dtype's
+        kv, mask = ((128, "causal"), (77, "full"), (131, "causal"))[turn % 3]
+        problem = Problem(
+            batch=2, heads=2, query=kv, kv=kv, head_dim=16, dtype=dtype, mask=Spec.of(mask)
+        )
+        for case in probes.cases(name, problem)[:2]:
+            record = run_case(kernel, case, device="cpu")
+            assert (record.status, record.reason) == ("pass", ""), dtype
+
+
+@pytest.mark.parametrize("tile", [32, 48, 96, 128])
+def test_a_function_that_renormalises_by_tile_passes_check(tile):
+    """Nothing is declared of it."""
+    design = Design(tile, renormalises=True)
+
+    def attention(query, key, value, is_causal=False, scale=None, enable_gqa=False):
+        batch, heads, rows, dim = query.shape
+        problem = Problem(
+            batch=batch, heads=heads, kv_heads=key.shape[1], query=rows, kv=key.shape[2],
+            head_dim=dim, value_dim=value.shape[3], dtype="fp16", scale=scale or 0.0,
+            mask=Spec.of("causal" if is_causal else "full"),
+        )  # fmt: skip
+        return design.attend(Inputs(problem=problem, q=query, k=key, v=value)).out
+
+    records = attncheck.check(attention, dtypes=["fp16"], device="cpu")
+    assert {"pass", "unsupported"} >= {record.status for record in records}
+    assert sum(record.status == "pass" for record in records) > len(records) / 2

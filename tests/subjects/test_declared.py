@@ -213,7 +213,7 @@ def test_later_overrides_win(override, reason):
         ({"gqa": 1}, "gqa: expected bool, got whole number"),
         ({"lse": "base3"}, "lse 'base3' is not known: choose from base2, natural"),
         ({"empty_row": "one"}, "empty_row 'one' is not known: choose from mean, nan"),
-        ({"promises": ["speed"]}, "promises 'speed' is not known: choose from batch, hidden"),
+        ({"promises": ["speed"]}, "promises 'speed' is not known: choose from batch, group"),
         ({"max_query": 0}, "max_query=0 must be at least 1"),
         ({"override": [{"gqa": True}]}, "missing required field when"),
         ({"override": [{"when": {}}]}, r"override\[0\].when is empty"),

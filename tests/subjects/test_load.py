@@ -10,7 +10,7 @@ import pytest
 
 from attncheck.core.errors import UnknownName, UsageError
 from attncheck.subjects.capabilities import named_kernels
-from attncheck.subjects.load import load_subject
+from attncheck.subjects.load import load_candidate, load_subject
 
 
 def test_the_names_and_their_order():
@@ -77,6 +77,22 @@ def test_a_function_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(MINE.format(body='name = "mine"') + "def make():\n    return Mine()\n")
     assert load_subject(f"{path}::make").name == "mine"
+
+
+def test_a_file_imports_its_siblings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in ("before", "later"):
+        (tmp_path / f"planted_{name}.py").write_text("FACTOR = 2\n")
+        monkeypatch.delitem(sys.modules, f"planted_{name}", raising=False)
+    (tmp_path / "mine.py").write_text(
+        "import planted_before\n"
+        "def kernel(q, k, v):\n    import planted_later\n    return planted_later.FACTOR * q\n"
+    )
+    kernel = load_candidate(f"{tmp_path / 'mine.py'}::kernel").target
+    assert callable(kernel)
+    # Not found by ``import`` before: only as the file's own siblings.
+    assert kernel(21, None, None) == 42
+    assert sys.path[0] == str(tmp_path.resolve())
 
 
 def test_a_name_of_the_library() -> None:

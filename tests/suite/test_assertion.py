@@ -162,6 +162,96 @@ def test_out_may_be_finer_than_its_inputs():
     assert found.arithmetic.endswith("out in fp32")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("wide", [torch.float32, torch.float64], ids=str)
+def test_an_upcast_result_is_judged_as_what_it_was(dtype, wide):
+    given = tensors(dtype)
+    out = scaled_dot_product_attention(*given.values())
+    found = close(out.to(wide), **given)
+    stored = str(wide).removeprefix("torch.")
+    note = "" if dtype is wide else f", as every number of the {stored} out is one of it"
+    assert found.arithmetic == close(out, **given).arithmetic + note
+    assert found.out_over_bound == close(out, **given).out_over_bound
+    with pytest.raises(AssertionError, match="bound: out"):
+        close((out * 1.02).to(wide), **given)
+
+
+def test_one_number_that_was_never_rounded_shows_that_none_was():
+    given = tensors(kv=30)
+    # P is 1/30 throughout, far between two bf16: with the rounding of out too much for fp32.
+    given["q"].zero_(), given["v"].abs_()
+    out = with_lse(given)[0].float()
+    assert close(out, **given).status == "pass"
+    out[0, 0, 0, 0] *= 1 + 2.0**-20
+    with pytest.raises(AssertionError, match="bound: out") as error:
+        close(out, **given)
+    assert error.value.judgement.arithmetic.endswith("out in fp32")
+
+
+def test_too_few_numbers_to_tell_an_upcast():
+    """One number happens to be of the shorter dtype once in 2^16: more often than a millionth."""
+    given = {name: torch.ones(1, 1, 1, 1, dtype=torch.bfloat16) for name in "qkv"}
+    assert close(torch.ones(1, 1, 1, 1), **given).arithmetic.endswith("out in fp32")
+    given["v"] = torch.tensor([1.0, 2.0], dtype=torch.bfloat16).view(1, 1, 1, 2)
+    found = close(torch.tensor([1.0, 2.0]).view(1, 1, 1, 2), **given)
+    assert found.arithmetic.endswith("out in bf16, as every number of the float32 out is one of it")
+
+
+def test_numbers_that_are_not_finite_and_reach_a_row_are_refused():
+    given = tensors()
+    given["k"][1, 2, 7, 3:5] = math.nan
+    given["v"][0, 0, 2, 1] = math.inf
+    out = scaled_dot_product_attention(*given.values())
+    with pytest.raises(AttncheckError) as error:
+        close(out, **given)
+    assert str(error.value) == (
+        "the exact result of 48 of 192 rows is not finite, and nothing can be compared with it: "
+        "2 of k, 1 of v are NaN or infinite. Give finite numbers, or hide such keys by a mask."
+    )
+    given = tensors()
+    with pytest.raises(AttncheckError, match="the score mod gives NaN or ∞"):
+        close(given["q"], **given, score_mod=lambda s, b, h, i, j: s / (i - j) * 0)
+
+
+def test_what_is_hidden_may_be_anything():
+    given = tensors()
+    seen = torch.arange(33) < 20
+    out = scaled_dot_product_attention(*given.values(), attn_mask=seen.expand(24, -1))
+    given["k"][:, :, 20:], given["v"][:, :, 20:] = math.nan, math.inf
+    assert close(out, **given, mask=seen).status == "pass"
+    out[0, 0, 0, 0] = math.nan
+    with pytest.raises(AssertionError, match="finite: out"):
+        close(out, **given, mask=seen)
+
+
+ADDED = torch.linspace(-3, 3, 24 * 33).view(24, 33)
+
+
+@pytest.mark.parametrize(
+    "added",
+    [
+        WINDOW,
+        torch.zeros(24, 33).masked_fill(~WINDOW, -math.inf),
+        ADDED,
+        ADDED.masked_fill(~WINDOW, -math.inf),
+        ADDED.bfloat16().expand(2, 4, -1, -1),
+        torch.zeros(1, 33),
+    ],
+    ids=["bool", "0 and −∞", "finite", "both", "bf16, four axes", "nothing"],
+)
+def test_an_attn_mask_is_torchs(added):
+    given = tensors()
+    boolean = added.dtype is torch.bool
+    out = scaled_dot_product_attention(
+        *(tensor.float() for tensor in given.values()),
+        attn_mask=added if boolean else added.float(),
+    ).bfloat16()
+    assert close(out, **given, attn_mask=added).status == "pass"
+    if bool(added.any()):
+        with pytest.raises(AssertionError):
+            close(out, **given)
+
+
 def test_a_problem_or_its_inputs():
     problem = Problem(query=20, kv=30, head_dim=16, mask=Spec.of("causal"))
     drawn = input_tensors.draw_inputs(problem)
@@ -298,6 +388,13 @@ def counting(score, b, h, i, j):
         ({"k": torch.zeros(2, 4, 33, 16, device="meta")}, "k.device=meta, but q.device=cpu"),
         ({"mask": torch.ones(24, 24, dtype=torch.bool)}, "mask.shape=(24, 24) must broadcast to"),
         ({"mask": torch.ones(24, 33)}, "mask.dtype=torch.float32 must be torch.bool"),
+        ({"attn_mask": WINDOW, "mask": WINDOW}, "attn_mask and mask are given both"),
+        ({"attn_mask": WINDOW, "is_causal": True}, "attn_mask and is_causal are given both"),
+        ({"attn_mask": ADDED, "score_mod": capped}, "attn_mask and score_mod are given both"),
+        ({"attn_mask": capped}, "attn_mask is function: it must be a tensor."),
+        ({"attn_mask": ADDED[:9]}, "attn_mask.shape=(9, 33) must broadcast to (batch, heads, "),
+        ({"attn_mask": ADDED.double()}, "attn_mask.dtype=torch.float64 must be bool, True where"),
+        ({"attn_mask": -ADDED.log()}, "attn_mask holds NaN or ∞: what is added is finite"),
         ({"mask": WINDOW, "is_causal": True}, "mask and is_causal are given both"),
         ({"mask": lambda b: b}, "mask '<lambda>' cannot be traced: it must take (b, h, q_idx, "),
         ({"score_mod": lambda s: s}, "score mod '<lambda>' cannot be traced: it must take"),

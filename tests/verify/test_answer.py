@@ -92,6 +92,14 @@ def test_a_last_bit_is_within_the_bounds_of_who_does_not() -> None:
     assert status(Restless(), "repeat") == "pass"
 
 
+@pytest.mark.parametrize(("withdrawn", "expected"), [("batch", "fail"), ("group", "pass")])
+def test_bits_of_a_group_are_a_promise_of_their_own(withdrawn, expected) -> None:
+    """A kernel may be independent of its batch, and pack the rows of a group into one tile."""
+    kernel = Moved()
+    kernel.promises = Ideal.promises - {withdrawn}
+    assert status(kernel, "gqa_repeat") == expected
+
+
 def test_more_than_rounding_is_not() -> None:
     record = run_case(Doubled(), Case(problem=PROBLEM, question="repeat"), device="cpu")
     assert record.status == "fail"

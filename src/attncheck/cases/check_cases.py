@@ -14,8 +14,6 @@ from attncheck.inputs.problem import LARGEST_HEAD_DIM, Case, Problem
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = ["CheckCase", "check_cases"]
-
 # Decoding tells where each key is, so that it is asked on every layout with a place to confuse;
 # what other probes show does not depend on it.
 _ON_EVERY_LAYOUT = ("decode",)

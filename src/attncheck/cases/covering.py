@@ -22,25 +22,6 @@ from attncheck.inputs.problem import Problem
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
-__all__ = [
-    "BACKWARD",
-    "DIMS",
-    "DISTRIBUTIONS",
-    "EXCLUSIONS",
-    "HEADS",
-    "MASKS",
-    "SCORES",
-    "SHAPES",
-    "STORED",
-    "Exclusion",
-    "covering_rows",
-    "restore_lost_pairs",
-    "row_name",
-    "row_problem",
-    "row_values",
-]
-
-
 Exclusion = tuple[tuple[str, ...], "Callable[[Mapping[str, Any]], bool]"]
 """Names of axes, and whether values of theirs cannot be together."""
 

@@ -10,8 +10,6 @@ from attncheck.core.mod_spec import Spec
 from attncheck.core.paged_layout import Paging
 from attncheck.inputs.problem import SOFTMAX_DTYPES, Problem
 
-__all__ = ["PLAIN_KIND", "SOFTMAX", "ProblemKind", "sample_problems"]
-
 SOFTMAX = "softmax"
 """In place of a mask family: row softmax, which has no mask."""
 

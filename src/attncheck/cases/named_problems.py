@@ -14,21 +14,6 @@ from attncheck.core.formats import FORMATS
 from attncheck.core.mod_spec import Spec
 from attncheck.core.paged_layout import Paging
 
-__all__ = [
-    "BACKWARD_CAP",
-    "CHECK",
-    "CONTRACT",
-    "FP8",
-    "MANY_KEYS",
-    "MANY_SEQUENCES",
-    "MEMORY",
-    "PROBED",
-    "SANITIZER",
-    "SMALLEST",
-    "NamedProblem",
-    "tagged",
-]
-
 CHECK = "check"
 """Asked by ``attncheck check``, and as the fixture ``problem`` of somebody's own tests."""
 PROBED = "probed"

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from attncheck.core.errors import UnknownName
 
-__all__ = ["TIERS", "Tier", "default_tier", "tier_named"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tier:

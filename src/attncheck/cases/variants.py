@@ -27,24 +27,6 @@ if TYPE_CHECKING:
     from attncheck.inputs.recorded_calls import Recording
     from attncheck.subjects.capabilities.subject import Subject
 
-__all__ = [
-    "ALL",
-    "DEFAULT_SHAPES",
-    "FURTHER",
-    "SHARP",
-    "VARIANTS",
-    "Cell",
-    "Shape",
-    "Variant",
-    "check_measured",
-    "check_memory",
-    "choose_cell",
-    "own_variant",
-    "plan_cells",
-    "recorded_cells",
-]
-
-
 ALL = "all"
 """In place of a name: every variant there is, those of ``FURTHER`` too."""
 

@@ -29,19 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-__all__ = [
-    "NOTHING_KNOWN",
-    "Ball",
-    "BallArray",
-    "balls_of",
-    "each_ball",
-    "error_bound",
-    "flint_version",
-    "hull",
-    "is_known",
-    "working_precision",
-]
-
 Ball: TypeAlias = Any  # flint.arb
 BallArray: TypeAlias = NDArray[np.object_]
 """Balls in the axes of a tensor."""

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Conditions", "GradientConditions", "ReadConditions", "Rows", "ScoreModError"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:

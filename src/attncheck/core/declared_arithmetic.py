@@ -19,18 +19,6 @@ if TYPE_CHECKING:
 
     Count = TypeVar("Count", float, Tensor)
 
-__all__ = [
-    "AMPERE",
-    "FP32",
-    "FP64",
-    "FP64_ORACLE",
-    "HOPPER_FP8",
-    "VOLTA",
-    "Accumulator",
-    "Arithmetic",
-    "default_arithmetic",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accumulator:

@@ -21,8 +21,6 @@ from attncheck.core.mod_spec import GENERATOR
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Draws"]
-
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 

@@ -8,18 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = [
-    "AttncheckError",
-    "InterpreterUnavailable",
-    "OraclesDisagree",
-    "ProblemError",
-    "TraceError",
-    "UnknownName",
-    "UsageError",
-    "refuse_recorded",
-    "without_recorded",
-]
-
 
 class AttncheckError(Exception):
     """Base of every error that attncheck raises on purpose; its text is one line."""

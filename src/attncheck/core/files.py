@@ -14,8 +14,6 @@ from attncheck.core.sanitize_text import one_line
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-__all__ = ["check_names", "write_files", "write_texts"]
-
 
 def check_names(
     directory: Path | str,

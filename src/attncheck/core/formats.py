@@ -17,8 +17,6 @@ from attncheck.core.errors import UnknownName
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DTYPES", "FORMATS", "Dtype", "Format", "dtype_named", "fp32", "round_to", "spacing"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:

@@ -11,16 +11,6 @@ import msgspec
 from attncheck.core.errors import UsageError
 from attncheck.core.sanitize_text import one_line
 
-__all__ = [
-    "read_json",
-    "refusal_message",
-    "source_name",
-    "to_json_text",
-    "to_plain_data",
-    "words_to_numbers",
-    "words_to_record_numbers",
-]
-
 # JSON has no word for these; strings keep the file valid for every reader.
 _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 # Elsewhere, as in a name or a message, "nan" is text.

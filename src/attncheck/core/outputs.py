@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     from attncheck.core.tensor_names import TensorName
 
-__all__ = ["Outputs"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outputs:

@@ -8,8 +8,6 @@ from typing import Any
 
 from attncheck.core.errors import ProblemError
 
-__all__ = ["LARGEST_PAGE", "Paging"]
-
 LARGEST_PAGE = 4096
 # A seed of JSON and of NumPy alike: what fits in a signed 64-bit number.
 _LARGEST_SEED = 2**63 - 1

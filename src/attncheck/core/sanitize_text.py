@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 import unicodedata
 
-__all__ = ["LONGEST", "for_markdown", "for_spreadsheet", "markdown_code", "one_line", "shortened"]
-
 LONGEST = 2000
 """Characters of one reason that a page shows; the JSON and the CSV keep the rest."""
 

@@ -20,16 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import CodeType, ModuleType
 
-__all__ = [
-    "DivertedOutput",
-    "error_line",
-    "import_file",
-    "line_in_file",
-    "load_attribute",
-    "load_member",
-    "load_module_member",
-]
-
 _MOST_HELD = 2**16  # characters; more are no usage message
 
 

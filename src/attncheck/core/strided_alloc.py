@@ -7,8 +7,6 @@ import sys
 
 import torch
 
-__all__ = ["copy_far_rows", "has_far_rows", "release_cached_memory", "reserve_memory"]
-
 # What a 32-bit integer cannot count. A tensor of so much memory has most of it between its rows, or
 # it is a large one, which is copied whole.
 _WIDE = 2**31

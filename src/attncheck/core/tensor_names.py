@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-__all__ = ["AXES", "GRADIENTS", "TensorName"]
-
 TensorName = Literal["out", "lse", "dq", "dk", "dv", "dsink", "dcaptured"]
 """Names of the tensors that are compared."""
 

@@ -42,6 +42,7 @@ def of_file(file: str, name: str) -> Any:
         raise ImportError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and Triton look it up
+    sys.path.insert(0, str(path.resolve().parent))  # it may import its siblings
     spec.loader.exec_module(module)
     return getattr(module, name)
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from msgspec.structs import replace as replace_struct
 
 from attncheck.core.declared_arithmetic import Arithmetic, default_arithmetic
 from attncheck.core.errors import ProblemError, UsageError
-from attncheck.core.formats import DTYPES, FORMATS
+from attncheck.core.formats import DTYPES, FORMATS, round_to
 from attncheck.core.mod_spec import FULL, NONE, Dimensions, Entry, Spec
 from attncheck.core.outputs import Outputs
 from attncheck.diagnose.diagnosis import LARGEST_DIAGNOSED, diagnose_result
@@ -20,9 +22,10 @@ from attncheck.inputs import input_tensors
 from attncheck.inputs.distributions import DISTRIBUTIONS, Distribution
 from attncheck.inputs.input_tensors import Descale, Inputs
 from attncheck.inputs.problem import Case, Problem
+from attncheck.judge.probabilistic_bound import MISSED
 from attncheck.mods.index_ranges import check_index_ranges
 from attncheck.mods.masks import MASKS
-from attncheck.mods.scores import SCORES, table_reader
+from attncheck.mods.scores import SCORES, bias, table_reader
 from attncheck.mods.torch_tracer import describe_mod
 from attncheck.mods.trace import count_disagreements, trace_mask, trace_score
 from attncheck.subjects.capabilities.subject import capability
@@ -45,7 +48,7 @@ __all__ = ["UserOutputs", "UserTensors"]
 
 
 _DEVICES = ("cpu", "cuda")
-_SINKS = (torch.float32, torch.bfloat16, torch.float16)
+_EXACT_IN_FP32 = (torch.float32, torch.bfloat16, torch.float16)
 
 # Nothing that is kept by name may be another call's.
 _NUMBERS = itertools.count(1)
@@ -61,6 +64,8 @@ class UserTensors:
         v: ``(batch, kv_heads, kv, value_dim)``, the same dtype.
         mask: A FlexAttention mask, or a bool tensor that broadcasts to ``(batch, heads, query,
             kv)``, True where a row sees a key; None where all see all.
+        attn_mask: What ``F.scaled_dot_product_attention`` takes by this name: booleans, as
+            ``mask``, or what is added to the scores, −∞ where a row does not see a key.
         is_causal: Row i sees keys up to i, as ``F.scaled_dot_product_attention`` has it.
         score_mod: A FlexAttention score mod.
         scale: Factor of q·k, read as fp32; None for 1/√head_dim.
@@ -75,6 +80,7 @@ class UserTensors:
     k: Tensor
     v: Tensor
     mask: Tensor | Callable[..., Tensor] | None = None
+    attn_mask: Tensor | None = None
     is_causal: bool = False
     score_mod: Callable[..., Tensor] | None = None
     scale: float | None = None
@@ -92,6 +98,10 @@ class UserTensors:
                 cannot be traced; in one line.
         """
         self._check_tensors()
+        if self.attn_mask is not None:
+            with self._without_attn_mask().inputs() as meant:
+                yield meant
+            return
         with ExitStack() as names:
             name = f"given {next(_NUMBERS)}"
             mask = self._mask(names, name)
@@ -165,7 +175,13 @@ class UserTensors:
         if self.is_causal:
             raise UsageError("mask and is_causal are given both: let the mask say it.")
         if isinstance(self.mask, torch.Tensor):
-            return _registered(names, MASKS, name, _entry(table_reader(self._table(self.mask))))
+            if self.mask.dtype is not torch.bool:
+                raise UsageError(
+                    f"mask.dtype={self.mask.dtype} must be torch.bool, True where a row sees a "
+                    "key; what is added to scores is attn_mask, or a score_mod."
+                )
+            table = self._table("mask", self.mask)
+            return _registered(names, MASKS, name, _entry(table_reader(table)))
         self._check_mod("mask", self.mask, trace_mask)
         return _registered(names, MASKS, name, _entry(self.mask))
 
@@ -188,17 +204,44 @@ class UserTensors:
                 "the same at each call, and for each index by itself."
             )
 
-    def _table(self, mask: Tensor) -> Tensor:
-        if mask.dtype is not torch.bool:
+    def _without_attn_mask(self) -> UserTensors:
+        """The same call with the mask and the score mod that ``attn_mask`` means."""
+        mask = self.attn_mask
+        if not isinstance(mask, torch.Tensor):
+            raise UsageError(f"attn_mask is {type(mask).__name__}: it must be a tensor.")
+        additive = mask.dtype is not torch.bool
+        for name in ("mask", "is_causal", *(["score_mod"] if additive else [])):
+            # False is what ``is_causal`` is where nobody gave it.
+            if getattr(self, name) is not None and getattr(self, name) is not False:
+                raise UsageError(f"attn_mask and {name} are given both: let one of them say it.")
+        if additive and mask.dtype not in _EXACT_IN_FP32:
+            able = ", ".join(str(dtype).removeprefix("torch.") for dtype in _EXACT_IN_FP32)
             raise UsageError(
-                f"mask.dtype={mask.dtype} must be torch.bool, True where a row sees a key; what is "
-                "added to scores is a score_mod."
+                f"attn_mask.dtype={mask.dtype} must be bool, True where a row sees a key, or of "
+                f"what is added to the scores {able}."
             )
+        table = self._table("attn_mask", mask)
+        if not additive:
+            return replace(self, mask=table, attn_mask=None)
+        if bool((table.isnan() | table.isposinf()).any()):
+            raise UsageError("attn_mask holds NaN or ∞: what is added is finite, or −∞ to hide.")
+        seen = ~table.isneginf()
+        return replace(
+            self,
+            mask=None if bool(seen.all()) else seen,
+            # Of 0 and −∞ alone it is a mask and nothing else.
+            score_mod=bias(table.float().masked_fill(~seen, 0))
+            if bool(table[seen].any())
+            else None,
+            attn_mask=None,
+        )
+
+    def _table(self, name: str, mask: Tensor) -> Tensor:
         scores = (*self.q.shape[:3], self.k.shape[2])
         shape = (1,) * (4 - mask.dim()) + tuple(mask.shape)
         if len(shape) > 4 or any(a not in {1, b} for a, b in zip(shape, scores, strict=True)):
             raise UsageError(
-                f"mask.shape={tuple(mask.shape)} must broadcast to (batch, heads, query, kv) = "
+                f"{name}.shape={tuple(mask.shape)} must broadcast to (batch, heads, query, kv) = "
                 f"{scores}."
             )
         return mask.detach().to(self.q.device).reshape(shape)
@@ -237,8 +280,8 @@ class UserTensors:
             raise UsageError(
                 f"sink.shape={tuple(sink.shape)} must be (heads,) = {tuple(self.q.shape[1:2])}."
             )
-        if sink.dtype not in _SINKS:
-            able = ", ".join(str(dtype).removeprefix("torch.") for dtype in _SINKS)
+        if sink.dtype not in _EXACT_IN_FP32:
+            able = ", ".join(str(dtype).removeprefix("torch.") for dtype in _EXACT_IN_FP32)
             raise UsageError(f"sink.dtype={sink.dtype} is not known: choose from {able}.")
         if sink.device != self.q.device:
             raise UsageError(f"sink.device={sink.device}, but q.device={self.q.device}.")
@@ -286,10 +329,16 @@ class UserOutputs:
         """Return what the judge says, and where the oracles it rests on disagree, if anywhere.
 
         Raises:
-            UsageError: for arguments that are no call of attention, or no answer to it.
+            UsageError: for arguments that are no call of attention, or no answer to it, and where
+                NaN or ∞ reaches the exact result of a row: there is nothing to compare it with.
         """
         with self._evidence() as (result, evidence):
+            _check_exact_rows(evidence)
             judgement = judge_outputs(result, evidence)
+            output, stored = result.arithmetic.output, str(self.out.dtype).removeprefix("torch.")
+            if output.torch_dtype != self.out.dtype:
+                judged = f"{judgement.arithmetic}, as every number of the {stored} out is one of it"
+                judgement = replace_struct(judgement, arithmetic=judged)
             return judgement, disagreement(judgement, evidence.evidence)
 
     def diagnosis(self) -> Diagnosis | None:
@@ -360,6 +409,7 @@ class UserOutputs:
         columns = problem.kv if problem.operation == "softmax" else problem.value_dim
         rows = (problem.batch, problem.heads, problem.query)
         output = _checked("out", self.out, (*rows, columns), inputs)
+        output = _format_before_upcast(self.out, output, problem.formats.output)
         if self.lse is not None:
             _checked("lse", self.lse, rows, inputs)
         if arithmetic is None:
@@ -376,6 +426,46 @@ class UserOutputs:
         lse = None if self.lse is None else self.lse.detach()
         outputs = Outputs(self.out.detach(), lse)
         return Execution(outputs=outputs, seconds=None, tiling=None, arithmetic=arithmetic)
+
+
+def _check_exact_rows(evidence: EvidenceBuilder) -> None:
+    """Raise UsageError where a row that sees keys has no finite exact result."""
+    truth, alive = evidence.truth, evidence.alive
+    finite = truth.out.isfinite().all(-1) & evidence.evidence.lse.isfinite()
+    lost = int((alive & ~finite).sum())
+    if not lost:
+        return
+    counts = {
+        name: int((~tensor.float().isfinite()).sum())
+        for name, tensor in evidence.inputs.tensors().items()
+        if name != "sink"  # where −∞ means none
+    }
+    held = ", ".join(f"{n} of {name}" for name, n in counts.items() if n)
+    whence = f"{held} are NaN or infinite" if held else "the score mod gives NaN or ∞"
+    raise UsageError(
+        f"the exact result of {lost} of {int(alive.sum())} rows is not finite, and nothing can be "
+        f"compared with it: {whence}. Give finite numbers, or hide such keys by a mask."
+    )
+
+
+def _format_before_upcast(out: Tensor, stored: Format, usual: Format) -> Format:
+    """Return the format that out was rounded to: ``stored``, or ``usual`` of an upcast result.
+
+    A result that was not rounded to a shorter format holds a number of it by chance once in 2 to
+    the power of the bits that this lacks: so many different numbers that all do happen no more
+    often than ``MISSED``.
+    """
+    for shorter in (usual, FORMATS["fp32"]):
+        lacking = stored.significand - shorter.significand
+        if lacking <= 0:
+            continue
+        numbers = out.detach().double().abs()
+        numbers = numbers[numbers.isfinite() & (numbers > 0)]
+        if bool((round_to(numbers, shorter) != numbers).any()):
+            continue
+        if len(torch.unique(numbers)) >= -math.log2(MISSED) / lacking:
+            return shorter
+    return stored
 
 
 def _checked(name: str, tensor: object, shape: tuple[int, ...], inputs: Inputs) -> Format:

@@ -26,15 +26,6 @@ if TYPE_CHECKING:
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.mods.signatures import MaskMod, ScoreMod
 
-__all__ = [
-    "TRIED_TILES",
-    "ExactAttention",
-    "ExactGradients",
-    "SoftmaxParts",
-    "sum_group",
-    "weighted_sum",
-]
-
 TRIED_TILES = (16, 32, 64, 128)
 """Keys of a tile that are tried where a kernel declares none."""
 

@@ -15,17 +15,6 @@ if TYPE_CHECKING:
     from attncheck.fault_models.steps import Steps
     from attncheck.inputs.problem import Problem
 
-__all__ = [
-    "MOST_GRID_PLACES",
-    "SIGNS",
-    "FaultModel",
-    "ModelTable",
-    "Prediction",
-    "has_mask",
-    "has_score",
-    "is_attention",
-]
-
 Parameters = Mapping[str, int | float | str]
 
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from attncheck.inputs.problem import Problem
     from attncheck.mods.captured_gradients import Leaf
 
-__all__ = ["MODELS"]
-
 MODELS = BackwardTable()
 
 _model = MODELS.of_backward

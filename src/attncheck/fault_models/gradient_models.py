@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from attncheck.inputs.problem import Problem
     from attncheck.mods.signatures import MaskMod
 
-__all__ = ["MODELS", "BackwardTable", "nan_where"]
-
 _MOST_PARTS = 12  # of dQ, that are tried
 _GRADIENTS = ("dq", "dk", "dv", "dsink")
 

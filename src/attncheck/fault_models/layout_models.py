@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from attncheck.fault_models.fault_model import Form
     from attncheck.inputs.problem import Problem
 
-__all__ = ["MODELS", "contiguous", "read_as", "wider", "with_keys"]
-
 MODELS = ModelTable()
 
 _model = MODELS.add

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from attncheck.inputs.problem import Problem
     from attncheck.mods.signatures import MaskMod
 
-__all__ = ["MODELS", "mask_without"]
-
 MODELS = ModelTable()
 
 _model = MODELS.add

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from attncheck.fault_models.fault_model import Form
     from attncheck.inputs.problem import Problem
 
-__all__ = ["MODELS"]
-
 MODELS = ModelTable()
 
 _model = MODELS.add

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from attncheck.fault_models.fault_model import Form
     from attncheck.inputs.problem import Problem
 
-__all__ = ["FP8", "MODELS", "RECURRENCE"]
-
 RECURRENCE = ModelTable()
 """Of the online softmax: tile by tile, with something not rescaled."""
 FP8 = ModelTable()

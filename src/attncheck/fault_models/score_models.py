@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from attncheck.inputs.problem import Problem
     from attncheck.mods.signatures import ScoreMod
 
-__all__ = ["MODELS", "fixed_scale", "scale_by", "score_with"]
-
 MODELS = ModelTable()
 
 _model = MODELS.add

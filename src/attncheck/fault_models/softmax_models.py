@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from attncheck.fault_models.fault_model import Form
     from attncheck.inputs.problem import Problem
 
-__all__ = ["MODELS", "SINKS"]
-
 MODELS = ModelTable()
 """Of the softmax itself."""
 SINKS = ModelTable()

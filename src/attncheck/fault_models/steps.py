@@ -27,15 +27,6 @@ if TYPE_CHECKING:
     from attncheck.inputs.problem import Problem
     from attncheck.mods.signatures import MaskMod, ScoreMod
 
-__all__ = [
-    "LOG2E",
-    "RIGHT",
-    "Steps",
-    "replace_mask_parts",
-    "replace_score_parts",
-    "round_to_format",
-]
-
 # Kernels compute exp2: scores are multiplied by it, and LSE is divided by it.
 LOG2E = math.log2(math.e)
 

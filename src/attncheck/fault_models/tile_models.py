@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from attncheck.fault_models.fault_model import Form
     from attncheck.inputs.problem import Problem
 
-__all__ = ["MODELS", "SPLITS", "padded_keys", "tile_visibility", "with_padding"]
-
 MODELS = ModelTable()
 """Of which tiles of keys a loop visits, and what pads the last one."""
 SPLITS = ModelTable()

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
     from attncheck.inputs.recorded_calls import Dtype, MaskKind
 
-__all__ = ["capture"]
-
 # torch's own, also where torch.nn.functional has got another one meanwhile that calls it.
 _SDPA = torch._C._nn.scaled_dot_product_attention
 _NAME = "scaled_dot_product_attention"

@@ -22,17 +22,6 @@ if TYPE_CHECKING:
 
     from attncheck.core.draws import Draws
 
-__all__ = [
-    "DISTRIBUTIONS",
-    "Distribution",
-    "Drawn",
-    "Floats",
-    "Sizes",
-    "distribution_named",
-    "draw",
-    "draw_scores",
-]
-
 Floats: TypeAlias = "NDArray[np.float64]"
 Integers: TypeAlias = "NDArray[np.int64]"
 Drawn: TypeAlias = "tuple[Floats, Floats, Floats]"

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from attncheck.inputs.problem import Problem
 
-__all__ = ["Descale", "Inputs", "draw_inputs", "round_inputs", "unrounded_inputs"]
-
 # Rounding needs about ten float64 temporaries; 2**18 elements make that 20 MB.
 _CHUNK = 1 << 18
 _LN2 = 0.6931471805599453

@@ -13,29 +13,20 @@ from attncheck.core.errors import ProblemError
 if TYPE_CHECKING:
     from attncheck.inputs.problem import Problem
 
-__all__ = [
-    "PROMISES",
-    "Allowed",
-    "Parameters",
-    "Promise",
-    "check_parameters",
-    "fits_all",
-    "no_parameters",
-]
-
 Parameters = Mapping[str, int | float]
 Allowed = Mapping[str, Sequence[int]]
 
-Promise = Literal["repeat", "batch", "layout", "hidden"]
+Promise = Literal["repeat", "batch", "group", "layout", "hidden"]
 """Promise of a kernel about its bits, beyond being right.
 
-``repeat``: the same call gives the same bits. ``batch``: the bits of a row depend on its own head
-of q, k and v alone, and on nothing else in the call nor on where in the batch it stands.
+``repeat``: the same call gives the same bits. ``batch``: the bits of a row depend on its own
+sequence and kv head alone, and on nothing else in the call nor on where in the batch it stands.
+``group``: nor on how many query heads read that kv head.
 ``layout``: strides and pages do not change bits. ``hidden``: what the mask hides from a row moves
 no bit of the row, and may be NaN or overflow.
 """
 
-PROMISES: tuple[Promise, ...] = ("repeat", "batch", "layout", "hidden")
+PROMISES: tuple[Promise, ...] = ("repeat", "batch", "group", "layout", "hidden")
 
 
 def fits_all(problem: Problem) -> None:

@@ -38,19 +38,6 @@ if TYPE_CHECKING:
     from attncheck.inputs.distributions import Drawn, Sizes
     from attncheck.mods.signatures import MaskMod, ScoreMod
 
-__all__ = [
-    "DTYPES",
-    "METADATA",
-    "VERSION",
-    "Call",
-    "Header",
-    "MaskKind",
-    "Recording",
-    "sizes_problem",
-    "tensor_name",
-]
-
-
 VERSION = 1
 METADATA = "attncheck"
 DTYPES = ("fp32", "fp16", "bf16")

@@ -28,8 +28,6 @@ from attncheck.inputs.recorded_calls import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["call_fact", "load", "tensor_fact"]
-
 
 def call_fact(call: Call) -> str | None:
     """Return what is wrong with a call's description; None where nothing is."""

@@ -19,18 +19,6 @@ if TYPE_CHECKING:
     from attncheck.core.conditions import Rows
     from attncheck.core.tensor_names import TensorName
 
-__all__ = [
-    "Allowance",
-    "Sample",
-    "Share",
-    "at_rows",
-    "largest_share",
-    "place_of",
-    "share_in_problem",
-    "share_of",
-    "shares",
-]
-
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Sample:

@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from attncheck.core.conditions import Conditions
     from attncheck.judge.allowance import Allowance
 
-__all__ = ["blind_spot", "cut"]
-
 EXAMINED = 2**23
 """Elements (head, row, key, dim) at most for single keys and accumulators, which take a pass over
 each: rows spread evenly where there are more. About a quarter of a second on one core."""

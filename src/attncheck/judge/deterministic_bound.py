@@ -21,16 +21,6 @@ if TYPE_CHECKING:
     from attncheck.judge.score_errors import ExponentErrors, ScoreError
     from attncheck.judge.weight_errors import SumError, WeightErrors
 
-__all__ = [
-    "OUTPUT",
-    "DeterministicBound",
-    "accumulation_error",
-    "bound_of_weights",
-    "deterministic_bound",
-    "finite_values",
-    "weighted_spread",
-]
-
 OUTPUT = "output rounding"
 _ROUNDING = "rounding of P"
 

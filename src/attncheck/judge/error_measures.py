@@ -16,24 +16,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = [
-    "RESOLUTION",
-    "ErrorMeasures",
-    "RelativeError",
-    "cosine",
-    "frobenius",
-    "head_rmse",
-    "measure_errors",
-    "relative_error",
-    "rmse_over_ideal",
-    "rounding_floor",
-    "rounding_squares",
-    "row_squares",
-    "row_units",
-    "slope",
-    "ulp_percentiles",
-]
-
 # Where one key takes all the weight, the float64 truth is (w · v) / w: a product, a sum with what
 # is negligible, and a quotient, each rounded once. What is nearer to it than that may be exact.
 RESOLUTION = 3 * 2.0**-53

@@ -24,16 +24,6 @@ if TYPE_CHECKING:
 
     Tensors = Mapping[TensorName, Tensor]
 
-__all__ = [
-    "FaultExplanation",
-    "FaultPrediction",
-    "ObservedError",
-    "combine_rankings",
-    "count_equals",
-    "keep_fitting",
-    "rank_explanations",
-]
-
 _STEPS = 6  # of Gauss and Newton, for a number that is fitted
 _NUDGE = 2.0**-10  # of that number, for its derivative
 _WILD = 2.0**10  # what is not finite is at least as many times off as is allowed
@@ -311,8 +301,10 @@ def rank_explanations(
     return _in_order(best.values())
 
 
-def _fit(one: FaultExplanation) -> tuple[bool, bool, float]:
-    return not one.all, one.loose, one.left if one.all else -one.share
+def _fit(one: FaultExplanation) -> tuple[bool, bool, float, int]:
+    left = one.left if one.all else -one.share
+    # Of two forms that are alike the one that says which it is tells its reader more.
+    return not one.all, one.loose, left, -len(one.parameters)
 
 
 def combine_rankings(

@@ -26,15 +26,6 @@ if TYPE_CHECKING:
     from attncheck.judge.score_errors import ScoreError
     from attncheck.judge.score_gradient_errors import RecomputedWeights, SavedErrors, ScoreGradients
 
-__all__ = [
-    "HEADS",
-    "OUTPUT",
-    "KeyGradients",
-    "RowGradients",
-    "partial_sum_error",
-    "row_gradients",
-]
-
 _MOST_GROWTH = 512.0  # e to it is a float64
 
 OUTPUT = "output rounding"

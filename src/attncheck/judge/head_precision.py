@@ -41,18 +41,6 @@ if TYPE_CHECKING:
     from attncheck.core.declared_arithmetic import Arithmetic
     from attncheck.judge.allowance import Allowance
 
-__all__ = [
-    "FAR",
-    "FEWEST",
-    "RESIDUAL",
-    "SPREAD",
-    "HeadPrecision",
-    "Z",
-    "can_fail_by_precision",
-    "measure_heads",
-    "measure_precision",
-]
-
 FEWEST = 512
 """Outputs of a head below which its statistics say too little to be judged by."""
 

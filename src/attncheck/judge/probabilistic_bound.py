@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from attncheck.judge.score_errors import ScoreError
     from attncheck.judge.weight_errors import WeightErrors
 
-__all__ = ["MISSED", "ProbabilisticBound", "probabilistic_bound", "quadrature", "sigmas_needed"]
-
 # Weights that agree to this many units of fp32 may round alike.
 _ALIKE = 16
 

@@ -16,20 +16,6 @@ if TYPE_CHECKING:
     from attncheck.core.conditions import Conditions, ScoreModError
     from attncheck.core.declared_arithmetic import Accumulator, Arithmetic
 
-__all__ = [
-    "ExponentErrors",
-    "ScoreError",
-    "exponent_errors",
-    "factor_roundings",
-    "likely_radius",
-    "maximum_of_keys",
-    "may_overflow",
-    "rounds_operands",
-    "running_size",
-    "score_error",
-    "truncation_error",
-]
-
 # q·√scale and k·√scale, where a kernel of wide products scales them first: two factors, each
 # rounded itself and multiplied with one rounding.
 _PRESCALED = 4

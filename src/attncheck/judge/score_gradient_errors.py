@@ -20,16 +20,6 @@ if TYPE_CHECKING:
 
     Count = TypeVar("Count", float, Tensor)
 
-__all__ = [
-    "RecomputedWeights",
-    "SavedErrors",
-    "ScoreGradients",
-    "recompute_weights",
-    "score_gradients",
-    "zero_elsewhere",
-]
-
-
 # p ÷ l where P is had from a row sum and not from LSE: as in B14.
 _DIVISION = 6
 

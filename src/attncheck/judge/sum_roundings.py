@@ -17,18 +17,6 @@ if TYPE_CHECKING:
     from attncheck.core.declared_arithmetic import Accumulator, Arithmetic
     from attncheck.core.formats import Format
 
-__all__ = [
-    "division_error",
-    "half_ulp",
-    "nan_from_one",
-    "row_sum_rounding",
-    "steps_with_keys",
-    "sum_accumulator",
-    "sum_bias",
-    "sum_roundings",
-    "tiles_passed",
-]
-
 
 def half_ulp(size: Tensor, fmt: Format) -> Tensor:
     """Largest error of rounding anything of at most ``size`` to nearest in ``fmt`` (B4).

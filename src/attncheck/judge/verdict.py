@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from attncheck.core.tensor_names import TensorName
     from attncheck.judge.allowance import Allowance
 
-__all__ = ["KernelResult", "decide", "first_tighter_profile", "heads_with_ensemble", "judge_heads"]
-
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class KernelResult:

@@ -32,26 +32,6 @@ if TYPE_CHECKING:
     from attncheck.judge.allowance import Allowance
     from attncheck.judge.head_precision import HeadPrecision
 
-__all__ = [
-    "PROVEN",
-    "Compared",
-    "Finding",
-    "beyond_bound",
-    "drop_implied",
-    "element",
-    "empty_rows",
-    "imprecise_heads",
-    "improbable",
-    "improbable_share",
-    "nonfinite",
-    "number",
-    "residual",
-    "structure",
-    "tile",
-    "unbounded_gradient",
-    "undecidable",
-]
-
 PROVEN = 0.01
 """Part of an allowance that the exact result's own error may be: the oracle is exact beside it."""
 

@@ -18,16 +18,6 @@ if TYPE_CHECKING:
     from attncheck.core.declared_arithmetic import Arithmetic
     from attncheck.judge.score_errors import ExponentErrors
 
-__all__ = [
-    "SumError",
-    "WeightErrors",
-    "log_sum_base",
-    "log_sum_terms",
-    "part_shares",
-    "row_sum_error",
-    "weight_errors",
-]
-
 # Errors of exponents up to which the plain forms are used alone: with larger ones the others may be
 # the better ones, and take five exponentials more. All of them are bounds.
 _SMALL = 0.125

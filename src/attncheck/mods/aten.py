@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from attncheck.mods.expression import Captured, Kind
 
-__all__ = ["CREATIONS", "SAME_VALUE", "Graph", "Operand", "Traced", "translate_aten"]
-
 # Their values do not depend on the tensor whose shape, dtype or device they borrow.
 CREATIONS = frozenset({"new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_like"})
 

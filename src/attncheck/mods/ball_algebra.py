@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from attncheck.mods.enclosures import Values
     from attncheck.mods.expression import Expression, Node
 
-__all__ = ["BALLS", "to_ball"]
-
 _INT64 = (-(2**63), 2**63 - 1)
 
 

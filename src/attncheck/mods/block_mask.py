@@ -26,17 +26,6 @@ if TYPE_CHECKING:
     from attncheck.core.mod_spec import Dimensions
     from attncheck.mods.signatures import MaskMod
 
-__all__ = [
-    "EMPTY",
-    "FULL",
-    "PARTIAL",
-    "BlockMask",
-    "block_mask",
-    "from_torch_block_mask",
-    "list_visits",
-    "to_torch_block_mask",
-]
-
 EMPTY, PARTIAL, FULL = 0, 1, 2
 """Kinds of tile: no element is visible; some are; all of a whole tile are."""
 

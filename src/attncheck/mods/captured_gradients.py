@@ -18,8 +18,6 @@ from attncheck.core.errors import ProblemError
 if TYPE_CHECKING:
     from attncheck.mods.signatures import ScoreMod
 
-__all__ = ["CapturedSums", "Leaf", "captured_tensors", "leaf_gradients"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Leaf:

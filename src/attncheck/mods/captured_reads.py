@@ -34,15 +34,6 @@ if TYPE_CHECKING:
     from attncheck.mods.expression import Expression
     from attncheck.mods.signatures import ScoreMod
 
-__all__ = [
-    "CapturedRead",
-    "EvaluatedReads",
-    "NumberSystem",
-    "count_read_numbers",
-    "read_tensors",
-    "trace_reads",
-]
-
 _ARGUMENTS = ("score", *INDICES)
 _REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -23,18 +23,6 @@ if TYPE_CHECKING:
 
     from attncheck.mods.expression import Captured, Node
 
-__all__ = [
-    "WHOLE_OPERATIONS",
-    "Enclosures",
-    "Truth",
-    "Values",
-    "Whole",
-    "captured_array",
-    "cast_whole",
-    "elementwise",
-    "elementwise_pair",
-]
-
 Values: TypeAlias = "np.ndarray[Any, Any]"
 """bool, int64, or objects that are real numbers."""
 

@@ -31,28 +31,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = [
-    "FORMAT",
-    "INDICES",
-    "LEAVES",
-    "OPERATIONS",
-    "Algebra",
-    "Captured",
-    "Expression",
-    "Kind",
-    "Node",
-    "Operation",
-    "Structure",
-    "evaluate",
-    "evaluate_nodes",
-    "expression_digest",
-    "expression_from_json",
-    "expression_to_json",
-    "kind_of",
-    "node_dtypes",
-    "torch_algebra",
-]
-
 Kind = Literal["bool", "int", "float"]
 Captured: TypeAlias = "Tensor | int | float"
 Value = TypeVar("Value")

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from attncheck.core.mod_spec import Dimensions
     from attncheck.mods.signatures import MaskMod, ScoreMod
 
-__all__ = ["formula_mask", "formula_score", "mask_formula_code", "score_formula_code"]
-
 _INDICES = ("b", "h", "q_idx", "kv_idx")
 _DEEPEST = 24
 _REMEMBERED = 4096

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
     from attncheck.core.mod_spec import Dimensions
 
-__all__ = ["check_index_ranges", "index_parts"]
-
 Range: TypeAlias = tuple[float, float]
 """The smallest and the largest value: whole numbers, or infinite where unknown."""
 

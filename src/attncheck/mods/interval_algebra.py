@@ -31,16 +31,6 @@ if TYPE_CHECKING:
     from attncheck.mods.expression import Expression, Node
     from attncheck.mods.operation_errors import Arithmetic
 
-__all__ = [
-    "INTERVAL_OPERATIONS",
-    "UNKNOWN",
-    "Interval",
-    "Pair",
-    "Rounding",
-    "exact_pair",
-    "to_interval",
-]
-
 Raw: TypeAlias = Any  # an untyped tuple of mpmath's own
 Pair: TypeAlias = tuple[Raw, Raw]
 

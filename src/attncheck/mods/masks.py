@@ -27,28 +27,6 @@ if TYPE_CHECKING:
     from attncheck.core.mod_spec import Argument, Dimensions, Values
     from attncheck.mods.signatures import MaskMod
 
-__all__ = [
-    "MASKS",
-    "and_masks",
-    "causal",
-    "causal_bottom_right",
-    "document",
-    "documents",
-    "full",
-    "later_rows",
-    "morton_order",
-    "neighborhood",
-    "neighborhood_morton",
-    "neighborhood_tiled",
-    "not_mask",
-    "offset_mask",
-    "or_masks",
-    "padding",
-    "prefix_lm",
-    "shifted_dimensions",
-    "sliding_window",
-]
-
 
 def full(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
     """Every row sees every key (FlexAttention's noop): a 0-d True on the indices' device."""

@@ -32,16 +32,6 @@ if TYPE_CHECKING:
     from attncheck.core.mod_spec import Argument, Check, Dimensions
     from attncheck.mods.expression import Expression
 
-__all__ = [
-    "ModKind",
-    "definition_line",
-    "is_mod_reference",
-    "kind_of_mod",
-    "load_mask",
-    "load_score",
-    "mods_in",
-]
-
 ModKind = Literal["mask", "score mod"]
 
 _KINDS: dict[int, ModKind] = {4: "mask", 5: "score mod"}

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from attncheck.mods.expression import Expression, Node
 
-__all__ = ["MPMATH", "mpmath_algebra", "to_mpmath"]
-
 _INT64_SMALLEST = -(2**63)
 
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["KERNEL_FP32", "TORCH_FP64", "TRITON_FLUSHED", "TRITON_ULP", "Arithmetic"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arithmetic:

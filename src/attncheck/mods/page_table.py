@@ -26,15 +26,6 @@ if TYPE_CHECKING:
     from attncheck.core.paged_layout import Paging
     from attncheck.mods.signatures import MaskMod, ScoreMod
 
-__all__ = [
-    "PageTable",
-    "draw_page_table",
-    "pack_pages",
-    "physical_block_mask",
-    "physical_mask",
-    "physical_score",
-]
-
 _FREE_SHARE = 4  # one page in so many is free, and two more
 
 

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from attncheck.mods.expression import Expression, Node
     from attncheck.mods.operation_errors import Arithmetic
 
-__all__ = ["RADII", "RunningError"]
-
 SLACK = 1 + 2.0**-16
 """Roundings of fp32, and radii that come in, are taken larger by this: 2^12 units of 2^-53 at
 least, of the value that is rounded.

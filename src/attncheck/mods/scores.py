@@ -26,20 +26,6 @@ if TYPE_CHECKING:
     from attncheck.core.mod_spec import Dimensions, Values
     from attncheck.mods.signatures import MaskMod, ScoreMod
 
-__all__ = [
-    "SCORES",
-    "alibi",
-    "alibi_slopes",
-    "bias",
-    "chain_scores",
-    "none",
-    "offset_score",
-    "relative_bias",
-    "softcap",
-    "table_reader",
-    "temperature",
-]
-
 
 def none(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
     """The score itself."""

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["MaskMod", "ScoreMod"]
-
 MaskMod: TypeAlias = "Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]"
 """``mask(b, h, q_idx, kv_idx)``: index tensors in, a bool tensor (True: the row sees it) out."""
 

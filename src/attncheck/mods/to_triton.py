@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
     from attncheck.mods.expression import Captured, Structure
 
-__all__ = ["TritonMod", "to_triton"]
-
 _INT32_LARGEST = 2**31 - 1
 
 

@@ -27,18 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
-__all__ = [
-    "PLACE",
-    "VocabularyInterpreter",
-    "aten_name",
-    "current_mod_line",
-    "describe_mod",
-    "example_arguments",
-    "failing_mod_line",
-    "record_gradient",
-    "record_operations",
-]
-
 PLACE = "attncheck_place"
 """Key of a node's ``meta``: where in the mod it was recorded (`` at file:line `text```)."""
 

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from attncheck.mods.expression import Captured
     from attncheck.mods.signatures import MaskMod, ScoreMod
 
-__all__ = ["count_disagreements", "trace_derivative", "trace_index", "trace_mask", "trace_score"]
-
 _SCORE_ARGUMENTS = ("score", *INDICES)
 
 

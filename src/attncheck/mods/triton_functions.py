@@ -17,8 +17,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["FUNCTIONS"]
-
 
 @triton.jit
 def _inside(index, size):

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.oracles.number_system import Array, Numbers
 
-__all__ = ["dense_backward", "dsink_of", "flash2_backward", "loss_of", "row_terms"]
-
 A = TypeVar("A", bound="Array")
 
 

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from attncheck.oracles.mod_calls import Indices
     from attncheck.oracles.number_system import Captures, Evaluate
 
-__all__ = ["BITS", "Ball", "Balls", "ProvenError", "enclose_rows", "proven_error"]
-
 BITS = 128
 """Of a midpoint: two machine words, which cost no more than one and a bit. A score of 10^6 is known
 to 2^-108 then, where a float64 oracle is off by 2^-53 of it."""

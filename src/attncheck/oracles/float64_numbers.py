@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from attncheck.mods.signatures import ScoreMod
     from attncheck.oracles.mod_calls import Indices
 
-__all__ = ["Float64", "Nonfinite"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Nonfinite:

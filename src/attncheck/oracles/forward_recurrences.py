@@ -29,19 +29,6 @@ if TYPE_CHECKING:
     from attncheck.oracles.number_system import Array, Numbers
     from attncheck.oracles.recurrence_steps import Softmax
 
-__all__ = [
-    "attention_inputs",
-    "dense_attention",
-    "dense_softmax",
-    "flash1_forward",
-    "flash2_forward",
-    "flash2_rows",
-    "key_splits",
-    "merge_splits",
-    "one_head",
-    "split_forward",
-]
-
 A = TypeVar("A", bound="Array")
 
 _SCORES = 2**17  # of a block: balls take some hundred bytes each, in half a dozen arrays

@@ -21,15 +21,6 @@ if TYPE_CHECKING:
 
     from attncheck.mods.signatures import MaskMod, ScoreMod
 
-__all__ = [
-    "Indices",
-    "call_mask",
-    "call_score_mod",
-    "call_score_mod_with_slope",
-    "is_identity",
-    "score_mod_slope",
-]
-
 # What torch and Python raise when a callable was written for 0-d indices only.
 _NOT_BROADCAST = (RuntimeError, IndexError, TypeError, ValueError)
 

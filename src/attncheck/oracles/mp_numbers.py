@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from attncheck.oracles.mod_calls import Indices
     from attncheck.oracles.number_system import Captures, Evaluate
 
-__all__ = ["ManyDigits", "Mp"]
-
 LEAST_DIGITS = 17  # 60 bits: every float64 is a number of the system
 
 ManyDigits: TypeAlias = NDArray[np.object_]

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from attncheck.mods.signatures import ScoreMod
     from attncheck.oracles.mod_calls import Indices
 
-__all__ = ["Array", "Captures", "Evaluate", "Numbers", "ObjectScoreMods", "Reads"]
-
 
 class Array(Protocol):
     """Numbers of a system in four axes; operators are elementwise and broadcast."""

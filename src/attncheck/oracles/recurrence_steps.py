@@ -20,24 +20,6 @@ if TYPE_CHECKING:
     from attncheck.mods.signatures import MaskMod, ScoreMod
     from attncheck.oracles.number_system import Array, Numbers
 
-__all__ = [
-    "SOFTMAXES",
-    "Backward",
-    "Gradients",
-    "Recurrence",
-    "Result",
-    "Scores",
-    "Sloped",
-    "Softmax",
-    "initial_maximum_and_sum",
-    "naive",
-    "online",
-    "query_and_key_blocks",
-    "rows_with_weight",
-    "safe",
-    "sink_of",
-]
-
 A = TypeVar("A", bound="Array")
 
 

@@ -25,19 +25,6 @@ if TYPE_CHECKING:
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
 
-__all__ = [
-    "all_rows",
-    "autograd_slopes",
-    "compute_conditions",
-    "compute_gradient_conditions",
-    "mask_visibility",
-    "row_indices",
-    "sampled_rows",
-    "samples_all_rows",
-    "score_slopes",
-]
-
-
 # (row, key) pairs of one piece. A bound holds some twenty float64 arrays of them: 80 MB on a CPU,
 # 2.7 GB on a GPU.
 _CPU_PAIRS, _GPU_PAIRS = 2**19, 2**24

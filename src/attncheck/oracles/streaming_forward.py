@@ -34,23 +34,6 @@ if TYPE_CHECKING:
     from attncheck.inputs.problem import Problem
     from attncheck.mods.signatures import MaskMod
 
-__all__ = [
-    "LARGEST_BOUNDED_SCORE",
-    "Blocks",
-    "Heads",
-    "Run",
-    "Visibility",
-    "all_moderate",
-    "backward_blocks_for",
-    "blocks_for",
-    "exponential",
-    "head_ranges",
-    "query_blocks",
-    "softmax_by_rows",
-    "streaming",
-    "with_ones",
-]
-
 # |score| up to which Σ exp(score)·|v| needs no maximum subtracted: below 2^1022 for 2^32 keys and
 # values up to fp32's 2^128. Downwards exp(−score)·2^−149 (its smallest value) is ≥ 2^−1011: normal.
 LARGEST_BOUNDED_SCORE = (1022 - 32 - 128) * math.log(2)

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.oracles.streaming_forward import Blocks, Heads, Run
 
-__all__ = ["LARGEST_BOUNDED_SCORE", "streaming_backward"]
-
 # |score| up to which exp(score) and exp(−LSE) may be factors of their own. Upwards: exp(−LSE)·dO·V,
 # summed over up to 2^16 columns, is below 2^(256 + 128 + 128 + 16). Downwards LSE is at most the
 # largest score and ln 2^32: exp(−LSE)·dO·V is at least 2^−(256 + 32 + 149 + 149), a normal number.

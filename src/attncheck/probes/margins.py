@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attncheck.core.declared_arithmetic import FP32, Accumulator
 from attncheck.core.formats import FORMATS
 
 if TYPE_CHECKING:
+    from attncheck.core.declared_arithmetic import Arithmetic
     from attncheck.inputs.problem import Problem
 
 __all__ = [
@@ -46,24 +48,70 @@ HARDWARE_ULPS = 2.0
 """Of exp2 in units in the last place, at most, where it is exact at 0: CUDA's, and every libm's."""
 
 
+_U = FORMATS["fp32"].unit_roundoff
+_DIVIDED_EXACTLY = 2  # keys: every row sum on the way to theirs is a power of two
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightErrors:
-    """What a kernel's arithmetic says of its weights.
+    """What a kernel's arithmetic says of its weights, and of sums of values.
 
     Attributes:
         exp2_ulps: Largest error of its exp2, in units in the last place of fp32.
         cut: Largest part of P that is cut off where its format is not rounded to, but truncated,
             as tensor cores read tf32: a weight a little below 1 is then one step of tf32 below it.
+        divides: Whether P may be divided before it is rounded: by the row sum, by that of a split
+            or by what a tile has brought it to. Then it is no power of two where the keys are.
+        scale: What P is multiplied by before it is rounded.
+        values: In which values are added up.
+        unit: Unit roundoff of everything else, no less than fp32's.
     """
 
     exp2_ulps: float = HARDWARE_ULPS
     cut: float = 0.0
+    divides: bool = True
+    scale: float = 1.0
+    values: Accumulator = FP32
+    unit: float = _U
+
+    @classmethod
+    def of(cls, arithmetic: Arithmetic) -> WeightErrors:
+        """Return what ``arithmetic`` says."""
+        return cls(
+            exp2_ulps=arithmetic.exp2_ulps,
+            cut=arithmetic.weights_error if arithmetic.truncates else 0.0,
+            divides=arithmetic.normalised_weights,
+            scale=arithmetic.weights_scale,
+            values=arithmetic.values,
+            unit=max(_U, arithmetic.unit),
+        )
+
+    def division(self, problem: Problem, keys: torch.Tensor) -> torch.Tensor:
+        """Largest relative error of rounding a P that is divided by a sum of up to ``keys``."""
+        fmt = problem.formats.weights
+        subnormal = keys * (fmt.subnormal_spacing / 2 / self.scale)
+        return subnormal.clamp(min=fmt.unit_roundoff).masked_fill(keys <= _DIVIDED_EXACTLY, 0.0)
+
+    def addition(self, problem: Problem) -> float:
+        """Largest relative error of adding up values, beside fp32's; 0 of sums like fp32's."""
+        if self.bits >= FP32.result:
+            return 0.0
+        # O is also rescaled once for every tile, of one key at least, and rounded there.
+        return self.values.det(float(problem.kv)) + self.values.rounded(2.0 * problem.kv)
+
+    @property
+    def bits(self) -> int:
+        """Bits of a sum of values that nothing is cut from."""
+        values = self.values
+        if values.block is None:
+            return values.format.significand
+        # Cores that are not coarse lose about what fp32 does: ``Accumulator.coarse``.
+        return min(values.alignment, values.result) if values.coarse else FP32.result
 
 
 USUAL_WEIGHT_ERRORS = WeightErrors()
-"""Of a kernel that declares nothing else."""
+"""Of a kernel that declares nothing else: all that may be right without being declared."""
 
-_U = FORMATS["fp32"].unit_roundoff
 _LOGARITHMS = 2
 """That LSE goes through: a split's own, and that of the merged splits."""
 
@@ -79,10 +127,10 @@ def error_before_rounding(
         errors: Of the kernel's weights.
     """
     # An ulp is up to 2u; a key's own weight and the sum of all may be off in opposite directions.
-    weights = (6.0 * (top.abs() + math.log(problem.kv) + 1.0) + 4.0 * errors.exp2_ulps) * _U
-    sums = 2.0 * (problem.kv + 1.0) * _U
-    ends = 8.0 * _U
-    return torch.expm1(weights + sums + ends) + errors.cut
+    weights = 6.0 * (top.abs() + math.log(problem.kv) + 1.0) + 4.0 * errors.exp2_ulps
+    sums = 2.0 * (problem.kv + 1.0)
+    ends = 8.0
+    return torch.expm1((weights + sums + ends) * errors.unit) + errors.cut
 
 
 def relative_error(
@@ -100,11 +148,13 @@ def is_countable(
     top: torch.Tensor,
     others: torch.Tensor | float = 0.0,
     errors: WeightErrors = USUAL_WEIGHT_ERRORS,
+    *,
+    exact: torch.Tensor | bool = True,
 ) -> torch.Tensor:
     """Return whether rounding moves out · keys by less than a quarter.
 
-    And by less than a half in a kernel that divides P by the row sum before it is rounded, which
-    rounds 1 / keys.
+    And by less than a half in a kernel that divides P by a row sum before it is rounded, where the
+    kernel may be one: it rounds 1 / keys, or more on the way to it.
 
     Args:
         problem: Its formats.
@@ -113,11 +163,13 @@ def is_countable(
         top: Their score.
         others: What the keys below them move, in units of V.
         errors: Of the kernel's weights.
+        exact: Where a sum of values loses nothing.
     """
-    error = relative_error(problem, top, errors)
-    halved = torch.frexp(keys)[0] == HALF
-    divided = error + torch.where(halved, 0.0, problem.formats.weights.unit_roundoff)
-    return (sizes * error + others < QUARTER) & (sizes * divided + others < HALF)
+    error, added = relative_error(problem, top, errors), errors.addition(problem)
+    whole = sizes * (error + torch.where(torch.as_tensor(exact), 0.0, added)) + others < QUARTER
+    if not errors.divides:
+        return whole
+    return whole & (sizes * (error + added + errors.division(problem, keys)) + others < HALF)
 
 
 def lse_error(keys: torch.Tensor, errors: WeightErrors = USUAL_WEIGHT_ERRORS) -> torch.Tensor:
@@ -125,7 +177,7 @@ def lse_error(keys: torch.Tensor, errors: WeightErrors = USUAL_WEIGHT_ERRORS) ->
 
     Their weights are exp2(0), which is 1, and a sum of ones is exact; unless exp2 is a coarse one.
     """
-    logarithms = _LOGARITHMS * (6.0 * torch.log(keys) + 8.0) * _U
+    logarithms = _LOGARITHMS * (6.0 * torch.log(keys) + 8.0) * errors.unit
     if errors.exp2_ulps <= HARDWARE_ULPS:
         return logarithms
-    return logarithms + torch.expm1(2.0 * (errors.exp2_ulps + keys + 1.0) * _U)
+    return logarithms + torch.expm1(2.0 * (errors.exp2_ulps + keys + 1.0) * errors.unit)

@@ -32,6 +32,7 @@ VisibleKeys = Callable[[range], torch.Tensor]
 """Query rows → where they see a key: bool, broadcastable to ``(batch, heads, rows, kv)``."""
 
 _SCORES_AT_A_TIME = 1 << 22
+_VALUE_BITS = 3  # of what ``store_inputs`` holds exactly in every dtype
 _SEVERAL = 8  # bf16 roundings: a smaller difference is described as one of rounding or of a factor
 
 
@@ -90,7 +91,8 @@ class TiedRows:
         keys: How many they are; 0 in rows that see none.
         sums: Σ of their values.
         once: Largest |out − sums / keys| where out is rounded once; infinite where ``keys`` is no
-            power of two, so that a kernel that divides P first would round P.
+            power of two, or P may be divided by a row sum that is none, or a sum of values loses
+            bits: what these designs round is for the bound to judge.
         unit: What values are whole multiples of, ``(batch, heads, 1)``: ``amplitudes``.
         lse: What LSE must be.
         counts_out, counts_lse: bool: rounding cannot move the count by a quarter there.
@@ -121,6 +123,9 @@ def iterate_tied_rows(
     q, k, v = inputs.promoted()
     k, v = (x.repeat_interleave(problem.group, dim=1) for x in (k, v))
     unit = amplitudes(problem).repeat_interleave(problem.group, dim=1).to(q.device)
+    # Values are whole numbers of three bits times powers of two: the last bit of the smallest.
+    nonzero = v.abs().masked_fill(v == 0, torch.inf).flatten(2).amin(-1)
+    finest = torch.pow(2.0, torch.frexp(nonzero)[1] - _VALUE_BITS).double()[..., None, None]
     step = max(1, _SCORES_AT_A_TIME // (problem.batch * problem.heads * problem.kv))
     for start in range(0, problem.query, step):
         query = range(start, min(start + step, problem.query))
@@ -142,16 +147,20 @@ def iterate_tied_rows(
         number = tied.sum(-1, keepdim=True).double()
         sums, sizes = tied.double() @ v, tied.double() @ v.abs()
         rest = below.exp().sum(-1, keepdim=True)  # weights relative to one of the tied keys
-        moved = 2 * rest * v.abs().flatten(2).amax(-1)[..., None, None]  # the derivation's 2ωM
+        # The derivation's 4ωM: rounded to nearest, a small weight is at most doubled.
+        moved = 4 * rest * v.abs().flatten(2).amax(-1)[..., None, None]
         units = unit[..., None, None]
+        exact = sizes <= finest * 2.0**errors.bits
         counts = margins.is_countable(
-            problem, sizes / units, number, top, moved / units, errors
+            problem, sizes / units, number, top, moved / units, errors, exact=exact
         ).all(-1)
         # Half a unit in the last place of out, and what comes before it.
         divisor = number.clamp(min=1.0)
         before = (sizes * margins.error_before_rounding(problem, top, errors) + moved) / divisor
         half = spacing((sums / divisor).abs() + before, problem.formats.output) * HALF
-        power_of_two = apart[..., None] & (torch.frexp(number)[0] == HALF)
+        power_of_two = apart[..., None] & (torch.frexp(number)[0] == HALF) & exact
+        if errors.divides:
+            power_of_two = power_of_two & (errors.division(problem, number) == 0)
         keys = number.squeeze(-1)
         lse_off = keys * torch.expm1(margins.lse_error(keys, errors))
         yield TiedRows(

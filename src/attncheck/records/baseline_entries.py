@@ -25,21 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
-__all__ = [
-    "BASELINE_FILE",
-    "LARGEST_BASELINE",
-    "Baseline",
-    "BaselineTensor",
-    "Entry",
-    "Key",
-    "architecture",
-    "baseline_entries",
-    "baseline_text",
-    "environment_id",
-    "make_baseline",
-    "read_baseline",
-]
-
 _SCHEMA = 1
 
 BASELINE_FILE = "attncheck-baseline.json"

@@ -21,17 +21,6 @@ from attncheck.records.record import FAILED_STATUSES, Environment, Record, Repor
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = [
-    "FAILURE_FOLDER",
-    "MOST_KEPT",
-    "KeptFailure",
-    "Reproduction",
-    "find_reproduction",
-    "is_id",
-    "keep_failure",
-    "load_failure",
-]
-
 FAILURE_FOLDER = "failures"
 """Name of the folder of failures, in that of the reports."""
 MOST_KEPT = 200

@@ -8,26 +8,6 @@ import msgspec
 
 from attncheck.records.record import Environment, Explanation, Status
 
-__all__ = [
-    "ATTNCHECK_RULE",
-    "OUTCOMES",
-    "SCORED",
-    "ControlScore",
-    "Detection",
-    "FaultOutcome",
-    "FaultReport",
-    "FaultScore",
-    "FaultSensitivity",
-    "OwnTestsReport",
-    "OwnTestsScore",
-    "PeerVerdict",
-    "SensitivityReport",
-    "SmallestFault",
-    "Total",
-    "WrongAnswer",
-]
-
-
 FaultOutcome = Literal[
     "caught",
     "missed",

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from attncheck.records.record import Record
 
-__all__ = ["LARGEST_GATE", "LARGEST_REPORT", "load_report", "report_json"]
-
 LARGEST_REPORT = 2**26
 """Bytes of the largest report that is read: some 40,000 records."""
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from attncheck.records.record import Record
     from attncheck.records.survey_reports import Certificate, OracleRecord
 
-__all__ = ["ProblemSummary", "problem_of"]
-
 
 class ProblemSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The fields of a Problem that a reader sorts by; a Problem may have more."""

@@ -11,21 +11,6 @@ from attncheck.records.record import Environment, Record
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = [
-    "STAGES",
-    "Answer",
-    "BaselineComparison",
-    "BaselineStanding",
-    "Change",
-    "GateReport",
-    "PropertyOutcome",
-    "PropertyReport",
-    "Stage",
-    "Tally",
-    "join_property_reports",
-]
-
-
 Stage = Literal["contract", "probes", "bounds", "properties", "memory", "determinism", "baseline"]
 """Questions, in this order."""
 

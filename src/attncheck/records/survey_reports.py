@@ -9,32 +9,6 @@ import msgspec
 from attncheck.core.judgement import Place
 from attncheck.records.record import Environment
 
-__all__ = [
-    "EMPTY",
-    "FIELDS",
-    "FULL",
-    "PARTIAL",
-    "TRUTH",
-    "Agreement",
-    "BlockRecord",
-    "BlockReport",
-    "Certificate",
-    "CertificateReport",
-    "Distance",
-    "DtypeFingerprint",
-    "FingerprintReport",
-    "ModAnswer",
-    "ModRecord",
-    "ModReport",
-    "OracleRecord",
-    "OracleReport",
-    "ProvenError",
-    "Reading",
-    "ReadingVerdict",
-    "Rows",
-]
-
-
 TRUTH = "truth"
 """The oracle that kernels are compared with, in certificates."""
 

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from attncheck.inputs.question_parameters import Parameters
     from attncheck.relations.relation import Finding, Results
 
-__all__ = ["FIRST_ROW", "ONE_HOT", "ZERO_QUERY", "ZERO_VALUES", "round_as_read"]
-
 # ------------------------------------------------------------------ one key's value
 
 _PAIR = 2 * FORMATS["tf32"].significand  # bits

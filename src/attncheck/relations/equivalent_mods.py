@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from attncheck.inputs.question_parameters import Parameters
     from attncheck.relations.relation import Finding, Results
 
-__all__ = ["PREFIX_FULL", "PREFIX_ZERO", "SOFTCAP_INFINITE", "WINDOW_BEYOND"]
-
 _INT32_LARGEST = 2**31 - 1
 _COMPOSED = {"and", "or", "not"}  # in an offset, rows are others: a number there means another mask
 

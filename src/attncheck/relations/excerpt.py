@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from attncheck.core.paged_layout import Paging
     from attncheck.inputs.problem import Problem
 
-__all__ = ["Excerpt", "can_excerpt"]
-
 # Score mods that read no index, and those that read heads and the distance of key and row alone.
 _NO_INDEX = {"none", "softcap", "temperature"}
 _DISTANCE = {"alibi", "relative_bias"}

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from attncheck.inputs.question_parameters import Parameters
     from attncheck.relations.relation import Finding, Results
 
-__all__ = ["EULER", "GQA_REPEAT", "GROUP_SUMS", "LSE_LOSS", "ZERO_LOSS"]
-
 # ------------------------------------------------------------------ losses that depend on less
 
 
@@ -160,7 +158,7 @@ GQA_REPEAT = Relation(
     summary="grouped query heads give what they give with their key head repeated for each",
     runs=_copy_key_heads,
     rule=_compare_copies,
-    promise="batch",
+    promise="group",
     unfit=of_attention(_unless_grouped, gradients=True),
 )
 """Holds for every right kernel within bounds: head h reads key head h // group. To the last bit

@@ -29,17 +29,6 @@ if TYPE_CHECKING:
     from attncheck.inputs.question_parameters import Allowed, Parameters
     from attncheck.relations.relation import Finding, Results
 
-__all__ = [
-    "EMPTY_ROWS",
-    "FUTURE_KEYS",
-    "FUTURE_KEYS_HUGE",
-    "FUTURE_KEYS_NAN",
-    "HIDDEN_KEYS",
-    "HIDDEN_KEYS_HUGE",
-    "HIDDEN_KEYS_NAN",
-    "first_hidden",
-]
-
 # ------------------------------------------------------------------ what takes their place
 
 Fill = Callable[["Inputs"], tuple[torch.Tensor, torch.Tensor]]

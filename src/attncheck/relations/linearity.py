@@ -33,17 +33,6 @@ if TYPE_CHECKING:
     from attncheck.inputs.question_parameters import Allowed, Parameters
     from attncheck.relations.relation import Finding, Results
 
-__all__ = [
-    "KEY_SHIFT",
-    "LOGIT_SHIFT",
-    "PAD_HEAD_DIM",
-    "PAD_VALUE_DIM",
-    "SCALED_QUERY",
-    "SOFTMAX_SHIFT",
-    "VALUES_ADDED",
-    "VALUES_SCALED",
-]
-
 # ------------------------------------------------------------------ V times a power of two
 
 _POWERS_FP8 = (-1, -4)

@@ -12,14 +12,6 @@ if TYPE_CHECKING:
 
     from attncheck.inputs.problem import Problem
 
-__all__ = [
-    "keys_hidden_from",
-    "rows_with_hidden_keys",
-    "rows_without_keys",
-    "visible_blocks",
-    "visible_keys",
-]
-
 _PAIRS_AT_A_TIME = 1 << 22
 _PROBLEMS = 64  # whose rows are remembered: whether a relation applies is decided several times
 

@@ -28,16 +28,6 @@ if TYPE_CHECKING:
     from attncheck.inputs.question_parameters import Allowed, Parameters
     from attncheck.relations.relation import Finding, Results
 
-__all__ = [
-    "ALONE_IN_BATCH",
-    "DOCUMENTS",
-    "PREFILL_ROWS",
-    "RECTANGULAR",
-    "SPLIT_MERGE",
-    "merge_error",
-    "merge_parts",
-]
-
 # ------------------------------------------------------------------ keys in two parts
 
 # The merge itself, in float64: a difference, two sigmoids of a few ulps each, two products and a

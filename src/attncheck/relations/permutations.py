@@ -38,15 +38,6 @@ if TYPE_CHECKING:
     Order = list[int]
     Cell = tuple[int, int]
 
-__all__ = [
-    "BATCH_PERMUTATION",
-    "HEAD_PERMUTATION",
-    "KEY_PERMUTATION",
-    "NEIGHBORHOOD_ORDER",
-    "SOFTMAX_COLUMNS",
-    "SOFTMAX_ROWS",
-]
-
 _TURNS = 64
 _SHUFFLES = 4
 

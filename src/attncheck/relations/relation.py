@@ -27,27 +27,6 @@ if TYPE_CHECKING:
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
 
-__all__ = [
-    "INDICES",
-    "Errors",
-    "Finding",
-    "Relation",
-    "Results",
-    "Unfit",
-    "change_tensors",
-    "compare_bits",
-    "compare_outputs",
-    "compare_values",
-    "compare_within",
-    "indices_read",
-    "map_outputs",
-    "of_attention",
-    "of_gradients",
-    "of_softmax",
-    "replace_where",
-    "without_sink",
-]
-
 _SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # ------------------------------------------------------------------ a relation

@@ -31,18 +31,6 @@ if TYPE_CHECKING:
     from attncheck.inputs.question_parameters import Allowed, Parameters
     from attncheck.relations.relation import Finding, Results
 
-__all__ = [
-    "CALL_ORDER",
-    "DESCALE",
-    "LAUNCHES",
-    "MASK_ORDER",
-    "PAGES",
-    "REPEAT",
-    "STRIDED_TENSORS",
-    "STRIDES",
-    "STRIDES_FAR",
-]
-
 # ------------------------------------------------------------------ calls
 
 REPEAT = Relation(

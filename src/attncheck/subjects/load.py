@@ -151,8 +151,8 @@ def load_subject(kernel: str, convention: str | None = None) -> Subject:
             where ``name`` is a Subject, a subclass that needs no arguments, a function that returns
             one, or a function in the calling convention; a name of the nearest configuration
             (``read_configuration``) or of an entry point, with its table (``Declared``).
-            The file is imported; one that uses Triton decides then whether it is interpreted, so
-            call the environment's ``prepare`` first.
+            The file is imported, and finds its siblings as under ``python file.py``; one that uses
+            Triton decides then whether it is interpreted, so call ``prepare`` first.
         convention: A name in ``conventions.CONVENTIONS``; None for the first that fits.
 
     Raises:
@@ -241,7 +241,13 @@ def _import_reference(kernel: str, what: str) -> Any:
     # The commonest slip: import would speak of a module called "mine.py".
     if file.endswith(".py") and not name.startswith(":"):
         raise UsageError(f"{what}: a file takes two colons: {file}::{name or 'NAME'}.")
-    return (load_member if "::" in kernel else load_module_member)(kernel, what)
+    if "::" not in kernel:
+        return load_module_member(kernel, what)
+    # As ``python file.py`` has it, also for what its functions import only when they are called.
+    folder = str(Path(kernel.rpartition("::")[0]).resolve().parent)
+    if sys.path[:1] != [folder]:
+        sys.path.insert(0, folder)
+    return load_member(kernel, what)
 
 
 def _import_entry(entry: str, folder: Path, what: str) -> Any:

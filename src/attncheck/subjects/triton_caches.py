@@ -277,7 +277,7 @@ _OTHER_SPLITS = (1, 2, 3, 7)
 class Decode(Flash):
     """Split-KV decoding; interpreted where there is no GPU.
 
-    It does not promise ``batch``: the rows of a tile are all those that read one kv head, and its
+    It does not promise ``group``: the rows of a tile are all those that read one kv head, and its
     size, and with it the order of sums, depends on how many heads share that.
 
     Args:
@@ -286,7 +286,7 @@ class Decode(Flash):
 
     name = "triton-decode"
     summary = "our decode kernel in Triton: up to 128 rows a kv head, keys in splits merged by LSE"
-    promises = frozenset({"repeat", "layout", "hidden"})
+    promises = frozenset({"repeat", "batch", "layout", "hidden"})
 
     def __init__(self, splits: int | None = None) -> None:
         self._splits = splits

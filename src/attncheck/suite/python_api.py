@@ -177,6 +177,7 @@ def assert_attention_close(  # noqa: PLR0913  # a call of attention has that man
     k: Tensor | None = None,
     v: Tensor | None = None,
     mask: Tensor | Callable[..., Tensor] | None = None,
+    attn_mask: Tensor | None = None,
     is_causal: bool = False,
     score_mod: Callable[..., Tensor] | None = None,
     scale: float | None = None,
@@ -192,13 +193,16 @@ def assert_attention_close(  # noqa: PLR0913  # a call of attention has that man
     tensors and the arithmetic (``docs/explanation/bounds.md``). A kernel need not be there.
 
     Args:
-        out: ``(batch, heads, query, value_dim)``, as the kernel gave it.
+        out: ``(batch, heads, query, value_dim)``, as the kernel gave it. One that was upcast, all
+            of whose numbers are of q's dtype, is judged as of q's dtype.
         lse: ``(batch, heads, query)``, natural logarithm; the sharper witness, where there is one.
         q: ``(batch, heads, query, head_dim)``, fp32, fp16, bf16 or fp8.
         k: ``(batch, kv_heads, kv, head_dim)``; fewer heads than q's are shared (GQA).
         v: ``(batch, kv_heads, kv, value_dim)``.
         mask: A FlexAttention mask ``(b, h, q_idx, kv_idx) -> bool``, or a bool tensor that
             broadcasts to ``(batch, heads, query, kv)``, True where a row sees a key.
+        attn_mask: In its place what ``F.scaled_dot_product_attention`` takes by this name: such
+            booleans, or fp32, bf16 or fp16 that is added to the scores, finite or −∞.
         is_causal: Row i sees keys up to i, aligned top-left as in torch.
         score_mod: A FlexAttention score mod ``(score, b, h, q_idx, kv_idx) -> score``.
         scale: Factor of q·k, read as fp32; None for 1/√head_dim.
@@ -222,7 +226,8 @@ def assert_attention_close(  # noqa: PLR0913  # a call of attention has that man
             worst element, what is allowed there and why, and how small a fault would have been
             seen.
         OraclesDisagree: where two oracles are further apart than float64 explains.
-        UsageError: for arguments that are no call of attention; in one line.
+        UsageError: for arguments that are no call of attention, and where NaN or ∞ of theirs
+            reaches the exact result of a row; in one line.
     """
     __tracebackhide__ = True
     answer = UserOutputs(
@@ -233,6 +238,7 @@ def assert_attention_close(  # noqa: PLR0913  # a call of attention has that man
             "k": k,
             "v": v,
             "mask": mask,
+            "attn_mask": attn_mask,
             "is_causal": is_causal,
             "score_mod": score_mod,
             "scale": scale,

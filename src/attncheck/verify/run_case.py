@@ -300,12 +300,9 @@ def _probe_judgement(execution: Execution, evidence: EvidenceBuilder, *, brief: 
     The last two are both ``structure`` in the Judgement: a probe's inputs leave rounding no room to
     be the reason. What the judge finds odd beside them is not reported.
     """
-    case, inputs, arithmetic = evidence.case, evidence.inputs, execution.arithmetic
+    case, inputs = evidence.case, evidence.inputs
     seen = mask_rows(case.problem, inputs.device)
-    errors = WeightErrors(
-        exp2_ulps=arithmetic.exp2_ulps,
-        cut=arithmetic.weights_error if arithmetic.truncates else 0.0,
-    )
+    errors = WeightErrors.of(execution.arithmetic)
     finding = probe_named(case.question).read(inputs, execution.outputs, seen, errors=errors)
     structure = finding.message if finding else ""
     judgement = judge_outputs(execution, evidence, structure=structure, ideal=False, brief=brief)

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from attncheck.core.mod_spec import Spec
 
-__all__ = ["MASK_FAMILIES", "MaskFamily", "family_named"]
-
 MaskFamily: TypeAlias = "Callable[..., SearchStrategy[Spec]]"
 """``family(dimensions=…)`` gives masks for these dimensions: ``masks`` of ``problems``."""
 

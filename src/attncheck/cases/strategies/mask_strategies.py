@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 
     from hypothesis.strategies import SearchStrategy
 
-__all__ = ["NEIGHBORHOODS", "PLAIN_MASKS", "causal_masks", "masks", "neighborhoods", "packings"]
-
-
 Pair = tuple[int, int]
 
 _WHOLE = (0, 0, 0, 1)  # most canvases end at the last row or key or before it, some beyond

@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from attncheck.core.paged_layout import Paging
     from attncheck.inputs.distributions import Sizes
 
-__all__ = ["AMPLITUDES", "nearest_supported", "problems", "softmax_problems"]
-
-
 Supports = Callable[[Problem], bool]
 
 _DTYPES = tuple(name for name, dtype in DTYPES.items() if dtype.measured)

@@ -22,16 +22,6 @@ if TYPE_CHECKING:
 
     from hypothesis.strategies import SearchStrategy
 
-__all__ = [
-    "captured_scores",
-    "compositions",
-    "expressions",
-    "offsets",
-    "score_chains",
-    "score_expressions",
-    "scores",
-]
-
 
 def scores(*, names: Iterable[str] = ()) -> SearchStrategy[Spec]:
     """Score mods of the library, not composed, each at a few strengths.

@@ -18,19 +18,6 @@ if TYPE_CHECKING:
 
     from hypothesis.strategies import SearchStrategy
 
-__all__ = [
-    "HEAD_DIMS",
-    "ODD_PAGE_SIZES",
-    "PAGE_SIZES",
-    "TILES",
-    "lengths",
-    "numbers",
-    "pagings",
-    "parameters",
-    "shapes",
-]
-
-
 TILES = (16, 32, 64, 128)
 """Tile sizes of kernels: a length is interesting at one to three of them, one below, one above."""
 

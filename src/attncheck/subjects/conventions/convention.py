@@ -17,7 +17,11 @@ import torch
 
 from attncheck.core.errors import UnknownName
 from attncheck.core.formats import fp32
+from attncheck.core.mod_spec import NONE
+from attncheck.mods.library import is_additive
 from attncheck.subjects.capabilities.capability_table import ALIGNMENTS, EMPTY_ROWS, LSE_BASES
+from attncheck.subjects.conventions.call_tensors import attention_bias, sequence_lengths
+from attncheck.subjects.conventions.layouts import without_padding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -32,6 +36,7 @@ __all__ = [
     "EMPTY_ROWS",
     "LSE_BASES",
     "SINKS",
+    "WRITTEN_OUT",
     "Argument",
     "Arguments",
     "Convention",
@@ -194,6 +199,37 @@ class Request:
             )
         )
 
+    def bias(self) -> Argument | str:
+        """What the score mod adds, fp32 ``(batch, heads, query, kv)``; or why it is no such sum."""
+        score = self.problem.score
+        if score == NONE:
+            return spare(None)
+        if not is_additive(score):
+            return f"a bias is added to scores, and {score} does more"
+        whole = (self.problem.batch, self.problem.heads, self.problem.query, self.problem.kv)
+
+        def make(inputs: Inputs) -> torch.Tensor:
+            bias = attention_bias(self.problem, str(inputs.device)).float()
+            # Written out in full: few kernels broadcast it.
+            return bias.expand(whole).contiguous()
+
+        return needed(MadeArgument(make=make, text="", what="bias", size=4 * math.prod(whole)))
+
+    def key_padding(self, *, seen: bool) -> Argument:
+        """Which keys padding leaves to each sequence (``seen``), or hides; bool ``(batch, kv)``."""
+        if without_padding(self.problem.mask) == self.problem.mask:
+            return spare(None)
+        lengths, kv = list(sequence_lengths(self.problem)), self.problem.kv
+
+        def make(inputs: Inputs) -> torch.Tensor:
+            ends = torch.tensor(lengths, device=inputs.device)[:, None]
+            there = torch.arange(kv, device=inputs.device) < ends
+            return there if seen else ~there
+
+        ends = f"torch.tensor({lengths}, device=q.device)[:, None]"
+        text = f"torch.arange({kv}, device=q.device) {'<' if seen else '>='} {ends}"
+        return needed(MadeArgument(make=make, text=text))
+
     # A kernel with LSE is judged by it too, so it is requested wherever that is possible.
     def lse_flag(self) -> Argument:
         """The flag that requests LSE."""
@@ -331,6 +367,15 @@ class Parameter:
     bound: bool = True
     matters: bool = True
     by_position: bool = True
+
+
+WRITTEN_OUT = (
+    Parameter("bias", ("attn_bias", "bias"), by_name=True, by_position=False),
+    Parameter("key_padding", ("key_padding_mask",), by_name=True, by_position=False),
+)
+"""Tensors that say what a flag cannot: what is added to the scores, as xformers and flash-attn's
+Triton kernel have it, and which keys padding leaves. Of these flash-attn's modules say True where a
+key is seen, torch's ``MultiheadAttention`` where it is hidden."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.core.mod_spec import FULL, Spec
+from attncheck.core.mod_spec import NONE, Spec
 from attncheck.mods.page_table import draw_page_table
 from attncheck.mods.scores import alibi_slopes
 from attncheck.subjects.conventions.call_tensors import (
@@ -24,6 +24,8 @@ from attncheck.subjects.conventions.call_tensors import (
 )
 from attncheck.subjects.conventions.convention import (
     SINKS,
+    WRITTEN_OUT,
+    Argument,
     Arguments,
     Convention,
     MadeArgument,
@@ -35,7 +37,13 @@ from attncheck.subjects.conventions.convention import (
     offered,
     spare,
 )
-from attncheck.subjects.conventions.layouts import Layout, bshd, pack, packed_layout
+from attncheck.subjects.conventions.layouts import (
+    Layout,
+    bshd,
+    pack,
+    packed_layout,
+    without_padding,
+)
 from attncheck.subjects.conventions.parse import CallArguments, ParsedCall, UnreadableCall
 from attncheck.subjects.conventions.window_masks import (
     Band,
@@ -187,10 +195,19 @@ def _parsed_score(
 
 
 def _bind_flash_attn(request: Request) -> Arguments | str:
-    """Arguments for a Problem whose mask is a band, or why there are none."""
-    problem = request.problem
-    band = mask_band(problem.mask, problem.dimensions)
-    return _bind_band(request, band, [(problem.query, problem.kv)])
+    """Arguments for a Problem whose mask is a band, beside padding; or why there are none."""
+    problem, mask, more = request.problem, request.problem.mask, Arguments()
+    if "key_padding" in request.able:
+        more["key_padding"] = request.key_padding(seen=True)
+        mask = without_padding(mask)
+    bias = request.bias()
+    by_slopes = problem.score.name == "alibi" and "alibi_slopes" in request.able
+    if "bias" in request.able and isinstance(bias, Argument) and not by_slopes:
+        more["bias"] = bias
+        request = replace(request, problem=problem.replace(score=NONE))
+    band = mask_band(mask, problem.dimensions)
+    arguments = _bind_band(request, band, [(problem.query, problem.kv)])
+    return arguments if isinstance(arguments, str) else arguments | more
 
 
 def _parse_flash_attn(call: CallArguments) -> ParsedCall:
@@ -213,7 +230,7 @@ def _parse_flash_attn(call: CallArguments) -> ParsedCall:
 FLASH_ATTN = Convention(
     name="flash_attn",
     summary="a function of q, k, v (batch, length, heads, dim), called like flash_attn_func",
-    parameters=_PARAMETERS,
+    parameters=(*_PARAMETERS, *WRITTEN_OUT),
     layout=bshd,
     bind=_bind_flash_attn,
     parse=_parse_flash_attn,
@@ -318,7 +335,7 @@ def _bind_paged(request: Request) -> Arguments | str:
     paging, lengths = problem.paging, sequence_lengths(problem)
     assert paging is not None, "the convention has refused what has no pages"
     sequences = [(problem.query, length) for length in lengths]
-    band = mask_band(_without_padding(problem.mask), problem.dimensions)
+    band = mask_band(without_padding(problem.mask), problem.dimensions)
     # Checked before the rest for a better reason: the lengths are what is in the way.
     aligned = band and band_window(band, sequences, bottom_right=request.bottom_right)
     if band is not None and aligned is None and lengths != (problem.kv,) * problem.batch:
@@ -344,15 +361,6 @@ def _bind_paged(request: Request) -> Arguments | str:
         "page_size": offered(paging.size),
         "block_size": spare(paging.size),
     }
-
-
-def _without_padding(mask: Spec) -> Spec:
-    """The mask within each sequence's own keys."""
-    if mask.name == "padding":
-        return FULL
-    if mask.name != "and":
-        return mask
-    return Spec.of("and", *map(_without_padding, mask.parts))
 
 
 def _cache_setup(problem: Problem, lengths: tuple[int, ...]) -> str:

@@ -29,6 +29,7 @@ __all__ = [
     "conjuncts",
     "pack",
     "packed_layout",
+    "without_padding",
 ]
 
 Lengths = tuple[int, int]
@@ -161,6 +162,15 @@ def conjuncts(mask: Spec) -> Iterator[Spec]:
         return
     for part in mask.parts:
         yield from conjuncts(part)
+
+
+def without_padding(mask: Spec) -> Spec:
+    """Return the mask within each sequence's own keys."""
+    if mask.name == "padding":
+        return FULL
+    if mask.name != "and":
+        return mask
+    return Spec.of("and", *map(without_padding, mask.parts))
 
 
 def _segments(problem: Problem, cut: Spec) -> list[list[Lengths]]:

@@ -14,6 +14,7 @@ from attncheck.mods.scores import bias
 from attncheck.subjects.conventions.call_tensors import attention_mask
 from attncheck.subjects.conventions.convention import (
     SINKS,
+    WRITTEN_OUT,
     Argument,
     Arguments,
     Convention,
@@ -24,7 +25,7 @@ from attncheck.subjects.conventions.convention import (
     offered,
     spare,
 )
-from attncheck.subjects.conventions.layouts import bhsd
+from attncheck.subjects.conventions.layouts import bhsd, without_padding
 from attncheck.subjects.conventions.parse import CallArguments, ParsedCall, UnreadableCall
 from attncheck.subjects.conventions.render import render_score_mod
 from attncheck.subjects.conventions.window_masks import band_window, mask_band
@@ -53,11 +54,19 @@ def _bind_sdpa(request: Request) -> Arguments | str:
     * ``is_causal`` is passed for the causal mask, aligned top-left as in torch; every other mask is
       a boolean ``attn_mask`` (True: seen) that broadcasts to the scores;
     * ``scale`` is left out where it is 1/√head_dim, so that its default is examined too;
-    * ``enable_gqa`` is passed where there are fewer key than query heads.
+    * ``enable_gqa`` is passed where there are fewer key than query heads;
+    * ``attn_bias`` is what a score mod adds, and ``key_padding_mask`` True of keys that padding
+      hides, as torch's ``MultiheadAttention`` has it.
     """
-    problem = request.problem
-    if problem.score != NONE:
+    problem, bias = request.problem, request.bias()
+    if problem.score != NONE and "bias" not in request.able:
         return "the sdpa convention has no score mod"
+    if isinstance(bias, str):
+        return bias
+    written = {"bias": bias}
+    if "key_padding" in request.able:
+        written["key_padding"] = request.key_padding(seen=False)
+        problem = problem.replace(mask=without_padding(problem.mask))
     band, lengths = mask_band(problem.mask, problem.dimensions), [(problem.query, problem.kv)]
     # By what it shows, not by name: at equal lengths several masks are the causal one.
     window = band and band_window(band, lengths, bottom_right=request.bottom_right)
@@ -72,6 +81,7 @@ def _bind_sdpa(request: Request) -> Arguments | str:
         "causal": offered(flagged),
         "return_lse": request.lse_flag(),
         "sinks": request.sinks(),
+        **written,
     }
     lacks = [name for name, one in arguments.items() if one.when == "needed"]
     lacks = [name for name in lacks if name not in request.able]
@@ -138,6 +148,7 @@ SDPA = Convention(
             by_position=False,
         ),
         Parameter("sinks", SINKS, by_name=True, by_position=False),
+        *WRITTEN_OUT,
     ),
     layout=bhsd,
     bind=_bind_sdpa,
