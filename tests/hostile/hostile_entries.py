@@ -9,7 +9,8 @@ what its entries have unless they say otherwise; an entry has
 * ``command``: what stands after ``attncheck``; ``shell``: a line of shell in its place, where
   ``$A`` is attncheck; ``environment``: variables that are otherwise (empty: none);
 * ``code``: the exit code; ``says``: the line that tells the user, where … stands for anything. It is
-  the first line of standard error unless a verdict was reached (codes 0, 1 and 5);
+  the first line of standard error unless a verdict was reached (codes 0, 1 and 5); empty where
+  nobody can read anything;
 * ``fresh``: a Python that has imported nothing, since the entry is about processes or descriptors;
 * ``prints``: lines of standard error that may be the kernel's own;
 * ``leaves``: files that it may leave in its folder, beside ``reports``;
@@ -132,6 +133,8 @@ def run(entry: Entry, folder: Path, servers: Servers) -> subprocess.CompletedPro
     else:
         words = [sys.executable, "-m", "attncheck", *shlex.split(entry.command)]
         if not entry.fresh:
+            # Of its variables alone, lest the server seem to be left behind.
+            servers.start("attncheck", {**os.environ, **entry.environment, "OMP_NUM_THREADS": "1"})
             return servers.run(*words[2:], cwd=work, env=env, timeout=_SECONDS, forks=True)
     return subprocess.run(
         words,
@@ -166,11 +169,12 @@ def mistakes(entry: Entry, folder: Path, done: subprocess.CompletedProcess[str])
         found.append(f"exit code {done.returncode}, not {entry.code}")
     out, err = done.stdout.splitlines(), done.stderr.splitlines()
     lines = [*out, *err] if entry.code in _VERDICTS else err[entry.prints :][:1]
-    if not any(_pattern(entry.says).search(line) for line in lines):
+    if not any(_pattern(entry.says).search(line) for line in lines or [""]):
         found.append(f"nothing says {entry.says!r}")
     if len(err) > _MOST_LINES + entry.prints:
         found.append(f"{len(err)} lines of standard error")
-    if unsafe := _UNSAFE.findall(done.stdout + done.stderr):
+    wants_colours = "FORCE_COLOR" in entry.environment
+    if not wants_colours and (unsafe := _UNSAFE.findall(done.stdout + done.stderr)):
         found.append(f"characters {sorted(set(unsafe))} reach the terminal")
     if re.search(r'File "[^"]*\battncheck/\w', done.stdout + done.stderr):
         found.append("a traceback of ours")

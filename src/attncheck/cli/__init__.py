@@ -93,6 +93,10 @@ def main() -> None:
         warnings.simplefilter("ignore")  # of somebody's code; what it raises is said
     interrupts = Interrupts()
     try:
+        Path.cwd()
+    except OSError:  # torch would end the process
+        sys.exit(_say("the working directory is gone: change to another.", USAGE))
+    try:
         try:
             interrupts.listen()
             code = _code(interrupts)

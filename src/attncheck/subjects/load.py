@@ -75,8 +75,9 @@ class Candidate:
             options = self._options(native=isinstance(target, Subject))
         subject = adopted(target, self.name, convention, options)
         if isinstance(subject, str):
+            gives = "is" if target is self.target else "called without arguments gives"
             kind = type(target).__name__
-            raise UsageError(f"kernel {self.kernel!r} is {kind}: it must {subject}.")
+            raise UsageError(f"kernel {self.kernel!r} {gives} {kind}: it must {subject}.")
         return subject
 
     def conventions(self) -> tuple[str, ...]:
