@@ -5,16 +5,61 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import signal
 import sys
+import time
 import warnings
 
 import click
 import pytest
+import torch
 
 from attncheck.cli import attncheck as group
 from attncheck.cli import main, standard_output
 from attncheck.mods import mod_files
+from attncheck.verify.process_effects import changed_parts, process_state
+
+HOSTILE = """
+import ctypes, os, signal, sys, time
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+_KEPT = []
+def kernel(q, k, v, is_causal=False):
+    out = scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+    {does}
+    return out
+"""
+HANGS = "it did not answer with outputs in 2 s; 1 more questions were not asked"
+# What the kernel does, the first answer, what is said of it, and the exit code.
+DEEDS = {
+    "leaves": ("os._exit(0)", "crash", "its process ended with exit code 0", 1),
+    "dies": ("os.kill(os.getpid(), signal.SIGKILL)", "crash", "its process died of SIGKILL", 1),
+    "reads nowhere": ("ctypes.string_at(0)", "crash", "its process died of SIGSEGV", 1),
+    "sleeps": ("time.sleep(1000)", "timeout", HANGS, 1),
+    "holds the GIL": ("ctypes.PyDLL(None).pause()", "timeout", HANGS, 1),
+    "exits": ("raise SystemExit(0)", "error", "SystemExit: 0", 1),
+    "forks": ("os.fork()", "pass", "", 0),
+    "patches": ("torch.equal = torch.allclose = torch.Tensor.double = None", "pass", "", 0),
+    "prints": ("[os.write(1, b'\\x1b[2JPASS' * 9999 + b'\\n') for _ in range(99)]", "pass", "", 0),
+    "goes": ("os.chdir('/')", "fail", "changed the working directory", 1),
+    "dtype": ("torch.set_default_dtype(torch.float64)", "fail", "changed the default dtype", 1),
+    "device": ("torch.set_default_device('meta')", "fail", "changed the default device", 1),
+    "grad": ("torch.set_grad_enabled(False)", "fail", "changed grad mode", 1),
+    "stays": (
+        "_KEPT.append(torch.inference_mode()) or _KEPT[-1].__enter__()",
+        "fail",
+        "changed inference mode",
+        1,
+    ),
+    "draws": ("torch.rand(3)", "fail", "changed torch's random generator", 1),
+    "threads": ("torch.set_num_threads(3)", "fail", "changed the number of torch's threads", 1),
+    "tf32": ("torch.backends.cuda.matmul.allow_tf32 = True", "fail", "cuda.matmul.allow_tf32", 1),
+}
+LOADS = {
+    "leaves": ("os._exit(0)", "its process ended with exit code 0"),
+    "dies": ("ctypes.string_at(0)", "its process died of SIGSEGV"),
+}
 
 MODS = ("--shape", "1x1x3", "--kernel", "ideal", "-q", "--device", "cpu")
 RMSE = ("--shape", "1x1x8x8", "--variant", "causal", "-q", "--device", "cpu")
@@ -137,6 +182,52 @@ def test_what_a_kernel_prints_and_warns_stands_beside_the_report(attncheck, tmp_
         assert {row["kernel"] for row in csv.DictReader(io.StringIO(out))} == {"mine"}
     assert "called" not in out
     assert set(err.splitlines()) == {"imported", "made", "prepared", "called"}
+
+
+@pytest.mark.parametrize(("does", "status", "says", "exits"), DEEDS.values(), ids=DEEDS)
+def test_what_a_kernel_does_to_its_process_is_said_and_stays_there(
+    attncheck, tmp_path, does, status, says, exits
+):
+    before = process_state(torch.device("cpu"))
+    (tmp_path / "hostile.py").write_text(HOSTILE.format(does=does))
+    questions = ("--question", "state", "--question", "plain", "--timeout", "2s")
+    start = time.monotonic()
+    code, out, err = attncheck(
+        "check", "hostile.py::kernel", *questions, "--device", "cpu", "--format", "json", "-q"
+    )
+    assert code == exits, err
+    first, *others = json.loads(out)["records"]
+    judgement = first.get("judgement") or {}
+    assert first["status"] == status
+    assert says in (first.get("reason") or judgement.get("reason", ""))
+    assert status != "fail" or judgement["rule"] == "state"
+    # Of its numbers nothing is wrong, whatever it does besides.
+    right = {"fail": "pass"}.get(status, status)
+    assert {each["status"] for each in others} <= {right}
+    assert json.loads((tmp_path / "reports" / "check.json").read_text()) == json.loads(out)
+    changed = changed_parts(before, process_state(torch.device("cpu")))
+    assert [part for part in changed if part in says] == []
+    assert len(err) < 1 << 17
+    assert "\x1b" not in err
+    assert "attncheck_file_hostile" not in sys.modules
+    if status == "timeout":  # a second or so of it is another process's import of torch
+        assert time.monotonic() - start < 8
+
+
+@pytest.mark.parametrize(("does", "says"), LOADS.values(), ids=LOADS)
+def test_a_file_that_ends_its_process_has_a_verdict(attncheck, tmp_path, does, says):
+    (tmp_path / "mine.py").write_text(f"import ctypes, os\n{does}\n{CAUSAL}")
+    code, out, err = attncheck("check", "mine.py::f", "--device", "cpu")
+    assert code == 1, err
+    assert f"crash: as it was loaded, {says}" in out
+    assert "FAIL mine.py::f: 1 of 1 question failed" in out
+
+
+def test_a_debugger_can_have_the_kernel_in_this_process(attncheck, tmp_path):
+    (tmp_path / "mine.py").write_text(HOSTILE.format(does=f"assert os.getpid() == {os.getpid()}"))
+    how = ("--question", "plain", "--device", "cpu", "--in-process")
+    assert attncheck("check", "mine.py::kernel", *how)[0] == 0
+    assert attncheck("check", "mine.py::kernel", *how[:-1])[0] == 5
 
 
 @pytest.mark.parametrize(

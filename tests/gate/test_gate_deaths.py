@@ -56,9 +56,7 @@ def test_a_death_while_loading_is_confirmed_alone(deaths, kind, status, tmp_path
 
 
 def test_a_process_that_does_not_start_is_no_verdict_on_a_kernel(monkeypatch):
-    monkeypatch.setattr(
-        "attncheck.gate.kernel_hosts.KernelHosts._host_options", lambda *_: {"deadlines": NO_TIME}
-    )
+    monkeypatch.setattr("attncheck.gate.gate_worker.Deadlines.of", lambda _: NO_TIME)
     done = did("ideal", "describe")
     assert done.answers == ()
     assert "it did not answer whether it had started in 0.001 s" in done.harness

@@ -72,6 +72,17 @@ def test_any_group_with_and_without_a_loss_of_lse(backward, kv_heads, dlse, allo
 
 
 @every_backward
+def test_a_loss_of_lse_alone(backward, allowance):
+    inputs = tiny(sink=True, mask=Spec.of("causal"))
+    inputs = inputs.replace(dout=torch.zeros_like(inputs.dout))
+    found = backward(inputs)
+    exact = Definition.of(inputs).gradients(inputs)
+    assert not allowed_of(inputs, allowance).misses(found, exact)
+    assert (found.dv == 0).all()
+    assert (found.dq != 0).any()
+
+
+@every_backward
 def test_rows_without_keys_and_keys_without_rows_are_0(backward):
     inputs = tiny(mask=Spec.of("expression", text="(q_idx % 3 > 0) & (kv_idx % 4 > 0)"))
     found = backward(inputs)
@@ -132,6 +143,18 @@ def test_nan_reaches_whatever_attends_to_it_and_nothing_else(backward):
         assert dq[:, :, ::2].any(dim=(0, 1)).nonzero().flatten().mul(2).tolist() == rows
         assert dk[:, :, ::2].all()
         assert dv[:, :, ::2].all() == (name != "v")
+
+
+@every_backward
+def test_a_score_mods_minus_infinity_hides_as_a_mask_does(backward, allowance, monkeypatch):
+    masked = tiny(mask=Spec.of("causal"))
+    exact, allowed = Definition.of(masked).gradients(masked), allowed_of(masked, allowance)
+
+    def hides(s, b, h, q, k):
+        return torch.where(q >= k, s, -math.inf)
+
+    monkeypatch.setattr(Problem, "score_mod", lambda problem, device: hides)
+    assert not allowed.misses(backward(tiny()), exact)
 
 
 @every_backward

@@ -100,6 +100,25 @@ def test_numbers_of_fifty_digits_are_told_from_others():
     assert apart(flint.arb.neg_inf(), mp.context.ninf, mp) == 0
 
 
+def test_the_larger_of_two_balls_that_overlap_is_around_both():
+    numbers = Ball()
+    wide = numbers.full((1, 1, 1, 2), 0.0)
+    wide.array[0, 0, 0] = [flint.arb(1.0, 0.5), flint.arb(1.25, 0.5)]
+    for found in (
+        numbers.rowmax(wide).array.item(),
+        numbers.maximum(numbers.columns(wide, 0, 1), numbers.columns(wide, 1, 2)).array.item(),
+    ):
+        assert found.contains(flint.arb(0.75))
+        assert found.contains(flint.arb(1.75))
+        assert not found.contains(flint.arb(0.625))
+
+
+@pytest.mark.parametrize("bits", [52, 0, 128.0, True, None])
+def test_bits_that_do_not_hold_a_float64(bits):
+    with pytest.raises(UsageError, match="must be a whole number of at least 53"):
+        Ball(bits)
+
+
 def test_an_evaluator_is_needed_for_what_changes_the_score_only():
     inputs = draw_inputs(Problem(query=3, head_dim=2, score=Spec.of("alibi")))
     with pytest.raises(UsageError, match="needs Ball's `evaluate`"):

@@ -129,6 +129,15 @@ def test_what_is_hidden_reaches_no_number(backward, what):
 
 
 @every_backward
+def test_numbers_that_no_row_reads_or_sees_are_0(backward):
+    score = Spec.of("bias", seed=1, per_batch=1, per_head=1)
+    found = backward(asked(mask=Spec.of("causal"), score=score)).dcaptured.view(PLACES)
+    seen = torch.ones(PLACES[2:]).tril().bool()
+    assert (found[..., ~seen] == 0).all()
+    assert (found[..., seen][..., 1:] != 0).all()
+
+
+@every_backward
 def test_nan_reaches_the_numbers_of_the_rows_that_attend_to_it(backward):
     inputs = asked(mask=Spec.of("causal"), score=Spec.of("bias", seed=1, per_batch=1, per_head=1))
     k = inputs.k.clone()

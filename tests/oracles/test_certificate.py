@@ -23,6 +23,8 @@ from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
 from attncheck.mods.ball_algebra import BALLS
 from attncheck.oracles.ball_numbers import Ball, enclose_rows, proven_error
+from attncheck.oracles.float64_numbers import Float64
+from attncheck.oracles.forward_recurrences import flash2_forward, one_head
 
 # value_dim ≠ head_dim; 9 > 4 leaves a window's last rows without keys.
 SHAPES = ["2x4/2x5/7x4/3", "1x2/1x9/4x3/5"]
@@ -132,6 +134,16 @@ def test_rows_are_enclosed_as_in_the_whole(monkeypatch):
                 some.out.array.flat, whole.out.array[:, 3:6, :3].flat, strict=True
             )
         )
+
+
+def test_a_head_s_rows_are_those_of_the_oracle_in_float64_too():
+    inputs = of_variant("alibi", "2x4/2x9/7x4/3")
+    blocks = {"block_query": 9, "block_kv": 7}
+    whole = flash2_forward(Float64(), inputs, **blocks)
+    for head in range(8):
+        found = one_head(Float64(), inputs, head, torch.arange(9))
+        assert torch.equal(found.out[0, 0], whole.out.flatten(0, 1)[head])
+        assert torch.equal(found.lse[0, 0], whole.lse.flatten(0, 1)[head])
 
 
 def test_hidden_values_that_are_not_finite_do_not_matter_and_attended_ones_do():

@@ -23,6 +23,7 @@ from attncheck.mods.scores import SCORES
 from attncheck.mods.trace import trace_score
 from attncheck.oracles import row_conditions as room
 from attncheck.oracles.row_conditions import (
+    all_rows,
     compute_conditions,
     mask_visibility,
     sampled_rows,
@@ -152,6 +153,13 @@ def test_each_head_has_its_own_key_head_and_descale():
             assert torch.equal(known.v[at], v[b, h // problem.group])
 
 
+def test_products_are_the_scores_before_the_mod():
+    problem = attention(score=Spec.of("temperature", temperature=4.0))
+    known = of(draw_inputs(problem), every(problem))
+    assert torch.equal(known.products / 4, known.scores)
+    assert torch.equal(known.products, known.q @ known.k.mT * problem.scale)
+
+
 def test_what_the_mod_hides_is_not_seen_and_keeps_its_product(hides):
     problem = attention(score=hides, mask=CAUSAL)
     known = of(draw_inputs(problem), every(problem))
@@ -197,6 +205,17 @@ def test_slopes_are_the_derivative():
     assert bool((score_slopes(draw_inputs(plain), of(draw_inputs(plain), every(plain))) == 1).all())
 
 
+@pytest.mark.parametrize("pairs", [1, 20, 63, 64, 200, 10**6])
+def test_blocks_are_all_rows_once(monkeypatch, pairs):
+    monkeypatch.setattr(room, "_CPU_PAIRS", pairs)
+    problem = attention()
+    count = torch.zeros(8, 9, dtype=torch.int64)
+    for rows in all_rows(problem, "cpu"):
+        count[rows.heads.start : rows.heads.stop, rows.query] += 1
+        assert len(rows.heads) * len(rows.query) * problem.kv <= max(pairs, problem.kv)
+    assert bool((count == 1).all())
+
+
 def test_the_default_of_the_command_line_is_whole():
     problem = Problem(batch=1, heads=4, query=256, head_dim=64)
     assert samples_all_rows(problem, "cpu")
@@ -222,6 +241,13 @@ def test_of_a_large_problem_the_rows_that_matter(mask):
         assert {0, 2047} < set(rows)
         assert max(b - a for a, b in itertools.pairwise(rows)) < 2048 // 8
         assert len({15, 16, 31, 32, 63, 64, 127, 128, 255, 256} & set(rows)) >= 5
+
+
+def test_rows_where_a_mask_turns(monkeypatch):
+    monkeypatch.setattr(room, "_TILES", ())
+    problem = Problem(**LONG, mask=Spec.of("document", lengths=[700, 900, 448]))
+    rows = set(torch.cat([part.query for part in sampled_rows(problem, "cpu")]).tolist())
+    assert {699, 700, 1599, 1600} < rows
 
 
 def test_a_mask_that_agrees_between_heads_in_some_rows_only(monkeypatch):

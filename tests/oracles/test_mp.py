@@ -107,6 +107,18 @@ def test_equals_mpmath_written_out(name, allowance):
     assert float(abs(found.lse[0, 0, 0, 0] - float(lses[0]))) > 0
 
 
+def test_many_digits_overflow_nowhere(allowance):
+    problem = Problem(query=2, kv=3, head_dim=1, value_dim=1, scale=1.0, dtype="fp64")
+    q = torch.tensor([1.0, -1.0], dtype=torch.float64).view(1, 1, 2, 1)
+    k = torch.tensor([1e30, -1e30, 1.0], dtype=torch.float64).view(1, 1, 3, 1)
+    inputs, mp = Inputs(problem=problem, q=q, k=k, v=k / k.abs() / 4), Mp(50)
+    for recurrence in oracles.RECURRENCES.values():
+        result = recurrence(mp, inputs)
+        assert [float(x) for x in result.lse.flat] == [1e30, 1e30]
+        assert [float(x) for x in result.out.flat] == [0.25, -0.25]
+        assert all(number > 0 for number in result.out[0, 0, 0])
+
+
 @pytest.mark.parametrize("digits", [17, 50])
 def test_every_float64_is_held_exactly(digits):
     mp = Mp(digits)

@@ -11,7 +11,7 @@ from attncheck import oracles
 from attncheck.core.mod_spec import Spec
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
-from attncheck.oracles.float64_numbers import Float64
+from attncheck.oracles.float64_numbers import Float64, nonfinite_sums
 from attncheck.oracles.forward_recurrences import flash2_forward
 from attncheck.oracles.mp_numbers import Mp
 from attncheck.oracles.streaming_forward import Blocks
@@ -88,6 +88,13 @@ def test_opposite_infinities_are_nan(oracle):
     outputs = oracle(inputs.replace(v=v))
     assert (outputs.out[:, :, 3:9] == math.inf).all()
     assert outputs.out[:, :, 9:].isnan().all()
+
+
+def test_sums_of_counted_infinities_and_nan():
+    counts = torch.tensor([[0.0, 0, 0], [2, 1, 0], [0, 1, 0], [0, 0, 3], [0, 1, 1]])
+    assert nonfinite_sums(counts).flatten().tolist()[0] == 0
+    assert nonfinite_sums(counts)[[1, 4]].isnan().all()
+    assert nonfinite_sums(counts)[[2, 3]].flatten().tolist() == [math.inf, -math.inf]
 
 
 class _PlainProduct(Float64):

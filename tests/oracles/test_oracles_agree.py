@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import math
+from functools import partial
 
 import mpmath
 import pytest
@@ -282,13 +283,28 @@ def test_no_storage_dtype_is_assumed(dtype, python_loop, allowance):
     assert not [name for name, o in ORACLES.items() if bound.misses(o(inputs), truth, 1)]
 
 
+def test_outputs_are_float64_of_the_declared_shapes():
+    for oracle in ORACLES.values():
+        outputs = oracle(_tiny())
+        assert isinstance(outputs, Outputs)
+        assert outputs.out.shape == (2, 4, 9, 3)
+        assert outputs.lse.shape == (2, 4, 9)
+        assert outputs.out.dtype == outputs.lse.dtype == torch.float64
+
+
 @pytest.mark.parametrize(
     ("refused", "message"),
     [
         (lambda: oracles.flash1(_tiny(), block_query=0, block_kv=4), "block_query=0 must be at"),
         (lambda: oracles.flash2(_tiny(), block_query=4, block_kv=-1), "block_kv=-1 must be at"),
+        (lambda: oracles.flash1(_tiny(), block_query=4, block_kv=-1), "block_kv=-1 must be at"),
+        (lambda: oracles.flash2(_tiny(), block_query=0, block_kv=4), "block_query=0 must be at"),
         (lambda: oracles.split(_tiny(), splits=0), "splits=0 must be at least 1"),
-        (lambda: Mp(16), "digits=16 must be a whole number of at least 17"),
+        (lambda: oracles.split(_tiny(), splits=-1), "splits=-1 must be at least 1"),
+        *(
+            (partial(Mp, digits), "must be a whole number of at least 17")
+            for digits in (16, 0, -3, 50.0, "50", True, None)
+        ),
         (lambda: oracles.SOFTMAXES["safe"](_tiny()), "attention has no scores as inputs"),
     ],
 )

@@ -100,6 +100,14 @@ def test_float64_is_attention_with_one_key_more(oracle, mask, sinks):
         assert all(_close(mpmath.mpf(one), other, PROMISED) for one, other in pairs)
 
 
+def test_naive_softmax_is_naive_with_a_sink():
+    """exp(sink) stands in the denominator as it is, and overflows as any score's does."""
+    mask = Spec.of("full")
+    ordinary = oracles.ORACLES["naive"](_inputs(mask))
+    assert torch.allclose(ordinary.out, oracles.dense(_inputs(mask)).out, rtol=0, atol=PROMISED)
+    assert oracles.ORACLES["naive"](_inputs(mask, "huge")).lse.isinf().any()
+
+
 @pytest.mark.parametrize("name", oracles.RECURRENCES)
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_many_digits_are_those_of_one_key_more(name, mask):
@@ -141,6 +149,14 @@ def test_a_score_mod_is_not_for_the_sink(oracle, score):
     given = oracle(inputs)
     assert torch.allclose(given.out, out, rtol=0, atol=PROMISED)
     assert torch.allclose(given.lse, lse, rtol=0, atol=PROMISED)
+
+
+@every_oracle
+def test_rows_without_keys_have_the_sink_as_lse(oracle):
+    inputs = _inputs(Spec.of("sliding_window", window=0))
+    given = oracle(inputs)
+    assert torch.equal(given.out, torch.zeros_like(given.out))
+    assert torch.allclose(given.lse, inputs.sink.double()[:, None], rtol=0, atol=PROMISED)
 
 
 def test_one_head_has_its_own_sink():

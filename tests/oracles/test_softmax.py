@@ -133,6 +133,23 @@ def test_the_naive_softmax_is_zero_by_zero_far_below():
     assert lse == -math.inf
 
 
+@pytest.mark.parametrize("name", ["safe", "online"])
+@pytest.mark.parametrize("at", [-1e300, -746.0, 710.0, 1e300])
+def test_the_others_do_not(name, at):
+    weights, lse = _softmax(SOFTMAXES[name], at, at, -math.inf)
+    assert weights == [0.5, 0.5, 0.0]
+    assert lse == at + math.log(2)
+
+
+@pytest.mark.parametrize("name", ["safe", "online"])
+def test_exact_where_powers_of_two_are(name):
+    """exp of 0 and of −∞ only: the maximum first, last and in the middle."""
+    for scores in ([800.0, 0.0, -800.0], [-800.0, 0.0, 800.0], [0.0, 800.0, -800.0]):
+        weights, lse = _softmax(SOFTMAXES[name], *scores)
+        assert weights == [float(score == 800.0) for score in scores]
+        assert lse == 800.0
+
+
 class _Largest(TorchDispatchMode):
     """Elements of the largest tensor that an operation made, the result of its size left out."""
 
@@ -157,6 +174,13 @@ def test_the_truth_needs_little_more_memory_than_its_result():
     with _Largest(8 * count) as mode:
         oracles.SOFTMAXES["safe"](inputs)
     assert mode.found == count
+
+
+def test_truth_of_attention_is_the_streaming_one():
+    attention = draw_inputs(Problem(query=3, head_dim=4))
+    mine, theirs = oracles.truth(attention), oracles.streaming(attention)
+    assert torch.equal(mine.out, theirs.out)
+    assert torch.equal(mine.lse, theirs.lse)
 
 
 class _CoarseExp(Float64):

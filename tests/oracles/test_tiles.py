@@ -78,6 +78,21 @@ def test_tiles_that_see_nothing_are_skipped_and_whole_ones_not_masked():
     assert not list(_tiles(_problem(Spec.of("sliding_window", window=0)), BLOCKS))
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [{"heads": 64, "kv_heads": 1}, {"heads": 14, "kv_heads": 7}, {"batch": 16}, {"query": 1}],
+)
+def test_no_product_has_more_rows_than_asked_for(sizes):
+    problem = _problem(Spec.of("full"), **sizes)
+    for rows in query_blocks(problem, BLOCKS):
+        heads = list(head_ranges(problem, BLOCKS, len(rows)))
+        pairs = [(b, h) for part in heads for b in part.batch for h in part.query]
+        assert sorted(pairs) == [(b, h) for b in range(problem.batch) for h in range(problem.heads)]
+        for part in heads:
+            product = len(part.batch) * len(part.query) * len(rows)
+            assert product <= max(BLOCKS.rows, problem.group)
+
+
 class _Largest(TorchDispatchMode):
     """Bytes of the largest storage that an operation gave."""
 

@@ -20,8 +20,9 @@ from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.call_conditions import CallConditions
 from attncheck.verify.executor import Execution, Failure, InProcess, Origin
-from attncheck.verify.isolated import IsolatedExecutor, IsolatedKernel, confirm_death
-from attncheck.verify.remote_kernel import Deadlines
+from attncheck.verify.isolated import IsolatedExecutor, IsolatedKernel
+from attncheck.verify.kernel_hosts import confirm_death
+from attncheck.verify.remote_kernel import Deadlines, RemoteSubject
 from attncheck.verify.run_case import new_record, run_case
 from attncheck.workers.process import Died, HostError
 from attncheck.workers.transport import KEY, LARGEST_WORDS, Frame, Receiver, Sender
@@ -169,10 +170,13 @@ def test_an_answer_that_is_no_frame_is_told_and_the_next_is_given(value):
     assert second.words == {"value": 1}
 
 
-class Counted:
-    """A host that counts how often its process was replaced."""
+class Counted(RemoteSubject):
+    """A kernel that counts how often its process was replaced."""
 
     started = 0
+
+    def __init__(self):
+        """Of no process."""
 
     def fresh(self):
         self.started += 1
@@ -194,9 +198,9 @@ class Counted:
 def test_a_death_is_confirmed_alone(statuses, status, attempts):
     record = new_record(Ideal(), Case(problem=SMALL), device="cpu", variant="", environment="")
     given = (replace(record, status=each, reason=f"said {i}") for i, each in enumerate(statuses))
-    host = Counted()
-    found, times = confirm_death(host, lambda: next(given))
-    assert (found.status, times, host.started) == (status, attempts, attempts - 1)
+    kernel = Counted()
+    found, times = confirm_death(kernel, lambda: next(given))
+    assert (found.status, times, kernel.started) == (status, attempts, attempts - 1)
     if statuses[-1] != status:
         again = f"said 0; asked once more, alone in a new process: {statuses[-1]} (said 1)"
         assert found.reason.endswith(again)
@@ -219,7 +223,7 @@ def test_what_cannot_be_loaded_is_told(text, load, error, said, tmp_path):
 
 def test_a_process_that_does_not_start_is_no_fault_of_the_kernel(host, monkeypatch):
     """Neither as it is loaded nor as it is asked: nothing of the kernel's has run by then."""
-    host.fresh()
+    host.subject.fresh()
     monkeypatch.setattr(host._connection, "deadlines", Deadlines(start=0.001))
     inputs = inputs_room.draw_inputs(SMALL)
     with pytest.raises(HostError, match="no process of its own can be had") as caught:

@@ -67,6 +67,16 @@ def check_cases(dtype: str, head_dims: Sequence[int] = ()) -> list[CheckCase]:
     return [*_probe_cases(problems), *comparisons]
 
 
+def state_case(dtype: str, head_dims: Sequence[int] = ()) -> CheckCase:
+    """Return the case whether calls leave their process as it was; raises as ``check_cases``."""
+    plain = next(one for one in check_cases(dtype, head_dims) if one.name == "plain")
+    return CheckCase(
+        name="state",
+        summary="a call leaves flags, random generators and the folder as they were",
+        case=Case(problem=plain.case.problem, question="state"),
+    )
+
+
 def _probe_cases(problems: Mapping[str, Problem]) -> Iterator[CheckCase]:
     every = tuple(tagged(PROBED))
     for name, probe in probes.PROBES.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,18 +14,25 @@ import click
 from attncheck.cli.options import (
     device_option,
     format_option,
+    in_process_option,
     out_option,
     quiet_option,
+    start_worker,
+    timeout_option,
     typed_command,
 )
+from attncheck.cli.resumable_run import parse_seconds
 from attncheck.cli.standard_output import Interrupts, Verb, standard_output
 
 if TYPE_CHECKING:
     from attncheck.cases.check_cases import CheckCase
     from attncheck.records.record import Record, Report
     from attncheck.subjects.capabilities.subject import Subject
+    from attncheck.workers.process import Died
 
 __all__ = ["check"]
+
+_MOST_DEATHS = 2  # of the kernel's process, after which no more is asked
 
 
 @click.command(cls=Verb)
@@ -63,6 +71,8 @@ __all__ = ["check"]
     "Where the kernel runs (default: cuda where there is a GPU; on a cpu Triton kernels are "
     "interpreted)."
 )
+@timeout_option
+@in_process_option
 @format_option()
 @out_option("check.json and check.md")
 @quiet_option
@@ -77,6 +87,8 @@ def check(  # noqa: PLR0913  # one parameter per option
     head_dims: tuple[int, ...],
     names: tuple[str, ...],
     device: str | None,
+    timeout: str | None,
+    in_process: bool,
     fmt: str,
     directory: str,
     quiet: bool,
@@ -84,7 +96,8 @@ def check(  # noqa: PLR0913  # one parameter per option
     """Ask one kernel what wrong kernels answer wrongly: exact probes, then a dozen problems.
 
     SPEC is FILE.py::NAME, package.module:NAME, or a kernel of `attncheck list`. NAME is a function
-    of query, key and value in a known convention that gives out, or (out, LSE), or a Subject.
+    of query, key and value in a known convention that gives out, or (out, LSE), or a Subject. It
+    runs in a process of its own: what ends or changes that is told, and changes no verdict.
 
     Exit code 1 when an answer is more than rounding away or the kernel raised, or when no question
     would have noticed a whole class of fault; 5 when it takes none.
@@ -92,12 +105,16 @@ def check(  # noqa: PLR0913  # one parameter per option
     # Before torch is imported. Its threads wait for each other many times a question, and where
     # others are using the machine, waiting busily costs twenty times the work.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    deadline = parse_seconds(timeout, "--timeout")
+    worker = start_worker(spec, in_process=in_process)
     from attncheck.reporting import rendering
     from attncheck.reporting.check_document import check_document, check_verdict
     from attncheck.reporting.exit_codes import check_exit_code
-    from attncheck.subjects.load import load_subject
     from attncheck.verify.environment import default_device, prepare, require_device
+    from attncheck.verify.kernel_hosts import open_kernel
+    from attncheck.verify.remote_kernel import Deadlines
     from attncheck.verify.verify import assemble_report
+    from attncheck.workers.process import Died
 
     interrupts.check()  # the imports above take a while, and may have swallowed one
     rendering.check_format(fmt)
@@ -105,13 +122,32 @@ def check(  # noqa: PLR0913  # one parameter per option
     require_device(device)
     questions = _questions(dtypes, head_dims, names)
     prepare(device)  # before the file's own Triton functions are decorated
-    subject = load_subject(spec, convention)
-    rendering.check_writable(directory, "check")
-    report = assemble_report([subject], (), device=device, command=typed_command(argument=spec))
-    report = _answered(
-        interrupts, report, subject, questions, device, live=fmt == "table", quiet=quiet
-    )
-    report = _diagnosed(report, subject, device)
+    command = typed_command(argument=spec)
+    try:
+        host = open_kernel(
+            spec,
+            convention=convention or "",
+            device=device,
+            isolated=False if in_process else None,
+            deadlines=Deadlines.of(deadline),
+            worker=worker,
+        )
+    except Died as error:
+        report = _death_report(error, spec, questions[0], device=device, command=command)
+    else:
+        with closing(host):
+            rendering.check_writable(directory, "check")
+            report = assemble_report([host.subject], (), device=device, command=command)
+            report = _answered(
+                interrupts,
+                report,
+                host.subject,
+                questions,
+                device,
+                live=fmt == "table",
+                quiet=quiet,
+            )
+            report = _diagnosed(report, host.subject, device)
     with interrupts.writing(directory):
         rendering.write_report(
             report, directory, "check", formats=("json", "md"), document=check_document
@@ -130,12 +166,13 @@ def _questions(
     dtypes: tuple[str, ...], head_dims: tuple[int, ...], names: tuple[str, ...]
 ) -> list[CheckCase]:
     """The check cases, dtype by dtype; raises UnknownName for a name that none of them has."""
-    from attncheck.cases.check_cases import check_cases
+    from attncheck.cases.check_cases import check_cases, state_case
     from attncheck.core.errors import UnknownName
 
-    questions = [
-        one for dtype in dict.fromkeys(dtypes or ("bf16",)) for one in check_cases(dtype, head_dims)
-    ]
+    dtypes = dtypes or ("bf16",)
+    # First, as long as the kernel's process is new: later ones may already be changed.
+    questions = [state_case(dtypes[0], head_dims)]
+    questions += [one for dtype in dict.fromkeys(dtypes) for one in check_cases(dtype, head_dims)]
     known = {question.name for question in questions}
     for name in names:
         if name not in known:
@@ -159,6 +196,7 @@ def _answered(
     from attncheck.cli.progress import progress
     from attncheck.reporting.check_document import check_document, check_section
     from attncheck.reporting.terminal import head_lines, print_lines, row_lines
+    from attncheck.verify.kernel_hosts import DEATHS
     from attncheck.verify.verify import iter_records
 
     if live:
@@ -166,13 +204,20 @@ def _answered(
             print_lines(lambda width: head_lines(check_document(report), width), sys.stdout)
     cases = [(question.name, question.case) for question in questions]
     records: list[Record] = []
-    before = ""
+    before, deaths = "", 0
     with progress(len(questions), quiet=quiet or live) as advance:
         for record in iter_records(
             [subject], cases, device=device, environment_key=next(iter(report.environments))
         ):
             interrupts.check()
             advance(record.variant)
+            deaths += record.status in DEATHS
+            left = len(questions) - len(records) - 1
+            # Each further one would take as long, or start another process: no verdict needs it.
+            stops = left and (record.status == "timeout" or deaths >= _MOST_DEATHS)
+            if stops:
+                unasked = f"{record.reason.rstrip('.')}; {left} more questions were not asked"
+                record = replace(record, reason=unasked)  # noqa: PLW2901  # the one to show
             if live:
                 section = check_section([record])
                 first = section.title != before
@@ -180,7 +225,30 @@ def _answered(
                 with standard_output():
                     print_lines(partial(row_lines, section, first=first), sys.stdout)
             records.append(record)
+            if stops:
+                break
     return replace(report, records=tuple(records))
+
+
+def _death_report(
+    error: Died, spec: str, question: CheckCase, *, device: str, command: str
+) -> Report:
+    """Report of a kernel whose process died as it was loaded: the first question fails."""
+    from msgspec.structs import replace
+
+    from attncheck.verify.kernel_hosts import death_record
+    from attncheck.verify.verify import assemble_report
+
+    report = assemble_report((), (), device=device, command=command)
+    record = death_record(
+        error,
+        question.case,
+        kernel=spec,
+        variant=question.name,
+        environment=next(iter(report.environments)),
+    )
+    record = replace(record, reason=f"as it was loaded, {record.reason}")
+    return replace(report, kernels={spec: ""}, records=(record,))
 
 
 def _diagnosed(report: Report, subject: Subject, device: str) -> Report:

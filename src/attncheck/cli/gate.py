@@ -18,7 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from attncheck.cli.options import apply_options, device_option, format_option, typed_command
+from attncheck.cli.options import (
+    apply_options,
+    device_option,
+    format_option,
+    in_process_option,
+    timeout_option,
+    typed_command,
+)
 from attncheck.cli.progress import time_left
 from attncheck.cli.resumable_run import (
     JOURNAL,
@@ -95,7 +102,7 @@ _OPTIONS = (
         metavar="N",
         help="Kernels at work at the same time (default: by cores and GPUs, at most 4 for each).",
     ),
-    click.option("--timeout", metavar="TIME", help="Of one call of a kernel, such as 90s."),
+    timeout_option,
     click.option("--max-time", metavar="TIME", help="Stop then, such as 10m; resumable."),
     click.option(
         "--seed",
@@ -134,11 +141,7 @@ _OPTIONS = (
         "--cluster", metavar="ADDRESS", help="A Ray cluster to work on: auto, local, or an address."
     ),
     click.option("--fresh", is_flag=True, help="Forget an unfinished run, in place of going on."),
-    click.option(
-        "--in-process",
-        is_flag=True,
-        help="For a debugger: call kernels in the judge's process, where they can break it.",
-    ),
+    in_process_option,
     format_option("table, json, csv, md, html, junit, sarif or github"),
     click.option(
         "--out",

@@ -14,16 +14,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
 
     from attncheck.subjects.capabilities.subject import Subject
+    from attncheck.workers.process import Worker
 
 __all__ = [
     "apply_options",
     "device_option",
     "format_option",
+    "in_process_option",
     "load_kernels",
     "not_applicable",
     "out_option",
     "quiet_option",
     "seed_option",
+    "start_worker",
+    "timeout_option",
     "typed_command",
 ]
 
@@ -39,6 +43,24 @@ seed_option = click.option(
 )
 
 quiet_option = click.option("-q", "--quiet", is_flag=True, help="No progress.")
+
+timeout_option = click.option(
+    "--timeout", metavar="TIME", help="Of one call of a kernel, such as 90s."
+)
+
+in_process_option = click.option(
+    "--in-process",
+    is_flag=True,
+    help="For a debugger: call kernels in the judge's process, where they can break it.",
+)
+
+
+def start_worker(kernel: str, *, in_process: bool) -> Worker | None:
+    """Start a process for a kernel that will have one, while this one imports torch too."""
+    from attncheck.subjects.capabilities.named_kernels import BUILTIN
+    from attncheck.workers.process import KERNEL_SERVER, Worker
+
+    return None if in_process or kernel in BUILTIN else Worker(KERNEL_SERVER, echo=True)
 
 
 def apply_options(options: Sequence[Callable[[F], F]]) -> Callable[[F], F]:

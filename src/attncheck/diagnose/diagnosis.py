@@ -38,7 +38,8 @@ from attncheck.records.record import Diagnosis, Explanation
 from attncheck.relations import RELATIONS
 from attncheck.relations.same_numbers import STRIDED_TENSORS
 from attncheck.verify.evidence_builder import EvidenceBuilder
-from attncheck.verify.executor import Execution, Failure, InProcess, Origin, out_of_memory
+from attncheck.verify.executor import Execution, Failure, Origin, out_of_memory
+from attncheck.verify.kernel_hosts import executor_of
 from attncheck.verify.memory_patterns import allocator_filled
 from attncheck.verify.relation_runs import relation_inputs
 from attncheck.verify.run_case import run_case
@@ -113,7 +114,7 @@ def diagnose_failure(
         executor: How to call it; in this process by default.
         before: What is known from another failure of it: a smaller problem alone fits more models.
     """
-    failure = _Failure(record, subject, device, executor or InProcess())
+    failure = _Failure(record, subject, device, executor or executor_of(subject))
     findings = failure.findings()
     if findings is None or not any(one.share >= _TELLING for one in findings.ranking):
         # First what is proven: what lies beside an input may be something else another time.
@@ -140,7 +141,7 @@ def explain_failure(
 
     Arguments as of ``diagnose_failure``.
     """
-    return _Failure(record, subject, device, executor or InProcess()).findings()
+    return _Failure(record, subject, device, executor or executor_of(subject)).findings()
 
 
 def diagnose_result(result: Execution, evidence: EvidenceBuilder) -> Diagnosis | None:

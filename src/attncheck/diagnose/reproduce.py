@@ -16,7 +16,8 @@ from attncheck.relations import RELATIONS
 from attncheck.subjects.capabilities.subject import capability
 from attncheck.verify.environment import environment, fingerprint
 from attncheck.verify.evidence_builder import EvidenceBuilder
-from attncheck.verify.executor import Executor, Failure, InProcess, Origin
+from attncheck.verify.executor import Executor, Failure, Origin
+from attncheck.verify.kernel_hosts import executor_of
 from attncheck.verify.question_fit import question_summary
 from attncheck.verify.relation_runs import relation_inputs
 from attncheck.verify.run_case import run_case
@@ -98,7 +99,7 @@ def exact_runs(
     Raises:
         UsageError: for a question that there is not, or that cannot be asked of its Problem.
     """
-    executor = executor or InProcess()
+    executor = executor or executor_of(subject)
     if case.question in RELATIONS:
         each = relation_inputs(case, device)
         return tuple(

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from attncheck.gate.choices import Choices
-    from attncheck.gate.kernel_hosts import KernelHost
     from attncheck.gate.planning import Planning
     from attncheck.records.record import Record
+    from attncheck.verify.kernel_hosts import KernelHost
     from attncheck.workers.units import Unit
 
 __all__ = ["SHRUNK_STATUSES", "FailureLog", "fails_alike", "plainer_cases", "shrink_case"]

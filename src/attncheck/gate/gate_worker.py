@@ -12,22 +12,23 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec.structs import replace
 
-from attncheck.core.errors import UsageError
+from attncheck.core.errors import AttncheckError, UsageError
 from attncheck.gate.choices import Choices
 from attncheck.gate.gate_failures import SHRUNK_STATUSES, FailureLog
-from attncheck.gate.kernel_hosts import KernelHosts, MissingKernelError
 from attncheck.gate.plan import plan_kernel
 from attncheck.gate.planning import CachingExecutor, Planning
 from attncheck.gate.property_stage import KnownFailures, drawn_units
 from attncheck.gate.sources import file_hashes
 from attncheck.gate.stages import SANITIZER_VARIANT, sanitize_kernel
-from attncheck.inputs.problem import Case, Problem, head_arrangement
+from attncheck.inputs.problem import Case, Problem
 from attncheck.records.record import FAILED_STATUSES, Record
 from attncheck.records.run_reports import Answer
 from attncheck.verify.accuracy import measure_accuracy
 from attncheck.verify.environment import environment, fingerprint, prepare
 from attncheck.verify.executor import InProcess
-from attncheck.verify.isolated import IsolatedExecutor, IsolatedKernel, confirm_death
+from attncheck.verify.isolated import IsolatedExecutor, IsolatedKernel
+from attncheck.verify.kernel_hosts import confirm_death, death_record, open_kernel
+from attncheck.verify.remote_kernel import Deadlines
 from attncheck.verify.run_case import run_case
 from attncheck.workers.process import Died, HostError
 from attncheck.workers.units import Done, Unit
@@ -35,13 +36,9 @@ from attncheck.workers.units import Done, Unit
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attncheck.gate.kernel_hosts import KernelHost
-    from attncheck.records.record import Status
+    from attncheck.verify.kernel_hosts import KernelHost
 
-__all__ = ["GateWorker", "work"]
-
-# How a process ended, as the status of a Record; any other end is a crash.
-_DEATHS: dict[str, Status] = {"oom": "oom", "timeout": "timeout"}
+__all__ = ["GateWorker", "MissingKernelError", "work"]
 
 
 def work(**options: Any) -> GateWorker:
@@ -65,7 +62,7 @@ class GateWorker:
         here: Callable[[], InProcess] = InProcess,
     ) -> None:
         self._choices = choices
-        self._hosts = KernelHosts(choices, here)
+        self._hosts = _KernelHosts(choices, here)
         self._chosen_failures = known
         self._device = self._key = self._reported = ""
         self._cached_executor: tuple[KernelHost, CachingExecutor] | None = None
@@ -213,10 +210,7 @@ class GateWorker:
             # Errors beside their reference errors where they are to be read; elsewhere the verdict.
             return run_case(host.subject, case, brief=unit.stage != "bounds", **how)
 
-        # A kernel that dies in this process takes the worker with it: nothing is left to confirm.
-        if isinstance(host.executor, InProcess):
-            return ask(), 1
-        return confirm_death(host, ask)  # type: ignore[arg-type]  # it has a process: a Host
+        return confirm_death(host.subject, ask)
 
     def _shrink(self, unit: Unit, host: KernelHost) -> Done:
         """Find a smaller Case that fails alike; of many such failures the first few are shrunk."""
@@ -246,16 +240,14 @@ class GateWorker:
         self._hosts.end(unit.commit)
         # A Record needs some Case; a kernel that dies while it is described was asked none.
         case = Case.from_json(unit.case) if unit.case else Case(problem=Problem(query=1))
-        record = Record(
-            case_id=case.id,
-            case=case.to_json(),
+        record = death_record(
+            error,
+            case,
             kernel=unit.kernel,
             variant=unit.variant or unit.kind,
-            heads=head_arrangement(case.problem),
-            status=_DEATHS.get(error.kind, "crash"),
-            reason=f"{unit.kind}: {error}",
             environment=self._key,
         )
+        record = replace(record, reason=f"{unit.kind}: {record.reason}")
         answer = Answer(unit=unit.id, stage=unit.stage, record=record)
         facts: dict[str, Any] = {}
         if unit.kind == "describe":
@@ -264,6 +256,86 @@ class GateWorker:
             names = {"kernel": unit.kernel, "name": unit.kernel}
             facts = {**names, "summary": "", "environment": where}
         return Done(unit=unit.id, answers=(answer,), facts=facts)
+
+
+class MissingKernelError(AttncheckError):
+    """The kernel of another commit that is not there."""
+
+
+class _KernelHosts:
+    """One kernel of each commit at a time: its process ends when another kernel is asked for.
+
+    Args:
+        choices: Whether kernels have processes of their own, and how long a call may take.
+        here: Makes what calls kernels that have none.
+    """
+
+    def __init__(self, choices: Choices, here: Callable[[], InProcess]) -> None:
+        self._choices = choices
+        self._executor = here
+        self._hosts: dict[str, tuple[tuple[str, str, str], KernelHost]] = {}
+
+    def of(self, unit: Unit) -> KernelHost:
+        """Return the host of a unit's kernel.
+
+        Raises:
+            MissingKernelError: where another commit has no such kernel.
+            UsageError: where there is no such kernel here, or that commit's is not the one that is
+                found there.
+            HostError: where its process cannot be had.
+        """
+        key = (unit.kernel, unit.convention, unit.device)
+        known, host = self._hosts.get(unit.commit, (None, None))
+        if host is not None and key == known:
+            return host
+        # Ended before the next begins: two kernels need not fit the GPU's memory together.
+        self.end(unit.commit)
+        host = self._start_other(unit) if unit.commit else self._start(unit)
+        self._hosts[unit.commit] = key, host
+        return host
+
+    def end(self, commit: str) -> None:
+        """End the process of a commit's kernel, where there is one."""
+        _, host = self._hosts.pop(commit, (None, None))
+        if host is not None:
+            host.close()
+
+    def close(self) -> None:
+        """End the processes that there are."""
+        for commit in tuple(self._hosts):
+            self.end(commit)
+
+    def _start(self, unit: Unit) -> KernelHost:
+        return open_kernel(
+            unit.kernel,
+            isolated=self._choices.isolated,
+            here=self._executor(),
+            **self._host_options(unit),
+        )
+
+    def _start_other(self, unit: Unit) -> KernelHost:
+        """Start the kernel of another commit; in a process, since two of one name share none."""
+        tree = self._choices.tree
+        if tree is None or tree.commit != unit.commit:
+            raise MissingKernelError(f"commit {unit.commit} is not part of this run.")
+        side = tree.kernel(unit.kernel)
+        if side.missing:
+            raise MissingKernelError(side.missing)
+        try:
+            host = IsolatedKernel(
+                side.kernel, folder=side.folder, paths=side.paths, **self._host_options(unit)
+            )
+        except UsageError as error:
+            raise MissingKernelError(f"{tree.ref}: {error}") from None
+        # Else today's files would be compared with themselves, and nothing would seem to change.
+        if strayed := tree.strayed(host.files()):
+            host.close()
+            raise UsageError(f"--against {tree.ref}: {strayed}.")
+        return host
+
+    def _host_options(self, unit: Unit) -> dict[str, Any]:
+        limits = Deadlines.of(self._choices.timeout)
+        return {"convention": unit.convention, "device": unit.device, "deadlines": limits}
 
 
 def _compiling(host: KernelHost) -> float:

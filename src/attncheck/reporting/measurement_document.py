@@ -145,7 +145,7 @@ def profiles(records: Iterable[Record]) -> Iterator[str]:
     """``bf16: …`` where one arithmetic is assumed of all kernels, else with their names."""
     users: dict[str, dict[str, dict[str, None]]] = {}
     for record in records:
-        if record.judgement:
+        if record.judgement and record.judgement.arithmetic:  # of a process nothing is assumed
             kernels = users.setdefault(problem_of(record).dtype, {})
             kernels.setdefault(record.judgement.arithmetic, {})[record.kernel] = None
     for dtype, arithmetics in users.items():

@@ -10,7 +10,8 @@ from attncheck.cases.strategies.families import MASK_FAMILIES
 from attncheck.cases.strategies.problems import nearest_supported
 from attncheck.relations import RELATIONS
 from attncheck.subjects.capabilities.subject import Subject
-from attncheck.verify.executor import Executor, Failure, InProcess
+from attncheck.verify.executor import Executor, Failure
+from attncheck.verify.kernel_hosts import executor_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -37,7 +38,7 @@ class KernelSupport:
 
     def __init__(self, subject: Subject, device: str, executor: Executor | None = None) -> None:
         self.subject, self.device = subject, device
-        self.executor = executor or InProcess()
+        self.executor = executor or executor_of(subject)
         self.reason = ""
         self._refusals: dict[tuple[str, str, ProblemKind], str] = {}
 

@@ -13,7 +13,7 @@ from attncheck.surveys import product_readings, step_readings
 from attncheck.surveys.fingerprint_scenes import SceneRunner, blank_inputs, make_scene
 from attncheck.verify.call_checks import Unanswered
 from attncheck.verify.environment import environment
-from attncheck.verify.executor import InProcess
+from attncheck.verify.kernel_hosts import executor_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -82,7 +82,7 @@ def fingerprint_kernel(
     """
     dtype_named(dtype)
     runner = SceneRunner(
-        subject=subject, dtype=dtype, device=device, executor=executor or InProcess()
+        subject=subject, dtype=dtype, device=device, executor=executor or executor_of(subject)
     )
     try:
         # All zeros: who does not take these takes no scene of this dtype.

@@ -18,7 +18,7 @@ from attncheck.records.record import FAILED_STATUSES, Accuracy
 from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.evidence_builder import EvidenceBuilder, ensemble_tilings
-from attncheck.verify.executor import InProcess
+from attncheck.verify.kernel_hosts import executor_of
 from attncheck.verify.question_fit import not_applicable_reason
 from attncheck.verify.run_case import new_record, run_on_evidence
 
@@ -72,7 +72,7 @@ def measure_accuracy(
     Never raises for what the kernel does; see ``run_case``.
     """
     # One builder for all runs: inputs and truth stay, and what differs is the kernel's doing.
-    evidence, executor = EvidenceBuilder(case, device), executor or InProcess()
+    evidence, executor = EvidenceBuilder(case, device), executor or executor_of(subject)
     worst: Record | None = None
     for _ in range(1 if promises_same_bits(subject, case.problem) else runs):
         blank = new_record(subject, case, device=device, variant=variant, environment=environment)

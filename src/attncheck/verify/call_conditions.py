@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import from_dlpack
 
 from attncheck.core import strided_alloc
+from attncheck.subjects.conventions.function_subject import LEAVES_MODES
 from attncheck.verify.further_calls import repeat_calls
 from attncheck.verify.memory_patterns import (
     Fill,
@@ -312,8 +313,14 @@ class ConditionedCall:
         first = changed_parts(self._before, process_state(self._device))
         restore_process(self._before, self._device)
         before = process_state(self._device)
-        call()
-        changed = changed_parts(before, process_state(self._device))
+        # What cannot be put right, such as a mode that was entered and not left, is changed too.
+        stuck = changed_parts(self._before, before)
+        token = LEAVES_MODES.set(True)
+        try:
+            call()
+        finally:
+            LEAVES_MODES.reset(token)
+        changed = [*stuck, *changed_parts(before, process_state(self._device))]
         self._wrong("state", f"changed {', '.join(changed)}" if changed else "")
         once = ", ".join(name for name in first if name not in changed)
         if once:

@@ -17,9 +17,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Self
 
-from msgspec.structs import replace
-
-from attncheck.records.record import FAILED_STATUSES
 from attncheck.verify.call_conditions import PLAIN_CALL, CallConditions
 from attncheck.verify.executor import Execution, Failure, Origin
 from attncheck.verify.kernel_messages import (
@@ -37,13 +34,13 @@ from attncheck.verify.remote_kernel import Deadlines, KernelConnection, RemoteSu
 from attncheck.workers.process import Died, HostError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
     from types import TracebackType
 
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
-    from attncheck.records.record import Record, Status
     from attncheck.subjects.capabilities.subject import Subject
+    from attncheck.workers.process import Worker
     from attncheck.workers.transport import Frame
 
 __all__ = [
@@ -52,7 +49,6 @@ __all__ = [
     "HostError",
     "IsolatedExecutor",
     "IsolatedKernel",
-    "confirm_death",
 ]
 
 _MOST_CALLS = 10  # that a question which makes more has time for: most are not as long as allowed
@@ -203,6 +199,8 @@ class IsolatedKernel:
         deadlines: How long it may take.
         folder: Its working directory; empty for this one's.
         paths: Where it and what it starts look for modules first, before this process's places.
+        worker: A process that was started for it ahead of time, here and with nothing special;
+            where it echoes, those after it do.
 
     Attributes:
         subject: The kernel, for every function here that takes one.
@@ -223,6 +221,7 @@ class IsolatedKernel:
         deadlines: Deadlines | None = None,
         folder: str = "",
         paths: tuple[str, ...] = (),
+        worker: Worker | None = None,
     ) -> None:
         self._connection = KernelConnection(
             kernel,
@@ -232,9 +231,10 @@ class IsolatedKernel:
             deadlines=deadlines or Deadlines(),
             folder=folder,
             paths=paths,
+            worker=worker,
         )
-        self.subject = RemoteSubject(self._connection, self._connection.description)
         self.executor = IsolatedExecutor(self._connection)
+        self.subject = RemoteSubject(self._connection, self._connection.description, self.executor)
 
     @property
     def started(self) -> int:
@@ -254,10 +254,6 @@ class IsolatedKernel:
         """
         names = self.subject.ask("files", None, self._connection.device)
         return tuple(map(str, names)) if isinstance(names, list) else ()
-
-    def fresh(self) -> None:
-        """Let the process end: whatever is asked next is asked of a new one."""
-        self._connection.end()
 
     def close(self) -> None:
         """Let the process end, and kill all that it started."""
@@ -279,33 +275,3 @@ def _remote(subject: Subject) -> RemoteSubject:
     if not isinstance(subject, RemoteSubject):
         raise HostError(f"kernel {subject.name!r} is in this process: call it here.")
     return subject
-
-
-_DEATHS: frozenset[Status] = frozenset({"crash", "timeout", "oom"})
-
-
-def confirm_death(host: IsolatedKernel, ask: Callable[[], Record]) -> tuple[Record, int]:
-    """Return the Record that ``ask`` gives, and how often it was asked.
-
-    Args:
-        host: Of the kernel that is asked.
-        ask: Asks one Case of ``host.subject`` by ``host.executor``.
-    """
-    first = ask()
-    if first.status not in _DEATHS:
-        return first, 1
-    # In a new process, since an earlier call may have left the first one broken.
-    host.fresh()
-    second = ask()
-    if second.status == first.status:
-        return second, 2
-    again = f"asked once more, alone in a new process: {_describe_outcome(second)}"
-    # It fails either way: that it does so differently is no excuse.
-    if second.status in FAILED_STATUSES:
-        return replace(first, reason=f"{first.reason}; {again}"), 2
-    return replace(first, status="flaky", reason=f"{first.status}: {first.reason}; {again}"), 2
-
-
-def _describe_outcome(record: Record) -> str:
-    why = record.reason or (record.judgement.reason if record.judgement else "")
-    return f"{record.status} ({why})" if why else record.status

@@ -19,6 +19,7 @@ from attncheck.verify.environment import prepare, require_device
 from attncheck.verify.executor import Execution, Failure, InProcess, Origin, failure
 from attncheck.verify.kernel_messages import describe_subject, from_fields, pack_outputs, to_fields
 from attncheck.verify.obligations import inputs_digest, requested_outputs
+from attncheck.verify.process_effects import process_state, restore_process
 from attncheck.verify.relation_runs import draw_case_inputs
 from attncheck.workers.transport import LARGEST_WORDS, Frame
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from attncheck.subjects.capabilities.subject import Subject
+    from attncheck.verify.process_effects import State
 
 __all__ = ["Compiling", "KernelServer"]
 
@@ -92,6 +94,7 @@ class KernelServer:
     def __init__(self) -> None:
         self._subject: Subject | None = None
         self._device = "cpu"
+        self._state: State = {}  # as it was loaded, but for what makes each call another draw
         # Whoever asks compares them with the digests of its own inputs.
         self._executor = InProcess(digests=True)
         self._compiling = Compiling()
@@ -123,6 +126,8 @@ class KernelServer:
             require_device(self._device)
             prepare(self._device)
             self._subject = load_subject(words["kernel"], words["convention"] or None)
+            state = process_state(torch.device(self._device))
+            self._state = {n: part for n, part in state.items() if "random generator" not in n}
             # The import of a kernel is often the first to import Triton.
             self._compiling.listen()
             return Frame(kind="described", words=describe_subject(self._subject))
@@ -157,6 +162,8 @@ class KernelServer:
     def _run(self, words: dict[str, Any]) -> Frame:
         kernel = self._one(words["launch"])
         origin = Origin(case=Case.from_json(words["case"]), run=words["run"])
+        # Else what an earlier call has left, such as a default device, would break our drawing.
+        restore_process(self._state, torch.device(self._device))
         inputs = draw_case_inputs(origin, self._device)
         # Before the call, which may write to them.
         before, compiled = inputs_digest(inputs), self._compiling.seconds

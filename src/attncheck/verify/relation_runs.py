@@ -17,7 +17,8 @@ from attncheck.judge.verdict_rules import tile
 from attncheck.relations import RELATIONS, relation_named
 from attncheck.verify.allowances import deterministic_bounds, gradient_allowance
 from attncheck.verify.evidence import Evidence
-from attncheck.verify.executor import Execution, Executor, Failure, InProcess, Origin, failure
+from attncheck.verify.executor import Execution, Executor, Failure, Origin, failure
+from attncheck.verify.kernel_hosts import executor_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -100,7 +101,7 @@ def check_relation(
     relation = relation_named(case.question)
     if relation.only_promised and relation.promise not in subject.promises:
         return Failure(kind="refused", message=f"does not promise {relation.promise!r}")
-    runs = _run_all(subject, case, executor or InProcess(), device)
+    runs = _run_all(subject, case, executor or executor_of(subject), device)
     if isinstance(runs, Failure):
         return runs
     inputs, executions = runs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from attncheck.core.errors import UsageError
 from attncheck.inputs.question_parameters import PROMISES
@@ -14,7 +14,7 @@ from attncheck.verify.kernel_messages import (
     read_tiling,
     remote_error,
 )
-from attncheck.workers.process import Died, HostError, Worker
+from attncheck.workers.process import KERNEL_SERVER, Died, HostError, Worker
 from attncheck.workers.transport import Frame
 
 if TYPE_CHECKING:
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
     from attncheck.subjects.capabilities.subject import Call, Tiling
+    from attncheck.verify.executor import Executor
 
 __all__ = ["Deadlines", "KernelConnection", "RemoteSubject"]
 
 _MOST_CASES = 500  # then a process is replaced: what a kernel leaves behind adds up
 _MOST_GROWTH = 4 << 30  # bytes of memory that a process may hold beyond what it held at first
 _MOST_TILINGS = 256  # that are remembered
-_SERVER = "attncheck.verify.kernel_server:KernelServer"
 _REQUESTS = {
     "start": "whether it had started",
     "load": "what the kernel is",
@@ -59,6 +59,16 @@ class Deadlines:
     compile: float = 180.0
     close: float = 5.0
 
+    @classmethod
+    def of(cls, seconds: float | None) -> Self:
+        """Return those of calls that may take so long; the usual ones where nobody says.
+
+        A first call compiles on a GPU: it may take the usual time even where others must be short.
+        """
+        if not seconds:
+            return cls()
+        return cls(call=seconds, imports=0.0, compile=max(seconds, cls().compile))
+
 
 class KernelConnection:
     """Requests to one kernel in a process of its own.
@@ -73,6 +83,7 @@ class KernelConnection:
         folder: Its working directory, which references to files are relative to; empty for this
             one's.
         paths: Where it and what it starts look for modules first.
+        worker: The first process, where one was started ahead of time.
 
     Attributes:
         description: What the process says of the kernel.
@@ -93,12 +104,14 @@ class KernelConnection:
         deadlines: Deadlines,
         folder: str,
         paths: tuple[str, ...] = (),
+        worker: Worker | None = None,
     ) -> None:
         self.device, self.deadlines = device, deadlines
         self._words = {"kernel": kernel, "convention": convention, "device": device}
         self._environment = {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
         self._folder, self._paths = folder, paths
         self._worker: Worker | None = None
+        self._ahead, self._echo = worker, worker is not None and worker.echoes
         self.started, self._cases, self._memory_at_first = 0, 0, 0
         self.description = self._start()
 
@@ -158,8 +171,13 @@ class KernelConnection:
     def _start(self) -> dict[str, Any]:
         import torch
 
-        self._worker = Worker(
-            _SERVER, environment=self._environment, folder=self._folder, paths=self._paths
+        ahead, self._ahead = self._ahead, None
+        self._worker = ahead or Worker(
+            KERNEL_SERVER,
+            environment=self._environment,
+            folder=self._folder,
+            paths=self._paths,
+            echo=self._echo,
         )
         self.started, self._cases = self.started + 1, 0
         try:
@@ -193,6 +211,7 @@ class RemoteSubject(Subject):
     Args:
         connection: To its process.
         words: What the process says of it.
+        executor: Calls it.
         launch: The name of one of its launches, and the Problem that it is of; None for its own.
 
     Raises:
@@ -203,9 +222,10 @@ class RemoteSubject(Subject):
         self,
         connection: KernelConnection,
         words: dict[str, Any],
+        executor: Executor,
         launch: tuple[str, Problem] | None = None,
     ) -> None:
-        self.connection = connection
+        self.connection, self.executor = connection, executor
         self.launch = None if launch is None else {"name": launch[0], "of": launch[1].to_json()}
         self._tilings: dict[tuple[str, str], Tiling | None] = {}
         description = check_description(words)
@@ -219,6 +239,10 @@ class RemoteSubject(Subject):
         )
         self.captured = description["captured"]
         self.promises_gradients = description["promises_gradients"]
+
+    def fresh(self) -> None:
+        """Let its process end: whatever is asked next is asked of a new one."""
+        self.connection.end()
 
     def absent(self, device: str) -> str | None:
         """As the kernel says."""
@@ -256,7 +280,7 @@ class RemoteSubject(Subject):
         if not isinstance(descriptions, dict):
             raise HostError("what came are no launches.")
         return {
-            name: RemoteSubject(self.connection, words, (name, problem))
+            name: RemoteSubject(self.connection, words, self.executor, (name, problem))
             for name, words in descriptions.items()
         }
 

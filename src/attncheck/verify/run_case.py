@@ -20,8 +20,9 @@ from attncheck.relations import RELATIONS
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.call_checks import CHECKS, judge_call
 from attncheck.verify.evidence_builder import EvidenceBuilder
-from attncheck.verify.executor import Failure, InProcess, Origin, out_of_memory
+from attncheck.verify.executor import Failure, Origin, out_of_memory
 from attncheck.verify.judging import judge_outputs, with_error_map
+from attncheck.verify.kernel_hosts import executor_of
 from attncheck.verify.obligations import outputs_digest
 from attncheck.verify.question_fit import adapted_cases, check_question, not_applicable_reason
 from attncheck.verify.relation_runs import judge_relation
@@ -78,7 +79,7 @@ def run_case(  # noqa: PLR0913  # one case, and how it is run
         subject: The kernel.
         case: Its question is ``compare``, a relation, a probe or a check.
         device: ``cpu`` or ``cuda``.
-        executor: How to call the kernel; in this process by default.
+        executor: How to call the kernel; where it is, by default.
         variant: A name for the Case in a report.
         environment: Fingerprint of this process.
         timed: Whether a comparison is called until its median time is known.
@@ -92,7 +93,7 @@ def run_case(  # noqa: PLR0913  # one case, and how it is run
         UsageError: for a question that there is not, or that cannot be asked of the Problem.
     """
     check_question(case.question)
-    executor = executor or InProcess()
+    executor = executor or executor_of(subject)
     for adapted in adapted_cases(subject, case, executor):
         record = new_record(
             subject, adapted, device=device, variant=variant, environment=environment

@@ -6,6 +6,7 @@ Command line, gate, properties and Python API all come through ``run_case`` (one
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -14,7 +15,7 @@ from attncheck.records.record import Report
 from attncheck.subjects.capabilities.subject import Subject
 from attncheck.verify.environment import environment, fingerprint, prepare
 from attncheck.verify.evidence_builder import EvidenceBuilder
-from attncheck.verify.executor import InProcess
+from attncheck.verify.kernel_hosts import DEATHS, confirm_death, executor_of
 from attncheck.verify.run_case import run_case
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def verify(
         subjects: One kernel or several; those of a case share its inputs and exact results.
         cases: What is asked, each alone or with the name that its Records have in a report.
         device: ``cpu`` or ``cuda``.
-        executor: How to call the kernels; in this process by default.
+        executor: How to call the kernels; each where it is, by default.
         command: The command line, for the Report.
         applicable_only: Whether a pair is left out where the kernel is absent on this machine or
             the case does not concern it; otherwise the case is adapted to the kernel, and each
@@ -105,7 +106,6 @@ def iter_records(
     """
     prepare(device)
     key = environment_key or fingerprint(environment(device))
-    executor = executor or InProcess()
     if applicable_only:
         absent = absence_reasons(subjects, device)
         subjects = [subject for subject in subjects if subject.name not in absent]
@@ -114,7 +114,8 @@ def iter_records(
         # A single kernel needs nothing to share, and may be asked the case in pages.
         evidence = EvidenceBuilder(case, device) if len(chosen) > 1 else None
         for subject in chosen:
-            yield run_case(
+            ask = partial(
+                run_case,
                 subject,
                 case,
                 device=device,
@@ -125,6 +126,8 @@ def iter_records(
                 brief=brief,
                 evidence=evidence,
             )
+            # A call that has taken too long would take as long again: that alone is not confirmed.
+            yield confirm_death(subject, ask, DEATHS - {"timeout"})[0]
 
 
 def assemble_report(
@@ -143,15 +146,13 @@ def assemble_report(
 
 def absence_reasons(subjects: Sequence[Subject], device: str) -> dict[str, str]:
     """Return why subjects can run nothing on ``device``, by name; those that can are left out."""
-    executor = InProcess()
-    reasons = {subject.name: executor.absence(subject, device) for subject in subjects}
+    reasons = {s.name: executor_of(s).absence(s, device) for s in subjects}
     return {name: reason for name, reason in reasons.items() if reason}
 
 
 def applicable_subjects(problems: Sequence[Problem], subjects: Sequence[Subject]) -> list[Subject]:
     """Return the subjects that at least one of ``problems`` concerns."""
-    executor = InProcess()
-    return [s for s in subjects if any(executor.concerns(s, problem) for problem in problems)]
+    return [s for s in subjects if any(executor_of(s).concerns(s, each) for each in problems)]
 
 
 def case_subjects(

@@ -30,12 +30,16 @@ if TYPE_CHECKING:
 
     from attncheck.workers.transport import Frame
 
-__all__ = ["Died", "HostError", "Tail", "Worker", "oom_kills"]
+__all__ = ["KERNEL_SERVER", "Died", "HostError", "Tail", "Worker", "oom_kills"]
+
+KERNEL_SERVER = "attncheck.verify.kernel_server:KernelServer"
+"""Server of a worker that runs somebody's kernel; named here, where starting one imports little."""
 
 KEPT = 1 << 16
 """Bytes that are kept of what a process prints, the last ones."""
 
 _CHUNK = 1 << 16
+_DUMP = b"Fatal Python error: "  # how faulthandler begins
 _PIPE = 1 << 20  # bytes that a pipe may hold
 _PERIOD = 0.1  # seconds between two looks at whether a silent process is still there
 _PAUSE = 0.02  # seconds between two looks at whether one that is to end has ended
@@ -100,6 +104,26 @@ class Tail:
         return " | ".join(line[-_LONGEST_LINE:] for line in lines[-count:])
 
 
+class _Echo:
+    """The first of what a process prints, shown on standard error: whole lines, made harmless."""
+
+    def __init__(self) -> None:
+        self._line, self._left = b"", KEPT
+
+    def add(self, part: bytes) -> None:
+        """Show the lines that end in ``part``; of no bytes the one that has not ended."""
+        over, part = len(part) > self._left, part[: self._left]
+        self._left -= len(part)
+        *lines, self._line = (self._line + part or self._line + b"\n").split(b"\n")
+        if any(line.startswith(_DUMP) for line in lines):  # a message tells its end
+            self._left, lines = 0, []
+        shown = [one_line(line.decode(errors="replace")) for line in lines]
+        shown += ["… what else the kernel prints is not shown"] if over and part else []
+        with suppress(AttributeError, OSError, ValueError):  # nobody reads it
+            sys.stderr.write("".join(f"{line}\n" for line in shown if line))
+            sys.stderr.flush()
+
+
 class Worker:
     """A child process in a session of its own, with a pipe to it and one from it.
 
@@ -113,11 +137,13 @@ class Worker:
         paths: Where it and what it starts look for modules first.
         mark: By which it and what it starts are known; a new one by default.
         grace: Seconds that it has to end by itself when nobody writes to it any more.
+        echo: ``echoes``.
 
     Attributes:
         pid: Its number.
         replies: Descriptor that answers come from; non-blocking.
         stdout, stderr: What it prints.
+        echoes: Whether the first of that is shown on standard error.
     """
 
     def __init__(
@@ -129,6 +155,7 @@ class Worker:
         paths: tuple[str, ...] = (),
         mark: str = "",
         grace: float = 0.0,
+        echo: bool = False,
     ) -> None:
         self._mark = mark or new_mark()
         its_requests, self._requests = os.pipe()
@@ -165,6 +192,8 @@ class Worker:
             self._process.stdout.fileno(): self.stdout,
             self._process.stderr.fileno(): self.stderr,
         }
+        self.echoes = echo
+        self._echoes = {each: _Echo() for each in self._printed if echo}
         for descriptor in (self._requests, self.replies, *self._printed):
             os.set_blocking(descriptor, False)
         # Who forgets a worker does not mean it to live on.
@@ -245,7 +274,7 @@ class Worker:
 
     def _last_words(self) -> str:
         """The last lines of its standard error; of faulthandler's the place."""
-        _, fatal, dump = self.stderr.text.rpartition("Fatal Python error: ")
+        _, fatal, dump = self.stderr.text.rpartition(_DUMP.decode())
         if not fatal:
             return self.stderr.lines(_LAST_LINES)
         what = one_line(dump.partition("\n")[0])
@@ -331,6 +360,8 @@ class Worker:
             left = _PIPE  # no more: whoever is not killed may write on
             while left > 0 and (part := self._read_printed(printed)):
                 left -= len(part)
+        for each in self._echoes.values():
+            each.add(b"")
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
         self._forgotten.detach()
@@ -373,6 +404,8 @@ class Worker:
         except OSError:
             return b""
         self._printed[printed].add(part)
+        if part and printed in self._echoes:
+            self._echoes[printed].add(part)
         return part
 
 

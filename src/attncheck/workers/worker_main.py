@@ -61,8 +61,11 @@ def main() -> None:
 
 def serve(waiting: queue.SimpleQueue[Frame | None], sender: Sender, server: Server) -> None:
     """Answer what is ``waiting``, until that is None or nobody reads."""
+    own = os.getpid()
     while (request := waiting.get()) is not None:
         answer = server.answer(request)
+        if os.getpid() != own:  # a fork that a kernel has left: the answer is the worker's to give
+            os._exit(0)
         try:
             sender.send(answer)
         except Closed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from contextlib import nullcontext
+from contextvars import ContextVar
 from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
@@ -44,7 +45,10 @@ if TYPE_CHECKING:
     from attncheck.subjects.conventions.convention import Convention, ConventionOptions, Signature
     from attncheck.subjects.conventions.layouts import Layout
 
-__all__ = ["FunctionSubject"]
+__all__ = ["LEAVES_MODES", "FunctionSubject"]
+
+LEAVES_MODES: ContextVar[bool] = ContextVar("LEAVES_MODES", default=False)
+"""Whether a call sets neither grad mode nor TF32 around the function, which hides what it does."""
 
 
 class FunctionSubject(Subject):
@@ -149,8 +153,10 @@ class FunctionSubject(Subject):
         def call() -> Outputs:
             nonlocal detector, mutations
             around = self._convention.within(device.type)
-            grad = torch.set_grad_enabled(graded)
-            with grad, fp32_products(products), around, detector or nullcontext():
+            bare = LEAVES_MODES.get()
+            grad = nullcontext() if bare and not graded else torch.set_grad_enabled(graded)
+            rounds = nullcontext() if bare else fp32_products(products)
+            with grad, rounds, around, detector or nullcontext():
                 with refusals():
                     result = self._function(*tensors, **passed)
                 returned = read_result(result, self.convention, self._convention.most, self.options)
