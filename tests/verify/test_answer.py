@@ -112,6 +112,53 @@ def test_what_is_not_promised_of_hidden_keys_is_not_asked() -> None:
     assert status(Unsure(), "future_keys", {"row": 0}) == "pass"
 
 
+class TimesZero(Ideal):
+    """A common flash kernel: a weight of 0 multiplies whatever the mask hides."""
+
+    promises = frozenset({"repeat", "hidden"})
+
+    def prepare(self, inputs):
+        call = super().prepare(inputs)
+
+        def leaking():
+            given = call()
+            last = (inputs.v[:, :, -1:] * 0).repeat_interleave(inputs.problem.group, 1)
+            return Outputs(given.out + last, given.lse)
+
+        return leaking
+
+
+@pytest.mark.parametrize("question", ["future_keys_nan", "hidden_keys_nan"])
+def test_hidden_nan_that_reaches_a_row_is_a_failure_only_where_promised(question) -> None:
+    case = Case(problem=PROBLEM, question=question, parameters={"row": 1})
+    leaking = TimesZero()
+    record = run_case(leaking, case, device="cpu")
+    assert record.status == "warn"
+    assert record.judgement.reason.startswith(
+        "hidden keys must be finite: 0 · NaN reaches row 1; out[0, 0, 1, 0] = nan"
+        if question == "hidden_keys_nan"
+        else "hidden keys must be finite: 0 · NaN reaches row 0; out[0, 0, 0, 0] = nan"
+    )
+    leaking.promises = Ideal.promises
+    record = run_case(leaking, case, device="cpu")
+    assert (record.status, record.judgement.rule) == ("fail", "relation")
+    assert record.judgement.reason.startswith("out[")
+
+
+def test_large_numbers_that_reach_a_row_are_a_failure() -> None:
+    class TimesLittle(TimesZero):
+        def prepare(self, inputs):
+            call = Ideal.prepare(self, inputs)
+
+            def leaking():
+                given = call()
+                return Outputs(given.out + inputs.v[:, :, -1:] * 2.0**-20, given.lse)
+
+            return leaking
+
+    assert status(TimesLittle(), "future_keys_huge", {"row": 0}) == "fail"
+
+
 def test_a_refusal_as_it_is_called_is_unsupported() -> None:
     record = run_case(Picky(), Case(problem=PROBLEM, question="repeat"), device="cpu")
     assert (record.status, record.reason) == ("unsupported", "not today")

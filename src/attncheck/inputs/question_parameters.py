@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 Parameters = Mapping[str, int | float]
 Allowed = Mapping[str, Sequence[int]]
 
-Promise = Literal["repeat", "batch", "group", "layout", "hidden"]
+Promise = Literal["repeat", "batch", "group", "layout", "hidden", "nan"]
 """Promise of a kernel about its bits, beyond being right.
 
 ``repeat``: the same call gives the same bits. ``batch``: the bits of a row depend on its own
 sequence and kv head alone, and on nothing else in the call nor on where in the batch it stands.
 ``group``: nor on how many query heads read that kv head.
 ``layout``: strides and pages do not change bits. ``hidden``: what the mask hides from a row moves
-no bit of the row, and may be NaN or overflow.
+no bit of the row, and may overflow. ``nan``: nor does it where it is NaN, though 0 · NaN is NaN.
 """
 
-PROMISES: tuple[Promise, ...] = ("repeat", "batch", "group", "layout", "hidden")
+PROMISES: tuple[Promise, ...] = ("repeat", "batch", "group", "layout", "hidden", "nan")
 
 
 def fits_all(problem: Problem) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from attncheck.core.outputs import Outputs
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
-    from attncheck.inputs.question_parameters import Allowed, Parameters
+    from attncheck.inputs.question_parameters import Allowed, Parameters, Promise
     from attncheck.relations.relation import Finding, Results
 
 # ------------------------------------------------------------------ what takes their place
@@ -116,7 +116,9 @@ def _compare_past(results: Results) -> Finding | None:
     return compare_outputs(after, before, errors, signed_zeros=False)
 
 
-def _future_relation(name: str, new: str, fill: Fill, *, poison: bool) -> Relation:
+def _future_relation(
+    name: str, new: str, fill: Fill, *, poison: bool, promise: Promise = "hidden"
+) -> Relation:
     """Rows up to ``row`` keep every bit of out and LSE when later keys and values are ``new``.
 
     A hidden key has weight 0 and its value is multiplied by it or left out, so nothing of it may
@@ -124,13 +126,15 @@ def _future_relation(name: str, new: str, fill: Fill, *, poison: bool) -> Relati
     whose tiling, order and number of splits depend on shapes and mask alone, not on what K and V
     hold: that is what ``hidden`` promises. One whose rows of a tile rescale together where one of
     them must, or that skips a tile by what it holds, does not promise it, and is compared within
-    bounds. The sign of a zero is left open: a row that sees nothing may have that of 0 · v.
+    bounds. That a NaN does not arrive is a promise of its own, ``nan``, since common flash kernels
+    multiply it by a weight of 0. The sign of a zero is left open: a row that sees nothing may have
+    that of 0 · v.
     """
     return Relation(
         name=name,
         summary=f"rows up to `row` keep every bit when the keys and values after it are {new}",
-        promise="hidden",
-        only_promised=poison,
+        promise=promise,
+        only_promised=frozenset({"hidden", promise}) if poison else frozenset(),
         runs=partial(_fill_future, fill),
         rule=_compare_past,
         unfit=of_attention(_unless_future),
@@ -139,7 +143,7 @@ def _future_relation(name: str, new: str, fill: Fill, *, poison: bool) -> Relati
 
 
 FUTURE_KEYS = _future_relation("future_keys", "others", _redraw, poison=False)
-FUTURE_KEYS_NAN = _future_relation("future_keys_nan", "NaN", _nan, poison=True)
+FUTURE_KEYS_NAN = _future_relation("future_keys_nan", "NaN", _nan, poison=True, promise="nan")
 FUTURE_KEYS_HUGE = _future_relation("future_keys_huge", "huge", _huge, poison=True)
 
 # ------------------------------------------------------------------ any hidden key
@@ -183,7 +187,13 @@ def _compare_row(results: Results) -> Finding | None:
 
 
 def _hidden_relation(
-    name: str, new: str, fill: Fill, *, poison: bool, gradients: bool = False
+    name: str,
+    new: str,
+    fill: Fill,
+    *,
+    poison: bool,
+    promise: Promise = "hidden",
+    gradients: bool = False,
 ) -> Relation:
     """Row ``row`` keeps every bit of out and LSE when what it does not see becomes ``new``.
 
@@ -194,14 +204,14 @@ def _hidden_relation(
     For any mask, as its callable has it: a key of a sequence and key head is replaced where no head
     that reads it shows it to the row; other rows may see it, and change. A hidden key has weight 0,
     and its value is multiplied by it or left out. To the last bit this holds for a kernel in which
-    a row's order of operations depends on shapes and mask alone (promise ``hidden``). Unlike
-    ``future_keys``, which takes the mask's definition by name, it shares a mask's mistake.
+    a row's order of operations depends on shapes and mask alone (promise ``hidden``, or ``nan``).
+    Unlike ``future_keys``, which takes the mask's definition by name, it shares a mask's mistake.
     """
     return Relation(
         name=name,
         summary=f"row `row` keeps every bit when keys and values that it does not see are {new}",
-        promise="hidden",
-        only_promised=poison,
+        promise=promise,
+        only_promised=frozenset({"hidden", promise}) if poison else frozenset(),
         runs=partial(_fill_hidden, fill),
         rule=_compare_row,
         unfit=of_attention(_unless_hidden, gradients=gradients),
@@ -210,7 +220,9 @@ def _hidden_relation(
 
 
 HIDDEN_KEYS = _hidden_relation("hidden_keys", "others", _redraw, poison=False)
-HIDDEN_KEYS_NAN = _hidden_relation("hidden_keys_nan", "NaN", _nan, poison=True, gradients=True)
+HIDDEN_KEYS_NAN = _hidden_relation(
+    "hidden_keys_nan", "NaN", _nan, poison=True, promise="nan", gradients=True
+)
 HIDDEN_KEYS_HUGE = _hidden_relation("hidden_keys_huge", "huge", _huge, poison=True)
 
 # ------------------------------------------------------------------ nothing seen at all

@@ -89,9 +89,9 @@ class Relation:
             is compared within bounds. Bits of two runs are compared only of a kernel that promises
             ``repeat``.
         needs_lse: Ask it only of kernels that give LSE.
-        only_promised: Do not ask it of a kernel that does not promise it: the last run's inputs
-            have no bounds. Where what is not promised is gradients alone, the first run's bounds
-            are taken for those of both.
+        only_promised: Ask it only of a kernel that promises one of these: the last run's inputs
+            have no bounds, and the first run's are taken for those of both where bits are not
+            compared. What it finds of a kernel that does not make ``promise`` is a warning.
         spacious: Its inputs take gibibytes, of addresses or of a GPU: where there is not so much
             memory it is not asked, and no kernel is blamed.
         relaunched: The last run is by another launch of the kernel, the one that the parameter
@@ -106,7 +106,7 @@ class Relation:
     rule: Callable[[Results], Finding | None] = _last_equals_first
     promise: Promise | Literal["", "bounds"] = ""
     needs_lse: bool = False
-    only_promised: bool = False
+    only_promised: frozenset[Promise] = frozenset()
     relaunched: bool = False
     spacious: bool = False
     unfit: Unfit = fits_all

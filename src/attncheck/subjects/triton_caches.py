@@ -286,7 +286,7 @@ class Decode(Flash):
 
     name = "triton-decode"
     summary = "our decode kernel in Triton: up to 128 rows a kv head, keys in splits merged by LSE"
-    promises = frozenset({"repeat", "batch", "layout", "hidden"})
+    promises = frozenset({"repeat", "batch", "layout", "hidden", "nan"})
 
     def __init__(self, splits: int | None = None) -> None:
         self._splits = splits

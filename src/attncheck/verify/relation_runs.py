@@ -53,8 +53,9 @@ def judge_relation(
 ) -> Judgement | Failure:
     """Judge whether the Case's relation holds between what ``subject`` gives on its runs.
 
-    ``pass`` where it holds, ``fail`` by the rule ``relation`` where it does not, ``inconclusive``
-    where any output would be within the bounds. Bits are compared where the kernel promises them;
+    ``pass`` where it holds, ``fail`` by the rule ``relation`` where it does not, ``warn`` where
+    nobody promised that NaN behind the mask stays there, ``inconclusive`` where any output would be
+    within the bounds. Bits are compared where the kernel promises them;
     else the runs may be as far apart as the judge's bounds of each allow.
 
     Args:
@@ -99,7 +100,7 @@ def check_relation(
         (kind ``unbounded``) where any output would be within the bounds.
     """
     relation = relation_named(case.question)
-    if relation.only_promised and relation.promise not in subject.promises:
+    if relation.only_promised and not relation.only_promised & subject.promises:
         return Failure(kind="refused", message=f"does not promise {relation.promise!r}")
     runs = _run_all(subject, case, executor or executor_of(subject), device)
     if isinstance(runs, Failure):
@@ -240,10 +241,14 @@ def _judgement(finding: Finding, subject: Subject, case: Case, device: str) -> J
     tiling = subject.tiling(case.problem, device)
     tiles = (tiling.block_query, tiling.block_kv) if tiling else None
     at = Place.of(finding.place)
+    relation, reason = relation_named(case.question), finding.message
+    promised = not relation.only_promised or relation.promise in subject.promises
+    if not promised:
+        reason = f"hidden keys must be finite: 0 · NaN reaches row {at.query}; {reason}"
     return Judgement(
-        status="fail",
+        status="fail" if promised else "warn",
         rule="relation",
-        reason=finding.message,
+        reason=reason,
         worst=Worst(
             tensor=finding.tensor,
             at=at,
