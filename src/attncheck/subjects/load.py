@@ -7,6 +7,7 @@ the project's configuration; or of the entry-point group ``attncheck.kernels``.
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -245,7 +246,7 @@ def _import_reference(kernel: str, what: str) -> Any:
     if "::" not in kernel:
         return load_module_member(kernel, what)
     # As ``python file.py`` has it, also for what its functions import only when they are called.
-    folder = str(Path(kernel.rpartition("::")[0]).resolve().parent)
+    folder = os.path.dirname(os.path.realpath(kernel.rpartition("::")[0]))  # noqa: PTH120  # a link to itself too
     if sys.path[:1] != [folder]:
         sys.path.insert(0, folder)
     return load_member(kernel, what)
