@@ -99,6 +99,12 @@ def test_what_has_no_scores(name, error, message):
     assert "\n" not in str(raised.value)
 
 
+def test_uniform_fills_the_unit_interval():
+    scores = draw_scores("uniform", sizes_of(), seed=0)
+    assert 0 < scores.min() < 0.01
+    assert 0.99 < scores.max() < 1
+
+
 def test_large_logits_have_deviation_32_and_overflow_exp_in_fp32():
     scores = draw_scores("large_logits", sizes_of(query=500), seed=0)
     # The variance of a normal sample's variance is 2σ⁴/n.
@@ -127,9 +133,20 @@ def test_one_hot_rows_give_one_column_the_weight_one(kv):
         assert len(np.unique(weight.argmax(-1))) > 50
 
 
+def test_constant_rows_are_even_and_not_zero():
+    scores = draw_scores("constant_rows", sizes_of(), seed=0)
+    assert (scores == scores[..., :1]).all()
+    assert (scores != 0).all()
+    assert len(np.unique(scores)) == 2 * 3 * 50
+
+
 @pytest.mark.parametrize("kv", [2, 3, 100, 1024, 1025])
 def test_sink_takes_over_nine_tenths(kv):
     weight = weights(draw_scores("sink", sizes_of(query=200, kv=kv), seed=0))[..., 0]
     assert weight.mean() > 0.95
     assert (weight > 0.9).mean() > (0.9 if kv < 10 else 0.99)  # a few other columns vary more
     assert weight.max() < 1
+
+
+def test_zero_q_is_zero():
+    assert not draw_scores("zero_q", sizes_of(), seed=0).any()

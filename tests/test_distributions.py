@@ -116,6 +116,12 @@ def test_outliers_have_the_share_and_variance_of_flash_attention_3():
         assert abs(found - share) < 6 * math.sqrt(share / tensor.size)
 
 
+def test_uniform_fills_the_unit_interval():
+    for tensor in draw("uniform", sizes_of(64), seed=0):
+        assert 0 < tensor.min() < 0.01
+        assert 0.99 < tensor.max() < 1
+
+
 @pytest.mark.parametrize("head_dim", [1, 16, 64, 256])
 def test_large_logits_overflow_exp_in_fp32(head_dim):
     q, k, _ = draw("large_logits", sizes_of(head_dim, query=200, kv=200), seed=0)
@@ -178,3 +184,20 @@ def test_sink_takes_most_and_its_value_is_small(head_dim, kv):
     assert (weight > 0.9).mean() > (0.9 if kv == 2 else 0.99)  # a single other key varies more
     assert weight.max() < 1
     assert abs(v[..., 0, :]).max() < 8.3 / 64
+
+
+def test_sink_of_one_column_has_one_logit_that_is_not_zero():
+    q, k, _ = draw("sink", sizes_of(1), seed=0)
+    scores = logits(q, k)
+    assert (scores[..., 1:] == 0).all()
+    assert (scores[..., 0] > 4).all()
+
+
+def test_ones_v_and_zero_q():
+    q, _, v = draw("ones_v", sizes_of(8), seed=0)
+    assert (v == 1).all()
+    assert q.any()
+    q, k, v = draw("zero_q", sizes_of(8), seed=0)
+    assert not q.any()
+    assert k.all()
+    assert v.all()

@@ -92,6 +92,13 @@ def test_a_longer_draw_begins_with_the_shorter_one(seed, stream, short, more):
     np.testing.assert_array_equal(longer[:short], d.normal(stream, (short,)))
 
 
+def test_shapes_are_filled_in_c_order():
+    d = Draws(0)
+    flat, shaped = d.uniform("a", (24,)), d.uniform("a", (2, 3, 4))
+    np.testing.assert_array_equal(flat.reshape(2, 3, 4), shaped)
+    assert d.integers("a", (2, 0, 4), 5).shape == (2, 0, 4)
+
+
 def test_streams_and_seeds_differ():
     names = [(0, "a"), (0, "b"), (1, "a"), (0, "aa"), (10, "a"), (1, "0/a")]
     hashes = {digest(Draws(seed).uniform(stream, (8,))) for seed, stream in names}
@@ -121,11 +128,28 @@ def test_the_tolerance_notices_a_wrong_digit(monkeypatch):
         test_normal_is_the_quantile_at_the_break_points(0.02425)
 
 
+def test_logarithm_to_eight_units():
+    """Roundings: 2 of s, 1 of the series' last sum, 1 of the product, on a part of at most
+    ln(√2) = 0.35; 1 of ln 2 and 1 of its product; 1 of the sum; 1 of math.log. For x ≤ 1/2, where
+    |ln x| ≥ 0.69, that is below 8·2**-53 of the result.
+    """
+    x = np.concatenate([Draws(0).uniform("x", (20_000,)) / 2, 2.0 ** np.arange(-1000, -1)])
+    exact = np.array([math.log(number) for number in x])
+    assert (abs(draws._log(x) - exact) <= 8 * 2.0**-53 * abs(exact)).all()
+
+
 def test_uniform_is_odd_multiples_inside_the_unit_interval():
     raw = np.array([0, 2**64 - 1, 2**12, 2**63], np.uint64)
     out = np.empty(4)
     draws._to_uniform(raw, out)
     assert (out * 2.0**53).tolist() == [1, 2**53 - 1, 3, 2**52 + 1]
+
+
+@pytest.mark.parametrize("power", [0, 1, 8, 31])
+def test_integers_below_a_power_of_two_are_the_leading_bits(power):
+    d = Draws(5)
+    uniform = d.uniform("a", (5000,))
+    np.testing.assert_array_equal(d.integers("a", (5000,), 2**power), uniform * 2.0**power // 1)
 
 
 @given(st.integers(1, 2**32 - 1))

@@ -165,6 +165,13 @@ def test_a_cast_through_float32_rounds_twice():
     assert float(torch.tensor(x, dtype=torch.float64).float().to(torch.bfloat16)) == 1
 
 
+def test_round_to_leaves_its_argument_alone():
+    for fmt in FORMATS.values():
+        values = torch.tensor([1 / 3, -2 / 3], dtype=torch.float64)
+        round_to(values, fmt).zero_()
+        assert values.tolist() == [1 / 3, -2 / 3]
+
+
 @given(st.floats(allow_nan=False))
 def test_fp32_is_numpys(x):
     with np.errstate(all="ignore"):
@@ -178,6 +185,23 @@ def test_dtypes():
     assert measured == ["fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2"]
     assert set(DTYPES) - set(measured) == {"fp64"}
     assert [d.name for d in DTYPES.values() if d.scaled] == ["e4m3", "e5m2"]
+
+
+def test_what_a_dtype_means_place_by_place():
+    """Storage, products, weights, output."""
+    places = {
+        name: (d.storage.name, d.products.name, d.weights.name, d.output.name)
+        for name, d in DTYPES.items()
+    }
+    assert places == {
+        "fp32": ("fp32", "fp32", "fp32", "fp32"),
+        "tf32": ("fp32", "tf32", "tf32", "fp32"),
+        "fp16": ("fp16", "fp16", "fp16", "fp16"),
+        "bf16": ("bf16", "bf16", "bf16", "bf16"),
+        "e4m3": ("e4m3", "e4m3", "e4m3", "bf16"),
+        "e5m2": ("e5m2", "e5m2", "e5m2", "bf16"),
+        "fp64": ("fp64", "fp64", "fp64", "fp64"),
+    }
 
 
 def test_weights_are_scaled_in_fp8_by_the_largest_power_of_two_in_range():

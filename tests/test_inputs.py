@@ -74,6 +74,21 @@ def test_golden_bits():
     assert digest.hexdigest()[:16] == "7461bcd3177afa36"
 
 
+def test_same_problem_same_bits_and_other_seeds_other_bits():
+    problem = Problem(**SMALL)
+    assert equal(input_tensors.draw_inputs(problem), input_tensors.draw_inputs(problem))
+    assert not equal(
+        input_tensors.draw_inputs(problem), input_tensors.draw_inputs(problem.replace(seed=1))
+    )
+
+
+def test_fp32_and_tf32_problems_store_the_same_numbers():
+    fp32, tf32 = (
+        input_tensors.draw_inputs(Problem(**SMALL, dtype=dtype)) for dtype in ("fp32", "tf32")
+    )
+    assert equal(fp32, tf32)
+
+
 @pytest.mark.parametrize("dtype", UNSCALED)
 def test_promotion_loses_nothing(dtype):
     drawn = input_tensors.draw_inputs(Problem(**SMALL, dtype=dtype, distribution="outliers"))

@@ -57,6 +57,24 @@ def test_the_numbers_of_the_forward_stay_what_they_were() -> None:
     assert list(again.tensors()) == ["q", "k", "v", "sink"]
 
 
+def test_other_seeds_and_other_tensors_are_other_streams() -> None:
+    one, other = (
+        input_tensors.draw_inputs(BACKWARD.replace(seed=seed, value_dim=8)) for seed in (0, 1)
+    )
+    assert not torch.equal(one.dout, other.dout)
+    assert not torch.equal(one.dout, one.q)
+
+
+def test_a_loss_moves_and_is_copied_with_the_rest() -> None:
+    drawn = input_tensors.draw_inputs(WITH_LSE)
+    copy = drawn.clone()
+    assert torch.equal(copy.dout, drawn.dout)
+    assert copy.dout.data_ptr() != drawn.dout.data_ptr()
+    changed = drawn.replace(dout=torch.zeros_like(drawn.dout))
+    assert not changed.dout.any()
+    assert changed.dlse is drawn.dlse
+
+
 @pytest.mark.parametrize(
     ("problem", "changes", "said"),
     [
@@ -97,6 +115,11 @@ def test_a_forward_has_no_loss() -> None:
 def test_a_backward_that_cannot_be_is_refused(changes, said) -> None:
     with pytest.raises(ProblemError, match=said):
         FORWARD.replace(**changes)
+
+
+def test_a_softmax_has_no_backward() -> None:
+    with pytest.raises(ProblemError, match="backward=True has no meaning for softmax"):
+        Problem(operation="softmax", query=3, kv=4, backward=True)
 
 
 def test_a_backward_is_another_problem_and_says_so() -> None:

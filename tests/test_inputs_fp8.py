@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attncheck.core.errors import ProblemError
-from attncheck.core.formats import FORMATS, Format
+from attncheck.core.formats import DTYPES, FORMATS, Format
 from attncheck.inputs import input_tensors
 from attncheck.inputs.distributions import DISTRIBUTIONS
 from attncheck.inputs.input_tensors import Descale, Inputs
@@ -98,6 +98,20 @@ def test_promoted_is_the_stored_number_times_its_descale_exactly(dtype):
             assert Fraction(float(promoted[index])) == stored * descale
 
 
+@pytest.mark.parametrize("dtype", FP8)
+@pytest.mark.parametrize("distribution", ["normal", "outliers", "sink", "uniform"])
+def test_the_largest_of_every_key_head_reaches_the_formats_largest(dtype, distribution):
+    problem = fp8(dtype, distribution=distribution)
+    drawn, exact = input_tensors.draw_inputs(problem), input_tensors.unrounded_inputs(problem)
+    for name in ("q", "k", "v"):
+        stored, original = (getattr(i, name).double() for i in (drawn, exact))
+        by_key_head = stored.reshape(2, 2, -1).abs().amax(-1)
+        assert torch.equal(by_key_head, torch.full((2, 2), FORMATS[dtype].max).double())
+        # One descale a key head: fp32(largest / format's largest), by definition.
+        largest = original.reshape(2, 2, -1).abs().amax(-1)
+        assert torch.equal(getattr(drawn.descale, name), (largest / FORMATS[dtype].max).float())
+
+
 def test_query_heads_of_a_group_share_the_key_heads_descale():
     """The larger query head decides for both; the other group is not touched."""
     problem = fp8()
@@ -123,6 +137,29 @@ def test_a_tensor_of_zeros_has_descale_one(dtype):
     assert not drawn.promoted()[0].any()
 
 
+def test_one_head_of_zeros_among_others():
+    problem = fp8()
+    exact = input_tensors.unrounded_inputs(problem)
+    k = exact.k.clone()
+    k[1, 0] = 0
+    drawn = input_tensors.round_inputs(exact.replace(k=k), problem)
+    assert (drawn.descale.k == 1).tolist() == [[False, False], [True, False]]
+
+
+@pytest.mark.parametrize("dtype", [name for name, d in DTYPES.items() if d.measured])
+@pytest.mark.parametrize("distribution", ["normal", "outliers", "zero_q"])
+def test_rounding_the_originals_is_drawing(dtype, distribution):
+    problem = fp8(dtype, distribution=distribution, seed=9)
+    once, twice = (
+        input_tensors.draw_inputs(problem),
+        input_tensors.round_inputs(input_tensors.unrounded_inputs(problem), problem),
+    )
+    assert once.tensors().keys() == twice.tensors().keys()
+    for name, tensor in once.tensors().items():
+        assert tensor.dtype == twice.tensors()[name].dtype
+        assert torch.equal(tensor.double(), twice.tensors()[name].double())
+
+
 def test_originals_are_the_same_whatever_the_dtype():
     wide = [
         input_tensors.unrounded_inputs(fp8(dtype, seed=3))
@@ -143,6 +180,36 @@ def test_golden_bits():
         "0x1.a80c2a0000000p-8",
     ]
     assert drawn.k[0, 1, 2].view(torch.uint8).tolist() == [76, 121, 249, 119, 121, 121]
+
+
+def test_tensors_names_everything():
+    drawn = input_tensors.draw_inputs(fp8())
+    names = ["q", "k", "v", "q_descale", "k_descale", "v_descale"]
+    assert list(drawn.tensors()) == names
+    assert drawn.tensors()["k_descale"] is drawn.descale.k
+    assert list(input_tensors.draw_inputs(fp8("bf16")).tensors()) == names[:3]
+
+
+def test_clone_is_memory_of_its_own_and_to_takes_everything_along():
+    drawn = input_tensors.draw_inputs(fp8())
+    copy = drawn.clone()
+    for name, tensor in drawn.tensors().items():
+        other = copy.tensors()[name]
+        assert other.data_ptr() != tensor.data_ptr()
+        assert torch.equal(other.double(), tensor.double())
+    copy.descale.v.zero_()
+    assert drawn.descale.v.all()
+    there = drawn.to("meta")
+    assert {tensor.device.type for tensor in there.tensors().values()} == {"meta"}
+    assert there.device.type == "meta"
+    assert (there.problem, drawn.device.type) == (drawn.problem, "cpu")
+
+
+def test_replace_keeps_or_takes_a_descale():
+    drawn = input_tensors.draw_inputs(fp8())
+    assert drawn.replace(v=drawn.v.clone()).descale is drawn.descale
+    ones = Descale(**{name: torch.ones(2, 2) for name in ("q", "k", "v")})
+    assert drawn.replace(descale=ones).descale is ones
 
 
 def with_descale(**changes: torch.Tensor) -> Inputs:

@@ -63,6 +63,24 @@ def test_golden_bits():
     assert digest.hexdigest()[:16] == "56bbb219bedd567a"
 
 
+def test_same_problem_same_bits_and_other_seeds_other_bits():
+    problem = softmax()
+    assert torch.equal(input_tensors.draw_inputs(problem).x, input_tensors.draw_inputs(problem).x)
+    assert not torch.equal(
+        input_tensors.draw_inputs(problem).x, input_tensors.draw_inputs(problem.replace(seed=1)).x
+    )
+
+
+def test_clone_to_and_replace():
+    drawn = input_tensors.draw_inputs(softmax())
+    copy = drawn.clone()
+    copy.x.zero_()
+    assert drawn.x.any()
+    assert drawn.to("meta").x.device.type == "meta"
+    other = torch.zeros_like(drawn.x)
+    assert drawn.replace(x=other).x is other
+
+
 def test_an_attention_has_no_scores_as_inputs():
     with pytest.raises(ProblemError) as error:
         input_tensors.draw_inputs(Problem(query=3, head_dim=2)).scores()

@@ -90,6 +90,13 @@ def problems(draw) -> Problem:
     )
 
 
+@given(problems())
+def test_json_round_trip(problem):
+    again = Problem.from_json(json.loads(json.dumps(problem.to_json())))
+    assert again == problem
+    assert again.id == problem.id
+
+
 @given(problems(), st.dictionaries(st.text(max_size=5), st.integers() | st.floats(-1e9, 1e9)))
 def test_case_json_round_trip(problem, parameters):
     case = Case(problem=problem, question="permute_keys", parameters=parameters)
@@ -240,6 +247,12 @@ def test_what_is_no_object_is_refused(data):
     assert str(error.value) == "a case is a JSON object with a problem."
 
 
+def test_a_problem_needs_its_query_length():
+    with pytest.raises(ProblemError) as error:
+        Problem.from_json({})
+    assert str(error.value) == "a problem needs its query length."
+
+
 @pytest.mark.parametrize(
     ("fields", "kind", "lists"),
     [
@@ -305,3 +318,9 @@ def test_cases_that_cannot_be_drawn_are_refused(fields, message):
     with pytest.raises(ProblemError) as error:
         Case.from_json({"problem": {"query": 8}} | fields)
     assert str(error.value) == message
+
+
+def test_a_problem_is_frozen_and_hashable():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        RICH.seed = 1
+    assert len({RICH, RICH.replace()}) == 1

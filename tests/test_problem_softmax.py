@@ -37,6 +37,13 @@ def test_an_attention_is_not_named_and_may_be():
     assert attention.id != Problem(operation="softmax", query=8).id
 
 
+def test_what_says_the_same_is_the_same():
+    plain = Problem(operation="softmax", query=8)
+    for same in ({"head_dim": 0.0}, {"value_dim": False}, {"scale": 1}, {"scale": True}):
+        again = Problem.from_json({"operation": "softmax", "query": 8} | same)
+        assert again.to_json() == plain.to_json()
+
+
 def test_replaced_by_the_other_operation():
     assert SOFTMAX.replace(operation="attention").head_dim == 64
     with pytest.raises(ProblemError, match="head_dim=64 has no meaning for softmax"):

@@ -58,6 +58,7 @@ def test_a_name_that_is_not_there(tmp_path):
         ("mine.py::", "there is no name after '::'"),
         ("::x", "there is no file before '::'"),
         ("folder.py::x", "'folder.py' is a folder"),
+        ("flder.py::x", r"there is no file flder.py: did you mean 'folder.py'\?"),
     ],
 )
 def test_half_a_reference_and_a_folder(tmp_path, monkeypatch, asked, says):

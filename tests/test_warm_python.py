@@ -56,6 +56,13 @@ def test_a_program_says_and_ends_as_in_a_real_python(warm_python, how, program):
     assert run.stderr == expected.stderr
 
 
+def test_an_error_is_its_traceback_and_exit_code_1(warm_python, how):
+    run = warm_python.run("-c", "def f():\n    raise KeyError('planted')\nf()", **how)
+    assert (run.returncode, run.stdout) == (1, "")
+    assert run.stderr.startswith("Traceback (most recent call last):\n")
+    assert run.stderr.endswith("in f\nKeyError: 'planted'\n")
+
+
 @pytest.mark.parametrize("module", ["attncheck", "pytest"])
 def test_a_module_runs_as_a_real_python_runs_it(warm_python, how, module):
     run, expected = (
@@ -70,6 +77,11 @@ def test_a_file_runs_as_a_real_python_runs_it(warm_python, how, folder):
     file.write_text("import sys, elsewhere\nprint(sys.argv, sys.path[0], __name__, __file__)\n")
     run, expected = warm_python.run(str(file), "one", **how), real(str(file), "one", **how)
     assert (run.returncode, run.stdout, run.stderr) == (0, expected.stdout, expected.stderr)
+
+
+def test_what_takes_long_is_there_already(warm_python, how):
+    run = warm_python.run("-c", "import sys; print('torch' in sys.modules)", **how)
+    assert run.stdout == "True\n"
 
 
 def test_what_one_command_does_the_next_does_not_see(warm_python, how):

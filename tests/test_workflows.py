@@ -30,6 +30,14 @@ def steps_of(name):
     return [step for job in data_of(name)["jobs"].values() for step in job["steps"]]
 
 
+def test_there_is_a_workflow_for_each_purpose():
+    # YAML 1.1 reads the word ``on`` as true.
+    events = {name: set(data_of(name)[True]) for name in WORKFLOWS}
+    pull_request = {"pull_request"}
+    on_schedule = {"schedule", "workflow_dispatch"}
+    assert events == {"cpu": pull_request, "gpu": pull_request, "nightly": on_schedule}
+
+
 # Rights.
 
 
@@ -95,6 +103,12 @@ def test_every_input_is_used_and_described():
     for name, given in ACTION["inputs"].items():
         assert given["description"].strip(), name
         assert f"inputs.{name}" in text, name
+
+
+def test_parts_that_draw_draw_the_same():
+    (step,) = [each for each in steps_of("nightly") if "shard" in each.get("with", {})]
+    assert step["with"]["tier"] == "nightly"
+    assert step["with"]["args"] == "--seed ${{ github.run_id }}"
 
 
 # Command lines.
@@ -247,6 +261,16 @@ def test_the_exit_code_passes_through_and_reports_come_all_the_same(act, tmp_pat
     assert after.stdout == "::error file=kernel.py::planted\n"
     assert (tmp_path / "summary").read_text() == "text of summary.md\n"
     assert words_of(tmp_path, "report") == [["reports/gate/gate.json", "--format", "github"]]
+
+
+def test_what_follows_the_gate_runs_whatever_it_found():
+    after = ACTION["runs"]["steps"][-3:]
+    assert [step["name"] for step in after] == [
+        "Summary and annotations",
+        "Reports",
+        "Code scanning",
+    ]
+    assert all(step["if"].startswith("always() && ") for step in after)
 
 
 def test_what_a_kernel_prints_is_no_command_to_the_runner(act):

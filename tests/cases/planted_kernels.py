@@ -1,7 +1,5 @@
 """Functions in the sdpa convention: some right, some with one planted fault each."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Variants of mods as typed, and what recordings become."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 
@@ -106,7 +104,7 @@ def test_a_mask_of_a_file_beside_a_score_mod_of_the_library(mine):
 @pytest.mark.parametrize(
     ("mask", "score", "error", "says"),
     [
-        ("casual", None, UnknownName, f"mask 'casual' is not known: {COMPLETE_MASKS}"),
+        ("casual", None, UnknownName, "mask 'casual' is not known: did you mean 'causal'?"),
         (None, "causal", UnknownName, f"score mod 'causal' is not known: {COMPLETE_SCORES}"),
         ("", None, UnknownName, f"mask '' is not known: {COMPLETE_MASKS}"),
         (None, "", UnknownName, f"score mod '' is not known: {COMPLETE_SCORES}"),

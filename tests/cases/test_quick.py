@@ -1,7 +1,5 @@
 """The quick plan: what it asks, that right kernels pass, and which question shows which fault."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

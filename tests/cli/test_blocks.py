@@ -198,7 +198,7 @@ def test_masks_as_they_are_typed(in_folder):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("casual",), "mask 'casual' is not known: choose from and, causal"),
+        (("casual",), "mask 'casual' is not known: did you mean 'causal'? Choose from and, causal"),
         (("prefix_lm",), 'needs numbers or parts: write it as JSON, {"name": "prefix_lm", …}'),
         (("and",), "needs numbers or parts"),
         (('{"name": "and"',), "is no JSON: Expecting"),

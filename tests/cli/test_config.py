@@ -64,7 +64,7 @@ def test_a_right_file_has_no_mistakes(written):
         ('sources = ["a/../../b"]', "sources: 'a/../../b' has '..': it must be below"),
         ('dtypes = ["bf17"]', "dtypes 'bf17' is not known: choose from bf16,"),
         ("head_dims = [0]", "head_dims=0 must be 1–256."),
-        ("gone = 1", "key 'gone' is not known: choose from entry,"),
+        ("gone = 1", "key 'gone' is not known: choose from arithmetic,"),
         ("masks = 1", "masks: expected list, got whole number."),
     ],
 )

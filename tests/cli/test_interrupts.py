@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -73,6 +75,21 @@ class Deaf(Ideal):
 """
 
 
+PAUSES = """
+import sys, time
+from attncheck.subjects.ideal import Ideal
+
+class Pauses(Ideal):
+    name, summary = "pauses", "never ends its second cell"
+
+    def prepare(self, inputs):
+        if inputs.problem.kv_heads == 1:
+            print("measuring", file=sys.stderr, flush=True)
+            time.sleep(600)
+        return super().prepare(inputs)
+"""
+
+
 def started(*arguments, cwd, before="", **streams):
     command = [sys.executable, "-c", PROGRAM.format(before=before), *arguments]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
@@ -113,6 +130,36 @@ def test_an_interrupt_while_a_kernel_runs(tmp_path, kernel):
     out, err = run.communicate(timeout=PATIENCE)
     assert (run.returncode, err, out) == (130, NOTHING, "")
     assert not (tmp_path / "reports").exists()
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_what_was_measured_before_an_interrupt_is_shown_and_written(tmp_path, terminal):
+    """On a terminal the row is there before the run is stopped."""
+    (tmp_path / "mine.py").write_text(PAUSES)
+    ours, theirs = pty.openpty() if terminal else os.pipe()
+    run = started(*QUICK, "--kernel", "mine.py::Pauses", cwd=tmp_path, stdout=theirs)
+    os.close(theirs)
+    assert run.stderr.readline() == "measuring\n"
+    shown = os.read(ours, 2**16).decode() if terminal else ""
+    assert not terminal or "pass" in shown
+    run.send_signal(signal.SIGINT)
+    while True:
+        try:
+            more = os.read(ours, 2**16)
+        except OSError:  # as a terminal says that nobody writes to it any more
+            break
+        if not more:
+            break
+        shown += more.decode()
+    os.close(ours)
+    _, err = run.communicate(timeout=PATIENCE)
+    how_far = "interrupted after 1 of 2 cells"
+    says = f"attncheck: interrupted; the report is written, {how_far}, in 'reports'.\n"
+    assert (run.returncode, err) == (130, says)
+    assert f"Incomplete: {how_far}." in shown
+    report = json.loads((tmp_path / "reports" / "rmse.json").read_text())
+    assert (report["incomplete"], len(report["records"])) == (how_far, 1)
+    assert f"Incomplete: {how_far}." in (tmp_path / "reports" / "rmse.md").read_text()
 
 
 def test_a_second_interrupt_ends_the_process_at_once(tmp_path):

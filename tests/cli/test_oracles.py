@@ -224,7 +224,10 @@ def test_no_problem_is_no_report():
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--variant", "casual"), "variant 'casual' is not known: choose from alibi"),
+        (
+            ("--variant", "casual"),
+            "'casual' is not known: did you mean 'causal'? Choose",
+        ),
         (("--dtype", "fp64"), "dtype 'fp64'"),
         (("--distribution", "cauchy"), "distribution 'cauchy' is not known: choose from"),
         (("--shape", "4x64"), "shape '4x64' is not BATCHx"),

@@ -46,7 +46,10 @@ def test_every_file_tells_the_same(quick):
     ("arguments", "says"),
     [
         (("--kernel", "flash9"), "kernel 'flash9' is not known: choose from"),
-        (("--variant", "casual"), "variant 'casual' is not known: choose from alibi"),
+        (
+            ("--variant", "casual"),
+            "'casual' is not known: did you mean 'causal'? Choose",
+        ),
         (("--dtype", "fp12"), "dtype 'fp12' is not known: choose from"),
         (("--dtype", "fp64"), "dtype 'fp64' is not known: choose from bf16, e4m3"),
         (
@@ -192,3 +195,18 @@ def test_a_kernel_that_raises_when_asked_costs_its_own_cells_only(attncheck, tmp
     assert "ValueError: planted" in run.stdout
     records = json.loads((tmp_path / "reports" / "rmse.json").read_text())["records"]
     assert [r["status"] for r in records] == ["error", "pass"]
+
+
+def test_a_run_without_time_is_incomplete(attncheck, tmp_path):
+    words = ("rmse", *QUICK, "--variant", "full", "--max-time", "0.001s", "-q")
+    run = attncheck(*words, cwd=tmp_path)
+    assert run.returncode == 3
+    assert "Incomplete: stopped by --max-time 0.001s after 1 of 4 cells." in run.stdout
+    report = json.loads((tmp_path / "reports" / "rmse.json").read_text())
+    assert report["incomplete"] == "stopped by --max-time 0.001s after 1 of 4 cells"
+    again = attncheck("rmse", "--from", "reports/rmse.json", cwd=tmp_path)
+    assert again.returncode == 3
+    assert "Incomplete: " in again.stdout
+    run = attncheck("rmse", *QUICK, "--max-time", "soon", cwd=tmp_path)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert "--max-time 'soon' must be a time above 0" in run.stderr

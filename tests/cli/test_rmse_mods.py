@@ -160,7 +160,10 @@ def test_mods_of_the_library_by_name(folder, attncheck, arguments, variant):
         (("--mask", "mine.py::nope"), "mine.py has no 'nope'"),
         (("--mask", "absent.py::even"), "there is no file absent.py"),
         (("--mask", "broken.py::even"), "importing broken.py raised ModuleNotFoundError"),
-        (("--mask", "casual"), "mask 'casual' is not known: choose from causal, "),
+        (
+            ("--mask", "casual"),
+            "mask 'casual' is not known: did you mean 'causal'? Choose",
+        ),
         (("--mask", ""), "mask '' is not known"),
         (("--mask", "sliding_window"), "mask 'sliding_window' needs numbers or parts"),
         (("--score", "causal"), "score mod 'causal' is not known"),

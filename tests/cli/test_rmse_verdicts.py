@@ -105,7 +105,7 @@ def test_an_explained_refusal_is_exit_code_5(attncheck):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--explain", "ideal/casual"), "is not known: choose from ideal/causal."),
+        (("--explain", "ideal/casual"), "did you mean 'ideal/causal'? Choose from ideal/causal."),
         (("--explain", "ideal", "--variant", "full"), "one of ideal/causal/MHA/fp16, ideal/full/"),
         (("--explain", "ideal", "--format", "json"), "prints one cell and writes no files"),
         (("--explain", "ideal", "--out", "there"), "writes no files: leave out --out."),

@@ -1,7 +1,5 @@
 """Kernels that have exactly one fault: what a fault model predicts, rounded as a kernel rounds."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

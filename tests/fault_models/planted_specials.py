@@ -1,7 +1,5 @@
 """Problems that show a fault which most show nothing of, and another fault of the same problem."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from functools import cache

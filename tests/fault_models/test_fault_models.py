@@ -1,7 +1,5 @@
 """Each fault model names the kernel that has its fault; a right one is named by none."""
 
-from __future__ import annotations
-
 from itertools import islice
 
 import pytest

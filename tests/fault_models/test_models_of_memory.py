@@ -1,7 +1,5 @@
 """Fault models of memory, where the problems of all models show nothing: strides and gaps."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.fault_models.planted_predictions import execution

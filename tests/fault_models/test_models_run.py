@@ -1,7 +1,5 @@
 """A diagnosis leaves out a model that raises, so a slip in one would be silence: here it is not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

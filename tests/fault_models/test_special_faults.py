@@ -1,7 +1,5 @@
 """Faults that few problems show: named where they are, and not where another fault is."""
 
-from __future__ import annotations
-
 import dataclasses
 from itertools import islice
 

@@ -45,7 +45,7 @@ def gate(*words, cwd):
         (("nobody",), "kernel 'nobody' is not known: choose from"),
         (("missing.py::kernel",), "there is no file 'missing.py'"),
         (("ideal", "--tier", "hard"), "tier 'hard' is not known: choose from nightly, pr, smoke"),
-        (("ideal", "--stage", "bound"), "stage 'bound' is not known: choose from baseline"),
+        (("ideal", "--stage", "bound"), "stage 'bound' is not known: did you mean 'bounds'?"),
         (("ideal", "--dtype", "fp12"), "dtype 'fp12' is not known: choose from"),
         (("ideal", "--max-time", "soon"), "must be a time above 0, such as 90s, 10m or 2h"),
         (("ideal", "--shard", "3/2"), "shard '3/2' must be I/N"),

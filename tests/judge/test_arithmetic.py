@@ -1,7 +1,5 @@
 """Profiles: what they assume, say and refuse; and how accumulators lose."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The bounds by hand, their terms, and that a kernel with a fault exceeds them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

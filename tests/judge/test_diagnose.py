@@ -1,7 +1,5 @@
 """The ranking of explanations, on arrays made by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

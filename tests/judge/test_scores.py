@@ -1,7 +1,5 @@
 """Errors of scores: by hand, and against an accumulator played bit by bit."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

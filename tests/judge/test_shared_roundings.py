@@ -1,7 +1,5 @@
 """Roundings that weights share, or that take from a whole row: each as a kernel makes it."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """How far softmax weights move, against every corner of the errors' box."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace

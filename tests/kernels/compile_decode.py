@@ -1,7 +1,5 @@
 """Compiles the decode kernel for Hopper, without one, as its subject launches it there."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import tempfile

@@ -1,7 +1,5 @@
 """Our kernels compiled for Hopper, without one: they fit, hardly spill, and keep their order."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Packed documents give, bit for bit, what FlashAttention-2 gives of each alone."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Where Triton's interpreter reads and writes: it would copy from anywhere."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

@@ -1,7 +1,5 @@
 """Mods that several tests go through, and an operation planted in a trace."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

@@ -1,7 +1,5 @@
 """On Arb's balls a mod encloses what it says on mpmath numbers, for every number in the balls."""
 
-from __future__ import annotations
-
 import math
 
 import mpmath

@@ -1,7 +1,5 @@
 """Every tile of a block mask against the mask itself, element by element."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import groupby, product
 
@@ -13,7 +11,7 @@ from hypothesis import strategies as st
 from attncheck.cases.strategies.mask_strategies import PLAIN_MASKS, masks
 from attncheck.cases.strategies.score_strategies import compositions
 from attncheck.core.errors import ProblemError
-from attncheck.core.mod_spec import Dimensions
+from attncheck.core.mod_spec import Dimensions, Spec
 from attncheck.mods import block_mask as block_mask_room
 from attncheck.mods import masks as written
 from attncheck.mods.block_mask import EMPTY, FULL, PARTIAL, BlockMask, block_mask, list_visits
@@ -308,3 +306,9 @@ def test_kinds_that_cannot_be_are_refused(kinds, says):
     with pytest.raises(ProblemError) as error:
         BlockMask(kinds=kinds.to(torch.uint8), query=7, kv=9, block_query=4, block_kv=4)
     assert says in str(error.value)
+
+
+def test_a_spec_of_the_library_gives_the_same_as_its_callable():
+    dimensions = Dimensions(batch=1, heads=1, query=9, kv=12)
+    mod = build_mask(Spec.of("causal_bottom_right"), dimensions)
+    assert not faults(small(mod, dimensions), written.causal_bottom_right(3), dimensions)

@@ -1,7 +1,5 @@
 """Our block masks and torch's own, both ways."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

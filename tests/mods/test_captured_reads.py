@@ -1,7 +1,5 @@
 """What a score mod reads of captured tensors: the trace and torch's autograd say the same."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 

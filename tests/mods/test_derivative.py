@@ -2,8 +2,6 @@
 
 # every mod has FlexAttention's whole signature
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from types import ModuleType

@@ -1,7 +1,5 @@
 """An expression comes back from JSON as it was, and nothing else comes in."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

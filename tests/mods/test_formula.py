@@ -1,7 +1,5 @@
 """Masks and score mods as text: they compute what the text says, and nothing else is taken."""
 
-from __future__ import annotations
-
 import ast
 import operator
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """An index outside its captured tensor is found wherever it is, and nothing else is."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

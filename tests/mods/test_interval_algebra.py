@@ -1,7 +1,5 @@
 """The interval holds every right evaluation, and hardly anything else."""
 
-from __future__ import annotations
-
 import math
 from importlib.util import find_spec
 

@@ -1,7 +1,5 @@
 """What the library refuses, and how it says so."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -30,7 +28,7 @@ POSITIVE = "must be a positive number in the range of fp32."
 PAIR = "must be two whole numbers from 1 to 16777216: rows, columns."
 
 MASK_ERRORS = [
-    (of("casual"), f"mask 'casual' is not known: choose from {ALL_MASKS}."),
+    (of("casual"), f"mask 'casual' is not known: did you mean 'causal'? Choose from {ALL_MASKS}."),
     (of("sliding_window"), "sliding_window needs its argument 'window'."),
     (
         of("sliding_window", window=3, size=4),

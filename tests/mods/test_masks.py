@@ -1,7 +1,5 @@
 """Every library mask against a matrix typed by hand: words are rows, their characters keys."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -193,6 +191,22 @@ def test_mask_is_the_table_typed_by_hand(dimensions, spec, tables):
     rows, keys, h = torch.arange(dimensions.query), torch.arange(dimensions.kv), torch.tensor(0)
     for b in range(dimensions.batch):
         assert torch.equal(over_rows(torch.tensor(b), h, rows, keys), expected[b, 0])
+
+
+@pytest.mark.parametrize(("dimensions", "spec", "tables"), TABLES, ids=lambda v: str(v)[:60])
+def test_mask_works_on_0d_indices_under_vmap(
+    dimensions: Dimensions, spec: Spec, tables: list[str]
+) -> None:
+    over_keys = torch.vmap(build_mask(spec, dimensions), in_dims=(None, None, None, 0))
+    over_rows = torch.vmap(over_keys, in_dims=(None, None, 0, None))
+    for b, table in enumerate(tables):
+        seen = over_rows(
+            torch.tensor(b),
+            torch.tensor(0),
+            torch.arange(dimensions.query),
+            torch.arange(dimensions.kv),
+        )
+        assert torch.equal(seen, typed(table))
 
 
 def test_every_mask_has_a_table():

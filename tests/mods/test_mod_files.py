@@ -1,7 +1,5 @@
 """Masks and score mods of a user's file: in the library by name, as they were when traced."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

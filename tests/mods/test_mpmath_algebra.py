@@ -1,7 +1,5 @@
 """On mpmath numbers a mod says what its callable says, with as many digits as are asked for."""
 
-from __future__ import annotations
-
 import math
 
 import mpmath

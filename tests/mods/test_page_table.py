@@ -1,7 +1,5 @@
 """Pages: their order, what lies in them, and masks of where keys lie, against torch's own."""
 
-from __future__ import annotations
-
 import math
 from unittest import mock
 

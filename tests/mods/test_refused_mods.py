@@ -2,8 +2,6 @@
 
 # ruff: noqa: S311  # a mod that draws random numbers is what is asked about
 
-from __future__ import annotations
-
 import functools
 import gc
 import random

@@ -1,7 +1,5 @@
 """No fp32 score mod is farther off than the analysis says, and the analysis says little more."""
 
-from __future__ import annotations
-
 import functools
 import math
 

@@ -1,7 +1,5 @@
 """Every library score mod against numbers worked out by hand."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 

@@ -1,7 +1,5 @@
 """The trace of a mod says what the mod says; what cannot be traced says why."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

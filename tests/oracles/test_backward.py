@@ -1,7 +1,5 @@
 """Gradients by the oracles are torch's autograd of the definition, and each other's."""
 
-from __future__ import annotations
-
 import importlib
 import math
 from pathlib import Path

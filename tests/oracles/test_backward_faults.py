@@ -1,7 +1,5 @@
 """A fault in each backward, planted in a copy of its source, is noticed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

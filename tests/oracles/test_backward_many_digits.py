@@ -1,7 +1,5 @@
 """Gradients in many digits are difference quotients of the loss; balls hold them."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Balls hold the exact result of every recurrence."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Gradients of what a score mod reads from tensors: torch's with the tensors in float64."""
 
-from __future__ import annotations
-
 import importlib
 import math
 from pathlib import Path

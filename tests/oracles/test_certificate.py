@@ -1,7 +1,5 @@
 """What is proven of a float64 result is what it is, and nothing is where there is no proof."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import sys

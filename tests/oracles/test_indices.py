@@ -1,7 +1,5 @@
 """Original callables on index tensors: broadcast where they can, mapped where they cannot."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

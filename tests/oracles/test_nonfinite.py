@@ -1,7 +1,5 @@
 """NaN and infinity in K and V reach the rows that attend to them, and no other row."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """A fault in each recurrence, planted in a copy of its source, is noticed in either numbers."""
 
-from __future__ import annotations
-
 import pytest
 
 from attncheck import oracles

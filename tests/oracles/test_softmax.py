@@ -1,7 +1,5 @@
 """The three softmaxes of rows of scores: right, equal, and honest about what overflows."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import sys

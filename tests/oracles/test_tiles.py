@@ -1,7 +1,5 @@
 """Tiles cover what a mask shows and nothing is called whole that is not; memory stays O(N)."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

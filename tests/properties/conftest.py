@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.errors import NoSuchExample
+from tests.planted_kernels import kernel
 
 from attncheck.cases.tier import TIERS
 from attncheck.records.record import FAILED_STATUSES
@@ -53,14 +54,9 @@ class Suite:
                     found[short] = marks[0].args[0]
         return found
 
-    def planted(self, fault: str) -> Any:
-        """``misread.TopLeft`` is the class TopLeft of ``planted_misread.py``."""
-        room, _, name = fault.partition(".")
-        return getattr(_module(Path(__file__).with_name(f"planted_{room}.py")), name)()
-
     def under_test(self, fault: str, family: str, dtype: str) -> UnderTest:
         """A planted kernel as the suite asks it."""
-        subject = self.planted(fault)
+        subject = kernel(fault)
         return UnderTest(subject.name, subject, "cpu", dtype=dtype, family=family, tier=TIER)
 
     def failing(

@@ -22,8 +22,8 @@ ASKED = {
 
 @pytest.mark.parametrize("name", ASKED)
 def test_a_right_kernel_passes(suite, name: str) -> None:
-    """The faults of ``planted_paged`` are faults of it: nothing else of them is wrong."""
-    kernel = suite.under_test("paged.Gathering", ASKED[name], "bf16")
+    """The faults of its pages are faults of it: nothing else of them is wrong."""
+    kernel = suite.under_test("Gathering", ASKED[name], "bf16")
     few = settings(max_examples=6, derandomize=True, database=None, deadline=None)
 
     @settings(few, phases=[Phase.generate], suppress_health_check=list(HealthCheck))

@@ -1,7 +1,5 @@
 """Every call is seen, however it is made; and the model computes what it computes without."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import re
@@ -149,6 +147,19 @@ def test_the_fast_path_is_off_inside_and_as_it_was_after(file, x):
     assert len(load(file)) == 1
 
 
+def test_masks_of_torchs_own_modules(file, x):
+    layer = made(ATTENTION["layer"]).train()
+    padded = torch.zeros(2, 5, dtype=torch.bool)
+    padded[1, 3:] = True
+    with attncheck.capture(file):
+        layer(x, src_key_padding_mask=padded)
+    (recording,) = load(file)
+    seen = recording.problem().mask_mod()(
+        *torch.meshgrid(*(torch.arange(n) for n in (2, 2, 5, 5)), indexing="ij")
+    )
+    assert torch.equal(seen, ~padded[:, None, None, :].expand(2, 2, 5, 5))
+
+
 def test_gradients_and_dropout_are_unchanged(file, x):
     def step(inside):
         model = made(lambda: Stack(dropout=0.5))
@@ -163,6 +174,14 @@ def test_gradients_and_dropout_are_unchanged(file, x):
     first, *_ = load(file)
     assert first.call.dropout == 0.5
     assert not first.q.requires_grad
+
+
+def test_what_is_changed_afterwards_is_kept_as_it_was(file, x):
+    given = x[:, None].clone()
+    with attncheck.capture(file):
+        functional.scaled_dot_product_attention(given, given, given)
+        given.zero_()
+    assert torch.equal(load(file)[0].q, x[:, None])
 
 
 def test_autocast_is_recorded_as_the_kernel_reads_it(file, x):
@@ -186,6 +205,14 @@ def test_beside_a_function_that_has_taken_its_name(file, x, monkeypatch):
         functional.scaled_dot_product_attention(x, x, x)
         made(ATTENTION["layer"])(x)
     assert len(load(file)) == 2
+
+
+def test_beside_a_default_device(file, x):
+    """That is a mode too: it comes between this one and the function."""
+    module = made(ATTENTION["layer"])
+    with torch.device("cpu"), attncheck.capture(file), torch.device("cpu"):
+        module(x)
+    assert len(load(file)) == 1
 
 
 def test_hooks_and_modes_are_gone_after_an_exception(file, x):

@@ -1,7 +1,5 @@
 """The example runs as its docstring says, and writes a recording of each layer."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Whatever is wrong with a file is one line that names the file, the call and the fact."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -139,6 +137,12 @@ def test_a_call_of_another_form(call, fact, file):
 def test_a_call_that_is_no_problem(call, fact, file):
     write(file, call=call)
     assert refusal(file).startswith(f"call 'layer/0': {fact}")
+
+
+@pytest.mark.parametrize("name", ["", " ", "\t", "\n", "two\nlines", "\x1b[2J"])
+def test_a_call_without_a_name_to_show(name, file):
+    write(file, call={"name": name})
+    assert refusal(file) == f"call {name!r}: its name must be printable, and not blank."
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])

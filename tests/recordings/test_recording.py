@@ -1,7 +1,5 @@
 """What is recorded is what was passed: its bits, its mask, its scale, and its exact result."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -206,6 +204,13 @@ def test_which_mods_a_mask_becomes(case, mask, score, recorded):
     assert problem.score == Spec.of(score or recording.name)
 
 
+def test_sizes_and_scale(recorded):
+    problem = recorded(*qkv(k=(2, 2, 7, 8), v=(2, 2, 7, 3)), scale=0.3, enable_gqa=True).problem()
+    assert problem.shape == "B2 H4/2 Q5 K7 D8/3"
+    assert problem.scale == torch.tensor(0.3, dtype=torch.float32).item()
+    assert recorded(*qkv()).problem().scale == Problem(query=1, head_dim=8).scale
+
+
 def test_the_same_file_gives_the_same_problem_in_another_process(recorded, tmp_path):
     """Wherever the file lies; and JSON brings the Problem back where it is loaded."""
     recording = recorded(*qkv(), attn_mask=bias(5, 7))
@@ -226,6 +231,20 @@ def test_the_same_file_gives_the_same_problem_in_another_process(recorded, tmp_p
     command = [sys.executable, "-c", code, str(elsewhere / "recorded.safetensors"), case]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == problem.id
+
+
+def test_one_other_bit_is_another_problem(recorded):
+    q, k, v = qkv()
+    first = recorded(q, k, v)
+    other = k.clone()
+    other.view(torch.int32)[0, 0, 0, 0] ^= 1
+    second = recorded(q, other, v)
+    assert first.name != second.name
+    assert first.problem().id != second.problem().id
+    assert first.problem() == recorded(q, k, v).problem()
+    # Both stay known: neither took the other's place.
+    assert torch.equal(input_tensors.draw_inputs(first.problem()).k, k)
+    assert torch.equal(input_tensors.draw_inputs(second.problem()).k, other)
 
 
 def test_the_name_says_file_call_and_digest(recorded):
@@ -270,6 +289,13 @@ def test_another_seed_or_size_is_refused(recorded):
         input_tensors.draw_inputs(problem.replace(query=6))
     with pytest.raises(ProblemError, match=r"shape \(1, 1, 5, 7\): it does not fit scores of"):
         problem.replace(query=6).mask_mod()
+
+
+def test_what_is_drawn_may_be_written_to(recorded):
+    recording = recorded(*qkv())
+    input_tensors.unrounded_inputs(recording.problem()).q.zero_()
+    assert recording.q.any()
+    assert input_tensors.draw_inputs(recording.problem()).q.any()
 
 
 def test_the_file_is_what_the_schema_says(recorded, tmp_path):

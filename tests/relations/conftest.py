@@ -1,7 +1,5 @@
 """Relations asked of kernels on problems that are tiny and have everything."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

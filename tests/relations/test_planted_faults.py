@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
+from tests.planted_kernels import kernel as planted
 
 from attncheck.core.mod_spec import Spec
 from attncheck.core.paged_layout import Paging
-from attncheck.core.source_files import import_file
 from attncheck.relations import RELATIONS, relation_named
 from attncheck.relations.relation import Finding
 from attncheck.verify.executor import Failure
-
-planted = import_file(Path(__file__).parent / "planted.py", "planted faults")
-paged = import_file(Path(__file__).parents[1] / "properties" / "planted_paged.py", "planted faults")
 
 FULL, CAUSAL, BOTTOM_RIGHT = map(Spec.of, ("full", "causal", "causal_bottom_right"))
 WINDOW = Spec.of("sliding_window", window=2)
@@ -37,34 +32,34 @@ FAULTS = [
     # what a row does not see
     *(("LongerWindow", question, {"mask": WINDOW}, None) for question in HIDDEN),
     *(("OtherHeadsMask", question, {"mask": OF_HEADS}, None) for question in HIDDEN),
-    ("Sentinel", "hidden_keys", {"mask": CAUSAL}, None),
-    ("Leaky", "hidden_keys_nan", {"mask": PADDING}, None),
-    ("MeanOfNothing", "empty_rows", {"mask": PADDING}, {}),
-    ("NothingIsNan", "empty_rows", {"mask": PADDING}, {}),
+    ("SentinelOf12", "hidden_keys", {"mask": CAUSAL}, None),
+    ("HiddenTimesZero", "hidden_keys_nan", {"mask": PADDING}, None),
+    ("EmptyRowsMean", "empty_rows", {"mask": PADDING}, {}),
+    ("EmptyRowsNan", "empty_rows", {"mask": PADDING}, {}),
     ("LowestLse", "empty_rows", {"mask": PADDING}, {}),
     # results that are known
     ("DividedByAll", "zero_query", {"mask": CAUSAL}, {}),
-    ("BaseTwo", "zero_query", {}, {}),
+    ("Base2Lse", "zero_query", {}, {}),
     ("WithoutLastKey", "zero_query", {}, {}),
-    ("LaterRow", "zero_query", {"mask": CAUSAL}, {}),
+    ("RowBelow", "zero_query", {"mask": CAUSAL}, {}),
     ("ValueOfNeighbour", "one_hot", {"mask": CAUSAL}, None),
     ("OtherHeadsMask", "one_hot", {"mask": OF_HEADS}, None),
     # linearity and shifts
-    ("Biased", "values_scaled", {"mask": CAUSAL}, None),
+    ("BiasedFar", "values_scaled", {"mask": CAUSAL}, None),
     ("FixedPoint", "values_scaled", {"mask": CAUSAL}, None),
-    ("ClippedValues", "values_scaled", {"mask": CAUSAL}, None),
-    ("Biased", "values_added", {"mask": CAUSAL}, None),
+    ("ValuesClamped", "values_scaled", {"mask": CAUSAL}, None),
+    ("BiasedFar", "values_added", {"mask": CAUSAL}, None),
     ("ZeroValuesArePadding", "values_added", {"mask": CAUSAL}, None),
     *(
         (fault, question, {"mask": CAUSAL}, None)
-        for fault in ("MaximumFromZero", "NoMaximum", "LowSentinel")
+        for fault in ("MaximumFromZero", "NoMaximum", "SentinelOf300")
         for question in ("key_shift", "logit_shift")
     ),
     ("ScoresInBf16", "key_shift", {"mask": CAUSAL}, None),
     ("LseWithoutMod", "logit_shift", {"mask": CAUSAL}, None),
     ("FirstHeadsMod", "logit_shift", {"mask": CAUSAL}, None),
-    ("ScaleOfItsOwn", "pad_head_dim", {}, {"columns": 8}),
-    ("Trace", "pad_value_dim", {}, {"columns": 1}),
+    ("ScaleIgnored", "pad_head_dim", {}, {"columns": 8}),
+    ("TraceOfTheFirstColumn", "pad_value_dim", {}, {"columns": 1}),
     # orders
     *(
         (fault, "key_permutation", {"mask": mask}, None)
@@ -78,23 +73,23 @@ FAULTS = [
     ("WithoutLastKey", "key_permutation", {}, None),
     ("NextLength", "batch_permutation", {"mask": LENGTHS, "batch": 3}, None),
     ("FirstKeys", "batch_permutation", {"mask": CAUSAL}, None),
-    ("OrderIgnored", "neighborhood_order", TILED, {}),
-    ("OrderIgnored", "neighborhood_order", MORTON, {}),
+    ("CellsRowByRow", "neighborhood_order", TILED, {}),
+    ("CellsRowByRow", "neighborhood_order", MORTON, {}),
     ("TilesOfTheOtherSide", "neighborhood_order", TILED, {}),
     # parts
-    ("BaseTwo", "split_merge", {}, {"cut": 3}),
+    ("Base2Lse", "split_merge", {}, {"cut": 3}),
     ("LseOfPadding", "split_merge", {}, {"cut": 3}),
     ("LastKeyHidden", "split_merge", {}, {"cut": 3}),
     ("LastKeyHidden", "split_merge", {"mask": CAUSAL, **SQUARE}, {"cut": 1}),
     ("TopLeft", "rectangular", {"mask": CAUSAL, **SQUARE}, {"rows": 2, "last": 1}),
     ("TopLeft", "rectangular", {"mask": BOTTOM_RIGHT, **SQUARE}, {"rows": 2, "last": 1}),
-    ("FromRowZero", "prefill_rows", {"mask": CAUSAL}, {"rows": 2}),
-    ("FromRowZero", "prefill_rows", {"mask": WINDOW}, {"rows": 1}),
-    ("ScoredFromRowZero", "prefill_rows", {"score": Spec.of("alibi")}, {"rows": 1}),
+    ("OffsetForgotten", "prefill_rows", {"mask": CAUSAL}, {"rows": 2}),
+    ("OffsetForgotten", "prefill_rows", {"mask": WINDOW}, {"rows": 1}),
+    ("ScoreOffsetForgotten", "prefill_rows", {"score": Spec.of("alibi")}, {"rows": 1}),
     ("Neighbours", "documents", {"mask": DOCUMENT}, {}),
-    ("MeanOfNothing", "documents", {"mask": DOCUMENT, "query": 9, "kv": 5}, {}),
+    ("EmptyRowsMean", "documents", {"mask": DOCUMENT, "query": 9, "kv": 5}, {}),
     ("Neighbours", "documents", {"mask": DOCUMENTS}, {}),
-    ("MeanOfNothing", "documents", {"mask": DOCUMENTS}, {}),
+    ("EmptyRowsMean", "documents", {"mask": DOCUMENTS}, {}),
     ("SameLengths", "documents", {"mask": DOCUMENTS}, {}),
     (
         "FirstLength",
@@ -104,22 +99,22 @@ FAULTS = [
     ),
     ("LargeBatch", "alone_in_batch", {"mask": SEEN}, {"sequence": 1}),
     # the same function, the same numbers
-    ("ShortWindow", "window_beyond", {"mask": CAUSAL}, {"window": 5}),
+    ("WindowShorter", "window_beyond", {"mask": CAUSAL}, {"window": 5}),
     ("OverflowingWindow", "window_beyond", {"mask": CAUSAL}, {"window": LARGEST}),
-    ("LongPrefix", "prefix_zero", {"mask": CAUSAL}, {"prefix": 1}),
-    ("ShortPrefix", "prefix_full", {}, {"prefix": 7}),
+    ("PrefixLonger", "prefix_zero", {"mask": CAUSAL}, {"prefix": 1}),
+    ("PrefixShorter", "prefix_full", {}, {"prefix": 7}),
     ("FixedCap", "softcap_infinite", {}, {"exponent": 24}),
     ("CancellingTanh", "softcap_infinite", {}, {"exponent": 40}),
-    ("ModuloHead", "gqa_repeat", {}, {}),
+    ("Interleaved", "gqa_repeat", {}, {}),
     *(("Flat", question, {}, {}) for question in STRIDES),
-    ("FromTheStart", "strides_offset", {}, {}),
-    ("FromTheStart", "strides_packed", {}, {}),
+    ("OffsetIgnored", "strides_offset", {}, {}),
+    ("OffsetIgnored", "strides_packed", {}, {}),
     ("WholeVectors", "strides_gapped", {}, {}),
     *(("Leftover", "call_order", {}, {"between": between}) for between in range(3)),
     ("StalePadding", "call_order", {}, {"between": 2}),
 ]
 OF_ONE_DTYPE = [
-    ("ScaleOfItsOwn", "scaled_query", {"dtype": "bf16"}, {"exponent": 4}),
+    ("ScaleIgnored", "scaled_query", {"dtype": "bf16"}, {"exponent": 4}),
     ("ClippedScores", "scaled_query", {"dtype": "bf16"}, {"exponent": 4}),
     ("WithoutQueryDescale", "descale", {"dtype": "e4m3"}, {"tensor": 0}),
     ("WithoutKeyDescale", "descale", {"dtype": "e5m2"}, {"tensor": 1}),
@@ -130,8 +125,8 @@ OF_ONE_DTYPE = [
         (fault, question, {"operation": "softmax", "dtype": dtype}, None)
         for dtype in ("fp32", "fp16", "bf16")
         for fault, question in (
-            ("OverflowingSoftmax", "softmax_shift"),
-            ("RelativeLse", "softmax_shift"),
+            ("SoftmaxWithoutMaximum", "softmax_shift"),
+            ("SoftmaxRelativeLse", "softmax_shift"),
             ("LastColumnTwice", "softmax_columns"),
             ("PreviousRow", "softmax_rows"),
         )
@@ -151,7 +146,7 @@ def find(kernel, question, problem, chosen, ask) -> bool:
 @pytest.mark.parametrize(("fault", "question", "changes", "chosen"), FAULTS)
 def test_a_planted_fault_is_found(fault, question, changes, chosen, dtype, small, ask) -> None:
     problem = small(**{"dtype": dtype} | changes)
-    assert find(planted.kernel(fault), question, problem, chosen, ask)
+    assert find(planted(fault), question, problem, chosen, ask)
 
 
 @pytest.mark.parametrize(("fault", "question", "changes", "chosen"), OF_ONE_DTYPE)
@@ -159,35 +154,35 @@ def test_a_fault_of_one_dtype_is_found(
     fault, question, changes, chosen, small, softmax, ask
 ) -> None:
     problem = softmax(**changes) if "operation" in changes else small(**changes)
-    assert find(planted.kernel(fault), question, problem, chosen, ask)
+    assert find(planted(fault), question, problem, chosen, ask)
 
 
 @pytest.mark.parametrize("heads", [(4, 2), (6, 2), (6, 3), (4, 4)])
-@pytest.mark.parametrize("fault", ["ModuloHead", "NextKeyHead", "LastHeadOff"])
+@pytest.mark.parametrize("fault", ["Interleaved", "NextKeyHead", "LastHeadOff"])
 def test_a_kernel_that_knows_a_head_by_its_place_fails(fault, heads, small, ask) -> None:
     problem = small(CAUSAL, heads=heads[0], kv_heads=heads[1], dtype="fp32")
-    right = heads[0] == heads[1] and fault == "ModuloHead"  # it is h // group then
+    right = heads[0] == heads[1] and fault == "Interleaved"  # it is h // group then
     # Two key heads are each the one after the other, in whatever order.
     blind = heads[1] == 2 and fault == "NextKeyHead"
-    assert find(planted.kernel(fault), "head_permutation", problem, None, ask) != (right or blind)
+    assert find(planted(fault), "head_permutation", problem, None, ask) != (right or blind)
 
 
 @pytest.mark.parametrize(
     ("fault", "size"),
-    [("Transposed", 3), ("PageOneLonger", 3), ("SharedIsTheFirstOnes", 3), ("KeptByPage", 2)],
+    [("PagesTransposed", 3), ("PageOneLonger", 3), ("SharedIsTheFirstOnes", 3), ("KeptByPage", 2)],
 )
 def test_a_fault_of_pages_is_found(fault, size, small, ask) -> None:
     problem = small(Spec.of("padding", lengths=[7, 3]), paging=Paging(size=2, seed=3, shared=1))
-    found = ask(getattr(paged, fault)(), "pages", problem, size=size, order=1, shared=0)
+    found = ask(planted(fault), "pages", problem, size=size, order=1, shared=0)
     assert isinstance(found, Finding)
 
 
 @pytest.mark.parametrize(
     ("fault", "question", "changes", "chosen"),
     [
-        ("ShortWindow", "window_beyond", {"mask": CAUSAL}, {"window": 6}),
+        ("WindowShorter", "window_beyond", {"mask": CAUSAL}, {"window": 6}),
         ("OverflowingWindow", "window_beyond", {"mask": CAUSAL}, {"window": 6}),
-        ("LongPrefix", "prefix_zero", {"mask": CAUSAL}, {"prefix": 0}),
+        ("PrefixLonger", "prefix_zero", {"mask": CAUSAL}, {"prefix": 0}),
         ("StalePadding", "call_order", {}, {"between": 0}),
         ("StalePadding", "call_order", {}, {"between": 1}),
     ],
@@ -195,7 +190,7 @@ def test_a_fault_of_pages_is_found(fault, size, small, ask) -> None:
 def test_a_fault_of_other_numbers_is_not_found(
     fault, question, changes, chosen, small, ask
 ) -> None:
-    assert ask(planted.kernel(fault), question, small(**changes), **chosen) is None
+    assert ask(planted(fault), question, small(**changes), **chosen) is None
 
 
 @pytest.mark.parametrize(
@@ -210,28 +205,28 @@ def test_without_the_promise_bits_are_not_compared(
     fault, question, changes, small, softmax, ask
 ) -> None:
     problem = softmax(**changes) if "operation" in changes else small(**changes)
-    kernel = planted.kernel(fault)
+    kernel = planted(fault)
     assert find(kernel, question, problem, None, ask)
     kernel.promises = frozenset({"repeat", "hidden"})
     assert not find(kernel, question, problem, None, ask)
 
 
 def test_findings_are_at_their_places(small, ask) -> None:
-    found = ask(planted.kernel("LongerWindow"), "hidden_keys", small(WINDOW), row=3)
+    found = ask(planted("LongerWindow"), "hidden_keys", small(WINDOW), row=3)
     assert found.place[2] == 3
-    found = ask(planted.kernel("Overflowing"), "hidden_keys_huge", small(WINDOW))
+    found = ask(planted("Overflowing"), "hidden_keys_huge", small(WINDOW))
     assert found.tensor == "lse"
-    found = ask(planted.kernel("LargeBatch"), "alone_in_batch", small(PADDING), sequence=0)
+    found = ask(planted("LargeBatch"), "alone_in_batch", small(PADDING), sequence=0)
     assert (found.tensor, found.place, found.count) == ("lse", (0, 0, 0), 4 * 5)
-    found = ask(planted.kernel("Trace"), "pad_value_dim", small(), columns=1)
+    found = ask(planted("TraceOfTheFirstColumn"), "pad_value_dim", small(), columns=1)
     assert (found.place[-1], found.expected, found.allowed) == (small().value_dim, 0.0, 0.0)
     turns = range(7)
-    found = [ask(planted.kernel("WithoutLastKey"), "one_hot", small(), turn=t) for t in turns]
+    found = [ask(planted("WithoutLastKey"), "one_hot", small(), turn=t) for t in turns]
     assert [each and each.place[2] for each in found] == [None, None, 4, 3, 2, 1, 0]
 
 
 def test_split_merge_is_not_compared_without_lse(small, ask) -> None:
-    found = ask(planted.kernel("WithoutLse"), "split_merge", small())
+    found = ask(planted("WithoutLse"), "split_merge", small())
     assert isinstance(found, Failure)
     assert (found.kind, found.message) == ("refused", "gives no LSE")
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
+from tests.planted_kernels import kernel as planted
 
 from attncheck.core.mod_spec import Spec
 from attncheck.core.paged_layout import Paging
-from attncheck.core.source_files import import_file
 from attncheck.relations import RELATIONS, relation_named
 from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.subjects.ideal import Ideal
-
-paged = import_file(Path(__file__).parents[1] / "properties" / "planted_paged.py", "planted faults")
 
 FULL, CAUSAL, BOTTOM_RIGHT = map(Spec.of, ("full", "causal", "causal_bottom_right"))
 WINDOW = Spec.of("sliding_window", window=2)
@@ -145,7 +141,7 @@ def test_a_kernel_that_finds_its_keys_in_pages_keeps_every_bit(dtype, small, ask
     paging = Paging(size=2, seed=3, shared=1)
     problem = small(Spec.of("padding", lengths=[7, 3]), paging=paging, dtype=dtype)
     for chosen in numbers("pages", problem):
-        assert ask(paged.Gathering(), "pages", problem, **chosen) is None
+        assert ask(planted("Gathering"), "pages", problem, **chosen) is None
 
 
 def test_flex_passes_in_the_cells_own_order(small, ask) -> None:

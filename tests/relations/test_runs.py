@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
 import torch
+from tests.planted_kernels.inputs_read import memory
 
 from attncheck.core.formats import FORMATS
 from attncheck.core.mod_spec import Spec
 from attncheck.core.paged_layout import Paging
-from attncheck.core.source_files import import_file
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.relations import RELATIONS, mask_visibility, relation_named
-
-planted = import_file(Path(__file__).parent / "planted.py", "planted faults")
 
 FULL, CAUSAL = map(Spec.of, ("full", "causal"))
 PADDING = Spec.of("padding", lengths=[3, 6])
@@ -286,7 +283,7 @@ def test_gaps_are_nan(question, dtype, small) -> None:
     laid_out = runs(question, small(dtype=dtype))[1]
     tensors = (laid_out.q, laid_out.k, laid_out.v)
     buffers = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
-    everything = torch.cat([planted.memory(t).float() for t in buffers.values()])
+    everything = torch.cat([memory(t).float() for t in buffers.values()])
     numbers = sum(tensor.numel() for tensor in tensors)
     assert int(everything.isfinite().sum()) == numbers < len(everything)
 

@@ -6,18 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.planted_kernels import kernel as planted
 
 from attncheck.core import strided_alloc
 from attncheck.core.mod_spec import Spec
-from attncheck.core.source_files import import_file
 from attncheck.inputs import input_tensors as inputs_room
 from attncheck.relations import relation_named
 from attncheck.relations.relation import Finding
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.executor import Failure
 from attncheck.verify.memory_patterns import GuardBands
-
-planted = import_file(Path(__file__).parent / "planted.py", "planted faults")
 
 FAR, CAUSAL = relation_named("strides_far"), Spec.of("causal")
 TENSORS = {"q": 0, "k": 1, "v": 2, "dout": 3}
@@ -48,7 +46,7 @@ def test_gradients_are_kept_too(kernel, small, ask) -> None:
 def test_offsets_of_32_bits_are_found(name, dtype, small, ask) -> None:
     backward = name == "dout"
     asked = small(dtype="fp32" if backward else dtype, backward=backward)
-    found = ask(planted.kernel("Wrapped"), "strides_far", asked, tensor=TENSORS[name])
+    found = ask(planted("WrappedOffsets"), "strides_far", asked, tensor=TENSORS[name])
     assert isinstance(found, Finding)
 
 

@@ -6,11 +6,12 @@ import io
 import re
 
 import pytest
+from msgspec.structs import replace
 from rich.cells import cell_len
 
-from attncheck.reporting.measurement_document import measurement_document
+from attncheck.reporting.measurement_document import RowsAsMeasured, measurement_document
 from attncheck.reporting.rendering import render, show
-from attncheck.reporting.terminal import PLAIN_WIDTH, plain_text
+from attncheck.reporting.terminal import PLAIN_WIDTH, document_lines, plain_text, row_lines
 
 
 def as_table(report, width=PLAIN_WIDTH):
@@ -82,3 +83,25 @@ def test_stream_without_the_signs_gets_question_marks(screen, sample):
     show(sample, "table", stream)
     stream.flush()
     assert b"1.00?" in raw.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_rows_one_by_one_say_what_the_whole_table_says(sample, width):
+    """Word for word, but for headings that come again; and columns stand in line."""
+    rows = RowsAsMeasured(replace(sample, records=()))
+    lines = []
+    for record in sample.records:
+        section, new = rows.row(record)
+        lines += [line.plain for line in row_lines(section, width, first=new)]
+    below = document_lines(rows.closing(sample), width, before=rows.tables.values())
+    shown = [*lines, *(line.plain for line in below)]
+    page = as_table(sample, width).splitlines()
+    words = {" ".join(line.split()) for line in shown}
+    missing = [line for line in page if " ".join(line.split()) not in words]
+    # The command and the machine are shown first; what would be seen names its section below.
+    heads = page[: page.index("")]
+    seen = [line for line in missing if "would have shown" in line or line.startswith("  of ")]
+    assert [line for line in missing if line not in heads + seen] == []
+    headings = [line for line in lines if line.split()[:1] == ["kernel"]]
+    assert len(headings) < len(sample.records)
+    assert max(map(cell_len, shown)) <= width

@@ -69,7 +69,7 @@ def test_a_nearer_file_comes_first_and_one_without_kernels_is_passed(project):
     ("text", "said"),
     [
         ("[tool.attncheck.kernels.mine]\nentry = ?\n", "is no TOML: .*line 2"),
-        ("[tool.attncheck.kernel.mine]\n", "key 'kernel' is not known: choose from kernels"),
+        ("[tool.attncheck.kernel.mine]\n", "key 'kernel' is not known: did you mean 'kernels'"),
         ("[tool.attncheck]\nkernels = 3\n", "kernels must be a table"),
         ("[tool]\nattncheck = 3\n", "tool.attncheck must be a table"),
         ("[tool.attncheck.kernels]\nmine = 3\n", "kernels.mine: expected table, got whole number"),

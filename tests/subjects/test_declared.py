@@ -203,7 +203,7 @@ def test_later_overrides_win(override, reason):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"entrie": "x"}, "key 'entrie' is not known: choose from entry, convention, dtypes"),
+        ({"entrie": "x"}, "key 'entrie' is not known: choose from arithmetic, backward"),
         ({"dtypes": "bf16"}, "dtypes: expected list, got text"),
         ({"dtypes": ["int8"]}, "dtypes 'int8' is not known: choose from"),
         ({"head_dims": [300]}, "head_dims=300 must be 1–256"),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import flex_attention
 
+from attncheck.core.formats import fp32
 from attncheck.core.mod_spec import Spec
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
@@ -76,6 +79,22 @@ def test_one_key_too_many_is_more_than_rounding(exact):
     inputs = draw_inputs(small(dtype="bf16", mask=MASKS["window"]))
     wider = inputs.problem.replace(mask=Spec.of("sliding_window", window=8))
     assert exact(inputs).excess(Flex().run(inputs.replace(problem=wider))) > 1
+
+
+def test_lse_is_the_natural_logarithm():
+    """q = 0: LSE = log n. torch computes it in base 2 and converts: two more roundings."""
+    inputs = draw_inputs(small(kv=64, dtype="fp32"))
+    lse = Flex().run(inputs.replace(q=torch.zeros_like(inputs.q))).lse
+    log_n = fp32(math.log(64))
+    ulp = math.ulp(log_n) * 2**29  # of fp32
+    assert (lse.double() - log_n).abs().max() <= 2 * ulp
+
+
+@pytest.mark.parametrize("spec", [MASKS["padding"], Spec.of("sliding_window", window=0)], ids=str)
+def test_rows_that_see_nothing_are_zero_and_minus_infinity(spec):
+    outputs = Flex().run(draw_inputs(small(mask=spec)))
+    assert not outputs.out[0].any()
+    assert torch.isneginf(outputs.lse[0]).all()
 
 
 def test_more_structures_than_torch_recompiles():

@@ -11,7 +11,7 @@ import torch
 from attncheck import oracles
 from attncheck.core.formats import DTYPES, FORMATS
 from attncheck.core.mod_spec import Spec
-from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.input_tensors import Descale, draw_inputs
 from attncheck.inputs.problem import Problem
 from attncheck.subjects import ideal
 from attncheck.subjects.capabilities.named_kernels import BUILTIN
@@ -107,6 +107,14 @@ def test_every_descale_is_read_at_its_own_sequence_and_key_head(name, any_kernel
     assert exact(given).excess(outputs) <= 1
     swapped = dataclasses.replace(given.descale, **{name: scales.flip(1)})
     assert exact(given.replace(descale=swapped)).excess(outputs) > 1
+
+
+def test_descales_of_any_strides(any_kernel, dtype):
+    inputs = draw_inputs(small(dtype))
+    given = {n: getattr(inputs.descale, n) for n in "qkv"}
+    turned = Descale(**{n: scale.T.contiguous().T for n, scale in given.items()})
+    assert not turned.q.is_contiguous()
+    assert same(any_kernel.run(inputs.replace(descale=turned)), any_kernel.run(inputs))
 
 
 @pytest.mark.parametrize("mask", ["full", "window", "padding"])
@@ -268,6 +276,13 @@ def test_descales_whose_product_underflows_in_any_tiling(tiling, dtype, exact, m
 
     monkeypatch.setattr(ideal, "power_of_two", naive)
     assert Ideal(tiling).run(inputs).out.isnan().any()  # −∞ times 0
+
+
+def test_rows_that_see_nothing(any_kernel, dtype):
+    outputs = any_kernel.run(draw_inputs(small(dtype, mask=Spec.of("padding", lengths=[0, 33]))))
+    assert torch.equal(outputs.out[0], torch.zeros_like(outputs.out[0]))
+    assert torch.isneginf(outputs.lse[0]).all()
+    assert outputs.lse[1].isfinite().all()
 
 
 @pytest.mark.parametrize("name", BUILTIN)

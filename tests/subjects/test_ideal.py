@@ -152,6 +152,14 @@ def test_truncation_costs_more_than_rounding(exact):
     assert rms(truncated.out - true.out) > rms(nearest.out - true.out)
 
 
+@pytest.mark.parametrize("mask", ["padding", "window-0"])
+def test_rows_that_see_nothing_are_zero_and_minus_infinity(mask):
+    spec = MASKS.get(mask, Spec.of("sliding_window", window=0))
+    outputs = Ideal().run(draw_inputs(small(mask=spec)))
+    assert torch.equal(outputs.out[0], torch.zeros_like(outputs.out[0]))
+    assert torch.isneginf(outputs.lse[0]).all()
+
+
 @pytest.mark.parametrize("tiling", [None, TILINGS["flash1"], TILINGS["reverse-lazy"]], ids=str)
 @pytest.mark.parametrize(
     ("dtype", "filling"),
@@ -177,6 +185,16 @@ def test_a_value_that_is_not_finite_reaches_the_rows_and_columns_that_read_it():
     reached[1, :2, 9:16, 3] = True  # the heads of key head 0, the rows of key 9's window
     assert torch.equal(out.isnan(), reached)
     assert torch.equal(out[~reached], Ideal().run(inputs).out[~reached])
+
+
+@pytest.mark.parametrize("dtype", MEASURED)
+def test_a_row_does_not_depend_on_its_neighbours(dtype):
+    inputs = draw_inputs(small(query=140, kv=33, dtype=dtype))
+    few = inputs.problem.replace(query=5, batch=1)
+    first = {"q": inputs.q[:1, :, :5], "k": inputs.k[:1], "v": inputs.v[:1]}
+    descale = descales(inputs, lambda scale: scale[:1])
+    some = inputs.replace(problem=few, **first, descale=descale)
+    assert torch.equal(Ideal().run(inputs).out[:1, :, :5], Ideal().run(some).out)
 
 
 def test_rows_may_be_computed_in_parts(monkeypatch):

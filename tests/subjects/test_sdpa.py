@@ -13,6 +13,7 @@ from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
 from attncheck.subjects import torch_kernels
 from attncheck.subjects.capabilities import subject
+from attncheck.subjects.conventions.call_tensors import attention_bias, attention_mask
 from attncheck.subjects.torch_kernels import Sdpa
 
 MASKS = {
@@ -112,6 +113,12 @@ def test_it_is_the_backend_that_runs(mask, dtype):
         assert flash == (backend == "flash"), calls.names
 
 
+def test_rows_that_see_nothing_are_zero():
+    inputs = draw_inputs(small(mask=MASKS["padding"]))
+    for backend in ("math", "flash"):
+        assert not Sdpa(backend).run(inputs).out[0].any()
+
+
 @pytest.mark.parametrize("backend", ["efficient", "cudnn"])
 def test_some_backends_need_a_gpu(backend):
     assert Sdpa(backend).absent("cpu") == "needs a CUDA GPU"
@@ -138,6 +145,20 @@ def test_a_bias_that_would_be_rounded_is_refused():
     assert Sdpa("math").unsupported(small(score=Spec.of("alibi")), "cpu") is None
     own_key = odd.replace(mask=Spec.of("sliding_window", window=1))  # where every bias is 0
     assert Sdpa("math").unsupported(own_key, "cpu") is None
+
+
+def test_a_mask_is_no_larger_than_what_it_depends_on():
+    assert attention_mask(small(mask=MASKS["causal"]), "cpu", range(40)).shape == (1, 1, 40, 40)
+    assert attention_mask(small(mask=MASKS["padding"]), "cpu", range(40)).shape == (2, 1, 40, 40)
+    assert attention_mask(small(mask=Spec.of("not", Spec.of("full"))), "cpu", range(40)).shape == (
+        1,
+        1,
+        40,
+        40,
+    )
+    bias = attention_bias(small(score=Spec.of("alibi")), "cpu", range(40))
+    assert bias.shape == (1, 4, 40, 40)
+    assert bias.dtype == torch.float64
 
 
 def test_torchs_settings_are_as_before():

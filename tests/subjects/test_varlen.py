@@ -100,6 +100,14 @@ def test_keys_of_padding_have_gradients_of_0():
         assert given[1, :, :9].any()
 
 
+def test_the_forward_beside_gradients_is_the_forward():
+    inputs = draw_inputs(small(**FIRST, **GRADIENTS))
+    found, alone = Varlen().run(inputs), Varlen().run(inputs.forward())
+    assert torch.equal(found.out, alone.out)
+    assert torch.equal(found.lse, alone.lse)
+    assert not alone.gradients()
+
+
 @pytest.mark.parametrize(
     ("changes", "alignment", "masked"),
     [
@@ -141,6 +149,17 @@ def test_the_flag_is_used_where_it_is_the_mask(changes, alignment, masked, monke
 )
 def test_what_it_does_not_take_it_says(mask, reason):
     assert reason in (Varlen().unsupported(small(mask=mask), "cpu") or "")
+
+
+def test_it_is_asked_with_sinks_and_not_about_pages_or_softmax():
+    subject = Varlen()
+    assert subject.concerns(small(sink=True))
+    assert not subject.concerns(Problem(operation="softmax", query=3))
+
+
+def test_a_sink_takes_part():
+    problem = small(mask=both(CAUSAL, LAST["mask"]), **{k: LAST[k] for k in ("query", "kv")})
+    assert status(Varlen(), problem.replace(sink=True)) == "pass"
 
 
 def test_tiles_are_declared_where_documents_do_not_move_them():

@@ -51,7 +51,7 @@ def test_an_option_of_a_conftest_that_is_found_late_does_not_collide(repository)
     ("option", "message"),
     [
         ("--device=tpu", "--device 'tpu' is not known: choose from cpu, cuda."),
-        ("--dtype=bf8", "--dtype 'bf8' is not known: choose from fp32, tf32, fp16, bf16"),
+        ("--dtype=bf8", "--dtype 'bf8' is not known: choose from bf16, e4m3, e5m2, fp16"),
         ("--tier=hard", "tier 'hard' is not known: choose from nightly, pr, smoke."),
         ("--attncheck-tier=hard", "tier 'hard' is not known"),
     ],

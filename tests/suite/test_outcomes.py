@@ -56,6 +56,28 @@ def test_the_summary_is_of_all_processes(repository, processes) -> None:
     assert "no tests of kernels.py::Picky in fp32: no " in done.stdout
 
 
+def test_hidden_nan_that_reaches_a_row_is_said_at_the_end(repository) -> None:
+    """A function promises no better, unless its table does."""
+    formula = """
+def unfused(query, key, value, is_causal=False, scale=None, enable_gqa=False):
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    scores = (query.float() @ key.float().mT) * (scale or query.shape[3] ** -0.5)
+    if is_causal:
+        seen = scores.new_ones(scores.shape[-2:]).tril().bool()
+        scores = scores.masked_fill(~seen, float("-inf"))
+    return (scores.softmax(-1) @ value.float()).to(query.dtype)
+"""
+    test = (
+        PROPERTY.replace("compare", "hidden_keys_nan")
+        .replace('"full", ', "")
+        .replace('l")', 'l",)')
+    )
+    done = repository("--kernel=kernels.py::unfused", kernels=formula, test_a=test)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = "warning of kernels.py::unfused, test_a.py::test_it (and 1 more): hidden keys must be "
+    assert said in done.stdout
+
+
 def test_where_all_is_skipped_nothing_was_tested(repository) -> None:
     done = repository("--kernel=kernels.py::Nothing", kernels=KERNELS, test_a=PROPERTY)
     assert "4 skipped" in done.stdout

@@ -28,17 +28,25 @@ class RunCounter(Protocol):
 
 
 @contextmanager
-def progress(total: int, *, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Yield ``advance(what)``, to be called once for each of ``total`` pieces of work.
+def progress(total: int, *, quiet: bool) -> Iterator[Callable[..., None]]:
+    """Yield ``advance(what, show)``, to be called once for each of ``total`` pieces of work.
 
-    Everything goes to standard error, so that standard output is the report alone.
+    Everything goes to standard error, so that standard output is the report alone. What ``show``
+    writes, if anything, stands above the bar.
     """
     start, count = time.monotonic(), 0
-    with _shown(quiet=quiet, estimates=True) as (update, _):
+    with _shown(quiet=quiet, estimates=True) as (update, _, bar):
 
-        def advance(what: str) -> None:
+        def advance(what: str, show: Callable[[], None] | None = None) -> None:
             nonlocal count
             count += 1
+            if show is not None:
+                # Both may be one terminal: the bar goes away, and comes back below.
+                if bar is not None:
+                    bar.stop()
+                show()
+                if bar is not None:
+                    bar.start()
             left = (time.monotonic() - start) / count * (total - count)
             update(count, total, what, f"{count}/{total} cells, {time_left(left)} ({what})")
 
@@ -50,7 +58,7 @@ def run_progress(
     counter: RunCounter, *, quiet: bool, verbose: bool
 ) -> Iterator[Callable[[RunEvent], None]]:
     """Yield what hears of every event of a run; with ``verbose`` all that is new is shown."""
-    with _shown(quiet=quiet, estimates=False) as (update, say):
+    with _shown(quiet=quiet, estimates=False) as (update, say, _):
 
         def told(event: RunEvent) -> None:
             for text in counter.hear(event):
@@ -73,13 +81,13 @@ Update = Callable[[int, int, str, str], None]
 
 
 @contextmanager
-def _shown(*, quiet: bool, estimates: bool) -> Iterator[tuple[Update, Callable[[str], None]]]:
-    """Yield what shows how far a run is, and what shows a line of its own."""
+def _shown(*, quiet: bool, estimates: bool) -> Iterator[tuple[Update, Callable[[str], None], Any]]:
+    """Yield what shows how far a run is, what shows a line of its own, and the bar, if any."""
     from rich.console import Console
 
     console = Console(stderr=True)
     if quiet:
-        yield lambda *_: None, lambda _: None
+        yield lambda *_: None, lambda _: None, None
     elif console.is_terminal:
         with _bar(console, estimates=estimates) as shown:
             yield shown
@@ -92,11 +100,11 @@ def _shown(*, quiet: bool, estimates: bool) -> Iterator[tuple[Update, Callable[[
                 last = time.monotonic()
                 _say(counts_and_words[-1])
 
-        yield update, _say
+        yield update, _say, None
 
 
 @contextmanager
-def _bar(console: Any, *, estimates: bool) -> Iterator[tuple[Update, Callable[[str], None]]]:
+def _bar(console: Any, *, estimates: bool) -> Iterator[tuple[Update, Callable[[str], None], Any]]:
     from rich import progress as rich
 
     counts = (rich.MofNCompleteColumn(), rich.TimeRemainingColumn()) if estimates else ()
@@ -108,7 +116,7 @@ def _bar(console: Any, *, estimates: bool) -> Iterator[tuple[Update, Callable[[s
             said = what.replace("[", "\\[")  # a kernel's name is no markup
             bar.update(task, total=known, completed=finished, description=said)
 
-        yield update, lambda text: bar.console.print(text, markup=False, highlight=False)
+        yield update, lambda text: bar.console.print(text, markup=False, highlight=False), bar
 
 
 def _say(text: str) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,17 +27,19 @@ from attncheck.cli.standard_output import Interrupts, Verb, standard_output
 
 if TYPE_CHECKING:
     from attncheck.cases.variants import Cell
-    from attncheck.records.record import Report
+    from attncheck.records.record import Record, Report
+    from attncheck.reporting.measurement_document import RowsAsMeasured
     from attncheck.subjects.capabilities.subject import Subject
 
 __all__ = ["RmseOptions", "rmse"]
 
+_INTERRUPTED = "interrupted"
 # Options that take a file: reports name it without its folder.
 _FILES = {"--kernel", "--mask", "--score", "--inputs", "--plot", "--from"}
 # What says what is measured, which a report that is there has said.
 _MEASURES = (
     *("kernels", "variants", "mask", "score", "recording", "dtypes", "shapes", "distributions"),
-    *("backward", "seed", "device", "explained", "quiet"),
+    *("backward", "seed", "device", "explained", "max_time", "quiet"),
 )
 
 _OPTIONS = (
@@ -122,6 +127,7 @@ _OPTIONS = (
         help="Measure nothing: show the report that an earlier run wrote, rmse.json, again "
         "(repeatable: the parts of a run as one); files only where --out or --plot says so.",
     ),
+    click.option("--max-time", metavar="TIME", help="Stop then, such as 10m, with what there is."),
     click.option(
         "--explain",
         "explained",
@@ -151,6 +157,7 @@ class RmseOptions:
     directory: str
     plots: tuple[str, ...]
     sources: tuple[str, ...]
+    max_time: str | None
     explained: str | None
     quiet: bool
 
@@ -169,12 +176,17 @@ def rmse(interrupts: Interrupts, /, **typed: Any) -> int:
 
     With --backward it judges gradients too, by what the kernel's own forward left for them.
 
-    Exit code 1 when a verdict is fail or a kernel raised, 5 when no cell could be measured.
+    On a terminal each row is shown as it is measured. A run that is stopped, by Ctrl-C or
+    --max-time, writes and shows what it has, marked incomplete.
+
+    Exit code 1 when a verdict is fail or a kernel raised, 3 when --max-time was too short, 5 when
+    no cell could be measured, 130 after Ctrl-C.
     """
     from attncheck.reporting import exit_codes, rendering
     from attncheck.reporting.image_files import check_plots
+    from attncheck.reporting.terminal import document_lines, print_lines
 
-    options = RmseOptions(**typed)
+    options, rows = RmseOptions(**typed), None
     rendering.check_format(options.fmt)
     check_plots(options.plots)
     if options.sources:
@@ -186,18 +198,25 @@ def rmse(interrupts: Interrupts, /, **typed: Any) -> int:
         if options.backward:
             _refuse_with("--backward", ("plots",), "gives gradients, which a plot does not show")
         interrupts.check()  # the imports above take a while, and may have swallowed one
-        measured = _measured(interrupts, options)
+        report, rows = _measured(interrupts, options)
         if options.explained is not None:
-            return exit_codes.exit_code(measured)
-        report, directory = measured, options.directory
+            return exit_codes.exit_code(report)
+        directory = options.directory
     if directory:
-        with interrupts.writing(directory):
+        how_far = f", {report.incomplete}" if report.incomplete else ""
+        with interrupts.writing(directory, f"the report is written{how_far}"):
             rendering.write_report(report, directory, "rmse")
             _draw(report, options)
     elif options.plots:
         _draw(report, options)
     with standard_output():
-        rendering.show(report, options.fmt)
+        if rows is None:
+            rendering.show(report, options.fmt)
+        else:
+            page = rows.closing(report)
+            print_lines(partial(document_lines, page, before=rows.tables.values()), sys.stdout)
+    if report.incomplete and report.incomplete.startswith(_INTERRUPTED):
+        raise KeyboardInterrupt
     return exit_codes.exit_code(report)
 
 
@@ -212,20 +231,19 @@ def _joined_report(options: RmseOptions) -> Report:
     return join_reports([load_report(Path(source), Report) for source in options.sources])
 
 
-def _measured(interrupts: Interrupts, options: RmseOptions) -> Report:
-    """Measure what is asked for; of one cell that is to be explained show that."""
-    from attncheck.cli.progress import progress
-    from attncheck.inputs.problem import Case
+def _measured(interrupts: Interrupts, options: RmseOptions) -> tuple[Report, RowsAsMeasured | None]:
+    """Measure what is asked for; of one cell that is to be explained show that.
+
+    Returns:
+        The Report, and its rows where they have been shown.
+    """
+    from attncheck.cli.resumable_run import parse_seconds
     from attncheck.reporting import rendering
     from attncheck.subjects.capabilities import named_kernels
     from attncheck.verify.environment import default_device, prepare, require_device
-    from attncheck.verify.verify import (
-        applicable_subjects,
-        assemble_report,
-        case_subjects,
-        iter_records,
-    )
+    from attncheck.verify.verify import applicable_subjects, assemble_report
 
+    parse_seconds(options.max_time, "--max-time")
     device = options.device or default_device()
     require_device(device)
     if any(":" in kernel for kernel in options.kernels):
@@ -240,33 +258,87 @@ def _measured(interrupts: Interrupts, options: RmseOptions) -> Report:
     if options.explained is not None:
         others = ("fmt", "directory", "plots")
         _refuse_with("--explain", others, "prints one cell and writes no files")
-        return _explain(options.explained, cells, subjects, device)
+        return _explain(options.explained, cells, subjects, device), None
     # Before the first kernel runs: measuring may take an hour.
     rendering.check_writable(options.directory)
-    problems = [cell.problem for cell in cells]
-    cases = [(cell.variant, Case(problem=cell.problem)) for cell in cells]
+    concerned = applicable_subjects([cell.problem for cell in cells], subjects)
+    report = assemble_report(concerned, (), device=device, command=typed_command(files=_FILES))
+    return _with_records(interrupts, options, report, cells, subjects)
+
+
+def _with_records(
+    interrupts: Interrupts,
+    options: RmseOptions,
+    report: Report,
+    cells: list[Cell],
+    subjects: list[Subject],
+) -> tuple[Report, RowsAsMeasured | None]:
+    """Return ``report`` with all Records, or those that there are when the run is stopped."""
     from msgspec.structs import replace
 
-    concerned, command = applicable_subjects(problems, subjects), typed_command(files=_FILES)
-    report = assemble_report(concerned, (), device=device, command=command)
+    from attncheck.cli.progress import progress
+    from attncheck.cli.resumable_run import parse_seconds
+    from attncheck.inputs.problem import Case
+    from attncheck.verify.environment import default_device
+    from attncheck.verify.verify import case_subjects, iter_records
+
     # Every Record of one run is of this machine.
     (key,) = report.environments
-    records = []
+    device = options.device or default_device()
+    rows = _shown_head(report) if options.fmt == "table" else None
+    seconds = parse_seconds(options.max_time, "--max-time")
+    start, stopped, records = time.monotonic(), "", []
     # Not every kernel is for every cell: progress counts what will be asked.
-    total = sum(map(len, case_subjects(problems, subjects, device)))
-    with progress(total, quiet=options.quiet) as advance:
-        for record in iter_records(
-            subjects,
-            cases,
-            device=device,
-            environment_key=key,
-            applicable_only=True,
-            timed=True,
-        ):
-            interrupts.check()
-            advance(f"{record.kernel} {record.variant} {record.heads}")
-            records.append(record)
-    return replace(report, records=tuple(records))
+    asked = case_subjects([cell.problem for cell in cells], subjects, device)
+    total = sum(map(len, asked))
+    try:
+        with progress(total, quiet=options.quiet) as advance:
+            for record in iter_records(
+                subjects,
+                [(cell.variant, Case(problem=cell.problem)) for cell in cells],
+                device=device,
+                environment_key=key,
+                applicable_only=True,
+                timed=True,
+            ):
+                interrupts.check()
+                records.append(record)
+                show = partial(_show_row, rows, record) if rows else None
+                advance(f"{record.kernel} {record.variant} {record.heads}", show)
+                late = seconds is not None and time.monotonic() - start >= seconds
+                if late and len(records) < total:
+                    stopped = f"stopped by --max-time {options.max_time}"
+                    break
+    except BaseException as error:
+        # What an interrupt became may be another error.
+        if not records or not (interrupts.raised or isinstance(error, KeyboardInterrupt)):
+            raise
+        interrupts.take()
+        stopped = _INTERRUPTED
+    report = replace(report, records=tuple(records))
+    if stopped:
+        report = replace(report, incomplete=f"{stopped} after {len(records)} of {total} cells")
+    return report, rows
+
+
+def _shown_head(report: Report) -> RowsAsMeasured | None:
+    """Show what a page begins with; None where standard output is no terminal."""
+    from attncheck.reporting.measurement_document import RowsAsMeasured, measurement_document
+    from attncheck.reporting.terminal import head_lines, print_lines
+
+    with standard_output():
+        if not sys.stdout.isatty():
+            return None
+        print_lines(partial(head_lines, measurement_document(report)), sys.stdout)
+    return RowsAsMeasured(report)
+
+
+def _show_row(rows: RowsAsMeasured, record: Record) -> None:
+    from attncheck.reporting.terminal import print_lines, row_lines
+
+    section, new = rows.row(record)
+    with standard_output():
+        print_lines(partial(row_lines, section, first=new), sys.stdout)
 
 
 def _draw(report: Report, options: RmseOptions) -> None:

@@ -164,19 +164,23 @@ class Interrupts:
         if self._listens:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+    def take(self) -> None:
+        """Forget the one that was raised: whoever caught it writes what there is, and raises it."""
+        self.raised = False
+
     def check(self) -> None:
         """Raises KeyboardInterrupt where one was raised before and did not arrive."""
         if self.raised:
             raise KeyboardInterrupt
 
     @contextmanager
-    def writing(self, directory: str) -> Iterator[None]:
+    def writing(self, directory: str, said: str = "the report is written") -> Iterator[None]:
         """Within, files are written to ``directory``: all of them, and then an interrupt counts."""
         self.check()
         self._held = True
         try:
             yield
-            self.message = f"interrupted; the report is written, in {directory!r}."
+            self.message = f"interrupted; {said}, in {directory!r}."
         finally:
             self._held = False
         if self._waits:

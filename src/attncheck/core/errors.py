@@ -9,6 +9,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
+_NEAR = 0.8  # of the letters of two names are the same in order, so that one is the other misspelt
+
+
 class AttncheckError(Exception):
     """Base of every error that attncheck raises on purpose; its text is one line."""
 
@@ -18,11 +21,30 @@ class UsageError(AttncheckError):
 
 
 class UnknownName(UsageError):
-    """A name that is not in a closed list; the message lists the valid ones."""
+    """A name that is not in a closed list; the message lists the valid ones, the nearest first."""
 
     def __init__(self, kind: str, name: object, valid: Iterable[object]) -> None:
         names = sorted(str(v) for v in valid)
-        super().__init__(f"{kind} {name!r} is not known: choose from {', '.join(names)}.")
+        near = did_you_mean(name, names)
+        choose = f"{near} Choose" if near else "choose"
+        super().__init__(f"{kind} {name!r} is not known: {choose} from {', '.join(names)}.")
+
+
+def did_you_mean(name: object, valid: Iterable[str]) -> str:
+    """Return ``did you mean 'causal'?`` of ``casual``; empty where no valid name is near."""
+    from difflib import SequenceMatcher  # of no use to a run without mistakes
+
+    def nearness(other: str) -> float:
+        # Of a key in a table and of a cell (override[0].when.dtyp) the last parts are compared.
+        a, b = (re.split(r"[./]", text.lower())[-1] for text in (str(name), other))
+        if sorted(a) == sorted(b):  # bf61
+            return 1.0
+        # Who writes fp64 means another number than 16.
+        numbers_differ = re.sub(r"\d", "", a) == re.sub(r"\d", "", b)
+        return 0.0 if numbers_differ else SequenceMatcher(None, a, b).ratio()
+
+    near = max(valid, key=nearness, default="")
+    return f"did you mean {near!r}?" if near and nearness(near) >= _NEAR else ""
 
 
 class ProblemError(UsageError):

@@ -14,7 +14,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from attncheck.core.errors import UsageError
+from attncheck.core.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,7 +57,8 @@ def import_file(path: Path, what: str) -> ModuleType:
     if is_folder:
         raise UsageError(f"{what}: {str(path)!r} is a folder: name a Python file.")
     if not is_file:
-        raise UsageError(f"{what}: there is no file {path}.")
+        near = did_you_mean(path.name, (one.name for one in path.parent.glob("*.py")))
+        raise UsageError(f"{what}: there is no file {path}{f': {near}' if near else '.'}")
     if path.suffix != ".py":
         raise UsageError(f"{what}: {path} is not a Python file.")
     name = f"attncheck_file_{path.stem}"
@@ -128,7 +129,8 @@ def _member(owner: object, name: str, where: str, path: Path | None = None) -> A
     except KeyboardInterrupt:
         raise
     except AttributeError:
-        raise UsageError(f"{where} has no {name!r}.") from None
+        near = did_you_mean(name, (each for each in dir(owner) if not each.startswith("__")))
+        raise UsageError(f"{where} has no {name!r}{f': {near}' if near else '.'}") from None
     except BaseException as error:  # somebody's __getattr__
         line = "" if path is None else line_in_file(path, error)
         text = f"{error_line(error)}{line}"

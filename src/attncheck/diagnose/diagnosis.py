@@ -34,6 +34,7 @@ from attncheck.fault_models.fault_model import MOST_GRID_PLACES, SIGNS
 from attncheck.inputs.problem import Case
 from attncheck.judge.fault_explanation import combine_rankings, count_equals, keep_fitting
 from attncheck.probes import PROBES
+from attncheck.records.failure_causes import certain_explanations, symptom
 from attncheck.records.record import Diagnosis, Explanation
 from attncheck.relations import RELATIONS
 from attncheck.relations.same_numbers import STRIDED_TENSORS
@@ -56,10 +57,12 @@ if TYPE_CHECKING:
 __all__ = [
     "EXPLANATIONS_SHOWN",
     "LARGEST_DIAGNOSED",
+    "CauseSearch",
     "Findings",
     "diagnose_failure",
     "diagnose_result",
     "explain_failure",
+    "explained_by",
 ]
 
 LARGEST_DIAGNOSED = 2**22
@@ -135,13 +138,76 @@ def diagnose_failure(
 
 
 def explain_failure(
-    record: Record, subject: Subject, *, device: str, executor: Executor | None = None
+    record: Record,
+    subject: Subject,
+    *,
+    device: str,
+    executor: Executor | None = None,
+    among: Collection[str] = FAULT_MODELS,
 ) -> Findings | None:
     """Return what fault models say of a failure; None where there is none that they speak of.
 
+    Arguments as of ``diagnose_failure``, and the models that are tried.
+    """
+    return _Failure(record, subject, device, executor or executor_of(subject)).findings(among)
+
+
+class CauseSearch:
+    """The search for causes of one kernel's failures, of which many have the same few.
+
+    What explains one failure is tried on the next by itself, which takes as long as a question.
+    All models are tried where that explains nothing, on a kind of failure that is new.
+
+    Args:
+        most: Failures on which all models are tried.
+    """
+
+    def __init__(self, most: int = 24) -> None:
+        self._left = most
+        self._models: dict[str, None] = {}
+        self._unexplained: set[tuple[object, ...]] = set()
+
+    def diagnose(
+        self, record: Record, subject: Subject, *, device: str, executor: Executor | None = None
+    ) -> Record:
+        """Return ``record``, of a failure, with what may be wrong, as far as it is looked for."""
+        known = explained_by(record, self._models, subject, device=device, executor=executor)
+        if known is not None:
+            return replace(record, diagnosis=known)
+        # A hundred failures of which no model explains one say no more than the first.
+        problem = record.case["problem"]
+        kind = (*symptom(record), *map(record.case.get, ("question",)))
+        kind += tuple(map(problem.get, ("backward", "dtype")))
+        if kind in self._unexplained or not self._left:
+            return record
+        self._left -= 1
+        record = diagnose_failure(record, subject, device=device, executor=executor)
+        certain = certain_explanations(record)
+        self._models |= {one.model: None for one in certain if one.model in FAULT_MODELS}
+        if not certain:
+            self._unexplained.add(kind)
+        return record
+
+
+def explained_by(
+    record: Record,
+    models: Collection[str],
+    subject: Subject,
+    *,
+    device: str,
+    executor: Executor | None = None,
+) -> Diagnosis | None:
+    """Return the diagnosis by those of ``models`` that explain all of a failure; None if none.
+
     Arguments as of ``diagnose_failure``.
     """
-    return _Failure(record, subject, device, executor or executor_of(subject)).findings()
+    if not models or record.status != "fail":
+        return None
+    findings = explain_failure(record, subject, device=device, executor=executor, among=models)
+    # What leaves rows free would explain them whatever they hold: all others are asked first.
+    if findings is None or not count_equals(findings.ranking) or findings.ranking[0].loose:
+        return None
+    return _as_diagnosis(findings.ranking, findings, Case.from_json(record.case).problem)
 
 
 def diagnose_result(result: Execution, evidence: EvidenceBuilder) -> Diagnosis | None:
@@ -155,7 +221,11 @@ def diagnose_result(result: Execution, evidence: EvidenceBuilder) -> Diagnosis |
     if not _is_too_large(evidence.case.problem):
         with _skip_unfit():
             findings = explain(result, evidence)
-    return None if findings is None else _as_diagnosis(findings.ranking, findings, 1)
+    return (
+        None
+        if findings is None
+        else _as_diagnosis(findings.ranking, findings, evidence.case.problem)
+    )
 
 
 def _is_too_large(problem: Problem) -> bool:
@@ -182,17 +252,17 @@ class _Failure:
             self.subject, case, device=self.device, executor=self.executor, brief=True
         ).status
 
-    def findings(self) -> Findings | None:
+    def findings(self, among: Collection[str] = FAULT_MODELS) -> Findings | None:
         """Return what fault models say; None where they could speak of nothing."""
         question = self.record.case.get("question")
         known = question in RELATIONS or question in PROBES or question == "compare"
         if self.record.status != "fail" or not known:
             return None
         with _skip_unfit():
-            return next(self._wrong_runs(Case.from_json(self.record.case)), None)
+            return next(self._wrong_runs(Case.from_json(self.record.case), among), None)
         return None
 
-    def _wrong_runs(self, case: Case) -> Iterator[Findings]:
+    def _wrong_runs(self, case: Case, among: Collection[str]) -> Iterator[Findings]:
         """Of each run of a question that is wrong beside the exact result."""
         related = case.question in RELATIONS
         runs = [EvidenceBuilder(case, self.device)]
@@ -208,7 +278,8 @@ class _Failure:
             origin = Origin(case=case, run=number)
             call = partial(self.executor.run, self.subject, evidence.inputs, origin=origin)
             # Of several runs that must agree one is wrong: it is not asked how the others round.
-            findings = _explain_calls(call, evidence, related=related)
+            tell = partial(explain, evidence=evidence, among=among)
+            findings = _explain_calls(call, tell, related=related)
             if findings is not None:
                 yield findings
 
@@ -219,7 +290,9 @@ class _Failure:
         """
         ranking, problems = findings.ranking, 1
         if before is not None and before.ranking:
-            ranking, problems = combine_rankings(before.ranking, findings.ranking), 2
+            # By the problem that is shown, where no model explains both.
+            ranking = combine_rankings(ranking, before.ranking)
+            problems += bool({one.name for one in ranking} & {one.name for one in before.ranking})
         problem = Case.from_json(self.record.case).problem
         for keys in _MANY_KEYS:
             tied = [one.name for one in ranking[: count_equals(ranking)]]
@@ -228,7 +301,7 @@ class _Failure:
                 ranking, problems = keep_fitting(ranking, fits), problems + bool(fits)
         first = ranking[0] if ranking else None
         certain = first is not None and first.all and not first.loose and findings.finite
-        return _as_diagnosis(ranking, findings, problems), certain
+        return _as_diagnosis(ranking, findings, problem, problems), certain
 
     def _fitting(self, problem: Problem, keys: int, models: Collection[str]) -> set[str]:
         """Return those of ``models`` that fit what it gives on a larger problem, right or wrong.
@@ -323,7 +396,7 @@ class _Failure:
 
 
 def _explain_calls(
-    call: Callable[[], Execution | Failure], evidence: EvidenceBuilder, *, related: bool
+    call: Callable[[], Execution | Failure], tell: Callable[..., Findings | None], *, related: bool
 ) -> Findings | None:
     """Explain a call that is wrong; of two that gave different things, both at once.
 
@@ -340,7 +413,7 @@ def _explain_calls(
         if not isinstance(result, Execution) or (results and not _differ(result, results[-1])):
             continue
         results.append(result)
-        findings = explain(result, evidence, proven=True)
+        findings = tell(result, proven=True)
         each += [] if findings is None else [findings]
     if len(each) > 1:
         return dataclasses.replace(
@@ -350,7 +423,7 @@ def _explain_calls(
         )
     if each or related or not results:
         return each[0] if each else None
-    return explain(results[0], evidence)
+    return tell(results[0])
 
 
 def _differ(one: Execution, other: Execution) -> bool:
@@ -371,7 +444,11 @@ def _sign(name: str, of: str = "") -> Explanation:
     )
 
 
-def _as_diagnosis(ranking: list[FaultExplanation], findings: Findings, problems: int) -> Diagnosis:
+def _as_diagnosis(
+    ranking: list[FaultExplanation], findings: Findings, problem: Problem, problems: int = 1
+) -> Diagnosis:
+    # Nobody is told of a mask, sink or backward that the problem shown does not have.
+    ranking = [one for one in ranking if FAULT_MODELS[one.name].applies(problem)]
     # What explains less than half is shown to nobody: it would read like a reason.
     telling = [one for one in ranking if one.share >= _TELLING]
     return Diagnosis(

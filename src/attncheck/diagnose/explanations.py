@@ -136,7 +136,11 @@ class Findings:
 
 
 def explain(
-    result: Execution, evidence: EvidenceBuilder, *, proven: bool = False
+    result: Execution,
+    evidence: EvidenceBuilder,
+    *,
+    proven: bool = False,
+    among: Collection[str] = FAULT_MODELS,
 ) -> Findings | None:
     """Return what fault models say of what a kernel gave; None where it is right to the last bit.
 
@@ -144,6 +148,7 @@ def explain(
         result: What it gave, the tiling and the arithmetic that it declares.
         evidence: The Case, its exact result and what is allowed.
         proven: Whether only what is beyond its bound is asked about.
+        among: The models that are tried.
     """
     problem = evidence.case.problem
     error, call = _observed_error(result, evidence)
@@ -153,7 +158,7 @@ def explain(
     if not error.wrong or (not error.forward and pair_count(problem) > _WHOLE):
         return None
     of = "forward" if error.forward else "backward"
-    models = [m for m in FAULT_MODELS.values() if m.of == of and m.applies(problem)]
+    models = [m for m in map(FAULT_MODELS.__getitem__, among) if m.of == of and m.applies(problem)]
     ranking = rank_explanations(error, _predictions(call, models))
     tiles = tile_map(call, error.got, error) if error.forward else None
     # An LSE of −∞ is right where a row sees no key.

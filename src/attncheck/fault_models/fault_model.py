@@ -53,7 +53,8 @@ class FaultModel:
         id: Words with hyphens.
         sentence: For a kernel's author.
         of: Which half of the call.
-        applies: Whether a Problem could have it at all.
+        applies: Whether a Problem has what it speaks of (a mask, a sink, shared key heads, pages,
+            a backward), and could have the fault at all.
         order: Where several explain as much, the smaller is told first: 0 a plain slip, 1 a slip in
             one tile or head of several, 2 what has a number to fit.
         steps: Forms that are steps done otherwise: the first is how it is planted in the ideal

@@ -63,7 +63,9 @@ def mask_without(*names: str, instead: MaskMod = masks.full) -> Steps:
 
 def _rows_later(call: ExactAttention, rows: int) -> Rows:
     """The whole mask as a later row has it."""
-    return call.attend(seen=call.visible(call.mask, i=rows)), {"rows": rows}
+    # By one row the sentence says it: nobody need be told by how many.
+    parameters = {"rows": rows} if abs(rows) > 1 else {}
+    return call.attend(seen=call.visible(call.mask, i=rows)), parameters
 
 
 def _with_counted_last(whose: str) -> Steps:

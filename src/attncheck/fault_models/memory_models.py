@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.fault_models.fault_model import ModelTable, Prediction, is_attention
+from attncheck.fault_models.fault_model import ModelTable, Prediction, has_mask, is_attention
 from attncheck.fault_models.layout_models import wider, with_keys
 from attncheck.fault_models.steps import LOG2E
 from attncheck.fault_models.tile_models import padded_keys, tile_visibility, with_padding
@@ -77,7 +77,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
 @_model(
     "hidden-values-leak",
     "the value of a key that the mask hides reaches a row: 0 times NaN is NaN",
-    applies=is_attention,
+    applies=has_mask(),
 )
 def _(call: ExactAttention) -> Iterator[Form]:
     wild = ~call.v.isfinite().all(-1)[:, :, None, :]  # (batch, heads, 1, kv)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import UNSET, to_builtins
 from msgspec.structs import replace
 
-from attncheck.core.errors import AttncheckError, UsageError
+from attncheck.core.errors import AttncheckError, UnknownName, UsageError
 from attncheck.core.sanitize_text import one_line
 from attncheck.faults.catalogue import fault_named
 from attncheck.faults.fault import HOSTS, Control, Fault
@@ -245,7 +245,7 @@ class FaultScorer:
         self, unit: Unit, name: str, host: str, folder: Path
     ) -> FaultScore | ControlScore:
         if host not in HOSTS:
-            raise UsageError(f"host {host!r} is not known: choose from {', '.join(HOSTS)}.")
+            raise UnknownName("host", host, HOSTS)
         fault = fault_named(name)
         how = fault.hosts.get(host)
         if how is None:

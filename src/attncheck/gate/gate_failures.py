@@ -8,11 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 from attncheck.core.errors import ProblemError
 from attncheck.core.mod_spec import FULL, NONE, Spec
-from attncheck.diagnose.diagnosis import diagnose_failure, explain_failure
+from attncheck.diagnose.diagnosis import (
+    CauseSearch,
+    diagnose_failure,
+    explain_failure,
+    explained_by,
+)
 from attncheck.diagnose.reproduce import new_failure
+from attncheck.fault_models import FAULT_MODELS
 from attncheck.gate.planning import move_case
 from attncheck.gate.property_stage import KNOWN
 from attncheck.inputs.problem import Case, Problem
+from attncheck.records.failure_causes import certain_explanations, symptom
 from attncheck.records.failures import keep_failure
 from attncheck.records.record import FAILED_STATUSES
 from attncheck.verify.question_fit import question_problem, unfit_reason
@@ -42,6 +49,7 @@ def shrink_case(
     *,
     seconds: float,
     clock: Callable[[], float] = time.monotonic,
+    explained: Callable[[Record], bool] = lambda _: True,
 ) -> Record | None:
     """Return the Record of the smallest Case found that fails alike; None if there is no smaller.
 
@@ -54,6 +62,7 @@ def shrink_case(
         supports: Whether the kernel takes a Problem.
         seconds: No Case is asked after so long.
         clock: For tests.
+        explained: Whether the cause of what fails explains the Record of another Case, too.
     """
     end, best = clock() + seconds, failed
     refused: set[str] = {failed.case_id}
@@ -67,19 +76,15 @@ def shrink_case(
                 return None if best is failed else best
             refused.add(case.id)
             record = ask(case)
-            if fails_alike(record, failed):
+            if fails_alike(record, failed) and explained(record):
                 best, progressed = record, True
                 break
     return None if best is failed else best
 
 
 def fails_alike(record: Record, failed: Record) -> bool:
-    """Return whether both are wrong in the same way."""
-    if record.status not in FAILED_STATUSES or record.status != failed.status:
-        return False
-    # The same status by another rule is most likely another fault.
-    rules = {one.judgement.rule if one.judgement else "" for one in (record, failed)}
-    return len(rules) == 1
+    """Return whether both are wrong in the same way: by the same rule, with the same symptom."""
+    return record.status in FAILED_STATUSES and symptom(record) == symptom(failed)
 
 
 def plainer_cases(case: Case) -> Iterator[Case]:
@@ -194,8 +199,6 @@ def _dims(problem: Problem) -> Iterator[dict[str, Any]]:
 SHRUNK_STATUSES = frozenset({"fail", "error", "crash"})
 """What is made smaller: what hangs takes as long each time."""
 
-_DIAGNOSED = 24  # failures of one kernel of which it is looked for what is wrong
-
 
 class FailureLog:
     """The failures of a worker's kernels; of many alike only the first few are looked into.
@@ -207,18 +210,14 @@ class FailureLog:
     def __init__(self, choices: Choices) -> None:
         self._choices = choices
         self._shrunk: dict[str, set[str]] = {}
-        self._diagnosed: dict[str, set[str]] = {}
+        self._searches: dict[str, CauseSearch] = {}
 
     def diagnose(self, record: Record, unit: Unit, host: KernelHost) -> Record:
-        """Return ``record`` with what may be wrong, where it is a failure unlike those before."""
+        """Return ``record`` with what may be wrong, where it is a failure that nobody knows of."""
         if record.status != "fail" or record.reason.startswith(KNOWN):
             return record
-        case = Case.from_json(unit.case)
-        # One of each question, direction and dtype: a hundred failures of one fault say no more.
-        mark = f"{case.question} {case.problem.backward} {case.problem.dtype}"
-        if not _is_new(self._diagnosed, unit.kernel, mark, _DIAGNOSED):
-            return record
-        return diagnose_failure(record, host.subject, **_call_options(unit, host))
+        search = self._searches.setdefault(unit.kernel, CauseSearch())
+        return search.diagnose(record, host.subject, **_call_options(unit, host))
 
     def shrink(
         self,
@@ -239,17 +238,32 @@ class FailureLog:
             planning: Says what it takes.
         """
         case, tier = Case.from_json(unit.case), self._choices.tier
-        mark = f"{case.question} {case.problem.backward}"
-        if not _is_new(self._shrunk, unit.kernel, mark, tier.shrinks):
+        # One of each question and direction: a hundred failures of one fault say no more.
+        mark, done = (
+            f"{case.question} {case.problem.backward}",
+            self._shrunk.setdefault(unit.kernel, set()),
+        )
+        if mark in done or len(done) >= tier.shrinks:
             return None
+        done.add(mark)
         # Asked again: a failure that does not come every time cannot be made smaller.
         first = ask(case)
         if first.status not in SHRUNK_STATUSES:
             return None
-        shrunk = shrink_case(first, ask, planning().supports, seconds=tier.shrink_seconds)
+        how = _call_options(unit, host)
+        first = self.diagnose(first, unit, host)
+        models = {one.model for one in certain_explanations(first)} & FAULT_MODELS.keys()
+        shrunk = shrink_case(
+            first,
+            ask,
+            planning().supports,
+            seconds=tier.shrink_seconds,
+            explained=lambda record: (
+                not models or explained_by(record, models, host.subject, **how) is not None
+            ),
+        )
         if shrunk is None:
             return None
-        how = _call_options(unit, host)
         larger = explain_failure(first, host.subject, **how)
         return diagnose_failure(shrunk, host.subject, before=larger, **how), first.case_id
 
@@ -268,15 +282,6 @@ class FailureLog:
         if self._choices.failures:
             keep_failure(kept, self._choices.failures)
         return kept.id
-
-
-def _is_new(seen: dict[str, set[str]], kernel: str, mark: str, most: int) -> bool:
-    """Return whether ``mark`` is one of the first few of a kernel; it counts from now on."""
-    done = seen.setdefault(kernel, set())
-    if mark in done or len(done) >= most:
-        return False
-    done.add(mark)
-    return True
 
 
 def _call_options(unit: Unit, host: KernelHost) -> dict[str, Any]:

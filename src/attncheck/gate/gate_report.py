@@ -11,9 +11,10 @@ from msgspec.structs import replace
 from attncheck.baseline import comparison
 from attncheck.baseline.comparison import measurements, merge_changes
 from attncheck.gate.other_commit import rename_kernels
+from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import Environment
-from attncheck.records.run_reports import STAGES, GateReport
-from attncheck.reporting.gate_verdict import failing_statuses, policy_of, questions
+from attncheck.records.run_reports import STAGES, FailureCause, GateReport
+from attncheck.reporting.gate_verdict import failing_statuses, failure_groups, policy_of, questions
 from attncheck.verify.environment import fingerprint
 from attncheck.workers.units import Shard
 
@@ -103,7 +104,22 @@ def build_report(
         **_comparisons(content, answers, environments, baseline, complete=not missing),
         answers=answers,
     )
-    return replace(report, changes=tuple(_allowed_changes(report)))
+    report = replace(report, changes=tuple(_allowed_changes(report)))
+    return replace(report, causes=tuple(_causes(report)))
+
+
+def _causes(report: GateReport) -> Iterator[FailureCause]:
+    for group in failure_groups(report):
+        if group.cause is not None:
+            yield FailureCause(
+                kernel=group.cause.kernel,
+                cause=group.cause.cause,
+                known=group.cause.known,
+                model=group.cause.model,
+                case_ids=tuple(one.record.case_id for one in (group.answer, *group.others)),
+                smallest=problem_of(group.shown.record).full_line,
+                failure=group.id,
+            )
 
 
 def _allowed_changes(report: GateReport) -> Iterator[Change]:

@@ -54,6 +54,11 @@ class ProblemSummary(msgspec.Struct, frozen=True, kw_only=True):
         return f"B{self.batch} Q{self.query} K{self.kv} D{dims}"
 
     @property
+    def size(self) -> int:
+        """Scores of all heads, times head_dim: by this the smallest of several is chosen."""
+        return self.batch * self.heads * self.query * self.kv * self.head_dim
+
+    @property
     def full_shape(self) -> str:
         """All sizes: ``B1 H4/2 Q128 K96 D64``."""
         if self.operation == "softmax":

@@ -305,6 +305,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         environments: By short id.
         kernels: Name of each kernel asked for → its one-line summary.
         absent: Kernels that can run nothing here → why (one line each).
+        incomplete: Why it ends early, and how far it came; left out where it does not.
     """
 
     # Readers refuse every other number: a field may have changed its meaning.
@@ -315,6 +316,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     kernels: dict[str, str]
     # Here and not among the records: no Case was asked, so there is none to name.
     absent: dict[str, str]
+    incomplete: str | msgspec.UnsetType = msgspec.UNSET
     records: tuple[Record, ...]
 
 
@@ -344,6 +346,8 @@ def join_reports(reports: Sequence[Report]) -> Report:
     return Report(
         command="; ".join(dict.fromkeys(report.command for report in reports)),
         environments={key: env for report in reports for key, env in report.environments.items()},
+        incomplete="; ".join(report.incomplete for report in reports if report.incomplete)
+        or msgspec.UNSET,
         kernels={name: text for report in reports for name, text in report.kernels.items()},
         absent={
             name: why

@@ -49,6 +49,28 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     failure: str = ""
 
 
+class FailureCause(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One cause of failures of one kernel.
+
+    Attributes:
+        kernel: The kernel.
+        cause: In plain words; of an unknown one the rule that is broken.
+        known: Whether it was shown to explain each of the failures.
+        model: Id of the fault model or sign; empty where there is none.
+        case_ids: The Cases that fail for it.
+        smallest: The smallest Problem known that does, in a few words.
+        failure: Argument of ``attncheck repro`` that asks that one again.
+    """
+
+    kernel: str
+    cause: str
+    known: bool
+    model: str = ""
+    case_ids: tuple[str, ...]
+    smallest: str
+    failure: str
+
+
 class Change(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One case of one kernel beside its baseline.
 
@@ -106,6 +128,7 @@ class GateReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         harness: What went wrong that is no kernel's fault, a line each.
         baseline: The file or commit that the kernels are beside; empty for none.
         changes: Cases beside it.
+        causes: Of the failures, worst first: made of the answers.
         answers: In the order of stages, kernels, cases.
     """
 
@@ -127,6 +150,7 @@ class GateReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     harness: tuple[str, ...] = ()
     baseline: str = ""
     changes: tuple[Change, ...] = ()
+    causes: tuple[FailureCause, ...] = ()
     answers: tuple[Answer, ...] = ()
 
 
@@ -166,7 +190,8 @@ class PropertyOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         test: Name of the function.
         kernel, dtype, family: What its id says.
         outcome: ``known`` where it fails as a known failure does.
-        reason: Why it was skipped, what is known, or the first line of the failure.
+        reason: Why it was skipped, what is known, or the first line of the failure; of one that
+            passed what was odd, where its kernel promises no better.
         tally: Its problems.
     """
 

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from attncheck.core.sanitize_text import one_line
 from attncheck.core.tensor_names import AXES
+from attncheck.records.failure_causes import fault_text
 from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import Diagnosis, ErrorMap, TileMap
 from attncheck.reporting import number_text
+from attncheck.reporting.document import Facts, Section
 from attncheck.reporting.number_text import plural
 from attncheck.reporting.record_text import verdict_remarks
 
@@ -17,11 +19,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from attncheck.core.judgement import Judgement, Worst
+    from attncheck.records.failure_causes import CauseGroup
     from attncheck.records.failures import KeptFailure
     from attncheck.records.record import Explanation, Record, Status
 
 __all__ = [
     "TERMS",
+    "causes_section",
     "diagnosis_text",
     "explanation_facts",
     "failure_facts",
@@ -57,6 +61,7 @@ TERMS = {
 }
 """In the order in which a kernel makes the roundings."""
 
+_MOST_CAUSES = 10  # that a page begins with
 _HEADS: dict[Status, str] = {
     "pass": "PASS",
     "warn": "WARN",
@@ -210,7 +215,7 @@ def explanation_facts(diagnosis: object) -> Iterator[tuple[str, str]]:
         yield "likely", f"unknown: none of {diagnosis.tried} fault models fits"
         return
     if not diagnosis.tried:  # the failure says it by itself: there is no share of an error
-        yield "likely", _fault(diagnosis.ranked[0])
+        yield "likely", fault_text(diagnosis.ranked[0])
         yield from (("perhaps", _explained(one)) for one in diagnosis.ranked[1:])
         return
     certain = diagnosis.ranked[0].explains_all
@@ -226,14 +231,6 @@ def explanation_facts(diagnosis: object) -> Iterator[tuple[str, str]]:
         yield "", f"none of {diagnosis.tried} fault models explains all of the error"
 
 
-def _fault(explanation: Explanation) -> str:
-    form = ", ".join(
-        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-        for name, value in explanation.parameters.items()
-    )
-    return f"{explanation.sentence}{f' [{form}]' if form else ''}"
-
-
 def _explained(explanation: Explanation) -> str:
     """The fault, and how much of the error it explains: never rounded up to all of it."""
     share = explanation.share
@@ -242,7 +239,33 @@ def _explained(explanation: Explanation) -> str:
     if share < 1:
         percent = f"{math.floor(1000 * share) / 10:.3g}"
     rest = ", and rounding the rest" if explanation.explains_all and share < 1 else ""
-    return f"{_fault(explanation)} (explains {percent} % of the error{rest})"
+    return f"{fault_text(explanation)} (explains {percent} % of the error{rest})"
+
+
+def causes_section(causes: Sequence[tuple[CauseGroup, Record, str]]) -> Section:
+    """How many causes explain how many failures, and the first of them in plain words.
+
+    Args:
+        causes: Each with the smallest Record that has it, and the command that asks it again.
+    """
+    known = [group for group, *_ in causes if group.known]
+    total = sum(len(group.members) for group, *_ in causes)
+    explained = sum(len(group.members) for group in known)
+    title = f"no cause is known of {plural(total, 'failure')}"
+    if known:
+        verb = "explains" if len(known) == 1 else "explain"
+        title = f"{plural(len(known), 'cause')} {verb} {explained:,} of {plural(total, 'failure')}"
+    several = len({group.kernel for group, *_ in causes}) > 1
+    pairs = []
+    for group, record, command in causes[:_MOST_CAUSES]:
+        whose = f"{group.kernel}: " if several else ""
+        cause = group.cause if group.known else f"of unknown cause: {group.cause}"
+        pairs.append((plural(len(group.members), "failure"), _cut(f"{whose}{cause}")))
+        pairs.append(("", _cut(f"smallest problem: {problem_of(record).full_line}")))
+        pairs += [("", _cut(command))] if command else []
+    more = len(causes) - _MOST_CAUSES
+    pairs += [("", f"and {plural(more, 'more kind')} of failure")] if more > 0 else []
+    return Section(title, (Facts(tuple(pairs)),), name="Causes")
 
 
 def tile_picture(diagnosis: Diagnosis) -> Iterator[str]:

@@ -46,6 +46,7 @@ def exit_code(report: msgspec.Struct) -> int:
     match report:
         case Report():
             code = _of_statuses({record.status for record in report.records})
+            code = INCOMPLETE if report.incomplete and code != FAILED else code
         case FaultReport():
             code = _of_faults(report)
         case OwnTestsReport():

@@ -10,7 +10,12 @@ from attncheck.core.sanitize_text import one_line
 from attncheck.records.problem_summary import problem_of
 from attncheck.records.run_reports import STAGES
 from attncheck.reporting import number_text
-from attncheck.reporting.diagnosis_text import failure_facts, failure_heading, repro_command
+from attncheck.reporting.diagnosis_text import (
+    causes_section,
+    failure_facts,
+    failure_heading,
+    repro_command,
+)
 from attncheck.reporting.document import (
     Card,
     Cell,
@@ -90,6 +95,7 @@ def gate_document(
         where: Where the others are.
     """
     sections = (
+        *_causes(report),
         _counts(report),
         *_baseline(report),
         *_failures(report, most, where),
@@ -123,6 +129,7 @@ def gate_page(report: GateReport, scripts: Mapping[str, str] | None = None) -> D
         # Environments stand at the end of a page, and at the head of a terminal.
         facts=tuple(_run_facts(report))[:1],
         sections=(
+            *_causes(report),
             *_failures(report, MOST_ON_PAGE, "gate.json has all of them", scripts or {}),
             _counts(report, reading=True),
             *_kernel_sections(report),
@@ -314,6 +321,12 @@ def _baseline(report: GateReport) -> list[Section]:
 def _change(change: Change) -> Note:
     look: Look = "bad" if change.standing == "worse" else "notable"
     return Note(f"{change.standing}: {change.kernel} {change.case_id}: {change.reason}", look)
+
+
+def _causes(report: GateReport) -> list[Section]:
+    groups = failure_groups(report)
+    shown = [(g.cause, g.shown.record, repro_command(g.id)) for g in groups if g.cause]
+    return [causes_section(shown)] if shown else []
 
 
 def _failures(

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from attncheck.core.judgement import Rule
+from attncheck.records.failure_causes import group_by_cause
+from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import FAILED_STATUSES
 from attncheck.reporting.document import Verdict
 from attncheck.reporting.number_text import plural
@@ -18,6 +20,7 @@ from attncheck.reporting.record_text import gradient_shares
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from attncheck.records.failure_causes import CauseGroup
     from attncheck.records.record import Record, Status
     from attncheck.records.run_reports import Answer, Change, GateReport
     from attncheck.reporting.document import Look
@@ -79,15 +82,17 @@ class Policy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureGroup:
-    """Answers of one kernel that are wrong in the same way.
+    """Answers of one kernel that are wrong for the same cause, as far as is known.
 
     Attributes:
+        cause: What is known of it; None of an answer that is looked at alone.
         answer: The one to look at first.
         smallest: The same failure on the smallest Case that has it; None where none was looked for.
         others: The rest.
     """
 
     answer: Answer
+    cause: CauseGroup | None = None
     smallest: Answer | None = None
     others: tuple[Answer, ...] = ()
 
@@ -203,31 +208,44 @@ def status_sides(report: GateReport) -> tuple[frozenset[Status], frozenset[Statu
 
 
 def failure_groups(report: GateReport) -> tuple[FailureGroup, ...]:
-    """Failures, worst first: alike ones of one kernel as one."""
+    """Failures by their cause, worst first: of one status known ones, then the most frequent."""
     answers = questions(report)
     failing = failing_statuses(answers, policy_of(report))
     # By kernel too: another kernel may have shrunk the same Case to something else.
-    smallest: dict[tuple[str, str], Answer] = {}
+    smallest: dict[tuple[str, str], list[Answer]] = {}
     for answer in report.answers:
         if answer.smallest_of:
-            smallest.setdefault((answer.record.kernel, answer.smallest_of), answer)
-    groups: dict[tuple[str, ...], list[Answer]] = {}
-    for answer in answers:
-        record = answer.record
-        if record.status in failing:
-            rule = record.judgement.rule if record.judgement else ""
-            kind = (record.kernel, record.status, rule, str(record.case.get("question", "")))
-            groups.setdefault(kind, []).append(answer)
+            smallest.setdefault((answer.record.kernel, answer.smallest_of), []).append(answer)
+    failed = [answer for answer in answers if answer.record.status in failing]
+    groups = []
+    for cause in group_by_cause([answer.record for answer in failed]):
+        shrunk = {
+            i: one
+            for i in cause.members
+            for one in smallest.get((cause.kernel, failed[i].record.case_id), ())
+            if cause.has(one.record)
+        }
 
-    def smaller(answer: Answer) -> Answer | None:
-        return smallest.get((answer.record.kernel, answer.record.case_id))
+        def place(i: int, shrunk: dict[int, Answer] = shrunk) -> tuple[int, tuple[int, int, float]]:
+            return problem_of(shrunk.get(i, failed[i]).record).size, _rank(failed[i].record)
 
-    several = []
-    for alike in groups.values():
-        # The worst of those of which a smallest Case is known, or the worst of all.
-        first, *others = sorted(alike, key=lambda a: (smaller(a) is None, _rank(a.record)))
-        several.append(FailureGroup(answer=first, smallest=smaller(first), others=tuple(others)))
-    return tuple(sorted(several, key=lambda group: _rank(group.answer.record)))
+        # The smallest Case of all; of equals the worst answer.
+        first, *others = sorted(cause.members, key=place)
+        groups.append(
+            FailureGroup(
+                answer=failed[first],
+                cause=cause,
+                smallest=shrunk.get(first),
+                others=tuple(failed[i] for i in others),
+            )
+        )
+
+    def order(group: FailureGroup) -> tuple[int, bool, int, tuple[int, int, float]]:
+        rank = min(_rank(one.record) for one in (group.answer, *group.others))
+        unknown = group.cause is None or not group.cause.known
+        return rank[0], unknown, -len(group.others), rank
+
+    return tuple(sorted(groups, key=order))
 
 
 def _rank(record: Record) -> tuple[int, int, float]:

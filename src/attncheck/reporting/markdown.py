@@ -81,9 +81,13 @@ def _block(several: Sequence[Block]) -> Iterator[str]:
             yield ""
             yield from _table(first)
         case Facts():
-            yield from _listed(
-                for_markdown(f"{name}: {text}" if name else text) for name, text in first.pairs
-            )
+            lines: list[str] = []
+            for name, text in first.pairs:
+                if name or not lines:
+                    lines.append(f"{name}: {text}" if name else text)
+                else:
+                    lines[-1] += f"; {text}"
+            yield from _listed(map(for_markdown, lines))
         case Picture():
             yield from ("", for_markdown(first.title), "")
             yield from _fenced(first.lines)

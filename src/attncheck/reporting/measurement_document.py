@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace as replace_struct
 
 from attncheck.core.tensor_names import GRADIENTS
 from attncheck.records.problem_summary import problem_of
@@ -28,7 +31,14 @@ if TYPE_CHECKING:
     from attncheck.records.problem_summary import ProblemSummary
     from attncheck.records.record import GradientErrors, OutErrors, Record, Report
 
-__all__ = ["COLUMNS", "HOW_TO_READ", "environment_lines", "measurement_document", "profiles"]
+__all__ = [
+    "COLUMNS",
+    "HOW_TO_READ",
+    "RowsAsMeasured",
+    "environment_lines",
+    "measurement_document",
+    "profiles",
+]
 
 HOW_TO_READ = (
     "verdict: whether every error is rounding; why not stands below.",
@@ -84,6 +94,13 @@ _SPARED: tuple[tuple[str, ...], ...] = (
 _SPARED_FOR_GRADIENTS = (("ideal",), ("share",))  # where there is still no room
 _NOTABLE, _BAD = 2.0, 10.0  # × ideal, where a reader's eye is drawn; the judge reads neither
 _LONGEST_KERNEL = 28
+_VERDICT, _NUMBER = 12, 8  # columns of ``inconclusive`` and of 1.53e-03
+_LEAST = {
+    **dict.fromkeys(("RMSE", "inputs", "LSE error", "time"), _NUMBER),
+    **dict.fromkeys(("max error", "bias"), _NUMBER + 1),
+    "at b,h,q,d": 12,
+}
+"""Columns of rows that are shown one by one, by heading."""
 _NO_NUMBER = Cell(number_text.NOTHING, "dim")
 
 
@@ -96,6 +113,17 @@ def measurement_document(report: Report) -> Document:
         _section(title, blocks, report, shown, notes, letters)
         for title, blocks in _grouped(report).items()
     )
+    return replace(
+        _closing(report, notes, sections),
+        command=report.command,
+        facts=environment_lines(report),
+    )
+
+
+def _closing(
+    report: Report, notes: dict[tuple[str, str], int], sections: tuple[Section, ...]
+) -> Document:
+    """The page from its ``sections`` on: why rows are no pass, and how to read them."""
     reasons = [
         Note(f"{number_text.superscript(number)} {status}: {reason}", _look_of(status))
         for (status, reason), number in notes.items()
@@ -106,18 +134,71 @@ def measurement_document(report: Report) -> Document:
     insensitive = f"insensitive: nothing here would have shown {missed}"
     return Document(
         title="Distance from exact attention",
-        command=report.command,
-        facts=environment_lines(report),
         sections=(*sections, *below),
         notes=(
             *(Note(f"judged as {line}") for line in profiles(report.records)),
-            *(Note(line) for line in _reading(report) if sections),
+            *(Note(line) for line in _reading(report) if report.records),
         ),
         closing=(
             *([Note(insensitive, "notable")] if missed else []),
             Note(_counts(report), "plain"),
+            *([Note(f"Incomplete: {report.incomplete}.", "bad")] if report.incomplete else []),
         ),
     )
+
+
+class RowsAsMeasured:
+    """The page of a Report whose Records come one by one: a row as soon as there is one.
+
+    Args:
+        report: Without Records yet.
+
+    Attributes:
+        tables: One of those shown for each set of columns.
+    """
+
+    def __init__(self, report: Report) -> None:
+        self.tables: dict[tuple[Column, ...], Table] = {}
+        self._report = report
+        self._notes: dict[tuple[str, str], int] = {}
+        self._before: tuple[str, tuple[Column, ...], tuple[str, ...]] = "", (), ()
+
+    def row(self, record: Record) -> tuple[Section, bool]:
+        """Return a section of ``record`` alone; and whether its title and headings are news."""
+        report = replace_struct(self._report, records=(record,))
+        ((title, blocks),) = _grouped(report).items()
+        letters = environment_letters(report)
+        shown = _shown_columns(report)
+        section = _section(title, blocks, report, shown, self._notes, letters)
+        (table, *_) = section.blocks
+        assert isinstance(table, Table)
+        # Nobody knows yet how wide the other rows will be.
+        kernels = min(max(map(len, self._report.kernels)), _LONGEST_KERNEL)
+        least = {"kernel": kernels, "verdict": _VERDICT} | dict.fromkeys(_ERRORS.values(), _NUMBER)
+        columns = tuple(
+            replace(column, least=least.get(column.heading, _LEAST.get(column.heading, 0)))
+            for column in table.columns
+        )
+        (row,) = table.rows
+        old_title, old_columns, old_group = self._before
+        # A row without numbers says nothing of which columns others have.
+        new = title != old_title or (record.status in JUDGED and columns != old_columns)
+        columns = columns if new else old_columns
+        self._before = title, columns, row.group
+        row = replace(row, group=row.group if new or row.group != old_group else ())
+        table = replace(table, columns=columns, rows=(row,))
+        self.tables[columns] = table
+        return Section(title, (table,)), new
+
+    def closing(self, report: Report) -> Document:
+        """Return what stands below the rows of ``report``, which have all been shown."""
+        grouped, notes = _grouped(report), []
+        for title, blocks in grouped.items():
+            visible = visible_faults([one for records in blocks.values() for one in records])
+            if visible:
+                where = f"{title}: " if len(grouped) > 1 else ""
+                notes.append(Note(f"{where}{visible}"))
+        return _closing(report, self._notes, (Section("", tuple(notes)),) if notes else ())
 
 
 def environment_letters(report: Report) -> dict[str, str]:

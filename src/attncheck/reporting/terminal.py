@@ -81,8 +81,13 @@ def plain_text(document: Document, width: int = PLAIN_WIDTH) -> str:
     return "".join(f"{line.plain}\n" for line in document_lines(document, width))
 
 
-def document_lines(document: Document, width: int) -> Iterator[Text]:
-    """``document`` line by line, at most ``width`` wide but for facts that are to be copied."""
+def document_lines(
+    document: Document, width: int, *, before: Iterable[Table] = ()
+) -> Iterator[Text]:
+    """``document`` line by line, at most ``width`` wide but for facts that are to be copied.
+
+    What was left out of tables that were shown ``before`` is said with what is left out of its own.
+    """
     yield from head_lines(document, width)
     sections = [
         replace(section, blocks=tuple(part for b in section.blocks for part in _parts(b, width)))
@@ -102,7 +107,8 @@ def document_lines(document: Document, width: int) -> Iterator[Text]:
             layout = layouts[block.columns, block.groups] if isinstance(block, Table) else None
             yield from _block_lines(block, width, layout=layout)
     # Columns vanish without a sign: readers must learn that there are more.
-    left_out = [name for layout in layouts.values() for name in layout.left_out]
+    every = [*layouts.values(), *(_Layout([table], width) for table in before)]
+    left_out = [name for layout in every for name in layout.left_out]
     yield from closing_lines(document, width, left_out=dict.fromkeys(left_out))
 
 

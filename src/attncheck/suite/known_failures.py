@@ -13,7 +13,7 @@ import pytest
 
 from attncheck.cases.mask_samples import SOFTMAX
 from attncheck.cases.strategies.families import MASK_FAMILIES
-from attncheck.core.errors import UsageError
+from attncheck.core.errors import UnknownName, UsageError
 from attncheck.core.formats import DTYPES
 from attncheck.inputs.problem import Case
 from attncheck.records.record import FAILED_STATUSES
@@ -127,7 +127,7 @@ def read_known_failures(path: Path) -> tuple[KnownFailure, ...]:
 def _entry(data: Mapping[str, Any], where: str) -> KnownFailure:
     for name in data:
         if name not in _FIELDS:
-            raise UsageError(f"{where}: unknown key {name!r}: choose from {', '.join(_FIELDS)}.")
+            raise UnknownName(f"{where}: key", name, _FIELDS)
     for name in _NEEDED:
         if not data.get(name):
             raise UsageError(f"{where}: {name} is missing.")
@@ -158,8 +158,7 @@ def _name_list(data: Mapping[str, Any], where: str, key: str, valid: Any) -> tup
 def _check(where: str, key: str, names: list[Any], valid: Any) -> None:
     for name in names:
         if name not in valid:
-            known = ", ".join(filter(None, valid))
-            raise UsageError(f"{where}: {key} {name!r} is not known: choose from {known}.")
+            raise UnknownName(f"{where}: {key}", name, filter(None, valid))
 
 
 def _case(data: Any, where: str) -> Case:

@@ -58,7 +58,7 @@ def attach_outcome(report: pytest.TestReport, item: pytest.Item, kernel: UnderTe
         dtype=param.dtype,
         family=param.family,
         outcome="known" if hasattr(report, "wasxfail") else report.outcome,
-        reason=_reason(report),
+        reason=_reason(report) or (kernel.odd if kernel else ""),
         tally=kernel.tally if kernel else Tally(),
     )
     setattr(report, _ATTACHED, msgspec.to_builtins(outcome))
@@ -155,6 +155,7 @@ def summary_lines(
         untaken: Kernel → dtype → why no test was made of it.
         seconds: That the session took.
     """
+    outcomes = [*outcomes]
     tallies = _by_kernel(outcomes)
     width = max(map(len, tallies), default=0)
     for name, tally in tallies.items():
@@ -169,6 +170,13 @@ def summary_lines(
             f"{whole.total:,} problems in {seconds:.0f} s: {rate:.1f} a second; of the time spent "
             f"on them {share} was compiling"
         )
+    odd: dict[str, list[PropertyOutcome]] = {}
+    for each in outcomes:
+        if each.outcome == "passed" and each.reason:
+            odd.setdefault(each.kernel, []).append(each)
+    for name, (first, *more) in sorted(odd.items()):
+        tests = f" (and {len(more)} more)" if more else ""
+        yield f"warning of {name}, {first.file}::{first.test}{tests}: {first.reason}"
     for reason, kernels in _by_reason(untaken).items():
         yield f"no tests of {', '.join(kernels)}: {reason}"
 

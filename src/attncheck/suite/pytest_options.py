@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from attncheck.cases.tier import TIERS, Tier, tier_named
-from attncheck.core.errors import UsageError
+from attncheck.core.errors import UnknownName, UsageError
 from attncheck.core.formats import DTYPES
 
 if TYPE_CHECKING:
@@ -207,7 +207,7 @@ def _is_free(parser: pytest.Parser, name: str) -> bool:
 
 def _one_of(kind: str, name: str, valid: tuple[str, ...]) -> str:
     if name and name not in valid:
-        raise UsageError(f"--{kind} {name!r} is not known: choose from {', '.join(valid)}.")
+        raise UnknownName(f"--{kind}", name, valid)
     return name
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import hypothesis
 
 from attncheck.cases.check_cases import check_cases
-from attncheck.core.errors import OraclesDisagree, UsageError
+from attncheck.core.errors import OraclesDisagree, UnknownName, UsageError
 from attncheck.diagnose.diagnosis import diagnose_failure
 from attncheck.diagnose.user_tensors import UserOutputs
 from attncheck.inputs.problem import Case, Problem
@@ -102,7 +102,7 @@ def check(
 
 def _prepare_device(device: str | None) -> str:
     if device not in {None, "cpu", "cuda"}:
-        raise UsageError(f"device {device!r} is not known: choose from cpu, cuda.")
+        raise UnknownName("device", device, ("cpu", "cuda"))
     chosen = device or default_device()
     require_device(chosen)
     prepare(chosen)

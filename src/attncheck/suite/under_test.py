@@ -38,6 +38,7 @@ class UnderTest(KernelSupport):
         lost: The Record of the Case that took the GPU from this process; None where none did.
         share: Largest error ÷ bound of the answers since it was last set to 0.
         tally: What the current test asked of it.
+        odd: First thing that was no failure, because it promises no better; empty for nothing.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class UnderTest(KernelSupport):
         self.lost: Record | None = None
         self.share = 0.0
         self.tally = Tally()
+        self.odd = ""
         self._compiling = compiling or Compiling()
 
     def __repr__(self) -> str:
@@ -67,6 +69,7 @@ class UnderTest(KernelSupport):
     def begin(self) -> None:
         """Forget what was asked before: another test begins."""
         self.reason, self.failed, self.share, self.tally = "", None, 0.0, Tally()
+        self.odd = ""
 
     def answer(self, case: Case) -> Record:
         """Return the Record of one Case, and count it."""
@@ -80,6 +83,8 @@ class UnderTest(KernelSupport):
         self.tally.add(Tally(problems={record.status: 1}, seconds=seconds, compiling=compiling))
         if record.status == "unsupported":
             self.reason = record.reason
+        if record.status == "warn" and record.judgement and record.judgement.rule == "relation":
+            self.odd = self.odd or record.judgement.reason
         return record
 
     def must_hold(self, case: Case) -> None:

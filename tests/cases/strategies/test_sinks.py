@@ -1,7 +1,5 @@
 """Problems with sinks: drawn where they are asked for, and dropped only where that is allowed."""
 
-from __future__ import annotations
-
 from hypothesis import find, given
 
 from attncheck.cases.strategies.problems import nearest_supported, problems

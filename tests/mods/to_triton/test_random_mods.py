@@ -1,7 +1,5 @@
 """Callables drawn at random over the vocabulary: the trace gives their float64 values exactly."""
 
-from __future__ import annotations
-
 import functools
 from typing import TYPE_CHECKING
 

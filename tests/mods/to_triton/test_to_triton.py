@@ -1,7 +1,5 @@
 """The printed Triton function computes what the callable does, also beyond the last index."""
 
-from __future__ import annotations
-
 import inspect
 
 import numpy as np

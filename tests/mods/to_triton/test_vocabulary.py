@@ -1,7 +1,5 @@
 """Each operation: torch's callable, the trace evaluated, and Triton interpreted say the same."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -427,9 +427,8 @@ def _explained(text: str, table: object) -> str:
     match = _AT.fullmatch(text)
     text, path = (match[1], match[2]) if match else (text, "")
     if match := _UNKNOWN_FIELD.fullmatch(text):
-        ordered = sorted(_struct_at(path).__struct_fields__, key=None if path else _ORDER.index)
         key = f"{path}.{match[1]}" if path else match[1]
-        return f"key {key!r} is not known: choose from {', '.join(ordered)}."
+        return str(UnknownName("key", key, _struct_at(path).__struct_fields__))
     key = re.sub(r"\[\d+\]$", "", path)
     last = key.rpartition(".")[2]
     if match := _UNKNOWN_NAME.fullmatch(text):

@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attncheck.core.errors import UsageError
+from attncheck.core.errors import UnknownName, UsageError
 from attncheck.subjects.capabilities.capability_table import read_table
 from attncheck.subjects.capabilities.named_kernels import BUILTIN
 
@@ -123,7 +123,7 @@ def tables_of(path: Path) -> Mapping[str, Any] | None:
     # A misspelt table would be silently nothing.
     for key in data:
         if key != _KERNELS:
-            raise UsageError(f"{what}: key {key!r} is not known: choose from {_KERNELS}.")
+            raise UnknownName(f"{what}: key", key, [_KERNELS])
     tables = data.get(_KERNELS, {})
     if not isinstance(tables, Mapping):
         raise UsageError(f"{what}: {_KERNELS} must be a table, with one table a kernel in it.")

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attncheck.core.errors import UnknownName, UsageError
+from attncheck.core.errors import UnknownName, UsageError, did_you_mean
 from attncheck.subjects.capabilities.capability_table import AUTOGRAD, pattern_files
 from attncheck.subjects.capabilities.configuration import read_tables, tables_of
 from attncheck.subjects.capabilities.named_kernels import BUILTIN
@@ -117,7 +117,8 @@ def _missing_reference(key: str, reference: str, folder: Path) -> Iterator[str]:
         return
     name, bound = name.partition(".")[0], set(_bound_names(tree))
     if name not in bound and not bound & {"*", "__getattr__"}:  # a star may bring any name
-        yield f"{key}: {where} has no {name!r}."
+        near = did_you_mean(name, bound)
+        yield f"{key}: {where} has no {name!r}{f': {near}' if near else '.'}"
 
 
 def _locate_module(name: str, folder: Path) -> tuple[bool, Path | None]:

@@ -1,0 +1,193 @@
+"""Failures by their cause: what one mistake explains is told once."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from attncheck.core.tensor_names import GRADIENTS
+from attncheck.records.record import FAILED_STATUSES, Diagnosis
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from attncheck.core.judgement import Rule
+    from attncheck.records.record import Explanation, Record
+
+__all__ = ["CauseGroup", "certain_explanations", "fault_text", "group_by_cause", "symptom"]
+
+Key = tuple[str, ...]
+
+# Of the call and not of numbers: what the judge says of it is the cause already.
+_CALL_RULES: frozenset[Rule] = frozenset(
+    {"contract", "alias", "mutation", "memory", "state", "leak"}
+)
+# Here the question says what is wrong: one relation may hold where another does not.
+_QUESTION_RULES: frozenset[Rule] = frozenset({"relation", "determinism"})
+_NUMBER = re.compile(r"[-+−]?\d[\d.,]*(?:e[-+]?\d+)?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CauseGroup:
+    """Failures of one kernel that have one cause, as far as is known.
+
+    Attributes:
+        kernel: Whose.
+        cause: In plain words; of an unknown one the rule that is broken.
+        known: Whether a fault model was shown to explain each of them, or each says by itself what
+            is wrong: it raised, died, or wrote to its inputs, for example.
+        model: Id of the fault model or sign; empty where there is none.
+        members: Places of the failures among those that were grouped.
+        key: What they have in common.
+    """
+
+    kernel: str
+    cause: str
+    known: bool
+    model: str = ""
+    members: tuple[int, ...]
+    key: Key
+
+    def has(self, record: Record) -> bool:
+        """Return whether ``record`` fails in the same way, such as a smaller Case of a member."""
+        # What a model explains is no failure of unknown cause, be its symptom the same.
+        own = set(_models(record)) or {symptom(record)}
+        return record.kernel == self.kernel and self.key in own
+
+
+def certain_explanations(record: Record) -> tuple[Explanation, ...]:
+    """Return the faults of which each explains all of a failure; none where nobody knows one."""
+    found = record.diagnosis
+    if not isinstance(found, Diagnosis) or not found.ranked:
+        return ()
+    if not found.tried:  # the failure says it by itself
+        return found.ranked[:1]
+    return found.ranked[: max(1, found.tied)] if found.ranked[0].explains_all else ()
+
+
+def fault_text(explanation: Explanation) -> str:
+    """``the last tile of keys is never visited [tile 64]``."""
+    form = ", ".join(
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in explanation.parameters.items()
+    )
+    return f"{explanation.sentence}{f' [{form}]' if form else ''}"
+
+
+def symptom(record: Record) -> Key:
+    """Return how a Record fails: its status and rule, and what of the numbers or the call is wrong.
+
+    Sizes and places in a message are left out: they differ from Case to Case.
+    """
+    judgement = record.judgement
+    if judgement is None:
+        return record.status, "", _NUMBER.sub("#", record.reason)
+    rule = judgement.rule
+    if rule in _CALL_RULES:
+        return record.status, rule, _NUMBER.sub("#", judgement.reason)
+    if rule in _QUESTION_RULES:
+        return record.status, rule, str(record.case.get("question", ""))
+    backward = judgement.worst is not None and judgement.worst.tensor in GRADIENTS
+    return record.status, rule, "gradients" if backward else ""
+
+
+def group_by_cause(failures: Sequence[Record]) -> tuple[CauseGroup, ...]:
+    """Group failures by the fewest causes that explain them, kernel by kernel.
+
+    A Record that several fault models explain equally belongs to the one that explains the most
+    others. Where no model explains all of a Record, those of one rule and symptom are alike.
+    """
+    kernels: dict[str, list[int]] = {}
+    for i, record in enumerate(failures):
+        kernels.setdefault(record.kernel, []).append(i)
+    return tuple(
+        group for places in kernels.values() for group in _groups_of_kernel(failures, places)
+    )
+
+
+def _groups_of_kernel(failures: Sequence[Record], places: list[int]) -> Iterator[CauseGroup]:
+    kernel = failures[places[0]].kernel
+    models = dict(zip(places, _with_alike_signs([failures[i] for i in places]), strict=True))
+    left = [i for i in places if models[i]]
+    while left:
+        counts = Counter(key for i in left for key in models[i])
+        best = max(counts, key=counts.__getitem__)  # of equals the first
+        members = tuple(i for i in left if best in models[i])
+        left = [i for i in left if best not in models[i]]
+        # Others may explain each of them as well: then nobody can tell which one it is.
+        equals = [key for key in counts if all(key in models[i] for i in members)]
+        texts = [_common_text([models[i][key] for i in members]) for key in (best, *equals)]
+        cause = ", or ".join(dict.fromkeys(texts))
+        yield CauseGroup(
+            kernel=kernel, cause=cause, known=True, model=best[0], members=members, key=best
+        )
+    plain: dict[Key, list[int]] = {}
+    for i in places:
+        if not models[i]:
+            plain.setdefault(symptom(failures[i]), []).append(i)
+    for key, alike in plain.items():
+        cause, known = _plain_cause(failures[alike[0]])
+        yield CauseGroup(kernel=kernel, cause=cause, known=known, members=tuple(alike), key=key)
+
+
+def _models(record: Record) -> dict[Key, Explanation]:
+    """Explanations of all of a failure, by model and by what tells one fault of it from another."""
+    found = {}
+    for one in certain_explanations(record):
+        # Which tensor it is of tells faults apart. Numbers go with the sizes of the Problem, and so
+        # do those in brackets, of a mask that is named.
+        words = (v.partition("(")[0] for v in one.parameters.values() if isinstance(v, str))
+        found[(one.model, *words)] = one
+    return found
+
+
+def _with_alike_signs(records: list[Record]) -> list[dict[Key, Explanation]]:
+    """Return the models of each; of one that nobody looked into the sign that others show.
+
+    A sign takes many calls to prove. It is taken over only where question, rule and symptom are
+    the same, and no other cause is known of such.
+    """
+    models = [_models(record) for record in records]
+    asked = [(str(record.case.get("question", "")), *symptom(record)) for record in records]
+    causes: dict[Key, dict[Key, Explanation]] = {}
+    proven = set()
+    for key, record, own in zip(asked, records, models, strict=True):
+        causes.setdefault(key, {}).update(own)
+        if own and isinstance(record.diagnosis, Diagnosis) and not record.diagnosis.tried:
+            proven.add(key)
+    return [
+        causes[key]
+        if key in proven and len(causes[key]) == 1 and not isinstance(record.diagnosis, Diagnosis)
+        else own
+        for key, record, own in zip(asked, records, models, strict=True)
+    ]
+
+
+def _common_text(forms: list[Explanation]) -> str:
+    """The fault, and those of its parameters that are the same in every form."""
+    first = forms[0]
+    same = {
+        name: value
+        for name, value in first.parameters.items()
+        if all(one.parameters.get(name) == value for one in forms)
+    }
+    return fault_text(replace(first, parameters=same))
+
+
+def _plain_cause(record: Record) -> tuple[str, bool]:
+    """Return the cause of failures that no model explains, and whether it is one."""
+    judgement = record.judgement
+    if judgement is None:
+        known = record.status in FAILED_STATUSES
+        says = "it raises " if record.status == "error" else "" if known else f"{record.status}, "
+        return f"{says}{record.reason or record.status}", known
+    if judgement.rule in _CALL_RULES:
+        return judgement.reason, record.status in FAILED_STATUSES
+    _, rule, what = symptom(record)
+    return " of ".join(
+        part for part in (f"rule {rule}" if rule else record.status, what) if part
+    ), False

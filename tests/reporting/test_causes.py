@@ -1,0 +1,162 @@
+"""Failures by their cause: what explains them all is told once, what contradicts stays apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from attncheck.core.judgement import Judgement
+from attncheck.core.source_files import import_file
+from attncheck.records.failure_causes import group_by_cause, symptom
+from attncheck.records.record import Diagnosis, Explanation
+from attncheck.reporting.diagnosis_text import causes_section
+from attncheck.reporting.gate_document import gate_document
+from attncheck.reporting.gate_verdict import failure_groups
+from attncheck.reporting.markdown import markdown_text
+
+made = import_file(Path(__file__).parent / "gate_reports.py", "gate reports")
+WIDER, IGNORED, HALF = "mask-one-key-wider", "mask-ignored", "half-unwritten"
+
+
+def explained(*models, seed=0, tried=153, share=1.0, every=True, kernel="mine", **parameters):
+    """A failure that each of ``models`` explains, or ``every`` False: a part of it."""
+    ranked = tuple(
+        Explanation(
+            model=name, sentence=name, share=share, explains_all=every, parameters=parameters
+        )
+        for name in models
+    )
+    diagnosis = Diagnosis(ranked=ranked, tied=len(ranked) if every else 0, tried=tried)
+    record = made.wrong(kernel, asked={"seed": seed})
+    return msgspec.structs.replace(record, diagnosis=diagnosis)
+
+
+def raised(reason, status="error", seed=0):
+    return made.record("mine", asked={"seed": seed}, status=status, reason=reason)
+
+
+def shape(*records):
+    """(cause, known, members) of each group."""
+    return [(one.cause, one.known, one.members) for one in group_by_cause(records)]
+
+
+def test_what_one_model_explains_is_one_group():
+    assert shape(*(explained(WIDER, seed=seed) for seed in range(70))) == [
+        (WIDER, True, tuple(range(70)))
+    ]
+
+
+def test_of_several_that_explain_as_well_the_one_that_explains_the_others_is_taken():
+    groups = shape(explained(IGNORED, WIDER), explained(WIDER, seed=1), explained(WIDER, seed=2))
+    assert groups == [(WIDER, True, (0, 1, 2))]
+
+
+def test_where_nobody_can_tell_both_are_named():
+    assert shape(explained(IGNORED, WIDER), explained(WIDER, IGNORED, seed=1)) == [
+        (f"{IGNORED}, or {WIDER}", True, (0, 1))
+    ]
+
+
+def test_models_that_contradict_stay_apart():
+    assert shape(explained(WIDER), explained(HALF, seed=1)) == [
+        (WIDER, True, (0,)),
+        (HALF, True, (1,)),
+    ]
+
+
+def test_so_do_faults_of_two_tensors_but_not_of_two_sizes():
+    of_k, of_v = (explained("strides-not-taken", tried=0, of=name) for name in "kv")
+    assert len(shape(of_k, of_v)) == 2
+    small, large = (explained("last-tile-dropped", tile=tile) for tile in (32, 64))
+    assert shape(small, large) == [("last-tile-dropped", True, (0, 1))]
+    assert shape(small, small) == [("last-tile-dropped [tile 32]", True, (0, 1))]
+
+
+def test_what_a_model_explains_in_part_is_of_unknown_cause():
+    assert shape(explained(WIDER), explained(HALF, every=False, seed=1)) == [
+        (WIDER, True, (0,)),
+        ("rule bound", False, (1,)),
+    ]
+
+
+def test_a_failure_that_nobody_looked_into_is_explained_by_no_model():
+    assert [one[1] for one in shape(explained(WIDER), made.wrong("mine"))] == [True, False]
+
+
+def test_a_sign_is_shared_by_those_of_its_question_unless_another_cause_is_known():
+    sign, unseen = explained("not-the-same-again", tried=0), made.wrong("mine")
+    assert shape(sign, unseen) == [("not-the-same-again", True, (0, 1))]
+    assert len(shape(sign, explained(WIDER), unseen)) == 3
+    probe = made.wrong("mine", question="decode", rule="structure")
+    assert len(shape(sign, probe)) == 2
+
+
+def test_errors_are_alike_whatever_the_sizes_in_their_message():
+    groups = shape(
+        raised("ValueError: tile 64 is too large"),
+        raised("ValueError: tile 128 is too large", seed=1),
+        raised("IndexError: 64", seed=2),
+        raised("SIGSEGV", "crash", seed=3),
+    )
+    assert [members for _, _, members in groups] == [(0, 1), (2,), (3,)]
+    assert groups[0][0] == "it raises ValueError: tile 64 is too large"
+    assert all(known for _, known, _ in groups)
+
+
+@pytest.mark.parametrize(("rule", "known"), [("mutation", True), ("bound", False)])
+def test_a_rule_of_the_call_is_a_cause_by_itself(rule, known):
+    record = made.record("mine", status="fail")
+    bad = Judgement(status="fail", rule=rule, reason="k was written to: 512 bytes differ")
+    ((cause, is_known, _),) = shape(msgspec.structs.replace(record, judgement=bad))
+    assert is_known == known
+    assert cause == (bad.reason if known else "rule bound")
+
+
+def test_symptoms_tell_gradients_from_out_and_relations_by_their_question():
+    relations = [made.wrong("mine", rule="relation", question=name) for name in ("a", "b")]
+    assert symptom(relations[0]) != symptom(relations[1])
+    record = made.wrong("mine")
+    worst = msgspec.structs.replace(record.judgement.worst, tensor="dq")
+    judgement = msgspec.structs.replace(record.judgement, worst=worst)
+    gradient = msgspec.structs.replace(record, judgement=judgement)
+    assert symptom(gradient) != symptom(record)
+
+
+def test_kernels_never_share_a_cause():
+    groups = group_by_cause([explained(WIDER), explained(WIDER, kernel="other")])
+    assert [one.kernel for one in groups] == ["mine", "other"]
+
+
+def test_the_section_counts_what_is_explained_and_what_is_not():
+    records = [explained(WIDER, seed=seed) for seed in range(3)] + [made.wrong("mine")]
+    shown = [(one, records[one.members[0]], "ask again") for one in group_by_cause(records)]
+    section = causes_section(shown)
+    assert section.title == "1 cause explains 3 of 4 failures"
+    (facts,) = section.blocks
+    assert [label for label, _ in facts.pairs] == ["3 failures", "", "", "1 failure", "", ""]
+    assert facts.pairs[3][1] == "of unknown cause: rule bound"
+    assert causes_section(shown[1:]).title == "no cause is known of 1 failure"
+
+
+def test_a_gate_begins_with_its_causes_and_shows_the_smallest_problem():
+    original, other = explained(WIDER), explained(WIDER, seed=1)
+    small = msgspec.structs.replace(
+        made.wrong("mine", asked={"query": 2, "kv": 3}), diagnosis=original.diagnosis
+    )
+    contrary = msgspec.structs.replace(
+        made.wrong("mine", asked={"query": 1, "kv": 1}), diagnosis=explained(HALF).diagnosis
+    )
+    report = made.report(
+        made.answer(original),
+        made.answer(other),
+        made.answer(small, smallest_of=original.case_id),
+        made.answer(contrary, smallest_of=other.case_id),
+    )
+    (group,) = failure_groups(report)
+    assert group.shown.record == small
+    text = markdown_text(gate_document(report))
+    assert text.index("1 cause explains 2 of 2 failures") < text.index("by kernel and stage")
+    assert "smallest problem: bf16 causal B2 H8/2 Q2 K3" in text
+    assert f"attncheck repro {group.id}" in text

@@ -1,0 +1,34 @@
+"""Names that are misspelt: which one was meant."""
+
+from __future__ import annotations
+
+import pytest
+
+from attncheck.core.errors import UnknownName, did_you_mean
+
+KNOWN = ("bf16", "fp16", "causal", "decode-causal", "ideal", "entry", "when", "paged")
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("casual", "causal"),
+        ("bf61", "bf16"),
+        ("BF16", "bf16"),
+        ("idael", "ideal"),
+        ("decode-casual", "decode-causal"),
+        ("override[0].wen", "when"),
+    ],
+)
+def test_the_nearest_name_is_offered(typed, meant):
+    assert did_you_mean(typed, KNOWN) == f"did you mean {meant!r}?"
+    assert f"is not known: did you mean {meant!r}? Choose from bf16" in str(
+        UnknownName("name", typed, KNOWN)
+    )
+
+
+@pytest.mark.parametrize("typed", ["fp64", "bf8", "ragged", "why", "", "x" * 10_000])
+def test_another_word_is_no_slip(typed):
+    assert did_you_mean(typed, KNOWN) == ""
+    assert "is not known: choose from bf16" in str(UnknownName("name", typed, KNOWN))
+    assert did_you_mean(typed, ()) == ""
