@@ -1,7 +1,35 @@
-"""``python -m attncheck``."""
+"""``attncheck`` and ``python -m attncheck``."""
 
 from __future__ import annotations
 
-from attncheck.cli import main
+import os
+import signal
 
-main()
+__all__ = ["main"]
+
+_INTERRUPTED = 130
+
+
+def main() -> None:
+    """Run the command line, which says what interrupts mean; an earlier one is a line as well."""
+    ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    try:
+        if ours:
+            # At once: what is half imported may make another error of a KeyboardInterrupt.
+            signal.signal(signal.SIGINT, _end)
+        from attncheck.cli import main as run
+
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        run()
+    except KeyboardInterrupt:  # between two lines of these
+        _end()
+
+
+def _end(*_: object) -> None:
+    os.write(2, b"attncheck: interrupted; nothing was written.\n")
+    os._exit(_INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -23,7 +24,7 @@ PATIENCE = 120.0
 PROGRAM = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from attncheck.cli import main
+from attncheck.__main__ import main
 sys.argv[0] = "attncheck"
 {before}
 main()
@@ -96,6 +97,12 @@ def started(*arguments, cwd, before="", **streams):
     return subprocess.Popen(command, cwd=cwd, text=True, **streams)
 
 
+def descendants(pid):
+    """The children of a process."""
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(child) for child in found.split()]
+
+
 def until(holds):
     deadline = time.monotonic() + PATIENCE
     while not holds():
@@ -106,6 +113,8 @@ def until(holds):
 @pytest.mark.parametrize(
     ("module", "what"),
     [
+        ("click", INTERRUPTED),
+        ("attncheck.cli.repro", AS_ANOTHER_ERROR),
         ("attncheck.reporting.rendering", INTERRUPTED),
         ("numpy.linalg", INTERRUPTED),
         ("torch", AS_ANOTHER_ERROR),
@@ -121,14 +130,30 @@ def test_an_interrupt_while_something_is_imported(tmp_path, module, what):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("kernel", ["Slow", "Deaf"])
-def test_an_interrupt_while_a_kernel_runs(tmp_path, kernel):
-    (tmp_path / "mine.py").write_text(SLOW)
-    run = started(*QUICK, "--kernel", f"mine.py::{kernel}", cwd=tmp_path)
-    assert run.stderr.readline() == "measuring\n"
+def test_an_interrupt_while_the_kernel_is_loaded(tmp_path):
+    (tmp_path / "mine.py").write_text("import os, time\nos.write(2, b'loaded\\n')\ntime.sleep(600)")
+    run = started("check", "mine.py::kernel", cwd=tmp_path)
+    assert run.stderr.readline() == "loaded\n"
+    family = descendants(run.pid)
+    assert len(family) == 1
     run.send_signal(signal.SIGINT)
     out, err = run.communicate(timeout=PATIENCE)
     assert (run.returncode, err, out) == (130, NOTHING, "")
+    assert [pid for pid in family if Path(f"/proc/{pid}").exists()] == []
+
+
+@pytest.mark.parametrize("how", [(), ("--in-process",)], ids=["own process", "in-process"])
+@pytest.mark.parametrize("kernel", ["Slow", "Deaf"])
+def test_an_interrupt_while_a_kernel_runs(tmp_path, kernel, how):
+    (tmp_path / "mine.py").write_text(SLOW)
+    run = started(*QUICK, "--kernel", f"mine.py::{kernel}", *how, cwd=tmp_path)
+    assert run.stderr.readline() == "measuring\n"
+    family = descendants(run.pid)
+    assert len(family) == (not how)
+    run.send_signal(signal.SIGINT)
+    out, err = run.communicate(timeout=PATIENCE)
+    assert (run.returncode, err, out) == (130, NOTHING, "")
+    assert [pid for pid in family if Path(f"/proc/{pid}").exists()] == []
     assert not (tmp_path / "reports").exists()
 
 
@@ -165,7 +190,7 @@ def test_what_was_measured_before_an_interrupt_is_shown_and_written(tmp_path, te
 def test_a_second_interrupt_ends_the_process_at_once(tmp_path):
     stubborn = SLOW.replace("pass", "print('deaf', file=sys.stderr, flush=True); time.sleep(600)")
     (tmp_path / "mine.py").write_text(stubborn)
-    run = started(*QUICK, "--kernel", "mine.py::Deaf", cwd=tmp_path)
+    run = started(*QUICK, "--kernel", "mine.py::Deaf", "--in-process", cwd=tmp_path)
     try:
         for said in ("measuring\n", "deaf\n"):
             assert run.stderr.readline() == said

@@ -63,7 +63,7 @@ def test_one_ends_the_run_in_good_order_and_it_goes_on(tmp_path):
     process, journal = started(tmp_path, "--in-process", "-q")
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=300)
-    assert process.returncode == 3, out + err
+    assert process.returncode == 130, out + err
     assert "interrupted at" in err
     assert "the same command goes on" in err
     assert "Traceback" not in err

@@ -191,7 +191,7 @@ def faults(interrupts: Interrupts, /, **typed: Any) -> int:
     up to the first wrong answer. A run that was stopped goes on where it was.
 
     Exit code 1 when a fault was missed or a control flagged, 3 when not everything could be scored,
-    5 when nothing was, 130 when it was interrupted twice.
+    5 when nothing was, 130 when it was interrupted.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in attncheck check
     from attncheck.core.files import check_names

@@ -221,7 +221,7 @@ def gate(interrupts: Interrupts, /, **typed: Any) -> int:
     was stopped goes on where it was.
 
     Exit code 1 when a check failed, 3 when not everything was asked or the gate itself failed, 5
-    when nothing was tested, 130 when it was interrupted twice.
+    when nothing was tested, 130 when it was interrupted.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in attncheck check
     from attncheck.core.files import check_names

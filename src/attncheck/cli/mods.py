@@ -10,8 +10,8 @@ import click
 from attncheck.cli.options import (
     device_option,
     format_option,
-    load_kernels,
     not_applicable,
+    open_kernels,
     quiet_option,
     typed_command,
 )
@@ -133,8 +133,9 @@ def _subjects(kernels: tuple[str, ...], device: str) -> list[Subject]:
         subjects = [named_kernels.subject_named(name) for name in named_kernels.builtin_names()]
         # Unnamed kernels that take some mods alone would be a table of refusals.
         return [subject for subject in subjects if takes_any_mod(subject, device)]
-    subjects = load_kernels(kernels)
-    for subject in subjects:
-        if not concerns_mods(subject):
-            raise UsageError(not_applicable(subject))
-    return subjects
+    # What is compared is the mods: they are called here, and kernels with them.
+    with open_kernels(dict.fromkeys(kernels), device=device, in_process=True) as named:
+        for subject in named:
+            if not concerns_mods(subject):
+                raise UsageError(not_applicable(subject))
+        return named

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
+from contextlib import ExitStack, contextmanager
 from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -11,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from attncheck.subjects.capabilities.subject import Subject
     from attncheck.workers.process import Worker
@@ -21,8 +23,8 @@ __all__ = [
     "device_option",
     "format_option",
     "in_process_option",
-    "load_kernels",
     "not_applicable",
+    "open_kernels",
     "out_option",
     "quiet_option",
     "seed_option",
@@ -131,24 +133,51 @@ def _without_folder(text: str) -> str:
     return Path(path).name + separator + name if path else text
 
 
-def load_kernels(kernels: Iterable[str]) -> list[Subject]:
-    """The kernels called ``kernels``, each once.
+@contextmanager
+def open_kernels(
+    workers: Mapping[str, Worker | None],
+    *,
+    device: str,
+    in_process: bool = False,
+    seconds: float = math.inf,
+) -> Iterator[list[Subject]]:
+    """Yield the kernels that are the keys of ``workers``; those of their own processes end with it.
+
+    Args:
+        workers: Of each kernel the process that was started for it (``start_worker``).
+        device: ``cpu`` or ``cuda``.
+        in_process: Whether all are loaded and called in this process.
+        seconds: That one call may take.
 
     Raises:
-        UsageError: for one that cannot be (``subjects.load``), or two that reports would call the
-            same.
+        UsageError: for one that cannot be (``subjects.load``) or whose process dies as it is
+            loaded, or two that reports would call the same.
     """
     from attncheck.core.errors import UsageError
-    from attncheck.subjects.load import load_subject
+    from attncheck.verify.kernel_hosts import open_kernel
+    from attncheck.verify.remote_kernel import Deadlines
+    from attncheck.workers.process import Died
 
     by_name: dict[str, Subject] = {}
-    for kernel in dict.fromkeys(kernels):
-        subject = load_subject(kernel)
-        # Rows of a report are told apart by this name.
-        if subject.name in by_name:
-            raise UsageError(f"kernel {kernel!r}: another one is called {subject.name!r} too.")
-        by_name[subject.name] = subject
-    return list(by_name.values())
+    with ExitStack() as stack:
+        for kernel, worker in workers.items():
+            try:
+                host = open_kernel(
+                    kernel,
+                    device=device,
+                    isolated=False if in_process else None,
+                    deadlines=Deadlines.of(seconds),
+                    worker=worker,
+                )
+            except Died as error:
+                raise UsageError(f"kernel {kernel!r}: as it was loaded, {error}") from None
+            stack.callback(host.close)
+            # Rows of a report are told apart by this name.
+            if host.subject.name in by_name:
+                taken = host.subject.name
+                raise UsageError(f"kernel {kernel!r}: another one is called {taken!r} too.")
+            by_name[host.subject.name] = host.subject
+        yield list(by_name.values())
 
 
 def not_applicable(subject: Subject) -> str:

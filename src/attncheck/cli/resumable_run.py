@@ -143,8 +143,8 @@ def run_with_journal(  # one run, said once
 
 
 def say_how_it_ended(end: RunEnd, code: int) -> int:
-    """Say where a run stopped; return ``code``, or 130 where it was interrupted twice."""
+    """Say where a run stopped; return ``code``, or 130 where it was interrupted."""
     if end.why:
         done = f"{end.finished} of {end.finished + end.left}"
         click.echo(f"attncheck: {end.why} at {done}: the same command goes on.", err=True)
-    return _INTERRUPTED if end.why == "interrupted" and end.at_once else code
+    return _INTERRUPTED if end.why == "interrupted" else code

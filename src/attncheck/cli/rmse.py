@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from dataclasses import dataclass
@@ -16,20 +17,27 @@ from attncheck.cli.options import (
     apply_options,
     device_option,
     format_option,
-    load_kernels,
+    in_process_option,
     not_applicable,
+    open_kernels,
     out_option,
     quiet_option,
     seed_option,
+    start_worker,
+    timeout_option,
     typed_command,
 )
+from attncheck.cli.resumable_run import parse_seconds
 from attncheck.cli.standard_output import Interrupts, Verb, standard_output
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from attncheck.cases.variants import Cell
     from attncheck.records.record import Record, Report
     from attncheck.reporting.measurement_document import RowsAsMeasured
     from attncheck.subjects.capabilities.subject import Subject
+    from attncheck.workers.process import Worker
 
 __all__ = ["RmseOptions", "rmse"]
 
@@ -39,7 +47,7 @@ _FILES = {"--kernel", "--mask", "--score", "--inputs", "--plot", "--from"}
 # What says what is measured, which a report that is there has said.
 _MEASURES = (
     *("kernels", "variants", "mask", "score", "recording", "dtypes", "shapes", "distributions"),
-    *("backward", "seed", "device", "explained", "max_time", "quiet"),
+    *("backward", "seed", "device", "timeout", "in_process", "explained", "max_time", "quiet"),
 )
 
 _OPTIONS = (
@@ -109,6 +117,8 @@ _OPTIONS = (
         "Where kernels run (default: cuda where there is a GPU; on a cpu Triton kernels are "
         "interpreted)."
     ),
+    timeout_option,
+    in_process_option,
     format_option(),
     out_option("rmse.json, rmse.md and rmse.csv"),
     click.option(
@@ -153,6 +163,8 @@ class RmseOptions:
     backward: bool
     seed: int
     device: str | None
+    timeout: str | None
+    in_process: bool
     fmt: str
     directory: str
     plots: tuple[str, ...]
@@ -182,11 +194,13 @@ def rmse(interrupts: Interrupts, /, **typed: Any) -> int:
     Exit code 1 when a verdict is fail or a kernel raised, 3 when --max-time was too short, 5 when
     no cell could be measured, 130 after Ctrl-C.
     """
+    options, rows = RmseOptions(**typed), None
+    # Of none where nothing is measured: that is refused below, and they end.
+    workers = {each: start_worker(each, in_process=options.in_process) for each in options.kernels}
     from attncheck.reporting import exit_codes, rendering
     from attncheck.reporting.image_files import check_plots
     from attncheck.reporting.terminal import document_lines, print_lines
 
-    options, rows = RmseOptions(**typed), None
     rendering.check_format(options.fmt)
     check_plots(options.plots)
     if options.sources:
@@ -198,7 +212,7 @@ def rmse(interrupts: Interrupts, /, **typed: Any) -> int:
         if options.backward:
             _refuse_with("--backward", ("plots",), "gives gradients, which a plot does not show")
         interrupts.check()  # the imports above take a while, and may have swallowed one
-        report, rows = _measured(interrupts, options)
+        report, rows = _measured(interrupts, options, workers)
         if options.explained is not None:
             return exit_codes.exit_code(report)
         directory = options.directory
@@ -231,24 +245,37 @@ def _joined_report(options: RmseOptions) -> Report:
     return join_reports([load_report(Path(source), Report) for source in options.sources])
 
 
-def _measured(interrupts: Interrupts, options: RmseOptions) -> tuple[Report, RowsAsMeasured | None]:
-    """Measure what is asked for; of one cell that is to be explained show that.
+def _measured(
+    interrupts: Interrupts, options: RmseOptions, workers: Mapping[str, Worker | None]
+) -> tuple[Report, RowsAsMeasured | None]:
+    """Measure the kernels of ``workers``, or all built in.
 
     Returns:
         The Report, and its rows where they have been shown.
     """
-    from attncheck.cli.resumable_run import parse_seconds
-    from attncheck.reporting import rendering
     from attncheck.subjects.capabilities import named_kernels
     from attncheck.verify.environment import default_device, prepare, require_device
-    from attncheck.verify.verify import applicable_subjects, assemble_report
 
     parse_seconds(options.max_time, "--max-time")
+    # Whatever is not given one may take hours: it is measured, and not searched for hangs.
+    seconds = parse_seconds(options.timeout, "--timeout") or math.inf
     device = options.device or default_device()
     require_device(device)
     if any(":" in kernel for kernel in options.kernels):
         prepare(device)  # before the file's own Triton functions are decorated
-    subjects = load_kernels(options.kernels or named_kernels.builtin_names())
+    kernels = workers or dict.fromkeys(named_kernels.builtin_names())
+    in_process = options.in_process
+    with open_kernels(kernels, device=device, in_process=in_process, seconds=seconds) as subjects:
+        return _measured_kernels(interrupts, options, subjects, device)
+
+
+def _measured_kernels(
+    interrupts: Interrupts, options: RmseOptions, subjects: list[Subject], device: str
+) -> tuple[Report, RowsAsMeasured | None]:
+    """Measure what is asked for; of one cell that is to be explained show that."""
+    from attncheck.reporting import rendering
+    from attncheck.verify.verify import applicable_subjects, assemble_report
+
     cells = _cells(options, device)
     if options.kernels:
         _refuse_not_applicable(cells, subjects)
@@ -277,7 +304,6 @@ def _with_records(
     from msgspec.structs import replace
 
     from attncheck.cli.progress import progress
-    from attncheck.cli.resumable_run import parse_seconds
     from attncheck.inputs.problem import Case
     from attncheck.verify.environment import default_device
     from attncheck.verify.verify import case_subjects, iter_records

@@ -6,6 +6,7 @@ import os
 import sys
 import sysconfig
 import time
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -122,6 +123,8 @@ class KernelServer:
     def _load(self, words: dict[str, Any]) -> Frame:
         self._device = words["device"]
         torch.set_num_threads(words["threads"])
+        if not sys.warnoptions:
+            warnings.simplefilter("ignore")  # of somebody's code, as in the command line's process
         try:
             require_device(self._device)
             prepare(self._device)
