@@ -185,6 +185,7 @@ def _forked(line: socket.socket) -> tuple[dict, list[int]]:
     with contextlib.suppress(BrokenPipeError):  # who asked no longer waits
         line.sendall(f"{process}\n".encode())
         _, status = os.waitpid(process, 0)
+        import resource as _r; _u=_r.getrusage(_r.RUSAGE_CHILDREN); open("/tmp/h/cpu.log","a").write(f"{_u.ru_utime+_u.ru_stime}\n") #HACK
         line.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
     os._exit(0)
 

@@ -133,8 +133,8 @@ def run(entry: Entry, folder: Path, servers: Servers) -> subprocess.CompletedPro
     else:
         words = [sys.executable, "-m", "attncheck", *shlex.split(entry.command)]
         if not entry.fresh:
-            # Of its variables alone, lest the server seem to be left behind.
-            servers.start("attncheck", {**os.environ, **entry.environment, "OMP_NUM_THREADS": "1"})
+            # Not of this folder, lest the server seem to be left behind.
+            servers.start("attncheck", {**env, "HOME": "/", "TMPDIR": ""})
             return servers.run(*words[2:], cwd=work, env=env, timeout=_SECONDS, forks=True)
     return subprocess.run(
         words,

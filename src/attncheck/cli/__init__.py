@@ -87,6 +87,11 @@ def main() -> None:
 
     Not click's own ``main``, which ends interrupts and broken pipes in its own way.
     """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:  # closed: a pipe to a worker would take its place, and not get there
+            os.open(os.devnull, os.O_RDWR)
     if sys.stdout is None:  # the shell's >&-: nobody wants to read
         sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115  # stays open
     if not sys.warnoptions:

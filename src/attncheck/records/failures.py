@@ -142,7 +142,7 @@ def find_reproduction(
         if not Path(wanted).exists() or Path(wanted).is_dir():
             raise UsageError(
                 f"{one_line(wanted)!r} is neither a file nor an id: reports show the ids of "
-                "failures, of 16 digits each."
+                "failures, of ten letters and digits."
             )
         return _of_file(Path(wanted))
     reports = Path(reports)
