@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import click
@@ -16,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 ACTION = yaml.safe_load((ROOT / "action.yml").read_text())
 WORKFLOWS = {path.stem: path for path in sorted((ROOT / "examples/workflows").glob("*.yml"))}
 FILES = {"action": ROOT / "action.yml", **WORKFLOWS}
+OURS = "./third_party/attncheck"  # a clone in the repository, as a submodule
 SHA = re.compile(r"[0-9a-f]{40}")
 
 
@@ -86,12 +88,78 @@ def test_a_pasted_expression_is_found():
 def test_actions_of_others_are_pinned(name):
     for step in steps_of(name):
         if "uses" in step:
-            assert re.fullmatch(rf"[\w-]+/[\w./-]+@(v\d+|{SHA.pattern})", step["uses"])
+            ours = step["uses"] == OURS
+            assert ours or re.fullmatch(rf"[\w-]+/[\w./-]+@(v\d+|{SHA.pattern})", step["uses"])
+
+
+_OF_A_RELEASE = re.compile(r"attncheck@v\d|rev: v\d|pip install '?attncheck\b")
+
+
+def promised(text):
+    """Lines that work once attncheck is released, and do not say so."""
+    lines = text.splitlines()
+    # Prose is wrapped: the words may stand at the end of the line before.
+    return [
+        line
+        for before, line in zip(["", *lines], lines, strict=False)
+        if _OF_A_RELEASE.search(line)
+        and "once released" not in " ".join(f"{before} {line}".split())
+    ]
+
+
+PAGES = sorted(ROOT.glob("docs/**/*.md"))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [*FILES.values(), ROOT / "README.md", ROOT / ".pre-commit-hooks.yaml", *PAGES],
+    ids=lambda path: path.relative_to(ROOT).as_posix(),
+)
+def test_what_needs_a_release_says_so(path):
+    assert promised(path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    "line", ["- uses: attncheck/attncheck@v0", "rev: v0.1.0", "`pip install 'attncheck[exact]'`"]
+)
+def test_a_promise_is_found(line):
+    assert promised(line) == [line]
+    assert promised(f"{line} # once released") == []
+
+
+def test_a_job_that_takes_the_clone_checks_it_out():
+    for name in WORKFLOWS:
+        for job in data_of(name)["jobs"].values():
+            if "third_party/attncheck" in str(job):
+                (checkout,) = [s for s in job["steps"] if "checkout" in s.get("uses", "")]
+                assert checkout["with"]["submodules"] is True
+
+
+def test_the_hook_of_the_page_works_from_a_clone(tmp_path):
+    """What pre-commit does: the commit of the clone has the hook, and its entry is run."""
+    page = (ROOT / "docs/tutorial/ci.md").read_text()
+    (shown,) = [b for b in re.findall(r"^```yaml\n(.*?)^```$", page, re.M | re.S) if "hooks:" in b]
+    (entry,) = yaml.safe_load(shown)
+    assert SHA.fullmatch(entry["rev"])
+    hooks = {
+        hook["id"]: hook for hook in yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())
+    }
+    (used,) = entry["hooks"]
+    words = shlex.split(hooks[used["id"]]["entry"])
+    assert hooks[used["id"]]["language"] == "system"
+    (tmp_path / "attncheck.toml").write_text('[kernels.mine]\nentry = "ideal"\n')
+    done = subprocess.run(
+        [sys.executable, "-m", *words, "attncheck.toml"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("name", WORKFLOWS)
 def test_what_a_workflow_gives_the_action_are_its_inputs(name):
-    ours = [step for step in steps_of(name) if step.get("uses", "").startswith("attncheck/")]
+    ours = [step for step in steps_of(name) if step.get("uses") == OURS]
     assert ours
     for step in ours:
         assert set(step["with"]) <= set(ACTION["inputs"])

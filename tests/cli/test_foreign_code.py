@@ -17,6 +17,7 @@ import torch
 
 from attncheck.cli import attncheck as group
 from attncheck.cli import main, standard_output
+from attncheck.inputs.problem import Case, Problem
 from attncheck.mods import mod_files
 from attncheck.verify.process_effects import changed_parts, process_state
 
@@ -221,6 +222,33 @@ def test_a_file_that_ends_its_process_has_a_verdict(attncheck, tmp_path, does, s
     assert code == 1, err
     assert f"crash: as it was loaded, {says}" in out
     assert "FAIL mine.py::f: 1 of 1 question failed" in out
+
+
+REPRODUCED = {name: DEEDS[name] for name in ("leaves", "sleeps", "patches", "exits")}
+
+
+@pytest.mark.parametrize(("does", "status", "says", "exits"), REPRODUCED.values(), ids=REPRODUCED)
+def test_what_failed_is_asked_again_in_a_process_of_its_own(
+    attncheck, tmp_path, does, status, says, exits
+):
+    (tmp_path / "hostile.py").write_text(HOSTILE.format(does=does))
+    case = Case(problem=Problem(query=64, kv=64, head_dim=64, heads=8, dtype="bf16"))
+    (tmp_path / "case.json").write_text(json.dumps(case.to_json()))
+    how = ("--kernel", "hostile.py::kernel", "--device", "cpu", "--timeout", "2s")
+    code, out, err = attncheck("repro", "case.json", *how, "--script", "again.py")
+    assert code == exits, err
+    assert says.partition(";")[0] in out
+    assert "attncheck_file_hostile" not in sys.modules
+    # A script calls the kernel: it is written of one that dies as well.
+    assert "def call_" in (tmp_path / "again.py").read_text()
+
+
+def test_a_file_that_ends_its_process_as_it_is_asked_again_has_a_verdict(attncheck, tmp_path):
+    (tmp_path / "mine.py").write_text(f"import os\nos._exit(0)\n{CAUSAL}")
+    (tmp_path / "case.json").write_text(json.dumps(Case(problem=Problem(query=4)).to_json()))
+    code, out, err = attncheck("repro", "case.json", "--kernel", "mine.py::f", "--device", "cpu")
+    assert code == 1, err
+    assert "its process ended with exit code 0 before it answered" in out
 
 
 def test_a_debugger_can_have_the_kernel_in_this_process(attncheck, tmp_path):

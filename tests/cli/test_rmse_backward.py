@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from attncheck.cli import main
+from attncheck.core.judgement import share_text
 from attncheck.inputs.distributions import DISTRIBUTIONS
 from attncheck.inputs.problem import Problem
 from attncheck.mods import library
-from attncheck.reporting import number_text
 from attncheck.subjects.capabilities import named_kernels
 from attncheck.subjects.load import load_subject
 
@@ -106,7 +106,7 @@ def test_a_planted_fault_fails_with_the_share_of_its_gradient(attncheck, tmp_pat
     heads = next(line for line in out.splitlines() if line.startswith("  kernel "))
     row = next(line for line in out.splitlines() if line.startswith("  unscaled "))
     end = heads.index("dK/bound") + len("dK/bound")
-    assert row[:end].split()[-1] == number_text.share(shares["dk"])
+    assert row[:end].split()[-1] == share_text(shares["dk"])
     assert {n for n in shares if wrong["gradients"][n] != right["gradients"][n]} == {"dk"}
 
 

@@ -9,9 +9,18 @@ import pytest
 import torch
 
 from attncheck.core.mod_spec import Spec
-from attncheck.diagnose.diagnosis import LARGEST_DIAGNOSED, diagnose_failure, explain_failure
+from attncheck.diagnose.diagnosis import (
+    LARGEST_DIAGNOSED,
+    CauseSearch,
+    Findings,
+    _as_diagnosis,
+    diagnose_failure,
+    explain_failure,
+    explained_by,
+)
+from attncheck.fault_models import FAULT_MODELS
 from attncheck.inputs.problem import Case, Problem
-from attncheck.judge.fault_explanation import count_equals
+from attncheck.judge.fault_explanation import FaultExplanation, count_equals
 from attncheck.records.record import Diagnosis, Record
 from attncheck.reporting.diagnosis_text import diagnosis_text
 from attncheck.subjects.ideal import Ideal
@@ -114,6 +123,40 @@ def test_two_failures_are_explained_together():
     together = diagnose_failure(alone, kernel, device="cpu", before=larger)
     assert together.diagnosis.problems == 2
     assert together.diagnosis.ranked[0].model == "mask-one-key-wider"
+
+
+def test_nobody_is_told_of_what_the_problem_does_not_have():
+    """Of any model, where it explains a larger problem and not the one that is shown."""
+    plain = Problem(query=3, kv=3, head_dim=16, dtype="fp16")
+    record = run_case(Wavy(), Case(problem=plain), device="cpu")
+    absent = [name for name, model in FAULT_MODELS.items() if not model.applies(plain)]
+    assert len(absent) > 50
+    ranking = [FaultExplanation(name=name, share=1.0, all=True, left=0.0) for name in absent]
+    for one in ranking:
+        before = Findings(ranking=[one], tried=1, tiles=None, finite=True)
+        said = diagnose_failure(record, Wavy(), device="cpu", before=before).diagnosis
+        assert said.ranked == ()
+        assert _as_diagnosis([one], before, plain).ranked == ()
+        assert _as_diagnosis([one], before, CAUSAL).ranked or not FAULT_MODELS[one.name].applies(
+            CAUSAL
+        )
+
+
+def test_what_explains_one_failure_is_tried_alone_on_the_next():
+    search = CauseSearch(most=1)
+    explained = [
+        search.diagnose(
+            run_case(OneKeyWider(), Case(problem=one), device="cpu"), OneKeyWider(), device="cpu"
+        )
+        for one in (CAUSAL, CAUSAL.replace(seed=1), CAUSAL.replace(query=17, kv=33))
+    ]
+    assert [one.diagnosis.ranked[0].model for one in explained] == ["mask-one-key-wider"] * 3
+    assert [one.diagnosis.tried for one in explained[1:]] == [1, 1]
+    # Of what it does not explain nothing is said, and no more than so many are looked into.
+    other = run_case(Wavy(), Case(problem=CAUSAL), device="cpu")
+    assert search.diagnose(other, Wavy(), device="cpu").diagnosis is msgspec.UNSET
+    known = ["mask-one-key-wider", "mask-ignored"]
+    assert explained_by(other, known, Wavy(), device="cpu") is None
 
 
 def test_what_one_row_cannot_tell_apart_a_larger_problem_does():

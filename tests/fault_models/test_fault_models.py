@@ -15,14 +15,16 @@ from tests.fault_models.planted_predictions import (
 from tests.fault_models.planted_specials import SPECIALS
 
 from attncheck import oracles
+from attncheck.core.outputs import Outputs
 from attncheck.diagnose.explanations import explain
 from attncheck.fault_models import FAULT_MODELS
-from attncheck.fault_models.exact_attention import ExactAttention, ExactGradients
+from attncheck.fault_models.exact_attention import TRIED_TILES, ExactAttention, ExactGradients
 from attncheck.fault_models.fault_model import SIGNS
 from attncheck.faults.catalogue import FAULTS
 from attncheck.inputs.input_tensors import draw_inputs
-from attncheck.inputs.problem import Problem
+from attncheck.inputs.problem import Case, Problem
 from attncheck.judge.fault_explanation import count_equals
+from attncheck.verify.evidence_builder import EvidenceBuilder
 
 # Of these none of the problems shows anything: they need memory that is laid out otherwise, values
 # that are not finite, or rows so long that fp16 overflows.
@@ -63,6 +65,19 @@ def test_a_kernel_with_the_fault_is_named(name):
     raise AssertionError("no problem shows it")
 
 
+@pytest.mark.parametrize("size", TRIED_TILES)
+def test_padding_of_a_tile_that_holds_all_keys_is_named_with_its_size(size):
+    """As many keys of score 0 and value 0 as the tile has room for."""
+    evidence = EvidenceBuilder(Case(problem=Problem(query=3, kv=5, head_dim=16)), "cpu")
+    evidence.establish(reference_errors=False)
+    total = evidence.truth.lse.exp()
+    padded = total + size - 5
+    outputs = Outputs(evidence.truth.out * (total / padded)[..., None], padded.log())
+    found = explain(execution(evidence.case.problem, outputs), evidence)
+    first = found.ranking[0]
+    assert (first.name, first.all, first.parameters["tile"]) == ("tail-unmasked", True, size)
+
+
 @pytest.mark.parametrize("number", range(0, len(PROBLEMS), 2))
 def test_a_right_kernel_has_none(number):
     found = exact(number)
@@ -80,6 +95,27 @@ def test_a_fault_of_no_model_fits_none(number):
     found = explain(result, evidence)
     assert found is not None
     assert not any(one.all or one.share > 0.5 for one in found.ranking)
+
+
+PLAIN = Problem(query=40, kv=40, head_dim=32, dtype="fp16")
+# Words of a sentence that speak of what PLAIN lacks.
+FEATURES = (
+    "mask", "causal", "window", "prefix", "document", "sequence", "sink", "score mod", "softcap",
+    "ALiBi", "bias is", "key head", "heads", "page", "descale", "gradient", "backward", "delta",
+    "dQ", "dK", "hidden", "chunk",
+)  # fmt: skip
+# What nobody asked for, or what masks the end of a tile or the tiles' first maximum.
+NOT_OF_THE_PROBLEM = {"causal-always", "mask-times-infinity", "scale-of-zero-after-mask"}
+NOT_OF_THE_PROBLEM |= {"tail-unmasked"}
+
+
+@pytest.mark.parametrize("name", FAULT_MODELS)
+def test_a_model_is_asked_only_where_there_is_what_it_speaks_of(name):
+    model = FAULT_MODELS[name]
+    if any(word in model.sentence for word in FEATURES) and name not in NOT_OF_THE_PROBLEM:
+        assert not model.applies(PLAIN)
+    if model.of == "backward":
+        assert not model.applies(PLAIN)
 
 
 def test_every_model_says_what_it_is():

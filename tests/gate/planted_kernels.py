@@ -27,12 +27,17 @@ def sees_the_next_key(query, key, value, *, is_causal=False, scale=None):
     return (torch.softmax(scores, -1) @ value.double()).to(query.dtype)
 
 
-def multiplies_what_is_hidden(query, key, value, *, is_causal=False, scale=None):
-    scores = (query.double() @ key.double().mT) * (scale or query.shape[-1] ** -0.5)
+def sees_the_next_key_or_doubles(query, key, value, *, is_causal=False, scale=None):
+    """Two faults, of which no call has both: with a mask the one, without it the other."""
     if is_causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).tril().logical_not()
-        scores = scores.masked_fill(hidden, -math.inf)
-    return (torch.softmax(scores, -1) @ value.double()).to(query.dtype)
+        return sees_the_next_key(query, key, value, is_causal=True, scale=scale)
+    return right(query, key, 2 * value.double(), scale=scale).to(query.dtype)
+
+
+def reads_as_if_contiguous(query, key, value, *, is_causal=False, scale=None):
+    sizes = key.shape[:3].numel() // key.shape[2], key.shape[2], key.shape[3]
+    flat = key.as_strided(sizes, (sizes[1] * sizes[2], sizes[2], 1)).reshape(key.shape)
+    return right(query, flat, value, is_causal=is_causal, scale=scale)
 
 
 CALLS = [0]

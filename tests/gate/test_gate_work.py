@@ -8,16 +8,23 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from attncheck.core.mod_spec import Spec
 from attncheck.diagnose.reproduce import new_failure
+from attncheck.gate.gate_report import build_report
 from attncheck.gate.gate_worker import GateWorker
-from attncheck.gate.plan import replay_units
+from attncheck.gate.plan import describe_units, replay_units
 from attncheck.gate.property_stage import KNOWN, KnownFailures
 from attncheck.inputs.problem import Case, Problem
+from attncheck.records.failure_causes import group_by_cause
 from attncheck.records.failures import keep_failure, load_failure
+from attncheck.records.json_reports import load_report, report_json
+from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import FAILED_STATUSES, Record
-from attncheck.records.run_reports import STAGES
+from attncheck.records.run_reports import STAGES, GateReport
+from attncheck.reporting.gate_document import not_covered
 from attncheck.suite.known_failures import KnownFailure
-from attncheck.workers.units import Unit
+from attncheck.workers.journal_format import JournalContent
+from attncheck.workers.units import Done, Unit
 
 sys.path.insert(0, str(Path(__file__).parent))
 from driven import answers, choices, drive, named
@@ -34,7 +41,7 @@ def wrong(results):
         ("probes", "sees_the_next_key"),
         ("bounds", "sees_the_next_key"),
         ("properties", "sees_the_next_key"),
-        ("memory", "multiplies_what_is_hidden"),
+        ("memory", "reads_as_if_contiguous"),
         ("determinism", "never_the_same"),
         ("baseline", "sees_the_next_key"),
     ],
@@ -72,6 +79,44 @@ def test_a_failure_is_kept_made_smaller_and_asked_again(tmp_path):
     }
     assert replay_units(["ideal"], tmp_path, **how) == []
     assert replay_units([kernel], tmp_path, **how | {"stages": ("probes",)}) == []
+
+
+@pytest.mark.parametrize(
+    ("kernel", "models"),
+    [
+        ("sees_the_next_key", {"mask-one-key-wider"}),
+        ("sees_the_next_key_or_doubles", {"mask-one-key-wider", "normaliser-biased"}),
+    ],
+)
+def test_each_fault_is_one_cause_that_explains_all_it_does(kernel, models):
+    _, results = drive(named(kernel), stages="bounds")
+    failed = [answer.record for answer in wrong(results)]
+    groups = group_by_cause(failed)
+    assert {group.model for group in groups} == models
+    assert sum(len(group.members) for group in groups) == len(failed) > 5
+    for group in groups:
+        masks = {problem_of(failed[i]).mask["name"] == "full" for i in group.members}
+        # None is explained by a mask that its problem does not have.
+        assert masks == {group.model == "normaliser-biased"}
+
+
+def test_a_failure_is_made_smaller_without_becoming_another_one():
+    """Without its mask the Case fails by the same rule, for another reason."""
+    problem = Problem(query=33, kv=33, heads=2, head_dim=32, mask=Spec.of("causal"), dtype="fp32")
+    unit = Unit(
+        kind="shrink",
+        stage="bounds",
+        kernel=named("sees_the_next_key_or_doubles"),
+        device="cpu",
+        tier="smoke",
+        case=Case(problem=problem).to_json(),
+    )
+    gate = GateWorker(choices(), KnownFailures(()))
+    ((answer,),) = [gate.do(unit).answers]
+    gate.close()
+    small = Case.from_json(answer.record.case).problem
+    assert (small.mask, small.query, small.kv) == (Spec.of("causal"), 1, 2)
+    assert answer.record.diagnosis.ranked[0].model == "mask-one-key-wider"
 
 
 def test_a_failure_file_that_is_none_stops_nothing(tmp_path):
@@ -185,3 +230,26 @@ def test_outside_of_properties_an_entry_is_about_its_case_or_its_question(
         environment="",
     )
     assert KnownFailures((entry,)).excuse(record, unit, other).status == status
+
+
+def test_a_run_that_was_ended_says_what_is_missing_of_which_kernel(tmp_path):
+    path = f"{tmp_path}/kernel.py::attention"
+    kernels = {path: {"kernel": path, "name": "kernel.py::attention"}}
+    content = JournalContent(why="--max-time 5s is over")
+    for kernel in (path, f"{tmp_path}/other.py::attention"):
+        (unit,) = describe_units([kernel], device="cpu", tier="smoke", convention="")
+        content.units[unit.id] = unit
+        if kernel in kernels:
+            content.results[unit.id] = Done(unit=unit.id, facts=kernels[kernel])
+            for stage, commit in (("memory", ""), ("memory", "a1"), ("baseline", "")):
+                case = Case(problem=Problem(query=4)).to_json()
+                left = Unit(
+                    kind="ask", stage=stage, kernel=kernel, device="cpu", case=case, commit=commit
+                )
+                content.units[left.id] = left
+    report = build_report(content)
+    lines = list(not_covered(report))
+    assert "not asked of kernel.py::attention: 1 of memory, 1 of baseline" in lines
+    # Without its folder: a report is passed on.
+    assert "not asked of other.py::attention: anything at all" in lines
+    assert load_report(report_json(report), GateReport) == report

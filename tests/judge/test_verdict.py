@@ -18,6 +18,7 @@ from attncheck.core.outputs import Outputs
 from attncheck.core.source_files import import_file
 from attncheck.judge.allowance import Allowance, Sample
 from attncheck.judge.verdict import first_tighter_profile
+from attncheck.judge.verdict_rules import number
 
 if TYPE_CHECKING:
     from attncheck.core.judgement import Judgement
@@ -185,7 +186,7 @@ def test_the_worst_element_is_the_one_of_the_reason():
             "fail",
             "bound",
             (
-                "out[0, 1, 3, 7] = 1.164, but should be 1.102 ± 0.016 (4 × the bound); "
+                "out[0, 1, 3, 7] = 1.164, but should be 1.102 ± 0.016 (4.0 × the bound); "
                 "1 of 2016 elements is beyond it"
             ),
         ),
@@ -201,7 +202,7 @@ def test_the_worst_element_is_the_one_of_the_reason():
             "improbable",
             (
                 "out[0, 1, 3, 7] = 1.1094, but should be 1.1016 ± 0.0039 "
-                "(2 × the probabilistic bound, p < 1e-6); 1 of 2016 sampled elements is beyond it"
+                "(2.0 × the probabilistic bound, p < 1e-6); 1 of 2016 sampled elements is beyond it"
             ),
         ),
         ((0, 1, 3, 7), 0.5, {"generic": False}, "warn", "improbable", "; inputs have structure"),
@@ -341,3 +342,17 @@ def test_shapes_that_do_not_fit_are_a_mistake_of_the_caller():
     options["out"] = options["out"][..., :-1]
     with pytest.raises(ValueError, match=r"out\.shape=\(1, 2, 32, 31\), but should be"):
         decide(**options)
+
+
+@pytest.mark.parametrize(
+    ("value", "within", "text"),
+    [
+        (1.03125, 1e-3, "1.0312"),
+        (0.5, 0.0, "0.5"),
+        (3.0e36, 1e-3, "3.0e+36"),
+        (-3.0e36, 1e33, "-3.0000e+36"),
+        (1.0e9, 1e-3, "1000000000.0000"),
+    ],
+)
+def test_a_number_has_the_digits_that_matter(value, within, text):
+    assert number(value, within) == text

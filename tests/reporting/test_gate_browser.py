@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -139,12 +140,51 @@ def test_the_dark_page_is_dark(browser, sample):
 
 def test_a_button_copies_the_command(browser, sample):
     visit = Visit(browser, sample)
-    button = visit.page.locator("button").first
+    button = visit.page.locator("button[data-copies]").first
     button.click()
-    visit.page.wait_for_function(
-        "/Copied|Selected/.test(document.querySelector('button').textContent)"
-    )
+    # Not by a function in text: the page's policy lets none be made.
+    visit.page.get_by_role("button", name=re.compile("Copied|Selected")).wait_for()
     visit.assert_alone()
+
+
+def failures(visit, *, shown):
+    return visit.page.locator(f".failure:{'not([hidden])' if shown else 'is([hidden])'}").count()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_page_is_narrowed_to_what_somebody_chooses(browser, sample, size):
+    visit = Visit(browser, sample, SIZES[size])
+    assert failures(visit, shown=False) == 0
+    every = failures(visit, shown=True)
+    visit.page.select_option("select[name=dtype]", "fp16")
+    visit.page.select_option("select[name=stage]", "bounds")
+    assert (failures(visit, shown=True), failures(visit, shown=False)) == (1, every - 1)
+    assert visit.page.locator("output").inner_text() == f"{every - 1} of {every} failures hidden"
+    visit.page.select_option("select[name=kernel]", "sdpa_flash")
+    assert failures(visit, shown=True) == 0
+    visit.page.get_by_text("Show all").click()
+    assert failures(visit, shown=True) == every
+    assert visit.width() <= 0
+    visit.assert_alone()
+
+
+def test_a_link_opens_what_is_folded(browser, sample):
+    visit = Visit(browser, sample)
+    table = visit.page.get_by_text("head_dim=48 is not supported")
+    assert not table.is_visible()
+    visit.page.get_by_role("link", name="Not supported").click()
+    table.wait_for()
+
+
+def test_without_a_script_all_is_there_and_nothing_to_choose(browser, sample):
+    context = browser.new_context(java_script_enabled=False)
+    page = context.new_page()
+    page.goto(sample.as_uri())
+    assert not page.locator("#filters").is_visible()
+    assert page.locator(".failure:not([hidden])").count() == 5
+    page.get_by_text("not supported: 1 question").click()
+    page.get_by_text("head_dim=48 is not supported").wait_for()
+    context.close()
 
 
 def test_a_script_that_is_not_ours_is_refused_by_the_policy(browser, sample, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import re
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -158,20 +159,69 @@ def test_curves_take_the_largest_of_each_length():
         for kv, seed, share in ((64, 0, 0.1), (64, 1, 0.4), (4096, 0, 0.2))
     ]
     shares, _ = charts(made.report(*answers), MINE)
-    (series,) = shares.series
-    assert [point.text for point in series.points] == [
-        "bf16, 64 keys: 0.40",
-        "bf16, 4,096 keys: 0.20",
+    ((line,),) = (series.lines for series in shares.series)
+    assert [point.text for point in line] == [
+        "bf16 causal D64, 64 keys: 0.40",
+        "bf16 causal D64, 4,096 keys: 0.20",
     ]
-    assert series.points[0].y < series.points[1].y  # larger is higher
+    assert line[0].y < line[1].y  # larger is higher
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"mask": {"name": "full"}},
+        {"score": {"name": "alibi"}},
+        {"head_dim": 128},
+        {"value_dim": 32},
+        {"distribution": "outliers"},
+        {"backward": True},
+        {"sink": True},
+        {"dtype": "fp16"},
+    ],
+)
+def test_a_line_joins_only_what_belongs_together(other):
+    asked = [{"kv": 64}, {"kv": 128}, {"kv": 256, "seed": 3, "batch": 1}, {"kv": 512} | other]
+    answers = [made.answer(made.measured(MINE, **each)) for each in asked]
+    shares, _ = charts(made.report(*answers), MINE)
+    lines = [len(line) for series in shares.series for line in series.lines]
+    assert sorted(lines) == [1, 3]
+    # A point alone is drawn, and joined with nothing.
+    page = as_html(made.report(*answers))
+    assert page.count("<polyline") == 2
+    assert page.count(">bf16 causal D64, ") + page.count("512 keys") >= 8
+
+
+def test_what_is_not_taken_is_folded_and_said_once(page):
+    assert page.count("<details><summary><h2") == 2
+    assert "not supported: 1 question" in page
+    assert page.count("it declares 64, 128.") == 1
+    assert "does not support 1 question" not in page
+
+
+def test_every_value_to_choose_is_that_of_something(page):
+    said = [json.loads(a["data-facets"]) for _, a in Balanced(page).seen if "data-facets" in a]
+    shown = {name: {v for each in said for v in each.get(name, ())} for name in said[0]}
+    filters = page[page.index('id="filters"') : page.index("<output>")]
+    for name in ("kernel", "dtype", "stage", "status"):
+        select = filters[filters.index(f'name="{name}"') :].partition("</select>")[0]
+        values = set(re.findall("<option>(.*?)</option>", select))
+        assert len(values) > 1
+        assert values - {"unsupported"} <= shown[name]
+
+
+def test_by_what_is_the_same_throughout_nobody_can_choose():
+    page = as_html(made.report(made.answer(made.wrong()), made.answer(made.measured(MINE))))
+    assert 'select name="status"' in page
+    assert 'select name="kernel"' not in page
 
 
 @pytest.mark.parametrize("share", [float("inf"), float("nan"), 1e300])
 def test_what_is_not_finite_is_drawn_at_the_top(share):
     answers = [made.answer(made.measured(MINE, share=s, kv=kv)) for s, kv in ((0.5, 8), (share, 9))]
     shares, _ = charts(made.report(*answers), MINE)
-    (series,) = shares.series
-    assert 0 <= series.points[1].y < series.points[0].y < 250
+    ((line,),) = (series.lines for series in shares.series)
+    assert 0 <= line[1].y < line[0].y < 250
     as_html(made.report(*answers))
 
 

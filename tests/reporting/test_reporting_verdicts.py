@@ -8,10 +8,10 @@ import math
 
 import pytest
 
-from attncheck.core.judgement import BlindSpot, Judgement, Precision, Worst
+from attncheck.core.judgement import BlindSpot, Judgement, Precision, Worst, share_text
 from attncheck.core.tensor_names import GRADIENTS
 from attncheck.reporting.blind_spots import missed_faults, visible_faults
-from attncheck.reporting.number_text import percent, share
+from attncheck.reporting.number_text import percent
 from attncheck.reporting.record_text import JUDGED, STATUS_LOOKS
 from attncheck.reporting.rendering import render
 
@@ -203,14 +203,19 @@ def test_csv_has_every_number_of_the_judgement(make):
         (0.314, "0.31"),
         (0.00421, "0.0042"),
         (1.0, "1.0"),
+        (1.0004, "1.0004"),
+        (0.99996, "0.99996"),
+        (1 + 2.0**-52, "1.0000000000000002"),
         (26.9, "27"),
+        (159.3, "159"),
         (1240.0, "1.2e+03"),
+        (3.0e36, "3.0e+36"),
         (math.inf, "inf"),
         (math.nan, "nan"),
     ],
 )
 def test_share(number, text):
-    assert share(number) == text
+    assert share_text(number) == text
 
 
 @pytest.mark.parametrize(

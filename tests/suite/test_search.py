@@ -61,6 +61,24 @@ class Seldom(Halves):
         return first
 
 
+class TwoFaults(Halves):
+    """Off by a factor from five keys on, and by one at four: no model is of that."""
+
+    name = "two-faults"
+
+    def prepare(self, inputs: Inputs) -> Call:
+        call = super().prepare(inputs)
+
+        def spoiled() -> Outputs:
+            right = call()
+            return Outputs(right.out + (inputs.problem.kv == 4), right.lse)
+
+        return spoiled
+
+    def wrong(self, problem: Problem) -> bool:
+        return problem.kv >= 5
+
+
 class Refusing(Ideal):
     name = "refusing"
 
@@ -83,6 +101,18 @@ def test_it_ends_with_the_smallest_case_and_its_diagnosis() -> None:
         search_cases(holds, kernel, CASES)
     assert Case.from_json(raised.value.record.case).problem.kv == 7
     assert kernel.tally.problems["fail"] > 1
+
+
+@pytest.mark.parametrize("holds_on", [True, False])
+def test_one_failure_is_made_smaller_and_not_another(
+    monkeypatch: pytest.MonkeyPatch, *, holds_on: bool
+) -> None:
+    if not holds_on:
+        monkeypatch.setattr(UnderTest, "_is_another", lambda *_: False)
+    with pytest.raises(WrongAnswer) as raised:
+        search_cases(holds, under_test(TwoFaults()), CASES)
+    assert Case.from_json(raised.value.record.case).problem.kv == (5 if holds_on else 4)
+    assert ("the output is off by a factor" in str(raised.value)) == holds_on
 
 
 def test_a_failure_of_another_case_is_raised_as_itself() -> None:

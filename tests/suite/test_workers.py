@@ -1,4 +1,4 @@
-"""Each process of pytest-xdist has a GPU of its own."""
+"""Processes of pytest-xdist: each has a GPU of its own, and each kernel a process."""
 
 from __future__ import annotations
 
@@ -47,3 +47,40 @@ def test_a_process_alone_sees_them_all(monkeypatch, four_gpus) -> None:
     monkeypatch.setenv("PYTEST_XDIST_WORKER", "")
     choose_gpu()
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
+
+
+DIES = """
+import os
+from torch.nn.functional import scaled_dot_product_attention
+def kernel(q, k, v, is_causal=False):
+    if k.shape[2] == 1:
+        os._exit(0)
+    return scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+"""
+ASKS = """
+import sys
+from attncheck.inputs.problem import Case
+def test_mine(kernel, problem):
+    kernel.must_hold(Case(problem=problem))
+    assert "attncheck_file_dies" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize("processes", ["0", "2"])
+def test_a_kernel_that_dies_fails_its_test_and_the_next_one_passes(repository, processes):
+    how = ("--kernel", "dies.py::kernel", "--device", "cpu", "-n", processes)
+    run = repository(*how, "test_mine.py", dies=DIES, test_mine=ASKS)
+    assert run.returncode == 1
+    assert "1 failed, " in run.stdout
+    assert "its process ended with exit code 0 before it answered" in run.stdout
+    assert "[dies.kernel-one-key] - " in run.stdout or "[one-key-dies.kernel] - " in run.stdout
+    again = repository(*how, "--in-process", "test_mine.py", "-k", "plain")
+    assert again.returncode == 1
+    assert "attncheck_file_dies" in again.stdout
+
+
+def test_a_file_that_ends_its_process_ends_pytest_in_a_line(repository):
+    run = repository("--kernel", "dies.py::kernel", dies="import os\nos._exit(0)")
+    assert run.returncode == 4
+    said = "--kernel: dies.py::kernel: as it was loaded, its process ended with exit code 0"
+    assert said in run.stdout + run.stderr

@@ -13,9 +13,10 @@ import torch
 from attncheck.core.formats import FORMATS
 from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
+from attncheck.core.sanitize_text import LONGEST
 from attncheck.inputs import input_tensors as inputs_room
 from attncheck.inputs.problem import Problem
-from attncheck.subjects.capabilities.subject import Subject
+from attncheck.subjects.capabilities.subject import ContractViolation, Refused, Subject
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.executor import Execution, Failure, InProcess
 
@@ -235,6 +236,19 @@ def test_the_executor_never_raises():
     assert isinstance(result, Failure)
     assert (result.kind, result.message) == ("error", "RuntimeError")
     assert "prepare" in result.trace
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, Refused, ContractViolation])
+def test_a_message_of_two_megabytes_is_cut(kind):
+    class Loud(Kernel):
+        def prepare(self, inputs):
+            text = "x" * 2_000_000 + "\n" + "y" * 2_000_000
+            raise kind(text)
+
+    result = run(Loud())
+    assert isinstance(result, Failure)
+    assert "… (1,998,000 more characters)" in result.message
+    assert len(result.message) < LONGEST + 100
 
 
 def test_untimed_runs_call_once():

@@ -199,7 +199,7 @@ def test_a_death_is_confirmed_alone(statuses, status, attempts):
     record = new_record(Ideal(), Case(problem=SMALL), device="cpu", variant="", environment="")
     given = (replace(record, status=each, reason=f"said {i}") for i, each in enumerate(statuses))
     kernel = Counted()
-    found, times = confirm_death(kernel, lambda: next(given))
+    found, times = confirm_death(kernel, lambda: next(given), slow=True)
     assert (found.status, times, kernel.started) == (status, attempts, attempts - 1)
     if statuses[-1] != status:
         again = f"said 0; asked once more, alone in a new process: {statuses[-1]} (said 1)"

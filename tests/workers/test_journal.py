@@ -141,7 +141,10 @@ def test_a_damaged_line_elsewhere_is_an_error(two, number):
     lines[number] = lines[number].replace(b'"at":0', b'"at":1', 1)
     two.write_bytes(b"".join(lines))
     before = two.read_bytes()
-    with pytest.raises(JournalError, match=f"line {number + 1}: it is not whole, or its checksum"):
+    damage = (
+        f"line {number + 1}: it is not whole, or its checksum is wrong. Start anew with --fresh"
+    )
+    with pytest.raises(JournalError, match=damage):
         opened(two)
     with pytest.raises(JournalError):
         read_journal(two)

@@ -149,6 +149,18 @@ def test_a_smaller_failure_that_nobody_looked_for_leaves_nothing_unsaid(tmp_path
     assert read_journal(tmp_path / "results.jsonl").unfinished == (smaller,)
 
 
+@pytest.mark.parametrize("content", ["hello\n", '{"a": 1}\n', ""], ids=["text", "JSON", "empty"])
+def test_a_file_that_is_no_journal_is_a_usage_error(tmp_path, content):
+    """The command line ends with 2 for one."""
+    other = tmp_path / "other.jsonl"
+    other.write_text(content)
+    for words in ([part(tmp_path, "1/2"), other], [tmp_path / "nowhere"]):
+        asked = [*map(str, words), "--out", str(tmp_path / "results.jsonl")]
+        done = CliRunner().invoke(verb, asked, standalone_mode=False)
+        assert isinstance(done.exception, UsageError)
+        assert not (tmp_path / "results.jsonl").exists()
+
+
 def test_a_merged_journal_is_that_of_the_same_command_without_a_shard(tmp_path):
     def head(text, typed):
         plan = {"tier": "smoke", "seed": 5}

@@ -22,7 +22,7 @@ from attncheck.mods.masks import MASKS
 from attncheck.mods.scores import SCORES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from attncheck.inputs.recorded_calls import Recording
     from attncheck.subjects.capabilities.subject import Subject
@@ -359,8 +359,12 @@ def check_measured(dtype: str) -> None:
         raise UnknownName("dtype", dtype, measured)
 
 
-def check_memory(problem: Problem) -> None:
-    """Raise ProblemError when the inputs alone, in float64 while drawn, do not fit."""
+def check_memory(problem: Problem, *, scores: bool = False) -> None:
+    """Raise ProblemError when the inputs alone, in float64 while drawn, do not fit.
+
+    With ``scores`` also where those of one head, in fp32, do not: of a problem that somebody wrote
+    down, and whose kernel may hold them.
+    """
     dims = problem.head_dim + problem.value_dim
     numbers = dims * (problem.query * problem.heads + problem.kv * problem.kv_heads)
     if problem.operation == "softmax":
@@ -373,6 +377,22 @@ def check_memory(problem: Problem) -> None:
             f"shape {problem.shape} needs {needed / 2**30:.0f} GiB for inputs and outputs in "
             f"float64; this machine has {available / 2**30:.0f} GiB."
         )
+    matrix = 4 * problem.query * problem.kv
+    # Where a GPU has more, kernels run there.
+    available = max([available, *_gpu_memory()])
+    if scores and matrix > available:
+        raise ProblemError(
+            f"shape {problem.shape} has {matrix / 2**30:,.0f} GiB of scores in each head, in fp32; "
+            f"this machine has {available / 2**30:.0f} GiB: ask with fewer rows or keys."
+        )
+
+
+def _gpu_memory() -> Iterator[int]:
+    """Bytes of each GPU that torch sees."""
+    import torch
+
+    for number in range(torch.cuda.device_count()):
+        yield torch.cuda.get_device_properties(number).total_memory
 
 
 # ------------------------------------------------------------ one cell by its name

@@ -21,8 +21,8 @@ from attncheck.cli.options import (
     timeout_option,
     typed_command,
 )
-from attncheck.cli.resumable_run import parse_seconds
 from attncheck.cli.standard_output import Interrupts, Verb, standard_output
+from attncheck.core.errors import parse_seconds
 
 if TYPE_CHECKING:
     from attncheck.cases.check_cases import CheckCase

@@ -31,7 +31,6 @@ from attncheck.cli.resumable_run import (
     JOURNAL,
     differing_keys,
     existing_journal,
-    parse_seconds,
     run_with_journal,
     say_how_it_ended,
     say_resumed,
@@ -39,7 +38,7 @@ from attncheck.cli.resumable_run import (
     worker_places,
 )
 from attncheck.cli.standard_output import Interrupts, Verb, standard_output
-from attncheck.core.errors import UnknownName, UsageError
+from attncheck.core.errors import UnknownName, UsageError, parse_seconds
 from attncheck.core.sanitize_text import one_line, shortened
 from attncheck.records.record import FAILED_STATUSES
 

@@ -24,16 +24,19 @@ def merge(interrupts: Interrupts, /, *, journals: tuple[str, ...], target: str) 
     result that several have must be the same but for times. The file can be rendered by attncheck
     report, and resumed by attncheck gate without --shard.
 
-    Exit code 3 when a shard is missing, or has not finished.
+    Exit code 2 when a file is no journal, 3 when a shard is missing, or has not finished.
     """
     from attncheck.core.errors import UsageError
     from attncheck.core.files import write_files
     from attncheck.core.sanitize_text import one_line
     from attncheck.workers import journal as parts
-    from attncheck.workers.journal_format import read_journal
+    from attncheck.workers.journal_format import JournalError, read_journal
 
     interrupts.check()
-    named = {name: read_journal(Path(name)) for name in journals}
+    try:
+        named = {name: read_journal(Path(name)) for name in journals}
+    except JournalError as error:  # what was named is no journal, or no whole one
+        raise UsageError(str(error)) from None
     # A dictionary has swallowed the second: a missing shard may be meant.
     if len(named) < len(journals):
         raise UsageError("a journal is named twice.")

@@ -34,6 +34,8 @@ __all__ = [
 ]
 
 
+_SECONDS_TO_END = 5.0  # of a process that was killed, where a driver holds on to it
+
 F = TypeVar("F", bound="Callable[..., Any]")
 
 seed_option = click.option(
@@ -58,11 +60,18 @@ in_process_option = click.option(
 
 
 def start_worker(kernel: str, *, in_process: bool) -> Worker | None:
-    """Start a process for a kernel that will have one, while this one imports torch too."""
+    """Start a process for a kernel that will have one, while this one imports torch too.
+
+    It ends with the verb at the latest, also where that refuses what was typed.
+    """
     from attncheck.subjects.capabilities.named_kernels import BUILTIN
     from attncheck.workers.process import KERNEL_SERVER, Worker
 
-    return None if in_process or kernel in BUILTIN else Worker(KERNEL_SERVER, echo=True)
+    if in_process or kernel in BUILTIN:
+        return None
+    worker = Worker(KERNEL_SERVER, echo=True)
+    click.get_current_context().call_on_close(lambda: worker.kill(_SECONDS_TO_END))
+    return worker
 
 
 def apply_options(options: Sequence[Callable[[F], F]]) -> Callable[[F], F]:

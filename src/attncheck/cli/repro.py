@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from attncheck.cli.options import device_option
+from attncheck.cli.options import (
+    device_option,
+    in_process_option,
+    start_worker,
+    timeout_option,
+)
 from attncheck.cli.standard_output import Interrupts, Verb, standard_output
+from attncheck.core.errors import parse_seconds
 
 if TYPE_CHECKING:
     from attncheck.inputs.problem import Case
     from attncheck.records.failures import Reproduction
     from attncheck.records.record import Record
     from attncheck.subjects.capabilities.subject import Subject
+    from attncheck.verify.kernel_hosts import KernelHost
 
 __all__ = ["repro", "write_script"]
 
@@ -34,6 +42,8 @@ __all__ = ["repro", "write_script"]
     help="How the kernel is called (default: as it was, or the one that fits).",
 )
 @device_option("Where the kernel runs (default: where it did).")
+@timeout_option
+@in_process_option
 @click.option(
     "--reports",
     default="reports",
@@ -55,7 +65,7 @@ __all__ = ["repro", "write_script"]
     help="Draw where the error is, to FILE.png or FILE.svg (repeatable; needs attncheck[plot]).",
 )
 @click.make_pass_decorator(Interrupts, ensure=True)
-def repro(  # one parameter per option
+def repro(  # noqa: PLR0913  # one parameter per option
     interrupts: Interrupts,
     /,
     *,
@@ -63,6 +73,8 @@ def repro(  # one parameter per option
     kernel: str | None,
     convention: str | None,
     device: str | None,
+    timeout: str | None,
+    in_process: bool,
     reports: str,
     script: str | None,
     plots: tuple[str, ...],
@@ -82,19 +94,29 @@ def repro(  # one parameter per option
 
     check_plots(plots)
     kept = find_reproduction(wanted, reports, kernel or "")
+    seconds = parse_seconds(timeout, "--timeout")
+    spec, convention = kernel or kept.kernel, convention or kept.convention
+    worker = start_worker(spec, in_process=in_process) if spec else None
     from attncheck.diagnose.reproduce import run_again
     from attncheck.verify.environment import prepare
+    from attncheck.verify.kernel_hosts import death_record
+    from attncheck.workers.process import Died
 
     interrupts.check()  # the imports above take a while, and may have swallowed one
     case = _case(kept)
     device = _device(device, kept)
     prepare(device)  # before the file's own Triton functions are decorated
-    spec, convention = kernel or kept.kernel, convention or kept.convention
-    subject = _loaded(spec, convention, kept)
-    record = run_again(subject, case, device=device)
-    if script is not None and record.status != "unsupported":
-        how = {"kernel": spec, "convention": convention, "device": device}
-        write_script(Path(script), subject, case, record, **how)
+    how: dict[str, Any] = {"convention": convention, "device": device}
+    try:
+        isolated = False if in_process else None
+        host = _opened(spec, kept, isolated=isolated, seconds=seconds, worker=worker, **how)
+    except Died as error:
+        record = death_record(error, case, kernel=spec)
+    else:
+        with closing(host):
+            record = run_again(host.subject, case, device=device)
+            if script is not None and record.status != "unsupported":
+                write_script(Path(script), host.subject, case, record, kernel=spec, **how)
     interrupts.check()
     _show(record, kept, kernel=spec, device=device)
     _draw(record, plots, kernel=f"{spec} on {device}")
@@ -103,6 +125,7 @@ def repro(  # one parameter per option
 
 def _case(kept: Reproduction) -> Case:
     """Raises UsageError for what is no Case, in one line that says which file has it."""
+    from attncheck.cases.variants import check_memory
     from attncheck.core.errors import UsageError
     from attncheck.core.sanitize_text import one_line
     from attncheck.inputs.problem import Case
@@ -111,6 +134,7 @@ def _case(kept: Reproduction) -> Case:
     try:
         case = Case.from_json(kept.case)
         check_question(case.question)
+        check_memory(case.problem, scores=True)
     except UsageError as error:
         raise UsageError(f"{one_line(str(kept.source))}: {one_line(str(error))}") from None
     return case
@@ -132,15 +156,16 @@ def _device(typed: str | None, kept: Reproduction) -> str:
     return device
 
 
-def _loaded(kernel: str, convention: str, kept: Reproduction) -> Subject:
+def _opened(kernel: str, kept: Reproduction, *, seconds: float | None, **how: Any) -> KernelHost:
     """Raises UsageError for a kernel that is not there, with how to name another."""
     from attncheck.core.errors import UsageError
-    from attncheck.subjects.load import load_subject
+    from attncheck.verify.kernel_hosts import open_kernel
+    from attncheck.verify.remote_kernel import Deadlines
 
     if not kernel:
         raise UsageError(f"{kept.source} names no kernel: add --kernel SPEC.")
     try:
-        return load_subject(kernel, convention or None)
+        return open_kernel(kernel, deadlines=Deadlines.of(seconds), **how)
     except UsageError as error:
         if kernel != kept.kernel:
             raise

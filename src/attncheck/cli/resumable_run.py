@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from attncheck.cli.progress import run_progress
-from attncheck.core.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +24,6 @@ __all__ = [
     "JOURNAL",
     "differing_keys",
     "existing_journal",
-    "parse_seconds",
     "run_with_journal",
     "say_how_it_ended",
     "say_resumed",
@@ -38,19 +35,6 @@ JOURNAL = "results.jsonl"
 
 _INTERRUPTED = 130
 _MOST_WORKERS = 4  # that are started unless somebody asks for more
-_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
-_DURATION = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)\s*([smh]?)", re.ASCII)
-
-
-def parse_seconds(text: str | None, option: str) -> float | None:
-    """Seconds of ``90``, ``90s``, ``10m`` or ``2h``; raises UsageError for anything else."""
-    if text is None:
-        return None
-    match = _DURATION.fullmatch(text.strip().lower())
-    seconds = float(match[1]) * _SECONDS[match[2]] if match else 0.0
-    if seconds <= 0:
-        raise UsageError(f"{option} {text!r} must be a time above 0, such as 90s, 10m or 2h.")
-    return seconds
 
 
 def started_now() -> str:

@@ -80,3 +80,18 @@ def refuse_recorded(kind: str, name: str) -> None:
 def without_recorded(names: Iterable[str]) -> list[str]:
     """Return those of ``names`` that are no recording's: the ones to choose from."""
     return [name for name in names if not _RECORDED.fullmatch(name)]
+
+
+_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
+_DURATION = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)\s*([smh]?)", re.ASCII)
+
+
+def parse_seconds(text: str | None, option: str) -> float | None:
+    """Seconds of ``90``, ``90s``, ``10m`` or ``2h``; raises UsageError for anything else."""
+    if text is None:
+        return None
+    match = _DURATION.fullmatch(text.strip().lower())
+    seconds = float(match[1]) * _SECONDS[match[2]] if match else 0.0
+    if seconds <= 0:
+        raise UsageError(f"{option} {text!r} must be a time above 0, such as 90s, 10m or 2h.")
+    return seconds

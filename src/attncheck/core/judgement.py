@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import msgspec
@@ -16,7 +17,10 @@ __all__ = [
     "Rule",
     "Status",
     "Worst",
+    "share_text",
 ]
+
+_MOST_DIGITS = 17  # that tell every two float64 apart
 
 Status = Literal["pass", "warn", "inconclusive", "fail"]
 """``warn``: something is odd, and no proof of a fault. ``inconclusive``: the judge cannot tell."""
@@ -218,3 +222,17 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     blind_spot: BlindSpot | None = None
     arithmetic: str = ""
     lse_also_within: str = ""
+
+
+def share_text(share: float, most: float = 1.0) -> str:
+    """Return a share in two digits, or in as many as show on which side of ``most`` it is.
+
+    ``0.31``, ``4.6``, ``159``, ``3.0e+36``; 1.0004 of at most 1 is not 1.0.
+    """
+    if share == 0 or not math.isfinite(share):
+        return "0" if share == 0 else str(share)
+    for digits in range(3 if 100 <= share < 1000 else 2, _MOST_DIGITS):
+        text = f"{share:#.{digits}g}"
+        if share == most or float(text) != most:
+            return text.rstrip(".")
+    return repr(share)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from attncheck.core.errors import UsageError, did_you_mean
+from attncheck.core.sanitize_text import LONGEST
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -139,14 +140,22 @@ def _member(owner: object, name: str, where: str, path: Path | None = None) -> A
 
 def error_line(error: BaseException) -> str:
     """Return ``ValueError: the first line of what it says``; its name where it says nothing."""
-    name = type(error).__name__
+    name, line = type(error).__name__, first_line(error)
+    return f"{name}: {line}" if line else name
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what ``error`` says, cut where it is longer than a page shows."""
     try:
-        line = str(error).split("\n", 1)[0]
+        lines = (line.strip() for line in str(error).splitlines())
+        line = next(filter(None, lines), "")
     except KeyboardInterrupt:
         raise
     except BaseException:  # noqa: BLE001  # somebody's __str__
-        line = ""
-    return f"{name}: {line}" if line else name
+        return ""
+    if len(line) <= LONGEST:
+        return line
+    return f"{line[:LONGEST]}… ({len(line) - LONGEST:,} more characters)"
 
 
 def line_in_file(path: Path, error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +18,7 @@ from attncheck.subjects.capabilities.subject import capability
 from attncheck.verify.environment import environment, fingerprint
 from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Executor, Failure, Origin
-from attncheck.verify.kernel_hosts import executor_of
+from attncheck.verify.kernel_hosts import confirm_death, executor_of
 from attncheck.verify.question_fit import question_summary
 from attncheck.verify.relation_runs import relation_inputs
 from attncheck.verify.run_case import run_case
@@ -64,7 +65,9 @@ def run_again(subject: Subject, case: Case, *, device: str) -> Record:
     Raises:
         UsageError: for a question that there is not, or that cannot be asked of its Problem.
     """
-    record = run_case(subject, case, device=device, environment=fingerprint(environment(device)))
+    where = fingerprint(environment(device))
+    ask = partial(run_case, subject, case, device=device, environment=where)
+    record, _ = confirm_death(subject, ask)
     return diagnose_failure(record, subject, device=device)
 
 

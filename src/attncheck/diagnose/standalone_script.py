@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from attncheck.core.judgement import Judgement
     from attncheck.inputs.problem import Case, Problem
     from attncheck.records.record import Record
-    from attncheck.subjects.capabilities.subject import Subject
+    from attncheck.subjects.capabilities.subject import Subject, WrittenCall
 
 __all__ = ["LARGEST", "KernelCall", "kernel_call", "render_script"]
 
@@ -131,9 +131,10 @@ def kernel_call(
     Raises:
         UsageError: where the call cannot be written out.
     """
+    written = subject.written_call(problem)
+    if written is not None:
+        return _of_function(written, problem, _import_expression(kernel, folder), device)
     inner = subject.inner if isinstance(subject, Declared) else subject
-    if isinstance(inner, FunctionSubject):
-        return _of_function(inner, problem, _import_expression(kernel, folder), device)
     if problem.operation == "attention" and isinstance(inner, Sdpa | Flex):
         return _of_torch(inner, problem, device)
     spec = _load_expression(kernel, folder)
@@ -146,14 +147,14 @@ def kernel_call(
     return _named_call(made, call, notes=(_NOTE_OURS,))
 
 
-def _of_function(inner: FunctionSubject, problem: Problem, had: str, device: str) -> KernelCall:
-    interpreted = inner.triton and device == "cpu"
+def _of_function(written: WrittenCall, problem: Problem, had: str, device: str) -> KernelCall:
+    interpreted = written.triton and device == "cpu"
     made = _FUNCTION.format(first=_INTERPRETED if interpreted else "", had=had)
     # LSE of a row without keys is left open by every convention, out by some.
-    plain = inner.options.empty_row in {"", "zero"}
+    plain = written.empty_row in {"", "zero"}
     return _named_call(
         made,
-        _source(inner, problem),
+        _source(written, problem),
         unasked=frozenset({"lse"} if plain else {"lse", "out"}),
         notes=(_NOTE_INTERPRETED,) if interpreted else (),
     )
@@ -174,17 +175,16 @@ def _of_torch(inner: Sdpa | Flex, problem: Problem, device: str) -> KernelCall:
         made = _FLEX.format(function=name if device == "cpu" else compiled)
     adopted = declarations.adopted(function, inner.name, convention)
     assert isinstance(adopted, FunctionSubject), adopted
-    return _named_call(made, _source(adopted, problem))
+    return _named_call(made, _source(adopted.written_call(problem), problem))
 
 
-def _source(subject: FunctionSubject, problem: Problem) -> str:
-    source = subject.render(problem)
-    if source is None:
+def _source(written: WrittenCall, problem: Problem) -> str:
+    if written.source is None:
         raise UsageError(
             f"no script can be written of {problem}: its mask, score mod or dtype has no words in "
-            f"the {subject.convention} convention."
+            f"the {written.convention} convention."
         )
-    return source
+    return written.source
 
 
 def _named_call(

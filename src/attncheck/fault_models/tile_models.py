@@ -60,7 +60,8 @@ def with_padding(call: ExactAttention, count: int) -> Iterator[Outputs]:
     "the padding of the last tile of keys is not masked: it counts as keys of score 0 and value 0",
 )
 def _(call: ExactAttention) -> Iterator[Form]:
-    for size in call.key_tiles:
+    # Of all sizes: those that hold every key differ in how many are lacking.
+    for size in dict.fromkeys(size for _, size in call.tiles):
         count = padded_keys(call, size)
         if count:
             for outputs in with_padding(call, count):

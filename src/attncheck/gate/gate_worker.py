@@ -210,7 +210,7 @@ class GateWorker:
             # Errors beside their reference errors where they are to be read; elsewhere the verdict.
             return run_case(host.subject, case, brief=unit.stage != "bounds", **how)
 
-        return confirm_death(host.subject, ask)
+        return confirm_death(host.subject, ask, slow=True)
 
     def _shrink(self, unit: Unit, host: KernelHost) -> Done:
         """Find a smaller Case that fails alike; of many such failures the first few are shrunk."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from attncheck.core.judgement import share_text
 from attncheck.judge.allowance import (
     Share,
     at_rows,
@@ -246,13 +247,13 @@ def _imprecise_text(z: Tensor, spread: Tensor, wrong: Tensor) -> str:
     parts = []
     if z[batch, head] > Z:
         parts.append(
-            f"errors of head {[batch, head]} are {_ratio(float(z[batch, head]))} × their "
+            f"errors of head {[batch, head]} are {share_text(float(z[batch, head]), Z)} × their "
             f"predicted size, but should be at most {Z:g} ×"
         )
     if spread[batch, head] > SPREAD:
         parts.append(
-            f"RMSE of head {[batch, head]} is {_ratio(float(spread[batch, head]))} × the "
-            f"largest of ideal kernels', but should be at most {SPREAD:g} ×"
+            f"RMSE of head {[batch, head]} is {share_text(float(spread[batch, head]), SPREAD)} × "
+            f"the largest of ideal kernels', but should be at most {SPREAD:g} ×"
         )
     return f"{'; '.join(parts)} ({int(wrong.sum())} of {wrong.numel()} heads)"
 
@@ -267,8 +268,9 @@ def residual(precision: Precision, arithmetic: Arithmetic, *, generic: bool) -> 
     if not generic or gate is None or precision.residual is None or precision.residual <= gate:
         return []
     text = (
-        f"out differs from the ideal kernel at the same tiling by {_ratio(precision.residual)} × "
-        f"that kernel's error, but should by at most {gate:g} ×: it rounds elsewhere than declared"
+        "out differs from the ideal kernel at the same tiling by "
+        f"{share_text(precision.residual, gate)} × that kernel's error, but should by at most "
+        f"{gate:g} ×: it rounds elsewhere than declared"
     )
     return [Finding(status="warn", rule="precision", text=text)]
 
@@ -336,7 +338,8 @@ def number(value: float, within: float) -> str:
         return f"{value:.{_DIGITS}g}"
     # Two digits of the allowance, and as many of the value as reach down to them.
     digits = math.floor(math.log10(abs(value))) - math.floor(math.log10(within)) + 2
-    return f"{value:#.{max(2, min(digits, _DIGITS))}g}".rstrip(".")
+    # Of a number so far off that no float64 reaches down to it, the size says it all.
+    return f"{value:#.{max(2, digits) if digits <= _DIGITS else 2}g}".rstrip(".")
 
 
 def tile(place: Place, tiles: tuple[int, int] | None, queries: int) -> str:
@@ -348,16 +351,15 @@ def tile(place: Place, tiles: tuple[int, int] | None, queries: int) -> str:
     return f"query tile {place.query // block}, rows {first}–{min(first + block, queries) - 1}"
 
 
-def _ratio(size: float) -> str:
-    """A ratio for reading: ``4.6``, ``159``, ``1.2e+05``."""
-    return f"{size:.3g}" if size >= 100 else f"{size:.2g}"
-
-
 def _beyond(share: Share, bound: str, elements: str) -> str:
     """Say that a share is beyond ``bound``, and how many of the ``elements`` are."""
     allowed = share.allowance
     are = "is" if share.beyond == 1 else "are"
-    size = f"({_ratio(share.size)} × {bound})" if math.isfinite(share.size) else "(no bound is met)"
+    size = (
+        f"({share_text(share.size)} × {bound})"
+        if math.isfinite(share.size)
+        else "(no bound is met)"
+    )
     return (
         f"{element(share.tensor, share.place)} = {number(share.got, allowed)}, but should be "
         f"{number(share.exact, allowed)} ± {number(allowed, allowed)} {size}; "

@@ -53,7 +53,7 @@ disagrees``: the truth itself is in doubt, and nothing is said of the kernel."""
 FAILED_STATUSES: frozenset[Status] = frozenset({"fail", "error", "crash", "timeout", "oom"})
 """Those that fail a kernel."""
 
-UNTRUSTED_STATUSES: frozenset[Status] = FAILED_STATUSES | {"oracle disagrees"}
+UNTRUSTED_STATUSES: frozenset[Status] = FAILED_STATUSES | {"flaky", "oracle disagrees"}
 """Those after which nobody may say that what was asked holds."""
 
 

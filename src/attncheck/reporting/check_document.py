@@ -6,7 +6,7 @@ import shlex
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from attncheck.core.judgement import Rule
+from attncheck.core.judgement import Rule, share_text
 from attncheck.core.tensor_names import AXES
 from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import FAILED_STATUSES, UNTRUSTED_STATUSES
@@ -56,6 +56,7 @@ _COLUMNS = (
 )
 _RULES: tuple[str, ...] = Rule.__args__  # type: ignore[attr-defined]  # a Literal has them
 _OPTION = "--question"
+_FAILING = FAILED_STATUSES | {"flaky"}  # what died once, and not again, is no pass
 _REMEDY = (
     "A kernel that does not take a question's sizes says so by raising ValueError or "
     "NotImplementedError; --head-dim names those that it takes."
@@ -154,7 +155,7 @@ def worst_record(report: Report) -> Record | None:
         shares += gradient_shares(record).values()
         return _RULES.index(judgement.rule), -max(share or 0.0 for share in shares)
 
-    return min((r for r in report.records if r.status in FAILED_STATUSES), key=rank, default=None)
+    return min((r for r in report.records if r.status in _FAILING), key=rank, default=None)
 
 
 def check_outcome(report: Report) -> str:
@@ -177,8 +178,7 @@ def _sentence(report: Report) -> Verdict:
     name = next(iter(report.kernels), "")
     count = Counter[str](record.status for record in report.records)
     failed, judged = (
-        sum(count[status] for status in statuses)
-        for statuses in (FAILED_STATUSES, FAILED_STATUSES | JUDGED)
+        sum(count[status] for status in statuses) for statuses in (_FAILING, _FAILING | JUDGED)
     )
     questions = number_text.plural(judged, "question")
     odd = [f"{count[status]} {status}" for status in ("warn", "inconclusive") if count[status]]
@@ -249,11 +249,7 @@ def _worst(judgement: Judgement, worst: Worst) -> Section:
     rests = judgement.status == "fail" and judgement.rule != "precision"
     title = "the element that shows it" if rests else "the largest error ÷ bound"
     error = abs(worst.got - worst.exact)
-    share = (
-        f", {number_text.share(error / worst.allowance)} × what is allowed"
-        if worst.allowance
-        else ""
-    )
+    share = f", {share_text(error / worst.allowance)} × what is allowed" if worst.allowance else ""
     # Two runs that must agree have no allowance: equal means the same bits.
     exactly = ", bit for bit" if judgement.rule == "relation" and not worst.allowance else ""
     what = "rows" if worst.tensor == "lse" else "elements"

@@ -6,7 +6,8 @@ Every kind of report becomes a ``Document`` by one function, and every format is
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "Chart",
     "Column",
     "Document",
+    "FacetValues",
     "Facts",
     "HeatMap",
     "Look",
@@ -37,6 +39,9 @@ __all__ = [
 ]
 
 Look = Literal["plain", "dim", "good", "notable", "bad"]
+
+FacetValues: TypeAlias = Mapping[str, tuple[str, ...]]
+"""Values by facet: ``{"dtype": ("bf16",)}``."""
 
 STYLES: dict[Look, str] = {
     "plain": "",
@@ -114,11 +119,13 @@ class Row:
         cells: One for each column; fewer where there is no more to say.
         remarks: What the cells alone would hide.
         group: What neighbouring rows share, one text for each of the table's ``groups``.
+        facets: Names and values by which a page can be narrowed to it.
     """
 
     cells: tuple[Cell, ...]
     remarks: tuple[Note, ...] = ()
     group: tuple[str, ...] = ()
+    facets: FacetValues = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,11 +212,11 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Points of one colour and mark, which ``place`` chooses."""
+    """Points of one colour and mark, which ``place`` chooses; those of one line are joined."""
 
     name: str
     place: int
-    points: tuple[Point, ...]
+    lines: tuple[tuple[Point, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +263,7 @@ class Card:
         script_file: Where that lies.
         others: Ids of what fails alike.
         other_count: How many of those there are.
+        facets: As of a Row.
     """
 
     kernel: str
@@ -269,6 +277,7 @@ class Card:
     script_file: str = ""
     others: str = ""
     other_count: int = 0
+    facets: FacetValues = field(default_factory=dict)
 
 
 Block: TypeAlias = Note | Facts | Table | Picture | Card | Chart
@@ -276,11 +285,21 @@ Block: TypeAlias = Note | Facts | Table | Picture | Card | Chart
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Blocks under a title; a short name stands in a page's list of sections."""
+    """Blocks under a title.
+
+    Attributes:
+        title: Above them.
+        blocks: In reading order.
+        name: Stands in a page's list of sections.
+        folded: Whether a page of HTML shows the title alone until somebody opens it.
+        facets: As of a Row.
+    """
 
     title: str
     blocks: tuple[Block, ...]
     name: str = ""
+    folded: bool = False
+    facets: FacetValues = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,6 +321,7 @@ class Document:
         counters: Names, numbers and looks that a page begins with.
         command: The command line that made it.
         facts: Where and when, a line each.
+        filters: Facets that a page of HTML can be narrowed by, each with its values.
         sections: In reading order.
         notes: How to read it, and the arithmetic that was assumed.
         closing: What it comes to, the last lines.
@@ -312,6 +332,7 @@ class Document:
     counters: tuple[tuple[str, int, Look], ...] = ()
     command: str = ""
     facts: tuple[str, ...] = ()
+    filters: FacetValues = field(default_factory=dict)
     sections: tuple[Section, ...] = ()
     notes: tuple[Note, ...] = ()
     closing: tuple[Note, ...] = ()

@@ -78,13 +78,13 @@ def check_exit_code(report: Report) -> int:
 
 
 def record_exit_code(status: Status) -> int:
-    """Return what ``attncheck repro`` ends with: a flaky answer fails too."""
-    return FAILED if status == "flaky" else _of_statuses({status})
+    """Return what ``attncheck repro`` ends with."""
+    return _of_statuses({status})
 
 
 def _of_statuses(statuses: set[Status]) -> int:
     # A proof of a fault outweighs a doubt, and a doubt outweighs a pass.
-    if statuses & FAILED_STATUSES:
+    if statuses & FAILED_STATUSES or "flaky" in statuses:  # that died once is no pass
         return FAILED
     if statuses & UNTRUSTED_STATUSES:
         return INCOMPLETE

@@ -7,6 +7,7 @@ from collections import Counter
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from attncheck.core.judgement import share_text
 from attncheck.records.problem_summary import ProblemSummary, problem_of
 from attncheck.records.record import ErrorMap
 from attncheck.reporting import number_text
@@ -159,7 +160,7 @@ def _tiles(
         head = i * error_map.heads
         several = f"heads {head}–{head + error_map.heads - 1}"
         heads = f"head {head}" if error_map.heads == 1 else several
-        text = f"{heads}, rows {first}–{last}: {number_text.share(worst)} × what is allowed"
+        text = f"{heads}, rows {first}–{last}: {share_text(worst)} × what is allowed"
         tiles.append(Tile(start * wide, i * high, len(shares) * wide, high, place, text))
         start += len(shares)
     return tiles
@@ -170,6 +171,7 @@ def _tiles(
 _MOST_TICKS = 6
 _CEILING = 1e12  # what is infinite is drawn there
 _COLOURS = 6
+_MOST_LINES = 120
 
 
 def charts(report: GateReport, kernel: str) -> tuple[Chart, ...]:
@@ -193,34 +195,44 @@ def charts(report: GateReport, kernel: str) -> tuple[Chart, ...]:
 def _chart(
     records: Iterable[Record], title: str, limit: str, value: Callable[[Record], float | None]
 ) -> Chart | None:
-    """The largest ``value`` at each number of keys, a series a dtype."""
-    largest: dict[str, dict[int, float]] = {}
+    """``value`` at each number of keys, a series a dtype; of equal Problems the largest.
+
+    A line joins Problems that differ in their lengths alone, and in batch, heads and seed.
+    """
+    lines: dict[tuple[str, str], dict[int, float]] = {}
     for record in records:
         number = value(record)
         if number is None or number <= 0:
             continue
         problem = problem_of(record)
-        by_length = largest.setdefault(problem.dtype, {})
+        by_length = lines.setdefault((problem.dtype, _line_name(record)), {})
         drawn = number if number < _CEILING else _CEILING  # NaN compares as less
         by_length[problem.kv] = max(by_length.get(problem.kv, 0.0), drawn)
-    lengths = sorted({kv for by_length in largest.values() for kv in by_length})
-    values = [number for by_length in largest.values() for number in by_length.values()]
+    lengths = sorted({kv for by_length in lines.values() for kv in by_length})
+    values = [number for by_length in lines.values() for number in by_length.values()]
     if len(lengths) < 2:  # a point is no curve
         return None
     x = _Scale(lengths[0], lengths[-1], LEFT + 12, RIGHT - 12)
     # 1 is always in sight: it is where the bound, or the ideal kernel, lies.
     y = _Scale(min(*values, 1.0), max(*values, 1.0), BOTTOM, TOP, whole=True)
+    # Of very many those with the largest errors: a page must stay small enough to open.
+    kept = set(sorted(lines, key=lambda key: -max(lines[key].values()))[:_MOST_LINES])
     series = tuple(
         Series(
             dtype,
             place % _COLOURS,
             tuple(
-                Point(x(kv), y(number), f"{dtype}, {kv:,} keys: {number_text.share(number)}")
-                for kv, number in sorted(by_length.items())
+                tuple(
+                    Point(x(kv), y(n), f"{dtype} {name}, {kv:,} keys: {share_text(n)}")
+                    for kv, n in sorted(lines[dtype, name].items())
+                )
+                for of, name in lines
+                if of == dtype and (of, name) in kept
             ),
         )
-        for place, (dtype, by_length) in enumerate(largest.items())
+        for place, dtype in enumerate(dict.fromkeys(dtype for dtype, _ in lines))
     )
+    left_out = f"; {len(lines) - len(kept):,} lines of smaller errors are left out"
     labelled: list[int] = []
     for kv in lengths:  # those whose labels do not touch
         if not labelled or x(kv) - x(labelled[-1]) >= (RIGHT - LEFT) / _MOST_TICKS:
@@ -228,13 +240,25 @@ def _chart(
     return Chart(
         title=title,
         description=f"{title} against the number of keys, {lengths[0]:,} to {lengths[-1]:,}, both "
-        f"logarithmic; the largest is {number_text.share(max(values))}",
+        f"logarithmic; the largest is {share_text(max(values))}"
+        f"{left_out if len(kept) < len(lines) else ''}",
         x=Axis(tuple((x(kv), f"{kv:,}") for kv in labelled)),
         y=Axis(y.ticks),
         x_name="keys",
         limit=(y(1.0), limit),
         series=series,
     )
+
+
+def _line_name(record: Record) -> str:
+    """``causal + softcap D64 large_logits decode``: what points of one line have in common."""
+    problem = problem_of(record)
+    dims = f"D{problem.head_dim}"
+    if problem.value_dim != problem.head_dim:
+        dims += f"/{problem.value_dim}"
+    question = str(record.case.get("question", ""))
+    parts = [_mods(problem), dims, problem.distribution, question]
+    return " ".join(part for part in parts if part not in {"compare", "normal"})
 
 
 class _Scale:

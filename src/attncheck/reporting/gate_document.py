@@ -6,7 +6,8 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from attncheck.core.sanitize_text import one_line
+from attncheck.core.judgement import share_text
+from attncheck.core.sanitize_text import one_line, shortened
 from attncheck.records.problem_summary import problem_of
 from attncheck.records.run_reports import STAGES
 from attncheck.reporting import number_text
@@ -63,6 +64,7 @@ _MOST_REASONS = 5
 _MOST_CHANGES = 20
 _MOST_NAMED = 3
 _MOST_IDS = 200
+_MOST_ROWS = 1000  # of a table on a page
 _LARGEST_SCRIPT = 2**18  # characters of one that a page shows; a larger one lies beside it
 _LARGEST_SCRIPTS = 2**22  # of all together
 _STANDING_LOOKS: dict[str, Look] = {
@@ -97,6 +99,7 @@ def gate_document(
     sections = (
         *_causes(report),
         _counts(report),
+        *_warnings(report),
         *_baseline(report),
         *_failures(report, most, where),
         *_not_covered(report),
@@ -128,13 +131,18 @@ def gate_page(report: GateReport, scripts: Mapping[str, str] | None = None) -> D
         command=report.command,
         # Environments stand at the end of a page, and at the head of a terminal.
         facts=tuple(_run_facts(report))[:1],
+        # By what is the same throughout nobody can choose.
+        filters={k: v for k, v in _facets(questions(report)).items() if v[1:]},
         sections=(
             *_causes(report),
             *_failures(report, MOST_ON_PAGE, "gate.json has all of them", scripts or {}),
             _counts(report, reading=True),
+            *_warnings(report),
             *_kernel_sections(report),
             *_baseline(report),
-            *_not_covered(report),
+            *_not_covered(report, refusals=False),
+            *_refused(report),
+            *_every_answer(report),
             Section(
                 "How it was made", (*map(Note, provenance), Note(_METHOD)), name="How it was made"
             ),
@@ -175,16 +183,20 @@ def failure_card(report: GateReport, group: FailureGroup, *, drawn: bool = False
         command=repro_command(group.id),
         others=", ".join(ids[:_MOST_IDS]) + (", …" if ids[_MOST_IDS:] else ""),
         other_count=len(ids),
+        facets=_facets([group.answer, *group.others]),
     )
 
 
-def not_covered(report: GateReport) -> Iterator[str]:
-    """Cases that were not looked at, and why, a line each."""
+def not_covered(report: GateReport, *, refusals: bool = True) -> Iterator[str]:
+    """Cases that were not looked at, and why, a line each; without ``refusals`` of kernels' own."""
     yield from (f"the gate itself: {line}" for line in report.harness)
     if report.unfinished:
         why = f": {report.unfinished_because.rstrip('.')}" if report.unfinished_because else ""
         unasked = f"{number_text.plural(report.unfinished, 'question')} not asked"
         yield f"{unasked}{why}. Run the same command again to go on."
+        for kernel, stages in report.missing.items():
+            counts = [f"{count:,} of {stage}" for stage, count in stages.items()]
+            yield f"not asked of {kernel}: {', '.join(counts) or 'anything at all'}"
     yield from (f"{kernel} is absent: {reason}" for kernel, reason in report.absent.items())
     # A kernel without an answer must not pass for one without a failure.
     for kernel in untested_kernels(report):
@@ -195,18 +207,25 @@ def not_covered(report: GateReport) -> Iterator[str]:
         yield f"not part of this run: {', '.join(left)}"
     if report.shard:
         yield f"this is part {report.shard} of a run that was shared out"
+    if not refusals:
+        return
     # Thousands of refusals have a handful of reasons: the most frequent are shown.
-    reasons = Counter(
-        (answer.record.kernel, answer.record.reason or "no reason given")
-        for answer in questions(report)
-        if answer.record.status == "unsupported"
-    )
+    reasons = _refusals(report)
     for (kernel, reason), count in reasons.most_common(_MOST_REASONS):
         yield f"{kernel} does not support {number_text.plural(count, 'question')}: {reason}"
     if len(reasons) > _MOST_REASONS:
         rest = sum(count for _, count in reasons.most_common()[_MOST_REASONS:])
         others = number_text.plural(len(reasons) - _MOST_REASONS, "other reason")
         yield f"{number_text.plural(rest, 'more question')} not supported, for {others}"
+
+
+def _refusals(report: GateReport) -> Counter[tuple[str, str]]:
+    """Questions by the kernel that does not take them, and why."""
+    return Counter(
+        (answer.record.kernel, answer.record.reason or "no reason given")
+        for answer in questions(report)
+        if answer.record.status == "unsupported"
+    )
 
 
 def _run_facts(report: GateReport) -> Iterator[str]:
@@ -274,10 +293,32 @@ def _counts(report: GateReport, *, reading: bool = False) -> Section:
             _number(status["unsupported"]),
             Cell(number_text.duration(sum(answer.seconds for answer in answers))),
         )
-        rows.append(Row((Cell(kernel), Cell(stage), *cells)))
+        facets = {"kernel": (shortened(kernel),), "stage": (stage,)}
+        rows.append(Row((Cell(kernel), Cell(stage), *cells), facets=facets))
     table = Table((*words, *map(Column, names)), tuple(rows))
     blocks: tuple[Block, ...] = (table, Note(_READING)) if reading else (table,)
     return Section("by kernel and stage", blocks if rows else (), name="Counts")
+
+
+def _warnings(report: GateReport) -> list[Section]:
+    """What is odd and fails nothing: the first of each kernel and question, and how many."""
+    _, doubtful = status_sides(report)
+    groups: dict[tuple[str, str], list[str]] = {}
+    for answer in questions(report):
+        record = answer.record
+        if record.status == "warn" and record.status in doubtful and record.judgement:
+            key = record.kernel, str(record.case.get("question"))
+            groups.setdefault(key, []).append(record.judgement.reason)
+    notes = [
+        Note(
+            f"{kernel} {question}{f' ({len(reasons)} times)' if reasons[1:] else ''}: {reasons[0]}"
+        )
+        for (kernel, question), reasons in groups.items()
+    ]
+    if len(notes) > _MOST_REASONS:
+        others = number_text.plural(len(notes) - _MOST_REASONS, "other question")
+        notes[_MOST_REASONS:] = [Note(f"and of {others}")]
+    return [Section("warnings", tuple(notes), name="Warnings")] if notes else []
 
 
 def _counters(report: GateReport) -> Iterator[tuple[str, int, Look]]:
@@ -353,9 +394,68 @@ def _failures(
     return [Section("failures, worst first", tuple(cards), name="Failures")]
 
 
-def _not_covered(report: GateReport) -> list[Section]:
-    notes = tuple(Note(line) for line in not_covered(report))
+def _not_covered(report: GateReport, *, refusals: bool = True) -> list[Section]:
+    notes = tuple(Note(line) for line in not_covered(report, refusals=refusals))
     return [Section("not covered", notes, name="Not covered")] if notes else []
+
+
+def _refused(report: GateReport) -> list[Section]:
+    """What kernels do not take, folded: it is long, and nothing is wrong with it."""
+    reasons = _refusals(report).most_common()
+    rows = tuple(
+        Row((Cell(reason), Cell(f"{count:,}"), Cell(kernel)), facets={"kernel": (kernel,)})
+        for (kernel, reason), count in reasons[:_MOST_ROWS]
+    )
+    columns = (Column("reason", words=True), Column("questions"), Column("kernel", words=True))
+    title = f"not supported: {number_text.plural(_refusals(report).total(), 'question')}"
+    section = Section(title, (Table(columns, rows),), name="Not supported", folded=True)
+    return [section] if rows else []
+
+
+def _every_answer(report: GateReport) -> list[Section]:
+    """What was asked, question by question, folded: failures first, what was refused left out."""
+    failing, doubtful = status_sides(report)
+    answers = [a for a in questions(report) if a.record.status != "unsupported"]
+
+    def place(answer: Answer) -> int:
+        status = answer.record.status
+        return 0 if status in failing else 1 if status in doubtful else 2
+
+    rows = []
+    for answer in sorted(answers, key=place)[:_MOST_ROWS]:
+        record = answer.record
+        share = record.judgement.out_over_bound if record.judgement else None
+        cells = (
+            Cell(problem_of(record).full_line),
+            Cell(record.status, ("bad", "notable", "plain")[place(answer)]),
+            Cell(number_text.NOTHING if share is None else share_text(share)),
+            Cell(str(record.case.get("question", ""))),
+            Cell(answer.stage),
+            Cell(record.kernel, "dim"),
+        )
+        rows.append(Row(cells, facets=_facets([answer])))
+    names = ("problem", "verdict", "÷ bound", "question", "stage", "kernel")
+    columns = tuple(Column(name, words=name != "÷ bound") for name in names)
+    blocks: list[Block] = [Table(columns, tuple(rows))]
+    more = len(answers) - len(rows)
+    blocks += [Note(f"and {more:,} more: gate.json has all of them")] if more > 0 else []
+    title = f"every question: {len(answers):,}"
+    return [Section(title, tuple(blocks), name="Every question", folded=True)] if rows else []
+
+
+def _facets(answers: Iterable[Answer]) -> dict[str, tuple[str, ...]]:
+    """Kernels, dtypes, stages and statuses of answers, each in the order in which it comes."""
+    values: dict[str, dict[str, None]] = {}
+    for answer in answers:
+        record = answer.record
+        dtype = problem_of(record).dtype
+        for name, value in zip(
+            ("kernel", "dtype", "stage", "status"),
+            (record.kernel, dtype, answer.stage, record.status),
+            strict=True,
+        ):
+            values.setdefault(name, {})[shortened(value)] = None
+    return {name: tuple(those) for name, those in values.items()}
 
 
 def _kernel_sections(report: GateReport) -> Iterator[Section]:
@@ -369,6 +469,9 @@ def _kernel_sections(report: GateReport) -> Iterator[Section]:
             blocks += [table, Note("✓ all passed, ✗ failed, ! odd, – not supported")]
         curves = charts(report, name)
         if curves:
-            largest = "The largest over all problems of a length; both axes are logarithmic."
-            blocks += [*curves, Note(largest)]
-        yield Section(name, tuple(blocks), name=name)
+            joined = (
+                "A line joins problems that differ in lengths, heads, batch and seed alone, the "
+                "largest of each length; both axes are logarithmic."
+            )
+            blocks += [*curves, Note(joined)]
+        yield Section(name, tuple(blocks), name=name, facets={"kernel": (shortened(name),)})

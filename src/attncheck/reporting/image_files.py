@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attncheck.core.errors import UsageError
 from attncheck.core.files import check_names, write_files
+from attncheck.core.judgement import share_text
 from attncheck.core.sanitize_text import one_line
 from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import Diagnosis, ErrorMap, TileMap
@@ -339,7 +340,7 @@ def _percent(share: float) -> str:
 def _ratio(ratio: float) -> str:
     if not math.isfinite(ratio):
         return "∞" if ratio > 0 else "NaN"
-    return f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.1f}"
+    return share_text(ratio) if ratio >= 100 else f"{ratio:.{0 if ratio >= 10 else 1}f}"
 
 
 def _shortened(text: str, most: int) -> str:

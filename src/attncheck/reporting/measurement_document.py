@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace as replace_struct
 
+from attncheck.core.judgement import share_text
 from attncheck.core.tensor_names import GRADIENTS
 from attncheck.records.problem_summary import problem_of
 from attncheck.reporting import number_text
@@ -336,7 +337,7 @@ def share_cell(share: float | None) -> Cell:
     """An error as a part of its bound; bad beyond it."""
     if share is None:
         return _NO_NUMBER
-    return Cell(number_text.share(share), "plain" if share <= 1 else "bad")
+    return Cell(share_text(share), "plain" if share <= 1 else "bad")
 
 
 def _error(number: float, *, signed: bool = False) -> Cell:

@@ -19,7 +19,6 @@ __all__ = [
     "quotient",
     "ratio",
     "scientific",
-    "share",
     "superscript",
 ]
 
@@ -50,13 +49,6 @@ def ratio(error: float, reference: float) -> str:
     if value is None:
         return "exact" if error == 0 and reference == 0 else NOTHING
     return f"{_three_digits(value)}×" if math.isfinite(value) else str(value)
-
-
-def share(number: float) -> str:
-    """A part of 1 in two digits: ``0.31``, ``0.0042``; more than 1 is ``12``."""
-    if number == 0 or not math.isfinite(number):
-        return "0" if number == 0 else str(number)
-    return f"{number:#.2g}".rstrip(".")
 
 
 def percent(number: float) -> str:

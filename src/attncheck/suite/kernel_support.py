@@ -9,7 +9,6 @@ from attncheck.cases.mask_samples import PLAIN_KIND, SOFTMAX, ProblemKind, sampl
 from attncheck.cases.strategies.families import MASK_FAMILIES
 from attncheck.cases.strategies.problems import nearest_supported
 from attncheck.relations import RELATIONS
-from attncheck.subjects.capabilities.subject import Subject
 from attncheck.verify.executor import Executor, Failure
 from attncheck.verify.kernel_hosts import executor_of
 
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from attncheck.inputs.problem import Problem
+    from attncheck.subjects.capabilities.subject import Subject
 
 __all__ = ["NOT_APPLICABLE", "KernelSupport", "compares_launches", "is_askable"]
 
@@ -103,8 +103,8 @@ def is_askable(subject: Subject, questions: Iterable[str]) -> bool:
 
     A kernel that says nothing of other launches is not asked about them.
     """
-    # Its class says it: no Problem is needed, as before tests are collected there is none.
-    return not compares_launches(questions) or type(subject).launches is not Subject.launches
+    # No Problem is needed: before tests are collected there is none.
+    return not compares_launches(questions) or subject.has_launches
 
 
 def compares_launches(questions: Iterable[str]) -> bool:

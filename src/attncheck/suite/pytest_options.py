@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from attncheck.cases.tier import TIERS, Tier, tier_named
-from attncheck.core.errors import UnknownName, UsageError
+from attncheck.core.errors import UnknownName, UsageError, parse_seconds
 from attncheck.core.formats import DTYPES
 
 if TYPE_CHECKING:
@@ -101,12 +101,20 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "help": "failures that are known, with a reason each (default: known_failures.toml beside "
         "the properties)",
     },
+    "timeout": {
+        "metavar": "TIME",
+        "help": "of one call of a kernel, such as 90s (default: 60s, and more to compile)",
+    },
+    "in-process": {
+        "action": "store_true",
+        "help": "for a debugger: call kernels in pytest's process, where they can break it",
+    },
     "report": {
         "metavar": "DIR",
         "help": "write properties.json and properties.md there",
     },
 }
-_ALSO_SHORT = ("kernel", "device", "dtype", "tier", "known-failures")
+_ALSO_SHORT = ("kernel", "device", "dtype", "tier", "known-failures", "in-process")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +128,8 @@ class Options:
         tier: How hard.
         known_failures: The file; empty for that beside the properties.
         report: Folder for a report; empty for none.
+        timeout: Seconds that one call may take; 0 for the usual ones.
+        in_process: Whether kernels are called in this process.
     """
 
     kernels: tuple[str, ...] = ()
@@ -128,6 +138,8 @@ class Options:
     tier: Tier = TIERS["smoke"]
     known_failures: str = ""
     report: str = ""
+    timeout: float = 0.0
+    in_process: bool = False
 
 
 def add(parser: pytest.Parser) -> None:
@@ -177,6 +189,8 @@ def options_of(config: pytest.Config) -> Options:
             tier=_tier(config, values["tier"] or "smoke"),
             known_failures=values["known-failures"] or "",
             report=values["report"] or "",
+            timeout=parse_seconds(values["timeout"], "--attncheck-timeout") or 0.0,
+            in_process=values["in-process"],
         )
     except UsageError as error:
         raise pytest.UsageError(f"attncheck: {error}") from None

@@ -9,7 +9,6 @@ this module is loaded by every pytest of the environment.
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
@@ -106,20 +105,12 @@ def pytest_collection_modifyitems(
 
 @pytest.fixture(scope="session")
 def kernel(request: pytest.FixtureRequest) -> Iterator[UnderTest]:
-    """Return the kernel under test.
-
-    On the CPU, and in a process among several, with one thread of torch: at these sizes more mostly
-    wait for each other, and where other processes want the cores too they were ten times slower.
-    """
-    import torch
+    """Return the kernel under test; with one thread of torch where ``few_threads`` says so."""
+    from attncheck.suite.session import few_threads
 
     under_test = _session(request.config).under_test(request.param)
-    threads = torch.get_num_threads()
-    if under_test.device == "cpu" or "PYTEST_XDIST_WORKER" in os.environ:
-        torch.set_num_threads(1)
-    yield under_test
-    # Other tests of this process get their threads back.
-    torch.set_num_threads(threads)
+    with few_threads(under_test.device):
+        yield under_test
 
 
 @pytest.fixture(scope="session")
@@ -210,4 +201,5 @@ def _session(config: pytest.Config) -> Session:
 
         pytest_options.register()
         config.stash[_SESSION] = Session(options=config.stash[_OPTIONS])
+        config.add_cleanup(config.stash[_SESSION].close)
     return config.stash[_SESSION]

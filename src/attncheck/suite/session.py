@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from attncheck.cases.check_cases import check_cases
 from attncheck.cases.mask_samples import PLAIN_KIND, ProblemKind
@@ -15,16 +18,18 @@ from attncheck.core.errors import UsageError
 from attncheck.core.formats import DTYPES
 from attncheck.subjects.capabilities import named_kernels
 from attncheck.subjects.capabilities.configuration import read_configuration
-from attncheck.subjects.load import load_subject
 from attncheck.suite.kernel_support import NOT_APPLICABLE, KernelSupport, is_askable
 from attncheck.suite.pytest_options import MARK, choose_gpu
 from attncheck.suite.under_test import UnderTest
 from attncheck.verify.environment import default_device, prepare, require_device
 from attncheck.verify.executor import InProcess
+from attncheck.verify.kernel_hosts import open_kernel
 from attncheck.verify.kernel_server import Compiling
+from attncheck.verify.remote_kernel import Deadlines
+from attncheck.workers.process import HostError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from attncheck.subjects.capabilities.subject import Subject
     from attncheck.suite.property_spec import PropertySpec
@@ -96,6 +101,7 @@ class Session:
     compiling: Compiling = field(default_factory=Compiling)
     _supports: dict[str, KernelSupport] = field(default_factory=dict)
     _takes_dtype: dict[tuple[str, str], bool] = field(default_factory=dict)
+    _hosts: ExitStack = field(default_factory=ExitStack)
 
     @cached_property
     def device(self) -> str:
@@ -124,7 +130,7 @@ class Session:
             pytest.UsageError: for one that was asked for and cannot be loaded, or not run here.
         """
         if self.options.kernels:
-            return tuple(_load_kernel(name, self.device) for name in self.options.kernels)
+            return tuple(map(self._load_kernel, self.options.kernels))
         return tuple(
             Kernel(name=name, subject=subject)
             for name in named_kernels.builtin_names()
@@ -143,7 +149,7 @@ class Session:
             names = read_configuration().kernels
         except UsageError as error:
             raise pytest.UsageError(str(error)) from None
-        return tuple(_load_kernel(name, self.device) for name in names)
+        return tuple(map(self._load_kernel, names))
 
     def plain_params(self) -> list[Param]:
         """Return one for each kernel: the tests of somebody's own file.
@@ -191,6 +197,26 @@ class Session:
         if self.lost_by:
             pytest.skip(f"this process lost its GPU in {self.lost_by}: run again without that")
 
+    def close(self) -> None:
+        """End the processes of the kernels."""
+        self._hosts.close()
+
+    def _load_kernel(self, name: str) -> Kernel:
+        isolated = False if self.options.in_process else None
+        limits = Deadlines.of(self.options.timeout)
+        try:
+            with few_threads(self.device):  # which a process of its own has as many of
+                host = open_kernel(name, device=self.device, isolated=isolated, deadlines=limits)
+        except UsageError as error:
+            raise pytest.UsageError(f"--kernel: {error}") from None
+        except HostError as error:
+            raise pytest.UsageError(f"--kernel: {name}: as it was loaded, {error}") from None
+        self._hosts.callback(host.close)
+        reason = host.executor.absence(host.subject, self.device)
+        if reason:
+            raise pytest.UsageError(f"--kernel: {name} cannot run on {self.device}: {reason}.")
+        return Kernel(name=name, subject=host.subject)
+
     def _support(self, kernel: Kernel) -> KernelSupport:
         if kernel.name not in self._supports:
             self._supports[kernel.name] = KernelSupport(kernel.subject, self.device)
@@ -209,15 +235,20 @@ class Session:
         return self._takes_dtype[key]
 
 
-def _load_kernel(name: str, device: str) -> Kernel:
+@contextmanager
+def few_threads(device: str) -> Iterator[None]:
+    """Within, torch has one thread on a CPU, and in a process among several.
+
+    At these sizes more mostly wait for each other, and where other processes want the cores too
+    they were ten times slower. Other tests of this process get their threads back.
+    """
+    threads = torch.get_num_threads()
+    if device == "cpu" or "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)
     try:
-        subject = load_subject(name)
-    except UsageError as error:
-        raise pytest.UsageError(f"--kernel: {error}") from None
-    reason = InProcess().absence(subject, device)
-    if reason:
-        raise pytest.UsageError(f"--kernel: {name} cannot run on {device}: {reason}.")
-    return Kernel(name=name, subject=subject)
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def parametrize_kernels(metafunc: pytest.Metafunc, session: Session) -> None:

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING, NoReturn
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
 from attncheck.cases.tier import TIERS, Tier
-from attncheck.diagnose.diagnosis import diagnose_failure
+from attncheck.diagnose.diagnosis import diagnose_failure, explain_failure, explained_by
+from attncheck.judge.fault_explanation import count_equals
+from attncheck.records.failure_causes import symptom
 from attncheck.records.record import UNTRUSTED_STATUSES
 from attncheck.records.run_reports import Tally
 from attncheck.suite.kernel_support import KernelSupport
 from attncheck.suite.wrong_answers import WrongAnswer
+from attncheck.verify.isolated import IsolatedExecutor
+from attncheck.verify.kernel_hosts import confirm_death
 from attncheck.verify.kernel_server import Compiling
 from attncheck.verify.run_case import run_case
 
 if TYPE_CHECKING:
+    from attncheck.diagnose.diagnosis import Findings
     from attncheck.inputs.problem import Case
     from attncheck.records.record import Record
     from attncheck.subjects.capabilities.subject import Subject
@@ -57,6 +63,11 @@ class UnderTest(KernelSupport):
         self.name = name
         self.dtype, self.family, self.tier = dtype, family, tier
         self.failed: Record | None = None
+        # Of the failure that a search makes smaller: what explains it, and whether it explains
+        # other Cases, by their ids.
+        self._first: Record | None = None
+        self._findings: Findings | None = None
+        self._alike: dict[str, bool] = {}
         self.lost: Record | None = None
         self.share = 0.0
         self.tally = Tally()
@@ -69,23 +80,28 @@ class UnderTest(KernelSupport):
     def begin(self) -> None:
         """Forget what was asked before: another test begins."""
         self.reason, self.failed, self.share, self.tally = "", None, 0.0, Tally()
+        self._first, self._findings, self._alike = None, None, {}
         self.odd = ""
 
     def answer(self, case: Case) -> Record:
         """Return the Record of one Case, and count it."""
-        start, compiled = time.perf_counter(), self._compiling.seconds
+        start, compiled = time.perf_counter(), self._compiled()
         # The verdict alone, which is quick: a diagnosis is made when the text is read.
-        record = run_case(
-            self.subject, case, device=self.device, executor=self.executor, brief=True
-        )
+        how: dict[str, Any] = {"device": self.device, "executor": self.executor, "brief": True}
+        record, _ = confirm_death(self.subject, partial(run_case, self.subject, case, **how))
         seconds = time.perf_counter() - start
-        compiling = self._compiling.seconds - compiled
+        compiling = self._compiled() - compiled
         self.tally.add(Tally(problems={record.status: 1}, seconds=seconds, compiling=compiling))
         if record.status == "unsupported":
             self.reason = record.reason
         if record.status == "warn" and record.judgement and record.judgement.rule == "relation":
             self.odd = self.odd or record.judgement.reason
         return record
+
+    def _compiled(self) -> float:
+        """Seconds that compilers took so far, here and in the kernel's process."""
+        there = self.executor.compiling if isinstance(self.executor, IsolatedExecutor) else 0.0
+        return self._compiling.seconds + there
 
     def must_hold(self, case: Case) -> None:
         """Raise WrongAnswer, which reads like a diagnosis, unless the kernel answers rightly.
@@ -100,13 +116,40 @@ class UnderTest(KernelSupport):
         record = self.lost or self.answer(case)
         self._guide_search(record)
         if record.status in UNTRUSTED_STATUSES:
+            import hypothesis  # as below
+
+            # A search makes one failure smaller: another one that it comes upon is no answer.
+            if hypothesis.currently_in_test_context() and self._is_another(record):
+                hypothesis.reject()
             self.failed = record
             if record.status == "error" and self.device == "cuda" and gpu_is_lost():
                 self.lost = record  # whatever is asked now fails alike: this one did it
             raise WrongAnswer(record, kernel=self.name, device=self.device, diagnose=self._diagnose)
 
     def _diagnose(self, record: Record) -> Record:
-        return diagnose_failure(record, self.subject, device=self.device, executor=self.executor)
+        how: dict[str, Any] = {"device": self.device, "executor": self.executor}
+        return diagnose_failure(record, self.subject, before=self._findings, **how)
+
+    def _is_another(self, record: Record) -> bool:
+        """Return whether a failure is unlike the first one: in its rule, its symptom or its cause.
+
+        Asked of the same Case again it says the same: Hypothesis would call the test flaky.
+        """
+        how: dict[str, Any] = {"device": self.device, "executor": self.executor}
+        if self._first is None:
+            self._first = record
+            self._findings = explain_failure(record, self.subject, **how)
+            return False
+        if symptom(record) != symptom(self._first):
+            return True
+        ranking = self._findings.ranking if self._findings else []
+        models = {one.name for one in ranking[: count_equals(ranking)]}
+        if not models or record.case_id == self._first.case_id:
+            return False
+        if record.case_id not in self._alike:
+            told = explained_by(record, models, self.subject, **how)
+            self._alike[record.case_id] = told is not None
+        return not self._alike[record.case_id]
 
     def skip(self) -> NoReturn:
         """Skip the test, with what the kernel said when it last refused a Problem."""

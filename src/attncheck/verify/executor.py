@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from attncheck.core.outputs import Outputs
+from attncheck.core.source_files import error_line, first_line
 from attncheck.subjects.capabilities.subject import ContractViolation, Refused
 from attncheck.verify.call_conditions import PLAIN_CALL, CallConditions, CallNotes, under_conditions
 from attncheck.verify.obligations import (
@@ -70,20 +71,14 @@ def out_of_memory(error: Exception) -> bool:
 
 def failure(error: BaseException) -> Failure:
     """Return what somebody's code raised, as data."""
+    line = first_line(error)
     if isinstance(error, Refused):
-        return Failure(kind="refused", message=str(error))
-    try:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    except KeyboardInterrupt:
-        raise
-    except BaseException:  # noqa: BLE001  # somebody's __str__
-        lines = []
+        return Failure(kind="refused", message=line)
     if isinstance(error, ContractViolation):
-        return Failure(kind=error.rule, message=f"{lines[0]}." if lines else error.rule)
-    name = type(error).__name__
-    message = f"{name}: {lines[0]}" if lines else name
+        return Failure(kind=error.rule, message=f"{line}." if line else error.rule)
+    message = error_line(error)
     trace = "".join(traceback.format_exception(error))
-    lacks = bool(lines) and isinstance(error, Exception) and out_of_memory(error)
+    lacks = bool(line) and isinstance(error, Exception) and out_of_memory(error)
     lacks = lacks or isinstance(error, MemoryError)  # Python's says nothing
     return Failure(kind="oom" if lacks else "error", message=message, trace=trace)
 

@@ -18,7 +18,7 @@ from attncheck.subjects.capabilities.named_kernels import BUILTIN
 from attncheck.subjects.load import load_subject
 from attncheck.verify.executor import InProcess
 from attncheck.verify.isolated import IsolatedKernel
-from attncheck.verify.remote_kernel import RemoteSubject
+from attncheck.verify.remote_kernel import Deadlines, RemoteSubject
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from attncheck.records.record import Status
     from attncheck.subjects.capabilities.subject import Subject
     from attncheck.verify.executor import Executor
-    from attncheck.verify.remote_kernel import Deadlines
     from attncheck.workers.process import Died, Worker
 
 __all__ = [
@@ -101,7 +100,7 @@ def open_kernel(
             kernel, convention=convention, device=device, deadlines=deadlines, worker=worker
         )
     if worker is not None:
-        worker.kill(0.0)
+        worker.kill(Deadlines().close)
     return _LocalKernel(kernel, convention, here)
 
 
@@ -111,7 +110,7 @@ def executor_of(subject: Subject) -> Executor:
 
 
 def confirm_death(
-    subject: Subject, ask: Callable[[], Record], of: frozenset[Status] = DEATHS
+    subject: Subject, ask: Callable[[], Record], *, slow: bool = False
 ) -> tuple[Record, int]:
     """Return the Record that ``ask`` gives, and how often it was asked.
 
@@ -120,10 +119,11 @@ def confirm_death(
     Args:
         subject: The kernel that is asked.
         ask: Asks it one Case.
-        of: Statuses that are confirmed.
+        slow: Whether a timeout is confirmed too, which takes as long again.
     """
     first = ask()
-    if first.status not in of or not isinstance(subject, RemoteSubject):
+    died = first.status in DEATHS and (slow or first.status != "timeout")
+    if not died or not isinstance(subject, RemoteSubject):
         return first, 1
     # In a new process, since an earlier call may have left the first one broken.
     subject.fresh()

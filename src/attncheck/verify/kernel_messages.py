@@ -44,7 +44,7 @@ __all__ = [
     "unpack_outputs",
 ]
 
-_FLAGS = ("triton", "sinks", "backward", "captured", "promises_gradients")
+_FLAGS = ("triton", "sinks", "backward", "captured", "promises_gradients", "has_launches")
 _Dataclass = TypeVar("_Dataclass")
 
 

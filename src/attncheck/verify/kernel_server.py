@@ -151,6 +151,7 @@ class KernelServer:
             "unsupported": lambda: kernel.unsupported(problem, device),
             "tiling": lambda: to_fields(kernel.tiling(problem, device)),
             "arithmetic": lambda: to_fields(kernel.arithmetic(problem, device)),
+            "written_call": lambda: to_fields(kernel.written_call(problem)),
             "files": _files,
             "launches": lambda: {
                 name: describe_subject(each)

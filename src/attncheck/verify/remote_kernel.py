@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 from attncheck.core.errors import UsageError
 from attncheck.inputs.question_parameters import PROMISES
-from attncheck.subjects.capabilities.subject import Subject
+from attncheck.subjects.capabilities.subject import Subject, WrittenCall
 from attncheck.verify.kernel_messages import (
     check_description,
+    from_fields,
     read_arithmetic,
     read_tiling,
     remote_error,
@@ -239,6 +240,12 @@ class RemoteSubject(Subject):
         )
         self.captured = description["captured"]
         self.promises_gradients = description["promises_gradients"]
+        self._has_launches: bool = description["has_launches"]
+
+    @property
+    def has_launches(self) -> bool:
+        """As the kernel says."""
+        return self._has_launches
 
     def fresh(self) -> None:
         """Let its process end: whatever is asked next is asked of a new one."""
@@ -273,6 +280,11 @@ class RemoteSubject(Subject):
         if len(self._tilings) >= _MOST_TILINGS:
             self._tilings.clear()
         self._tilings[problem.id, device] = tiling
+
+    def written_call(self, problem: Problem) -> WrittenCall | None:
+        """As the kernel says."""
+        words = self.ask("written_call", problem, self.connection.device)
+        return None if words is None else from_fields(WrittenCall, words)
 
     def launches(self, problem: Problem, device: str) -> Mapping[str, Subject]:
         """As the kernel says, each in the same process."""

@@ -277,7 +277,12 @@ def _resumed_content(path: Path, descriptor: int, *, resume: bool) -> JournalCon
             return JournalContent()
         with os.fdopen(os.dup(descriptor), "rb") as file:
             file.seek(0)
-            content = read_journal_file(file, str(path))
+            try:
+                content = read_journal_file(file, str(path))
+            except JournalError as error:
+                raise JournalError(
+                    f"{error} Start anew with --fresh, or choose another --out."
+                ) from None
         if content.torn:
             # The next line would be glued to the torn one otherwise.
             os.ftruncate(descriptor, content.size)

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any, cast
 from attncheck.core.formats import Format
 from attncheck.core.mod_spec import FULL, NONE
 from attncheck.core.outputs import Outputs
-from attncheck.subjects.capabilities.subject import Call, Refused, Subject, Tiling, TooLarge
+from attncheck.subjects.capabilities.subject import (
+    Call,
+    Refused,
+    Subject,
+    Tiling,
+    TooLarge,
+    WrittenCall,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -91,6 +98,10 @@ class Declared(Subject):
             return self._with_declared_lse(outputs)
 
         return checked
+
+    def written_call(self, problem: Problem) -> WrittenCall | None:
+        """Return how the kernel is called: a table changes no call."""
+        return self.inner.written_call(problem)
 
     def tiling(self, problem: Problem, device: str) -> Tiling | None:
         """Return the kernel's own tiling."""

@@ -25,6 +25,7 @@ __all__ = [
     "Subject",
     "Tiling",
     "TooLarge",
+    "WrittenCall",
     "capability",
     "memory_refusal",
     "with_full_tanh",
@@ -51,6 +52,23 @@ class ContractViolation(Exception):
     """
 
     rule = "contract"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenCall:
+    """A call of a function as Python source, without attncheck.
+
+    Attributes:
+        source: It defines ``call(kernel, q, k, v)``; None where an argument cannot be said.
+        convention: How the function is called.
+        empty_row: What it gives for a row that sees no key, as ``ConventionOptions`` say.
+        triton: Whether it uses Triton.
+    """
+
+    source: str | None
+    convention: str
+    empty_row: str
+    triton: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +164,16 @@ class Subject(ABC):
     def tiling(self, problem: Problem, device: str) -> Tiling | None:
         """The tiling it uses on ``problem``, where it is known and declared."""
         del problem, device
+        return None
+
+    @property
+    def has_launches(self) -> bool:
+        """Whether it says of other launches at all, as its class alone can tell."""
+        return type(self).launches is not Subject.launches
+
+    def written_call(self, problem: Problem) -> WrittenCall | None:
+        """Return how a script calls it on ``problem``; None where it needs attncheck for that."""
+        del problem
         return None
 
     def launches(self, problem: Problem, device: str) -> Mapping[str, Subject]:

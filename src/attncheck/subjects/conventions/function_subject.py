@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from attncheck.core.mod_spec import FULL
-from attncheck.subjects.capabilities.subject import Call, Subject, memory_refusal
+from attncheck.subjects.capabilities.subject import Call, Subject, WrittenCall, memory_refusal
 from attncheck.subjects.conventions.convention import MadeArgument, Request
 from attncheck.subjects.conventions.empty_rows import empty_rows, settle_empty_rows
 from attncheck.subjects.conventions.function_gradients import GradientCall, gradient_refusal
@@ -199,6 +199,15 @@ class FunctionSubject(Subject):
         if not problem.backward:
             return assumed
         return with_rounded_sums(assumed, problem, device, whole=False)
+
+    def written_call(self, problem: Problem) -> WrittenCall:
+        """Return how a script calls the function."""
+        return WrittenCall(
+            source=self.render(problem),
+            convention=self.convention,
+            empty_row=self.options.empty_row,
+            triton=self.triton,
+        )
 
     def render(self, problem: Problem) -> str | None:
         """A call of the kernel on ``problem`` as Python source, in plain torch.
