@@ -1,15 +1,15 @@
 """The table of hostile kernels and bad inputs: how it is read, run, judged and shown.
 
-Each file of ``entries/`` holds families in TOML. A family has a ``title``, sentences (``about``), and
-what its entries have unless they say otherwise; an entry has
+Each file of ``entries/`` holds families in TOML. A family has a ``title``, sentences (``about``),
+and what its entries have unless they say otherwise; an entry has
 
 * ``name``: what is hostile or bad, as the page says it;
 * ``kernel``: the body of ``def kernel(q, k, v)`` in ``k.py``, after ``HEAD``; or ``file``: all of
   ``k.py``; ``files``: others by name; ``setup``: Python that runs in the folder before;
-* ``command``: what stands after ``attncheck``; ``shell``: a line of shell in its place, where
+* ``command``: what stands after ``attncheck``; ``line``: a line of shell in its place, where
   ``$A`` is attncheck; ``environment``: variables that are otherwise (empty: none);
-* ``code``: the exit code; ``says``: the line that tells the user, where … stands for anything. It is
-  the first line of standard error unless a verdict was reached (codes 0, 1 and 5); empty where
+* ``code``: the exit code; ``says``: the line that tells the user, where … stands for anything. It
+  is the first line of standard error unless a verdict was reached (codes 0, 1 and 5); empty where
   nobody can read anything;
 * ``fresh``: a Python that has imported nothing, since the entry is about processes or descriptors;
 * ``prints``: lines of standard error that may be the kernel's own;
@@ -57,7 +57,7 @@ class Entry:
     code: int
     says: str
     command: str = ""
-    shell: str = ""
+    line: str = ""
     kernel: str = ""
     file: str = ""
     files: dict[str, str] = field(default_factory=dict)
@@ -67,7 +67,6 @@ class Entry:
     prints: int = 0
     leaves: tuple[str, ...] = ()
     pending: str = ""
-    quick: bool = False
 
     @property
     def id(self) -> str:
@@ -85,11 +84,11 @@ class Family:
     entries: tuple[Entry, ...]
 
 
-def families() -> list[Family]:
-    """Every family, in the order of the page."""
+def families(file: str = "*") -> list[Family]:
+    """Every family, in the order of the page; or those of the files ``N_file.toml``."""
     return [
         _family(data)
-        for path in sorted((HERE / "entries").glob("*.toml"))
+        for path in sorted((HERE / "entries").glob(f"?_{file}.toml"))
         for data in tomllib.loads(path.read_text(encoding="utf-8"))["family"]
     ]
 
@@ -97,9 +96,7 @@ def families() -> list[Family]:
 def _family(data: dict[str, Any]) -> Family:
     own = {each.name for each in fields(Entry)}
     shared = {name: value for name, value in data.items() if name in own}
-    entries = tuple(
-        Entry(**{"family": data["title"], **shared, **each}) for each in data["entry"]
-    )
+    entries = tuple(Entry(**{"family": data["title"], **shared, **each}) for each in data["entry"])
     return Family(
         title=data["title"],
         about=data.get("about", ""),
@@ -127,8 +124,8 @@ def run(entry: Entry, folder: Path, servers: Servers) -> subprocess.CompletedPro
     if entry.setup:
         subprocess.run([sys.executable, "-I", "-c", entry.setup], cwd=work, check=True)
     env = _environment(folder, entry)
-    if entry.shell:
-        words = ["bash", "-c", entry.shell]
+    if entry.line:
+        words = ["bash", "-c", entry.line]
         env["A"] = f"{sys.executable} -m attncheck"
     else:
         words = [sys.executable, "-m", "attncheck", *shlex.split(entry.command)]
@@ -226,36 +223,48 @@ def page() -> str:
     lines = [
         "# Hostile kernels and bad inputs",
         "",
-        f"What attncheck says of {count} kernels that break, cheat or scribble, and of files, options and",
-        "environments that are wrong. The tests run every line of these tables: the exit code, the line",
-        "that tells the user (… stands for anything), at most a few lines on standard error, no traceback",
-        "of attncheck's, no escape code that reaches the terminal, no file left elsewhere, no process",
-        "left behind.",
+        f"What attncheck says of {count} kernels that break, cheat or scribble, and of files,",
+        "options and environments that are wrong. The tests run every line of these tables: the",
+        "exit code, the line that tells the user (… stands for anything), at most a few lines on",
+        "standard error, no traceback of attncheck's, no escape code that reaches the terminal, no",
+        "file left elsewhere, no process left behind. Kernels are `kernel` of a file `k.py`; where",
+        "a row shows no command, it is the one above its table.",
         "",
-        "Exit codes: 0 pass, 1 a check failed, 2 usage, 3 not everything could be done, 5 nothing was",
-        "tested, 130 interrupted.",
+        "Exit codes: 0 pass, 1 a check failed, 2 usage, 3 not everything could be done,",
+        "5 nothing was tested, 130 interrupted.",
         "",
     ]
     for family in all_families:
         lines += [f"## {family.title}", ""]
         if family.about:
             lines += [family.about, ""]
-        same = all(each.command == family.command and not each.shell for each in family.entries)
-        if same:
+        if family.command:
             lines += [f"`attncheck {family.command}`", ""]
-        lines += _table(family, with_command=not same)
+        lines += _table(family)
     return "\n".join(lines)
 
 
-def _table(family: Family, *, with_command: bool) -> list[str]:
-    heads = ["", *(["Command"] if with_command else []), "Exit", "It says"]
+def _table(family: Family) -> list[str]:
+    """Rows of a family, with a column of commands where they are not all the family's."""
+    commands = [
+        "" if each.command == family.command and not each.line else _command(each)
+        for each in family.entries
+    ]
+    own = any(commands)
+    heads = ["", *(["Command"] if own else []), "Exit", "It says"]
     lines = [_row(heads), _row(["---"] * len(heads))]
-    for entry in family.entries:
-        command = entry.shell.replace("$A", "attncheck") or f"attncheck {entry.command}"
-        said = _code(entry.says) + (f" (not yet: {entry.pending})" if entry.pending else "")
-        cells = [entry.name, *([_code(command)] if with_command else []), str(entry.code), said]
-        lines.append(_row([cells[0].replace("|", "\\|"), *cells[1:]]))
+    for entry, command in zip(family.entries, commands, strict=True):
+        said = _code(entry.says) if entry.says else "nothing: nobody could read it"
+        said += f" (not yet: {entry.pending})" if entry.pending else ""
+        name = entry.name.replace("|", "\\|").replace("*", "\\*").replace("__", "\\_\\_")
+        lines.append(_row([name, *([command] if own else []), str(entry.code), said]))
     return [*lines, ""]
+
+
+def _command(entry: Entry) -> str:
+    words = entry.line.replace("$A", "attncheck") or f"attncheck {entry.command}"
+    cut = words if len(words) < 160 else f"{words[:100]}…"
+    return _code("".join(c if c.isprintable() else repr(c)[1:-1] for c in cut))
 
 
 def _row(cells: list[str]) -> str:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from attncheck.records.record import Report
     from attncheck.records.run_reports import GateReport
 
-__all__ = ["report"]
+__all__ = ["read_run_journal", "report"]
 
 _LARGEST_SCRIPT = 2**20  # bytes of one that is taken over into a page
 
@@ -65,7 +65,7 @@ def _loaded(path: Path) -> GateReport | Report:
     from attncheck.records.run_reports import GateReport
 
     if path.suffix == ".jsonl":
-        return _of_journal(path)
+        return read_run_journal(path)
     data = json_numbers.read_json(path, "report", LARGEST_GATE)
     keys = set(data) if isinstance(data, dict) else set()
     if "tier" in keys and "started" in keys:
@@ -76,7 +76,8 @@ def _loaded(path: Path) -> GateReport | Report:
     raise UsageError(json_numbers.refusal_message(json_numbers.source_name(path), "report", fact))
 
 
-def _of_journal(path: Path) -> GateReport:
+def read_run_journal(path: Path) -> GateReport:
+    """Return what the journal ``path`` of a gate tells; raises UsageError for what is none."""
     from attncheck.core.errors import UsageError
     from attncheck.gate.gate_report import build_report as of_content
     from attncheck.workers.journal_format import JournalError, read_journal

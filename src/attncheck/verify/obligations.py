@@ -139,12 +139,11 @@ def _numbers(inputs: Inputs) -> int:
 def _tensor(name: str, value: object, shape: tuple[int, ...], inputs: Inputs) -> str:
     if not isinstance(value, torch.Tensor):
         return f"{name} is {type(value).__name__}, but should be a tensor."
-    if type(value) not in _PLAIN:
-        return f"{name} is {type(value).__name__}, but should be a torch.Tensor itself."
-    # One that answers in torch's place would say what it likes of itself.
+    # One with attributes in place of torch's would say what it likes of itself.
     own = [attribute for attribute in vars(value) if hasattr(torch.Tensor, attribute)]
-    if own:
-        return f"{name} has an attribute {own[0]!r} in place of torch's."
+    if type(value) not in _PLAIN or own:
+        kind = f"a tensor with a {own[0]!r} of its own" if own else type(value).__name__
+        return f"{name} is {kind}, but should be a torch.Tensor itself."
     if tuple(value.shape) != shape:
         return f"{name}.shape={tuple(value.shape)}, but should be {shape}."
     if value.device != inputs.device:
