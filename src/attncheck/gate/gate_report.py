@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from attncheck.workers.journal_format import JournalContent
     from attncheck.workers.units import Unit
 
-__all__ = ["build_report", "command_line", "journal_header"]
-
 
 def journal_header(
     kernels: tuple[str, ...],

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from attncheck.core.judgement import Rule
     from attncheck.records.record import Explanation, Record
 
-__all__ = ["CauseGroup", "certain_explanations", "fault_text", "group_by_cause", "symptom"]
-
 Key = tuple[str, ...]
 _MOST_NAMED = 3  # of several causes that explain all of a group
 

@@ -23,19 +23,6 @@ if TYPE_CHECKING:
     from attncheck.records.failures import KeptFailure
     from attncheck.records.record import Explanation, Record, Status
 
-__all__ = [
-    "TERMS",
-    "causes_section",
-    "diagnosis_text",
-    "explanation_facts",
-    "failure_facts",
-    "failure_heading",
-    "kept_failure_text",
-    "map_lines",
-    "repro_command",
-    "tile_picture",
-]
-
 TERMS = {
     "scores": "q·k and its scale: operands as products read them, sums, and what they do to P",
     "LSE": "LSE as the kernel gave it, which P comes from again",

@@ -46,15 +46,6 @@ if TYPE_CHECKING:
     from attncheck.reporting.document import Block
     from attncheck.reporting.gate_verdict import FailureGroup
 
-__all__ = [
-    "MOST_ON_PAGE",
-    "MOST_ON_TERMINAL",
-    "failure_card",
-    "gate_document",
-    "gate_page",
-    "not_covered",
-]
-
 MOST_ON_TERMINAL = 5
 """Failures that a terminal shows in full."""
 MOST_ON_PAGE = 50

@@ -29,15 +29,6 @@ if TYPE_CHECKING:
     from attncheck.verify.executor import Executor
     from attncheck.workers.process import Died, Worker
 
-__all__ = [
-    "DEATHS",
-    "KernelHost",
-    "confirm_death",
-    "death_record",
-    "executor_of",
-    "open_kernel",
-]
-
 DEATHS: frozenset[Status] = frozenset({"crash", "timeout", "oom"})
 """Statuses of a kernel whose process gave no answer."""
 
@@ -45,10 +36,8 @@ DEATHS: frozenset[Status] = frozenset({"crash", "timeout", "oom"})
 class KernelHost(Protocol):
     """A kernel, and how to call it."""
 
-    @property
-    def subject(self) -> Subject:
-        """Return the kernel."""
-        ...
+    subject: Subject
+    """The kernel; who settles on which terms it is asked replaces it."""
 
     @property
     def executor(self) -> Executor:
