@@ -19,9 +19,9 @@ from attncheck.inputs import input_tensors as inputs_room
 from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.call_conditions import CallConditions
+from attncheck.verify.deaths import confirm_death
 from attncheck.verify.executor import Execution, Failure, InProcess, Origin
 from attncheck.verify.isolated import IsolatedExecutor, IsolatedKernel
-from attncheck.verify.kernel_hosts import confirm_death
 from attncheck.verify.remote_kernel import Deadlines, RemoteSubject
 from attncheck.verify.run_case import new_record, run_case
 from attncheck.workers.process import Died, HostError
@@ -176,7 +176,7 @@ class Counted(RemoteSubject):
     started = 0
 
     def __init__(self):
-        """Of no process."""
+        self.connection = SimpleNamespace(asked=(), device="cpu")
 
     def fresh(self):
         self.started += 1

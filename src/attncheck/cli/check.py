@@ -166,12 +166,12 @@ def _questions(
     dtypes: tuple[str, ...], head_dims: tuple[int, ...], names: tuple[str, ...]
 ) -> list[CheckCase]:
     """The check cases, dtype by dtype; raises UnknownName for a name that none of them has."""
-    from attncheck.cases.check_cases import check_cases, state_case
+    from attncheck.cases.check_cases import call_cases, check_cases
     from attncheck.core.errors import UnknownName
 
     dtypes = dtypes or ("bf16",)
     # First, as long as the kernel's process is new: later ones may already be changed.
-    questions = [state_case(dtypes[0], head_dims)]
+    questions = call_cases(dtypes[0], head_dims)
     questions += [one for dtype in dict.fromkeys(dtypes) for one in check_cases(dtype, head_dims)]
     known = {question.name for question in questions}
     for name in names:
@@ -196,7 +196,7 @@ def _answered(
     from attncheck.cli.progress import progress
     from attncheck.reporting.check_document import check_document, check_section
     from attncheck.reporting.terminal import head_lines, print_lines, row_lines
-    from attncheck.verify.kernel_hosts import DEATHS
+    from attncheck.verify.deaths import DEATHS
     from attncheck.verify.verify import iter_records
 
     if live:
@@ -211,7 +211,9 @@ def _answered(
         ):
             interrupts.check()
             advance(record.variant)
-            deaths += record.status in DEATHS
+            # What writes beside its tensors may end its process, or change any later answer.
+            wild = record.judgement is not None and record.judgement.rule == "memory"
+            deaths += wild or record.status in DEATHS
             left = len(questions) - len(records) - 1
             # Each further one would take as long, or start another process: no verdict needs it.
             stops = left and (record.status == "timeout" or deaths >= _MOST_DEATHS)
@@ -236,7 +238,7 @@ def _death_report(
     """Report of a kernel whose process died as it was loaded: the first question fails."""
     from msgspec.structs import replace
 
-    from attncheck.verify.kernel_hosts import death_record
+    from attncheck.verify.deaths import death_record
     from attncheck.verify.verify import assemble_report
 
     report = assemble_report((), (), device=device, command=command)
