@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,11 @@ from tests.warm_python import Servers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+# What is found of a kernel is kept for the next run: of the tests' own, not of a user's.
+if "ATTNCHECK_CACHE_DIR" not in os.environ:  # processes of pytest-xdist share that of the first
+    _FOUND = tempfile.TemporaryDirectory(prefix="attncheck-tests-")
+    os.environ["ATTNCHECK_CACHE_DIR"] = _FOUND.name
 
 # Triton decides at its import whether it compiles or interprets; without a GPU it must interpret.
 if not Path("/dev/nvidiactl").exists():

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from attncheck.records.json_reports import load_report
-from attncheck.records.record import Report
+from attncheck.records.record import FAILED_STATUSES, Report
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my_kernel.py"
 QUICK = ("--question", "decode-causal", "--question", "causal-tall")
@@ -112,7 +112,9 @@ def test_standard_output_is_the_report_whoever_writes_to_its_descriptor(tmp_path
     run = fresh("prints.py::kernel", *arguments, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout)["records"][0]["status"] == "pass"
-    assert run.stderr.split() == ["first", "second", "third"]
+    # Once for each call: those that find what it takes, and the question.
+    assert run.stderr.split()[:3] == ["first", "second", "third"]
+    assert set(run.stderr.split()) == {"first", "second", "third"}
 
 
 def test_whatever_a_kernel_raises_is_its_record(check, tmp_path):
@@ -179,3 +181,46 @@ def test_bad_input_is_one_line_and_nothing_is_written(check, mine, arguments, sa
     assert says in lines[0]
     assert run.stdout == ""
     assert not (mine / "reports").exists()
+
+
+TUTORIAL = Path(__file__).parents[1] / "data" / "tutorial_kernels.py"
+_TAKES = "takes fp16; head_dim 16, 32, 64, 128, 256; values as wide as keys; as many queries as"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "code", "verdict", "cause"),
+    [
+        ("right", 0, "PASS tutorial_kernels.py::right: ", ""),
+        (
+            "sees_the_next_key",
+            1,
+            "FAIL tutorial_kernels.py::sees_the_next_key: ",
+            "the causal mask is one key too wide: row i sees key i + 1",
+        ),
+        (
+            "whole_tiles_of_128",
+            1,
+            "FAIL tutorial_kernels.py::whole_tiles_of_128: wrong, not refused, for lengths 1, 77,",
+            "",
+        ),
+    ],
+)
+def test_a_kernel_of_a_tutorial_is_asked_within_what_it_takes(
+    check, tmp_path, kernel, code, verdict, cause
+):
+    run = check(f"{TUTORIAL}::{kernel}", cwd=tmp_path)
+    assert run.returncode == code
+    said = " ".join(run.stdout.split())
+    assert verdict in said
+    assert cause in said
+    # What it cannot take is one line, and no question fails for it.
+    assert said.count("InterpreterError") == 1
+    report = load_report((tmp_path / "reports" / "check.json").read_text(), Report)
+    (lines,) = report.claims.values()
+    assert lines[0].startswith(_TAKES if kernel != "whole_tiles_of_128" else _TAKES[:60])
+    failed = [one for one in report.records if one.status in FAILED_STATUSES]
+    assert all(one.status == "fail" for one in failed)
+    if kernel == "sees_the_next_key":
+        assert {one.case["problem"]["mask"]["name"] for one in failed} == {"causal"}
+    elif kernel == "whole_tiles_of_128":
+        assert {one.unclaimed.aspect for one in failed} == {"lengths"}

@@ -10,17 +10,21 @@ from msgspec.structs import replace
 
 from attncheck.core.mod_spec import Spec
 from attncheck.diagnose.reproduce import new_failure
+from attncheck.gate.gate_report import build_report
 from attncheck.gate.gate_worker import GateWorker
-from attncheck.gate.plan import replay_units
+from attncheck.gate.plan import describe_units, replay_units
 from attncheck.gate.property_stage import KNOWN, KnownFailures
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.failure_causes import group_by_cause
 from attncheck.records.failures import keep_failure, load_failure
+from attncheck.records.json_reports import load_report, report_json
 from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import FAILED_STATUSES, Record
-from attncheck.records.run_reports import STAGES
+from attncheck.records.run_reports import STAGES, GateReport
+from attncheck.reporting.gate_document import not_covered
 from attncheck.suite.known_failures import KnownFailure
-from attncheck.workers.units import Unit
+from attncheck.workers.journal_format import JournalContent
+from attncheck.workers.units import Done, Unit
 
 sys.path.insert(0, str(Path(__file__).parent))
 from driven import answers, choices, drive, named
@@ -226,3 +230,26 @@ def test_outside_of_properties_an_entry_is_about_its_case_or_its_question(
         environment="",
     )
     assert KnownFailures((entry,)).excuse(record, unit, other).status == status
+
+
+def test_a_run_that_was_ended_says_what_is_missing_of_which_kernel(tmp_path):
+    path = f"{tmp_path}/kernel.py::attention"
+    kernels = {path: {"kernel": path, "name": "kernel.py::attention"}}
+    content = JournalContent(why="--max-time 5s is over")
+    for kernel in (path, f"{tmp_path}/other.py::attention"):
+        (unit,) = describe_units([kernel], device="cpu", tier="smoke", convention="")
+        content.units[unit.id] = unit
+        if kernel in kernels:
+            content.results[unit.id] = Done(unit=unit.id, facts=kernels[kernel])
+            for stage, commit in (("memory", ""), ("memory", "a1"), ("baseline", "")):
+                case = Case(problem=Problem(query=4)).to_json()
+                left = Unit(
+                    kind="ask", stage=stage, kernel=kernel, device="cpu", case=case, commit=commit
+                )
+                content.units[left.id] = left
+    report = build_report(content)
+    lines = list(not_covered(report))
+    assert "not asked of kernel.py::attention: 1 of memory, 1 of baseline" in lines
+    # Without its folder: a report is passed on.
+    assert "not asked of other.py::attention: anything at all" in lines
+    assert load_report(report_json(report), GateReport) == report

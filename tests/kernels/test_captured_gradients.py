@@ -5,32 +5,20 @@ from __future__ import annotations
 
 import functools
 import math
-from pathlib import Path
 
 import pytest
 import torch
+from tests.kernels import backward_calls
+from tests.kernels.backward_calls import NAMES
+from tests.kernels.gradient_reference import Score, given, worst
+from tests.kernels.patched_kernels import FLASH2, copy_kernels
 
 from attncheck.core.errors import UsageError
-from attncheck.core.mod_spec import Dimensions
-from attncheck.core.source_files import import_file
-from attncheck.mods import captured_reads, masks, scores
-from attncheck.mods.block_mask import block_mask, list_visits
-from attncheck.mods.trace import trace_derivative, trace_mask, trace_score
-from attncheck.verify.environment import prepare
-
-if not torch.cuda.is_available():
-    prepare("cpu")
-
 from attncheck.kernels import gradient_terms
 from attncheck.kernels.flash2_backward import flash2_backward
-from attncheck.kernels.flash2_forward import flash2_forward
-from attncheck.kernels.launch import Launch, VisitList
+from attncheck.mods import captured_reads, masks, scores
 from attncheck.mods.to_triton import to_triton
 
-PATCHED = import_file(Path(__file__).with_name("patched_kernels.py"), "a file of these tests")
-REFERENCE = import_file(Path(__file__).with_name("gradient_reference.py"), "a file of these tests")
-given, Score = REFERENCE.given, REFERENCE.Score
-NAMES = ("dq", "dk", "dv", "dsink", "dcaptured")
 SHAPE = (2, 2, 1, 40, 50, 20, 12)
 
 
@@ -104,54 +92,24 @@ MASKS = {
 
 
 @functools.cache
-def mods(mask, score):
-    """The TritonMods of a mask and a score mod, and what it reads."""
+def reads_of(score):
+    """The slopes and places of what a score mod reads, in Triton."""
     found = captured_reads.trace_reads(score.mod)
-    return {
-        "mask": to_triton(trace_mask(mask)),
-        "score": to_triton(trace_score(score.mod)),
-        "slope": to_triton(trace_derivative(score.mod)),
-        "reads": tuple((to_triton(r.slope), to_triton(r.place), r.start) for r in found),
-    }
+    return tuple((to_triton(r.slope), to_triton(r.place), r.start) for r in found)
 
 
-def lists(asked, launch) -> dict[str, VisitList]:
-    batch, heads, query, _ = asked.q.shape
-    found = block_mask(
-        asked.mask,
-        Dimensions(batch=batch, heads=heads, query=query, kv=asked.k.shape[2]),
-        block_query=launch.block_query,
-        block_kv=launch.block_kv,
-    )
-    by_keys = VisitList(*list_visits(found.transposed()))
-    return {"tiles": VisitList(*list_visits(found)), "by_keys": by_keys}
-
-
-def run(asked, *, rooms=(gradient_terms, flash2_backward), asks=True, listed=False, **keywords):
+def run(asked, *, rooms=(gradient_terms, flash2_backward), asks=True, **keywords):
     """out, lse and the gradients by name."""
-    called = dict(mods(asked.mask, asked.score))
-    reads, slope = called.pop("reads"), called.pop("slope")
     terms, backward = rooms
     count = sum(tensor.numel() for tensor in asked.score.tensors)
-    launch = Launch(
-        block_query=32,
-        block_kv=32,
-        precision="tf32" if asked.dtype == "tf32" else "ieee",
-        free=asked.mask is masks.full,
-    )
-    of_both = {**called, "scale": asked.scale, "sink": asked.sink, "launch": launch}
-    q, k, v = asked.q, asked.k, asked.v
-    out, lse = flash2_forward(q, k, v, **of_both)
-    keywords |= lists(asked, launch) if listed else {}
-    keywords["captured"] = terms.CapturedReads(reads, count) if asks else None
-    found = backward(q, k, v, out, lse, asked.dout, asked.dlse, **of_both, slope=slope, **keywords)
-    return out, lse, dict(zip(NAMES, found, strict=True))
+    captured = terms.CapturedReads(reads_of(asked.score), count) if asks else None
+    return backward_calls.run(asked, backward=backward, captured=captured, **keywords)
 
 
 def share(asked, **keywords) -> float:
     """The largest error of dcaptured over what is allowed."""
     out, lse, found = run(asked, **keywords)
-    return REFERENCE.worst(found, asked, out, lse)["dcaptured"]
+    return worst(found, asked, out, lse)["dcaptured"]
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])
@@ -178,7 +136,7 @@ def test_any_dtype(dtype, score, atomic):
 def test_what_is_read_for_hidden_keys_alone_has_a_gradient_of_0(mask, listed):
     asked = given(MASKS[mask], shape=SHAPE, score=SCORES["bias of heads"])
     found = run(asked, listed=listed)
-    assert REFERENCE.worst(found[2], asked, *found[:2])["dcaptured"] <= 1
+    assert worst(found[2], asked, *found[:2])["dcaptured"] <= 1
     seen = asked.seen().any(0)  # by a sequence
     assert not found[2]["dcaptured"].view(2, 40, 50)[~seen].any()
     assert found[2]["dcaptured"].view(2, 40, 50)[seen].any()
@@ -310,9 +268,9 @@ FAULTS = {
 }
 
 
-def with_a_fault(folder: Path, where: str, right: str, wrong: str):
+def with_a_fault(folder, where, right, wrong):
     """The rooms' copies, one of which has a fault: of terms, and the backward itself."""
-    copies = PATCHED.copy_kernels(folder, PATCHED.FLASH2, where, right, wrong)
+    copies = copy_kernels(folder, FLASH2, where, right, wrong)
     return copies.gradient_terms, copies.flash2_backward.flash2_backward
 
 
@@ -323,7 +281,7 @@ def test_planted_faults_are_noticed(fault, tmp_path):
     k = asked.k.clone()
     k[:, :, 40:] = math.nan  # hidden: the blocks of rows are done again
     out, lse, found = run(asked.but(k=k), rooms=with_a_fault(tmp_path, where, right, wrong))
-    assert REFERENCE.worst(found, asked, out, lse)["dcaptured"] > 1
+    assert worst(found, asked, out, lse)["dcaptured"] > 1
 
 
 def test_the_copy_without_a_fault_is_right(tmp_path):

@@ -1,36 +1,18 @@
 """FlashAttention-2's gradients: torch's in float64 within what fp32 sums and roundings allow, the
 same bits whatever the tiles' list and the strides are, and every planted fault is noticed."""
 
-from __future__ import annotations
-
-import functools
 import math
 from pathlib import Path
 
 import pytest
 import torch
+from tests.kernels.backward_calls import SMALL, lists, run, same, scattered, worst, worst_of
+from tests.kernels.gradient_reference import Score, given
+from tests.kernels.patched_kernels import FLASH2, copy_kernels
 
 from attncheck.core.errors import UsageError
-from attncheck.core.mod_spec import Dimensions
-from attncheck.core.source_files import import_file
-from attncheck.mods import masks, scores
-from attncheck.mods.block_mask import block_mask, list_visits
-from attncheck.mods.trace import trace_derivative, trace_mask, trace_score
-from attncheck.verify.environment import prepare
-
-if not torch.cuda.is_available():
-    prepare("cpu")
-
-from attncheck.kernels.flash2_backward import flash2_backward
-from attncheck.kernels.flash2_forward import flash2_forward
 from attncheck.kernels.launch import Launch, VisitList
-from attncheck.mods.to_triton import to_triton
-
-REFERENCE = import_file(Path(__file__).with_name("gradient_reference.py"), "a file of these tests")
-PATCHED = import_file(Path(__file__).with_name("patched_kernels.py"), "a file of these tests")
-given, Score = REFERENCE.given, REFERENCE.Score
-
-NAMES = ("dq", "dk", "dv", "dsink", "dcaptured")
+from attncheck.mods import masks, scores
 
 
 def nothing(b, h, q_idx, kv_idx):
@@ -64,80 +46,6 @@ SCORES = {
 HIDING = {
     "hides later rows": Score(mod=lambda s, b, h, i, j: torch.where(i > 35, -math.inf, s)),
 }
-SMALL = Launch(block_query=32, block_kv=32)
-
-
-@functools.cache
-def mods(mask, score):
-    """The TritonMods of a mask and a score mod."""
-    said = {"mask": to_triton(trace_mask(mask)), "score": None, "slope": None}
-    if score is not None:
-        said["score"] = to_triton(trace_score(score.mod))
-        said["slope"] = to_triton(trace_derivative(score.mod))
-    return said
-
-
-def lists(asked, launch) -> dict[str, VisitList]:
-    """Both lists of the tiles that are not hidden."""
-    batch, heads, query, _ = asked.q.shape
-    found = block_mask(
-        asked.mask,
-        Dimensions(batch=batch, heads=heads, query=query, kv=asked.k.shape[2]),
-        block_query=launch.block_query,
-        block_kv=launch.block_kv,
-    )
-    by_keys = VisitList(*list_visits(found.transposed()))
-    return {"tiles": VisitList(*list_visits(found)), "by_keys": by_keys}
-
-
-def run(asked, launch=SMALL, *, backward=flash2_backward, listed=False, **keywords):
-    """out, lse and the gradients by name."""
-    called = mods(asked.mask, asked.score)
-    launch = Launch(
-        block_query=launch.block_query,
-        block_kv=launch.block_kv,
-        precision="tf32" if asked.dtype == "tf32" else "ieee",
-        free=asked.mask is masks.full,
-    )
-    slope = called["slope"]
-    of_both = {name: called[name] for name in ("mask", "score")}
-    of_both |= {"scale": asked.scale, "sink": asked.sink}
-    q, k, v = asked.q, asked.k, asked.v
-    out, lse = flash2_forward(q, k, v, **of_both, launch=launch)
-    if listed:
-        keywords |= lists(asked, launch)
-    found = backward(
-        q, k, v, out, lse, asked.dout, asked.dlse, **of_both, slope=slope, launch=launch, **keywords
-    )
-    return out, lse, dict(zip(NAMES, found, strict=True))
-
-
-def worst(asked, launch=SMALL, **keywords) -> float:
-    """The largest error of any gradient over what is allowed."""
-    out, lse, found = run(asked, launch, **keywords)
-    return max(REFERENCE.worst(found, asked, out, lse).values())
-
-
-def same(one, other) -> bool:
-    gradients, others = one[2], other[2]
-    return all(
-        (gradients[name] is None and others[name] is None)
-        or torch.equal(gradients[name], others[name])
-        for name in NAMES
-    )
-
-
-@pytest.mark.parametrize("atomic", [False, True], ids=["", "atomic"])
-@pytest.mark.parametrize("dtype", ["fp32", "tf32", "fp16", "bf16"])
-def test_gradients_are_right_in_every_dtype(dtype, atomic):
-    """Of query heads that share keys, with a sink, and a loss of LSE."""
-    asked = given(masks.causal, dtype, sink=True)
-    assert worst(asked, atomic=atomic) <= 1
-    found = run(asked, atomic=atomic)[2]
-    for name in ("q", "k", "v", "sink"):
-        like = getattr(asked, name)
-        assert found[f"d{name}"].dtype == like.dtype
-        assert found[f"d{name}"].shape == like.shape
 
 
 @pytest.mark.parametrize("listed", [False, True], ids=["all tiles", "listed"])
@@ -145,7 +53,7 @@ def test_gradients_are_right_in_every_dtype(dtype, atomic):
 def test_any_mask(mask, listed):
     asked = given(MASKS[mask])
     found = run(asked, listed=listed)
-    assert max(REFERENCE.worst(found[2], asked, *found[:2]).values()) <= 1
+    assert worst_of(asked, found) <= 1
     seen = asked.seen()
     dead, unseen = ~seen.any(-1), ~seen.any((1, 2))[:, None]
     assert not found[2]["dq"][dead].any()
@@ -193,32 +101,9 @@ def test_any_tiles(blocks):
 def test_keys_may_have_tiles_of_their_own():
     asked = given(masks.causal)
     first, mixed = run(asked), run(asked, launch_by_keys=Launch(block_query=16, block_kv=64))
-    assert max(REFERENCE.worst(mixed[2], asked, *mixed[:2]).values()) <= 1
+    assert worst_of(asked, mixed) <= 1
     assert torch.equal(mixed[2]["dq"], first[2]["dq"])
     assert not torch.equal(mixed[2]["dk"], first[2]["dk"])
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_no_gradient_of_lse_is_one_of_0(dtype):
-    asked = given(masks.causal, dtype, dlse=False, sink=True)
-    assert same(run(asked), run(asked.but(dlse=torch.zeros(asked.q.shape[:3]))))
-    assert worst(asked) <= 1
-
-
-def test_lse_alone():
-    """dout may be one 0, expanded."""
-    asked = given(masks.causal, sink=True)
-    asked = asked.but(dout=torch.zeros(()).expand(asked.dout.shape))
-    assert worst(asked) <= 1
-    assert not run(asked)[2]["dv"].any()
-
-
-def scattered(x: torch.Tensor) -> torch.Tensor:
-    """The same numbers, no two of them beside each other."""
-    wide = torch.full((*x.shape[:2], x.shape[3], 2 * x.shape[2]), math.nan, dtype=x.dtype)
-    view = wide.mT[:, :, ::2]
-    view.copy_(x)
-    return view
 
 
 def in_wider_memory(x: torch.Tensor) -> torch.Tensor:
@@ -226,27 +111,10 @@ def in_wider_memory(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([x, torch.ones_like(x)], -1)[..., : x.shape[-1]]
 
 
-@pytest.mark.parametrize("atomic", [False, True], ids=["", "atomic"])
-def test_strides_are_used(atomic):
-    asked = given(masks.causal, "bf16", sink=True)
-    views = {name: scattered(getattr(asked, name)) for name in ("q", "k", "v", "dout")}
-    rows = {"dlse": asked.dlse.mT.contiguous().mT}
-    assert same(run(asked.but(**views, **rows), atomic=atomic), run(asked, atomic=atomic))
-
-
 def test_expanded_gradients():
     asked = given(masks.causal)
     ones = torch.ones(()).expand(asked.dout.shape)
     assert same(run(asked.but(dout=ones)), run(asked.but(dout=ones.contiguous())))
-
-
-def test_out_has_strides_of_its_own():
-    asked = given(masks.causal)
-
-    def moved(q, k, v, out, *rest, **keywords):
-        return flash2_backward(q, k, v, scattered(out), *rest, **keywords)
-
-    assert same(run(asked, backward=moved), run(asked))
 
 
 @pytest.mark.parametrize("poison", [7.0, 1e30, math.inf, math.nan])
@@ -266,16 +134,6 @@ def test_hidden_values_move_no_bit_of_atomic_sums_either(atomic):
     assert same(run(asked.but(k=k, v=v), atomic=atomic), run(asked, atomic=atomic))
 
 
-def test_a_row_that_sees_no_key_has_no_part_in_anything():
-    """Whatever its gradients are, as long as dO is finite."""
-    asked = given(MASKS["later rows see nothing"])
-    dead = ~asked.seen().any(-1)
-    assert dead.any()
-    dlse = asked.dlse.masked_fill(dead, math.nan)
-    dout = asked.dout.masked_fill(dead[..., None], 1e30)
-    assert same(run(asked.but(dlse=dlse, dout=dout)), run(asked))
-
-
 def test_a_score_mod_may_leave_a_row_without_keys():
     """Its scores are −∞ then, and the mask hides none of them."""
     none_of, all_of = (
@@ -285,19 +143,6 @@ def test_a_score_mod_may_leave_a_row_without_keys():
     found = run(given(masks.full, score=none_of))
     assert not found[2]["dq"][:, :, 3].any()
     assert same(found, run(given(lambda b, h, i, j: i != 3, score=all_of)))
-
-
-def test_a_row_without_keys_passes_its_gradient_of_lse_to_the_sink():
-    asked = given(nothing, sink=True)
-    found = run(asked)[2]
-    assert not any(found[name].any() for name in ("dq", "dk", "dv"))
-    assert worst(asked) <= 1
-    assert found["dsink"].all()
-
-
-def test_runs_give_the_same_bits():
-    asked = given(masks.causal, "bf16", sink=True)
-    assert same(run(asked), run(asked))
 
 
 def test_atomic_sums_change_dq_alone():
@@ -314,17 +159,6 @@ def test_slopes_of_hidden_scores_may_be_infinite():
         return run(given(masks.causal, score=mod))
 
     assert same(divided(0.0), divided(1.0))
-
-
-@pytest.mark.parametrize("missing", ["score", "slope"])
-def test_a_score_mod_needs_its_slope(missing):
-    asked = given(masks.causal, score=SCORES["softcap"])
-
-    def without(*tensors, **keywords):
-        return flash2_backward(*tensors, **keywords | {missing: None})
-
-    with pytest.raises(UsageError, match="needs its slope"):
-        run(asked, backward=without)
 
 
 FAULTS = {
@@ -423,7 +257,7 @@ SCORES["later rows"] = Score(mod=lambda s, b, h, i, j: torch.where(i > 39, math.
 
 def with_a_fault(folder: Path, where: str, right: str, wrong: str):
     """The backward from a copy of its rooms, one of which has a fault."""
-    copies = PATCHED.copy_kernels(folder, PATCHED.FLASH2, where, right, wrong)
+    copies = copy_kernels(folder, FLASH2, where, right, wrong)
     return copies.flash2_backward.flash2_backward
 
 
@@ -438,11 +272,6 @@ def test_planted_faults_are_noticed(fault, tmp_path):
     asked = asked.but(**{name: move(getattr(asked, name)) for name, move in moved.items()})
     assert worst(asked, listed=listed) <= 1
     assert worst(asked, listed=listed, backward=with_a_fault(tmp_path, where, right, wrong)) > 1
-
-
-def test_the_copy_without_a_fault_is_right(tmp_path):
-    backward = with_a_fault(tmp_path, "_sink_gradient", "total -= ", "total -= ")
-    assert same(run(given(masks.causal), backward=backward), run(given(masks.causal)))
 
 
 def test_a_careless_kernel_lets_hidden_keys_through(tmp_path):
@@ -492,31 +321,3 @@ def test_a_list_of_other_blocks_is_refused(name):
     assert str(error.value) == (
         f"{name} lists tile {-(-other // 16) - 1}, counted from 0: {other} in tiles of 32 are 2."
     )
-
-
-Watched = import_file(
-    Path(__file__).with_name("watched_accesses.py"), "a file of these tests"
-).Watched
-
-
-@pytest.mark.parametrize("missing", [None, "q", "k", "v", "dout", "dlse", "sink"])
-def test_reads_and_writes_its_own_tensors_only(missing, monkeypatch):
-    """The interpreter itself would copy from anywhere."""
-    asked = given(masks.causal, "bf16", sink=True)
-    names = ("q", "k", "v", "dout", "dlse", "sink")
-    tensors = [getattr(asked, name) for name in names if name != missing]
-
-    def remembered(make):
-        def made(*arguments, **named):
-            tensors.append(make(*arguments, **named))
-            return tensors[-1]
-
-        return made
-
-    for name in ("empty", "zeros", "empty_like"):
-        monkeypatch.setattr(torch, name, remembered(getattr(torch, name)))
-    for listed in lists(asked, SMALL).values():
-        tensors += [listed.runs, listed.counts]
-    watched = Watched(monkeypatch, tensors)
-    run(asked)
-    assert (watched.outside > 0) == (missing is not None)

@@ -1,268 +1,35 @@
 """Gradients of packed documents: torch's in float64 within what fp32 sums and roundings allow, bit
 for bit what FlashAttention-2 gives of each document alone, and every planted fault is noticed."""
 
-from __future__ import annotations
-
-import functools
-import itertools
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-
-from attncheck.core.errors import UsageError
-from attncheck.core.source_files import import_file
-from attncheck.mods import masks, scores
-from attncheck.mods.trace import trace_derivative, trace_mask, trace_score
-from attncheck.verify.environment import prepare
-
-if not torch.cuda.is_available():
-    prepare("cpu")
+from tests.kernels.backward_calls import mods, same
+from tests.kernels.packed_calls import (
+    BEFORE,
+    LAUNCH,
+    LENGTHS,
+    SCORES,
+    STARTS,
+    WITHIN,
+    asked_of,
+    in_reference_axes,
+    one_of,
+    run,
+    worst,
+    worst_of,
+)
+from tests.kernels.patched_kernels import copy_kernels
 
 from attncheck.kernels.flash2_backward import flash2_backward
 from attncheck.kernels.launch import Launch
 from attncheck.kernels.varlen_backward import key_program_list, varlen_backward
 from attncheck.kernels.varlen_forward import program_list, varlen_forward
+from attncheck.mods import masks
 from attncheck.mods.to_triton import to_triton
-
-PATCHED = import_file(Path(__file__).with_name("patched_kernels.py"), "a file of these tests")
-REFERENCE = import_file(Path(__file__).with_name("gradient_reference.py"), "a file of these tests")
-Score = REFERENCE.Score
-
-NAMES = ("dq", "dk", "dv", "dsink")
-# One without rows, one without keys, one without either, one of one row and key; longer than tiles.
-LENGTHS = ((3, 19), (0, 5), (4, 0), (0, 0), (17, 33), (1, 1), (5, 18))
-BEFORE, BEHIND = 2, 3  # keys in no document
-ROWS, KEYS = (sum(lengths[side] for lengths in LENGTHS) for side in (0, 1))
-ENDS = tuple(itertools.accumulate(LENGTHS, lambda one, two: (one[0] + two[0], one[1] + two[1])))
-STARTS = ((0, 0), *ENDS)
-LAUNCH = Launch(block_query=16, block_kv=16)
-
-
-def stripes(b, h, q_idx, kv_idx):
-    return (q_idx + 2 * kv_idx) % 3 != 0
-
-
-def of_heads(b, h, q_idx, kv_idx):
-    return kv_idx <= q_idx + 5 * h
-
-
-WITHIN = {
-    "all": None,
-    "window": masks.sliding_window(9),
-    "of heads": of_heads,
-    "stripes": stripes,
-    "later rows see nothing": lambda b, h, q_idx, kv_idx: kv_idx + 2 * q_idx < 20,
-    "nothing": lambda b, h, q_idx, kv_idx: q_idx + kv_idx < 0,
-}
-SLOPES = torch.tensor([0.5, 0.25])
-SCORES = {
-    "softcap": Score(mod=scores.softcap(2.0), bend=0.5),
-    "alibi": Score(mod=scores.alibi(SLOPES)),
-    "of documents": Score(mod=lambda s, b, h, i, j: torch.where(b % 2 == 0, s, s * 0.5)),
-    "both": Score(mod=lambda s, b, h, i, j: 2 * torch.tanh((s + 0.1 * (i - j)) / 2), bend=0.5),
-}
-
-
-def flagged(causal, i, j, lengths):
-    """Whether the flag shows a row a key, by their places in a document."""
-    query, kv = lengths
-    shown = {"": j >= 0, "top_left": j <= i, "bottom_right": j <= i + kv - query}
-    return shown[causal]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What the kernel is asked, ``given`` in the reference's axes: all documents as one sequence.
-
-    ``local``: the mods count from each document's first row and key, and b is its number.
-    """
-
-    given: object
-    causal: str = ""
-    within: object = None
-    score: object = None
-    local: bool = True
-
-    def but(self, **changes) -> Asked:
-        return Asked(**(vars_of(self) | {"given": self.given.but(**changes)}))
-
-    def packed(self) -> dict[str, torch.Tensor]:
-        """The reference's tensors in the kernel's axes, packed."""
-        named = {name: getattr(self.given, name)[0].transpose(0, 1) for name in "qkv"}
-        dlse = self.given.dlse
-        return named | {
-            "dout": self.given.dout[0].transpose(0, 1),
-            "dlse": None if dlse is None else dlse[0],
-        }
-
-    def places(self) -> torch.Tensor | None:
-        if self.local:
-            return None
-        numbers = [(7, row, BEFORE + key) for row, key in STARTS[:-1]]
-        return torch.tensor(numbers, dtype=torch.int32)
-
-
-def vars_of(asked: Asked) -> dict:
-    return {name: getattr(asked, name) for name in ("given", "causal", "within", "score", "local")}
-
-
-def document_of(ends) -> torch.Tensor:
-    lengths = torch.tensor([end - start for start, end in itertools.pairwise((0, *ends))])
-    return torch.repeat_interleave(torch.arange(len(ends)), lengths)
-
-
-def asked_of(causal="", within=None, score=None, dtype="fp32", *, local=True, **changes) -> Asked:
-    """Standard normal numbers, and the mask and score mod as the whole has them."""
-    shape = changes.pop("shape", (2, 1, 20, 7))
-    heads, kv_heads, dim, value_dim = shape
-    of_row = document_of([rows for rows, _ in ENDS])
-    nowhere = len(LENGTHS)
-    of_key = torch.cat(
-        [
-            torch.full((BEFORE,), nowhere),
-            document_of([keys for _, keys in ENDS]),
-            torch.full((BEHIND,), nowhere),
-        ]
-    )
-    firsts = torch.tensor([*STARTS[:-1], (0, 0)])
-    lengths = torch.tensor([*LENGTHS, (0, 0)])
-
-    def place(i, j):
-        document = of_row[i]
-        row, key = firsts[document].unbind(-1)
-        return document, i - row, j - BEFORE - key
-
-    def mask(b, h, i, j):
-        document, row, key = place(i, j)
-        seen = (document == of_key[j]) & flagged(causal, row, key, lengths[document].unbind(-1))
-        if within is not None:
-            seen = seen & within(*((document, h, row, key) if local else (b + 7, h, i, j)))
-        return seen
-
-    def mod(s, b, h, i, j):
-        document, row, key = place(i, j)
-        return score.mod(s, *((document, h, row, key) if local else (b + 7, h, i, j)))
-
-    whole = None if score is None else Score(mod=mod, bend=score.bend)
-    sizes = (1, heads, kv_heads, ROWS, BEFORE + KEYS + BEHIND, dim, value_dim)
-    given = REFERENCE.given(mask, dtype, shape=sizes, score=whole, **changes)
-    return Asked(given=given, causal=causal, within=within, score=score, local=local)
-
-
-@functools.cache
-def mods(within, score):
-    """The TritonMods of a mask and a score mod."""
-    said = {"mask": None, "score": None, "slope": None}
-    if within is not None:
-        said["mask"] = to_triton(trace_mask(within))
-    if score is not None:
-        said["score"] = to_triton(trace_score(score.mod))
-        said["slope"] = to_triton(trace_derivative(score.mod))
-    return said
-
-
-def run(asked, launch=LAUNCH, *, by_keys=None, backward=varlen_backward, **keywords):
-    """out, lse and the gradients by name, in the kernel's axes."""
-    called = dict(mods(asked.within, asked.score))
-    slope = called.pop("slope")
-    tensors, by_keys = asked.packed(), by_keys or launch
-    q, k, v, dout, dlse = tensors.values()
-    if asked.given.dtype == "tf32":
-        launch, by_keys = (
-            Launch(block_query=x.block_query, block_kv=x.block_kv, precision="tf32")
-            for x in (launch, by_keys)
-        )
-    starts = [
-        torch.tensor([first + start[side] for start in STARTS], dtype=torch.int32)
-        for side, first in enumerate((0, BEFORE))
-    ]
-    rows, keys = zip(*LENGTHS, strict=True)
-    both = called | {"scale": asked.given.scale, "sink": asked.given.sink, "causal": asked.causal}
-    both |= {"places": asked.places(), "programs": program_list(rows, launch.block_query)}
-    out, lse = varlen_forward(q, k, v, *starts, **both, launch=launch)
-    both |= {"key_programs": key_program_list(keys, by_keys.block_kv), "launch": launch}
-    both |= {"slope": slope, "launch_by_keys": by_keys} | keywords
-    found = backward(q, k, v, out, lse, dout, dlse, *starts, **both)
-    return out, lse, dict(zip(NAMES, found, strict=True))
-
-
-def in_reference_axes(found):
-    out, lse, gradients = found
-    batched = {
-        name: one if one is None or name == "dsink" else one.transpose(0, 1)[None]
-        for name, one in gradients.items()
-    }
-    return out.transpose(0, 1)[None], lse[None], batched
-
-
-def one_of(given, row, key, lengths):
-    """A document's part of what the reference is asked; its own mask at the whole's indices."""
-    query, kv = lengths
-    rows, keys = slice(row, row + query), slice(key, key + kv)
-    parts = {name: getattr(given, name)[:, :, rows] for name in ("q", "dout")}
-    parts |= {name: getattr(given, name)[:, :, keys] for name in ("k", "v")}
-    parts["dlse"] = None if given.dlse is None else given.dlse[:, :, rows]
-    score = given.score and Score(
-        mod=lambda s, b, h, i, j: given.score.mod(s, b, h, i + row, j + key), bend=given.score.bend
-    )
-    return given.but(
-        **parts, score=score, mask=lambda b, h, i, j: given.mask(b, h, i + row, j + key)
-    )
-
-
-def worst_of(asked, found) -> float:
-    """The largest error over what is allowed: of each document by itself, and of the whole."""
-    out, lse, gradients = in_reference_axes(found)
-    shares = [REFERENCE.worst(gradients, asked.given, out, lse)]
-    for (row, key), (query, kv) in zip(STARTS, LENGTHS, strict=False):
-        if not (query and kv):
-            continue
-        first = BEFORE + key
-        rows, keys = slice(row, row + query), slice(first, first + kv)
-        own = {"dq": gradients["dq"][:, :, rows]}
-        own |= {name: gradients[name][:, :, keys] for name in ("dk", "dv")}
-        one = one_of(asked.given, row, first, (query, kv)).but(sink=None)
-        if asked.given.sink is None:
-            shares.append(REFERENCE.worst(own, one, out[:, :, rows], lse[:, :, rows]))
-    return max(max(share.values()) for share in shares)
-
-
-def worst(asked, launch=LAUNCH, **keywords) -> float:
-    return worst_of(asked, run(asked, launch, **keywords))
-
-
-def same(one, other) -> bool:
-    gradients, others = one[2], other[2]
-    return all(
-        (gradients[name] is None and others[name] is None)
-        or torch.equal(gradients[name], others[name])
-        for name in NAMES
-    )
-
-
-@pytest.mark.parametrize(
-    ("dtype", "causal"),
-    [
-        ("fp32", ""),
-        ("fp32", "top_left"),
-        ("fp32", "bottom_right"),
-        ("tf32", "top_left"),
-        ("fp16", ""),
-        ("bf16", "bottom_right"),
-    ],
-)
-def test_gradients_are_right_in_every_dtype(dtype, causal):
-    """Of query heads that share keys, with a sink, and a loss of LSE."""
-    asked = asked_of(causal, dtype=dtype, sink=True)
-    found = run(asked)
-    assert worst_of(asked, found) <= 1
-    packed = asked.packed()
-    for name in "qkv":
-        assert found[2][f"d{name}"].dtype == packed[name].dtype
-        assert found[2][f"d{name}"].shape == packed[name].shape
+from attncheck.mods.trace import trace_mask
 
 
 @pytest.mark.parametrize(
@@ -348,45 +115,6 @@ def test_a_document_is_what_it_is_alone(causal):
         assert torch.equal(alone[2], found["dv"][:, :, keys])
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_no_gradient_of_lse_is_one_of_0(dtype):
-    asked = asked_of("top_left", dtype=dtype, dlse=False, sink=True)
-    assert same(run(asked), run(asked.but(dlse=torch.zeros(asked.given.q.shape[:3]))))
-    assert worst(asked) <= 1
-
-
-def test_lse_alone():
-    """dout may be one 0, expanded."""
-    asked = asked_of("top_left", sink=True)
-    asked = asked.but(dout=torch.zeros(()).expand(asked.given.dout.shape))
-    assert worst(asked) <= 1
-    assert not run(asked)[2]["dv"].any()
-
-
-def scattered(x: torch.Tensor) -> torch.Tensor:
-    """The same numbers, no two of them beside each other."""
-    wide = torch.full((*x.shape[:2], x.shape[3], 2 * x.shape[2]), math.nan, dtype=x.dtype)
-    view = wide.mT[:, :, ::2]
-    view.copy_(x)
-    return view
-
-
-def test_strides_are_used():
-    asked = asked_of("bottom_right", dtype="bf16", sink=True)
-    views = {name: scattered(getattr(asked.given, name)) for name in ("q", "k", "v", "dout")}
-    rows = {"dlse": asked.given.dlse.mT.contiguous().mT}
-    assert same(run(asked.but(**views, **rows)), run(asked))
-
-
-def test_out_has_strides_of_its_own():
-    asked = asked_of("bottom_right")
-
-    def moved(q, k, v, out, *rest, **keywords):
-        return varlen_backward(q, k, v, scattered(out[None])[0], *rest, **keywords)
-
-    assert same(run(asked, backward=moved), run(asked))
-
-
 def poisoned(asked, keys, poison):
     k, v = asked.given.k.clone(), asked.given.v.clone()
     k[:, :, keys], v[:, :, keys] = poison, -poison
@@ -419,39 +147,6 @@ def test_a_document_that_is_not_finite_is_so_alone(causal, within, key):
     for name in ("dk", "dv"):
         assert torch.equal(found[name][~own], right[name][~own])
         assert bool(found[name][own].isnan().any())
-
-
-def test_a_row_that_sees_no_key_has_no_part_in_anything():
-    """Whatever its gradients are, as long as dO is finite."""
-    asked = asked_of("top_left", WITHIN["later rows see nothing"])
-    dead = ~asked.given.seen().any(-1)
-    dlse = asked.given.dlse.masked_fill(dead, math.nan)
-    dout = asked.given.dout.masked_fill(dead[..., None], 1e30)
-    assert same(run(asked.but(dlse=dlse, dout=dout)), run(asked))
-
-
-def test_a_row_without_keys_passes_its_gradient_of_lse_to_the_sink():
-    asked = asked_of(within=WITHIN["nothing"], sink=True)
-    found = run(asked)
-    assert not any(found[2][name].any() for name in ("dq", "dk", "dv"))
-    assert worst_of(asked, found) <= 1
-    assert found[2]["dsink"].all()
-
-
-def test_runs_give_the_same_bits():
-    asked = asked_of("bottom_right", dtype="bf16", sink=True)
-    assert same(run(asked), run(asked))
-
-
-@pytest.mark.parametrize("missing", ["score", "slope"])
-def test_a_score_mod_needs_its_slope(missing):
-    asked = asked_of(score=SCORES["softcap"])
-
-    def without(*tensors, **keywords):
-        return varlen_backward(*tensors, **keywords | {missing: None})
-
-    with pytest.raises(UsageError, match="needs its slope"):
-        run(asked, backward=without)
 
 
 def test_a_program_owns_keys_of_one_document():
@@ -570,7 +265,7 @@ def _one(x, b, h, rows, keys, captured):
 
 def with_a_fault(folder: Path, where: str, right: str, wrong: str):
     """The backward from a copy of its file in which the function ``where`` has a fault."""
-    copies = PATCHED.copy_kernels(folder, ("varlen_backward",), where, right, wrong, BESIDE)
+    copies = copy_kernels(folder, ("varlen_backward",), where, right, wrong, BESIDE)
     return copies.varlen_backward.varlen_backward
 
 
@@ -582,41 +277,8 @@ def test_planted_faults_are_noticed(fault, tmp_path):
     assert worst(asked, backward=with_a_fault(tmp_path, where, right, wrong)) > 1
 
 
-def test_the_copy_without_a_fault_is_right(tmp_path):
-    asked = asked_of("bottom_right")
-    backward = with_a_fault(tmp_path, KEY_KERNEL, "(dk * scale)", "(dk * scale)")
-    assert same(run(asked, backward=backward), run(asked))
-
-
 def test_a_careless_kernel_lets_hidden_keys_through(tmp_path):
     careless = with_a_fault(tmp_path, "_by_rows", "needs_careful_launch(again)", "False")
     asked = poisoned(asked_of("top_left"), [BEFORE + 10], math.nan)  # hidden from 3 rows
     assert run(asked, backward=careless)[2]["dq"].isnan().any()
     assert not run(asked)[2]["dq"].isnan().any()
-
-
-@pytest.mark.parametrize("missing", [None, "q", "k", "v", "dout", "dlse", "sink"])
-def test_reads_and_writes_its_own_tensors_only(missing, monkeypatch):
-    """The interpreter itself would copy from anywhere."""
-    watched = import_file(
-        Path(__file__).with_name("watched_accesses.py"), "a file of these tests"
-    ).Watched
-    asked = asked_of("bottom_right", WITHIN["stripes"], dtype="bf16", sink=True, local=False)
-    tensors = [
-        getattr(asked.given, name)
-        for name in ("q", "k", "v", "dout", "dlse", "sink")
-        if name != missing
-    ]
-
-    def remembered(make):
-        def made(*arguments, **named):
-            tensors.append(make(*arguments, **named))
-            return tensors[-1]
-
-        return made
-
-    for name in ("empty", "zeros", "empty_like", "tensor"):
-        monkeypatch.setattr(torch, name, remembered(getattr(torch, name)))
-    seen = watched(monkeypatch, tensors)
-    run(asked)
-    assert (seen.outside > 0) == (missing is not None)

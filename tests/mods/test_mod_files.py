@@ -218,6 +218,10 @@ def _agrees_with_the_callable(spec, additive):
 BROKEN = {
     "decides": ("if q_idx > 3:\n        return kv_idx > 2\n    return kv_idx > 1", "torch.where"),
     "a number": ("return q_idx - kv_idx", "dtype int64"),
+    "a Python bool": ("return True", "True"),
+    "two": ("return q_idx > 1, kv_idx > 1", "a tuple of 2"),
+    "nothing": ("pass", "None"),
+    "unknown operation": ("return torch.erf(q_idx * 1.0) > 0", "erf"),
     "raises": ("raise ValueError('planted\\nmore')", "planted"),
 }
 

@@ -4,6 +4,7 @@
 
 import functools
 import gc
+import math
 import random
 import re
 import warnings
@@ -62,6 +63,8 @@ REFUSED = {
         "operation aten.cumsum is not supported at test_refused_mods.py:",
     ),
     "reduction": (lambda s, b, h, q, k: s - s.max(), "operation aten.max is not supported at "),
+    "erf": (lambda s, b, h, q, k: torch.erf(s), "operation aten.erf is not supported at "),
+    "any": (lambda s, b, h, q, k: s * (q > k).any(), "operation aten.any is not supported at "),
     "part of an index": (
         lambda s, b, h, q, k: s + BIAS[h].sum(),
         "1 of the 2 dimensions of a tensor at ",
@@ -70,6 +73,7 @@ REFUSED = {
     "computed table": (lambda s, b, h, q, k: s[q], "it indexes a computed tensor at "),
     "boolean index": (lambda s, b, h, q, k: s + SEEN[:1][q > k], "with truth values at "),
     "power": (lambda s, b, h, q, k: s**2.5, "it raises to the power 2.5 at "),
+    "large power": (lambda s, b, h, q, k: s**4, "it may raise to -2, -1, -0.5, 0.5, 1, 2, 3."),
     "computed power": (lambda s, b, h, q, k: s**q, "use torch.exp2(x) for 2 ** x"),
     "alpha": (lambda s, b, h, q, k: torch.add(s, q, alpha=3), "it uses add with alpha at "),
     "approximate": (
@@ -92,10 +96,13 @@ REFUSED = {
     # Control flow and side effects.
     "branch": (lambda s, b, h, q, k: s if q > k else -s, "it decides on a tensor's value at "),
     "item": (lambda s, b, h, q, k: s + int(q), "it decides on a tensor's value at "),
+    "math": (lambda s, b, h, q, k: s + math.sqrt(q), VALUE),
+    "list": (lambda s, b, h, q, k: s + q.tolist()[0], "it decides on a tensor's value at "),
     "numpy": (lambda s, b, h, q, k: s + float(q.numpy()[0]), "it decides on a tensor's value at "),
     "equal": (lambda s, b, h, q, k: s if torch.equal(q, k) else -s, "it decides on a tensor's"),
     "loop": (summed_over_keys, "it decides on a tensor's value at "),
     "random": (lambda s, b, h, q, k: s + torch.rand(3)[h], "it draws random numbers at "),
+    "random like": (lambda s, b, h, q, k: s + torch.rand_like(s), "it draws random numbers at "),
     "dropout": (lambda s, b, h, q, k: torch.dropout(s, 0.5, True), "it draws random numbers at "),
     "in place": (in_place, "it writes in place with aten.add_ at "),
     "captured in place": (counting, "it writes in place with aten.copy_ at "),
@@ -105,6 +112,8 @@ REFUSED = {
     ),
     # Wrong results.
     "number": (lambda s, b, h, q, k: 1.0, f"it gives 1.0: {ONE_NUMBER}"),
+    "nothing": (lambda s, b, h, q, k: None, f"it gives None: {ONE_NUMBER}"),
+    "truth": (lambda s, b, h, q, k: True, f"it gives True: {ONE_NUMBER}"),
     "tuple": (lambda s, b, h, q, k: (s, s), f"it gives a tuple of 2: {ONE_NUMBER}"),
     "int": (lambda s, b, h, q, k: q, f"it gives dtype int64: {ONE_NUMBER}"),
     "bool": (lambda s, b, h, q, k: q > k, f"it gives dtype bool: {ONE_NUMBER}"),

@@ -23,6 +23,18 @@ def giving(change):
     return {"prepare": prepare}
 
 
+def spoiled(change, tiling=None, **attributes):
+    """Ideal attention whose outputs are ``change(inputs, right)``, in place where that is None."""
+    own = giving(lambda inputs, right: change(inputs, right) or right) | {"name": "spoiled"}
+    return type("Spoiled", (Ideal,), own | attributes)(tiling)
+
+
+def in_turns(change):
+    """``change(right, number)`` of a call's number, from 1 on: what calls have done to a kernel."""
+    numbers = count(1)
+    return lambda _, right: change(right, next(numbers))
+
+
 def out(change):
     """Right but for out, which is ``change(inputs, right)``."""
     return giving(lambda x, right: Outputs(change(x, right).to(right.out.dtype), right.lse))

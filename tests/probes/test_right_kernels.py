@@ -200,3 +200,22 @@ def test_a_function_that_renormalises_by_tile_passes_check(tile):
     records = attncheck.check(attention, dtypes=["fp16"], device="cpu")
     assert {"pass", "unsupported"} >= {record.status for record in records}
     assert sum(record.status == "pass" for record in records) > len(records) / 2
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_a_factor_is_seen_of_a_kernel_that_may_divide_first(dtype):
+    """Rows of one key and of two give the exact answer in every design."""
+
+    class Smaller(OfDesign):
+        def prepare(self, inputs):
+            right = self.design.attend(inputs)
+            # Less than roundings of P and of out may add up to.
+            factor = 1 - 1.5 * FORMATS[dtype].unit_roundoff
+            return lambda: Outputs((right.out.float() * factor).to(right.out.dtype), right.lse)
+
+    problem = Problem(heads=2, query=130, kv=130, head_dim=16, dtype=dtype, mask=Spec.of("causal"))
+    record = run_case(
+        Smaller(Design(48, renormalises=True)), probes.case("mean", problem), device="cpu"
+    )
+    assert (record.status, record.judgement.rule) == ("fail", "structure")
+    assert "rounded once" in record.judgement.reason

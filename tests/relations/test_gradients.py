@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.planted_kernels import kernel
+from tests.planted_kernels.outputs_given import in_turns, spoiled
 
 from attncheck.core.mod_spec import Spec
 from attncheck.inputs import input_tensors
@@ -71,22 +73,12 @@ def test_it_holds_of_what_a_score_mod_reads(ask, small, numbers, question) -> No
 def test_gradients_of_what_is_read_are_compared_within_bounds(small, far) -> None:
     """Also of a kernel that promises bits: the others' are compared."""
 
-    class Apart(Ideal):
-        calls = 0
-
-        def prepare(self, inputs):
-            call = super().prepare(inputs)
-
-            def moved():
-                Apart.calls += 1
-                given = call()
-                return replace(given, dcaptured=given.dcaptured * (1 + Apart.calls % 2 * far))
-
-            return moved
+    def apart(right, number):
+        return replace(right, dcaptured=right.dcaptured * (1 + number % 2 * far))
 
     asked = small(dtype="fp32", backward=True, dcaptured=True, score=Spec.of("alibi"))
     case = Case(problem=asked, question="repeat")
-    record = run_case(Apart(), case, device="cpu")
+    record = run_case(spoiled(in_turns(apart)), case, device="cpu")
     assert record.status == ("pass" if far < 2.0**-20 else "fail")
     if record.status == "fail":
         assert (record.judgement.worst.tensor, record.judgement.worst.tile) == ("dcaptured", "")
@@ -129,68 +121,33 @@ def test_a_right_kernel_that_overflows_is_not_failed(question, scale, dtype) -> 
 
 
 def test_where_no_gradient_has_a_bound_nothing_passes(ask) -> None:
-    class Wrong(Ideal):
-        def prepare(self, inputs):
-            call = super().prepare(inputs)
-            return lambda: replace(call(), dq=torch.zeros_like(inputs.q))
-
+    wrong = spoiled(lambda inputs, right: replace(right, dq=torch.zeros_like(inputs.q)))
     asked = Problem(
         query=6, head_dim=8, backward=True, dtype="fp32", distribution="sink", scale=1e7
     )
-    found = ask(Wrong(), "euler", asked)
+    found = ask(wrong, "euler", asked)
     assert found.kind == "unbounded"
     assert "no element of dq" in found.message
 
 
 def test_bits_of_gradients_are_compared_only_of_a_kernel_that_promises_them(small) -> None:
-    class Apart(Ideal):
-        """Its gradients differ by a rounding from call to call, as sums by atomics do."""
-
-        calls = 0
-
-        def prepare(self, inputs):
-            call = super().prepare(inputs)
-
-            def moved():
-                Apart.calls += 1
-                given = call()
-                return replace(given, dk=given.dk * (1 + Apart.calls % 2 * 2.0**-22))
-
-            return moved
+    def apart(right, number):
+        """Gradients differ by a rounding from call to call, as sums by atomics do."""
+        return replace(right, dk=right.dk * (1 + number % 2 * 2.0**-22))
 
     case = Case(problem=small(dtype="fp32", backward=True), question="repeat")
-    assert run_case(Apart(), case, device="cpu").status == "fail"
-    other = Apart()
-    other.promises_gradients = False
+    assert run_case(spoiled(in_turns(apart)), case, device="cpu").status == "fail"
+    other = spoiled(in_turns(apart), promises_gradients=False)
     assert run_case(other, case, device="cpu").status == "pass"
 
 
 def test_gradients_that_nobody_asked_for_are_not_compared(small) -> None:
-    class Eager(Ideal):
-        promises = frozenset()
-
-        def prepare(self, inputs):
-            call = super().prepare(inputs)
-            return lambda: replace(call(), dq=inputs.q.clone())
-
+    eager = spoiled(lambda inputs, right: replace(right, dq=inputs.q.clone()), promises=frozenset())
     case = Case(problem=small(), question="repeat")
-    assert run_case(Eager(), case, device="cpu").status == "pass"
+    assert run_case(eager, case, device="cpu").status == "pass"
 
 
 def test_a_finding_in_a_key_names_no_query_tile(small) -> None:
-    class Unsteady(Ideal):
-        calls = 0
-
-        def prepare(self, inputs):
-            call = super().prepare(inputs)
-
-            def moved():
-                Unsteady.calls += 1
-                given = call()
-                return replace(given, dk=given.dk * (1 + Unsteady.calls % 2))
-
-            return moved
-
     case = Case(problem=small(dtype="fp32", kv=300, backward=True), question="repeat")
-    worst = run_case(Unsteady(), case, device="cpu").judgement.worst
+    worst = run_case(kernel("gradients.Unsteady"), case, device="cpu").judgement.worst
     assert (worst.tensor, worst.tile) == ("dk", "")

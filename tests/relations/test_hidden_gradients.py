@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.planted_kernels.outputs_given import by_query_head, in_turns, spoiled
 
 from attncheck.core.mod_spec import Spec
 from attncheck.inputs.problem import Case
@@ -16,34 +17,14 @@ from attncheck.verify.run_case import run_case
 CAUSAL, CAPPED = Spec.of("causal"), Spec.of("softcap", cap=5.0)
 
 
-class _OfGradients(Ideal):
-    def prepare(self, inputs):
-        call = super().prepare(inputs)
-        return lambda: self.spoiled(inputs, call())
-
-
-class TimesZero(_OfGradients):
+def times_zero(**promises):
     """Every key adds 0 times itself to dQ of every row."""
 
-    def spoiled(self, inputs, right):
-        leak = (inputs.k.float() * 0.0).sum(2, keepdim=True)
-        leak = leak.repeat_interleave(inputs.problem.group, 1)
+    def leaking(inputs, right):
+        leak = by_query_head(inputs, (inputs.k.float() * 0.0).sum(2, keepdim=True))
         return replace(right, dq=(right.dq + leak).to(right.dq.dtype))
 
-
-class Rounding(_OfGradients):
-    """Every other call rounds dQ otherwise, as sums by atomics do."""
-
-    promises_gradients = False
-    calls = 0
-
-    def spoiled(self, inputs, right):
-        Rounding.calls += 1
-        return replace(right, dq=right.dq * (1 + Rounding.calls % 2 * 2.0**-22))
-
-
-class TimesZeroByAtomics(TimesZero):
-    promises_gradients = False
+    return spoiled(leaking, **promises)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -53,7 +34,7 @@ def test_a_right_kernel_passes(kernel, dtype, small, ask) -> None:
     assert ask(kernel, "hidden_keys_nan", asked, row=2) is None
 
 
-@pytest.mark.parametrize("kernel", [TimesZero(), TimesZeroByAtomics()])
+@pytest.mark.parametrize("kernel", [times_zero(), times_zero(promises_gradients=False)])
 def test_a_nan_in_dq_is_found(kernel, small, ask) -> None:
     found = ask(kernel, "hidden_keys_nan", small(CAUSAL, backward=True), row=2)
     assert isinstance(found, Finding)
@@ -63,7 +44,12 @@ def test_a_nan_in_dq_is_found(kernel, small, ask) -> None:
 def test_bits_of_dq_are_for_who_promises_them(small) -> None:
     asked = small(CAUSAL, dtype="fp32", backward=True)
     case = Case(problem=asked, question="hidden_keys_nan", parameters={"row": 2})
-    kernel = Rounding()
+
+    def rounding(right, number):
+        """Every other call rounds dQ otherwise, as sums by atomics do."""
+        return replace(right, dq=right.dq * (1 + number % 2 * 2.0**-22))
+
+    kernel = spoiled(in_turns(rounding), promises_gradients=False)
     assert run_case(kernel, case, device="cpu").status == "pass"
     kernel.promises_gradients = True
     assert run_case(kernel, case, device="cpu").status == "fail"
@@ -77,9 +63,8 @@ def test_what_is_added_up_in_any_order_has_bounds_of_the_first_run(small, ask) -
 
 
 def test_dk_and_dv_are_left_out(small, ask) -> None:
-    class Poisoned(_OfGradients):
-        def spoiled(self, inputs, right):
-            worst = torch.full_like(right.dk, torch.nan)
-            return replace(right, dk=worst if inputs.k.isnan().any() else right.dk)
+    def poisoned(inputs, right):
+        worst = torch.full_like(right.dk, torch.nan)
+        return replace(right, dk=worst if inputs.k.isnan().any() else right.dk)
 
-    assert ask(Poisoned(), "hidden_keys_nan", small(CAUSAL, backward=True), row=2) is None
+    assert ask(spoiled(poisoned), "hidden_keys_nan", small(CAUSAL, backward=True), row=2) is None

@@ -214,6 +214,7 @@ def sample():
         baseline="baseline.json",
         changes=tuple(changes),
         unfinished=12,
+        missing={"sdpa_flash": {"memory": 4, "baseline": 8}},
         unfinished_because="--max-time 7m is over",
     )
 

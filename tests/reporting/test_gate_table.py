@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from rich.cells import cell_len
 
 from attncheck.core.source_files import import_file
@@ -56,3 +57,20 @@ def test_what_was_not_looked_at_is_said():
         "k does not support 1 question: no fp8",
     ):
         assert said in page
+
+
+def test_warnings_say_why_and_a_strict_gate_has_failures_in_their_place():
+    reason = "hidden keys must be finite: 0 · NaN reaches row 3"
+
+    def warned(kernel):
+        told = made.wrong(kernel)
+        odd = replace(told.judgement, status="warn", rule="relation", reason=reason)
+        return made.answer(replace(told, status="warn", judgement=odd))
+
+    several = [warned("k"), warned("k"), *(warned(f"kernel{i}") for i in range(6))]
+    page = render(made.report(*several), "table")
+    assert f"k compare (2 times): {reason}" in page
+    assert "and of 2 other questions" in page
+    strict = render(made.report(*several, command="attncheck gate k --strict"), "table")
+    assert "warnings" not in strict.splitlines()
+    assert "FAIL" in strict

@@ -160,7 +160,7 @@ def test_an_lse_in_base_2_is_found_out(ask):
     assert propose_table(found, "mine.py::kernel")[0].lse == "base2"
     # As a natural logarithm, which nobody has declared, it is wrong.
     candidate = Candidate(kernel="mine", target=base2, name="mine", entry="mine.py::kernel")
-    natural = capability_detection._Detection(
+    natural = capability_detection.Detection(
         candidate.adopted, ConventionOptions(), "cpu", lambda what: None
     )
     natural._load("sdpa", ConventionOptions(lse="natural"))

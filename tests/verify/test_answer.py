@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.planted_kernels import kernel
+from tests.planted_kernels.outputs_given import another_last_bit, in_turns, spoiled
 
 from attncheck import probes
 from attncheck.core.errors import UnknownName
@@ -20,34 +22,13 @@ from attncheck.verify.run_case import run_case
 PROBLEM = Problem(heads=2, kv_heads=1, query=5, kv=6, head_dim=8, mask=Spec.of("causal"))
 
 
-class Moved(Ideal):
+def moved(**promises):
     """Another last bit of LSE in every second call: harmless rounding, and not repeatable."""
 
-    name = "moved"
-    calls = 0
+    def change(right, number):
+        return Outputs(right.out, another_last_bit(right.lse) if number % 2 else right.lse)
 
-    def prepare(self, inputs):
-        call = super().prepare(inputs)
-
-        def moved():
-            self.calls += 1
-            given = call()
-            upward = torch.nextafter(given.lse, torch.full_like(given.lse, torch.inf))
-            return Outputs(given.out, upward if self.calls % 2 else given.lse)
-
-        return moved
-
-
-class Restless(Moved):
-    promises = frozenset({"hidden"})
-
-
-class Doubled(Restless):
-    """Twice as large in every second call, which no rounding is."""
-
-    def prepare(self, inputs):
-        call = super().prepare(inputs)
-        return lambda: Outputs(call().out * (1 + self.calls % 2))
+    return spoiled(in_turns(change), **promises)
 
 
 class Unsure(Ideal):
@@ -80,7 +61,7 @@ def test_a_probe_is_answered() -> None:
 
 
 def test_a_last_bit_fails_who_promises_bits() -> None:
-    record = run_case(Moved(), Case(problem=PROBLEM, question="repeat"), device="cpu")
+    record = run_case(moved(), Case(problem=PROBLEM, question="repeat"), device="cpu")
     assert (record.status, record.judgement.rule) == ("fail", "relation")
     assert record.judgement.worst.tensor == "lse"
     assert record.judgement.worst.allowance == 0
@@ -89,19 +70,20 @@ def test_a_last_bit_fails_who_promises_bits() -> None:
 
 
 def test_a_last_bit_is_within_the_bounds_of_who_does_not() -> None:
-    assert status(Restless(), "repeat") == "pass"
+    assert status(moved(promises=frozenset({"hidden"})), "repeat") == "pass"
 
 
 @pytest.mark.parametrize(("withdrawn", "expected"), [("batch", "fail"), ("group", "pass")])
 def test_bits_of_a_group_are_a_promise_of_their_own(withdrawn, expected) -> None:
     """A kernel may be independent of its batch, and pack the rows of a group into one tile."""
-    kernel = Moved()
-    kernel.promises = Ideal.promises - {withdrawn}
-    assert status(kernel, "gqa_repeat") == expected
+    grouped = moved(promises=Ideal.promises - {withdrawn})
+    assert status(grouped, "gqa_repeat") == expected
 
 
 def test_more_than_rounding_is_not() -> None:
-    record = run_case(Doubled(), Case(problem=PROBLEM, question="repeat"), device="cpu")
+    twice = in_turns(lambda right, number: Outputs(right.out * (1 + number % 2)))
+    doubled = spoiled(twice, promises=frozenset({"hidden"}))
+    record = run_case(doubled, Case(problem=PROBLEM, question="repeat"), device="cpu")
     assert record.status == "fail"
     assert record.judgement.worst.allowance > 0
     assert "±" in record.judgement.reason
@@ -112,26 +94,12 @@ def test_what_is_not_promised_of_hidden_keys_is_not_asked() -> None:
     assert status(Unsure(), "future_keys", {"row": 0}) == "pass"
 
 
-class TimesZero(Ideal):
-    """A common flash kernel: a weight of 0 multiplies whatever the mask hides."""
-
-    promises = frozenset({"repeat", "hidden"})
-
-    def prepare(self, inputs):
-        call = super().prepare(inputs)
-
-        def leaking():
-            given = call()
-            last = (inputs.v[:, :, -1:] * 0).repeat_interleave(inputs.problem.group, 1)
-            return Outputs(given.out + last, given.lse)
-
-        return leaking
-
-
 @pytest.mark.parametrize("question", ["future_keys_nan", "hidden_keys_nan"])
 def test_hidden_nan_that_reaches_a_row_is_a_failure_only_where_promised(question) -> None:
     case = Case(problem=PROBLEM, question=question, parameters={"row": 1})
-    leaking = TimesZero()
+    # A common flash kernel: a weight of 0 multiplies whatever the mask hides.
+    leaking = kernel("HiddenTimesZero")
+    leaking.promises = frozenset({"repeat", "hidden"})
     record = run_case(leaking, case, device="cpu")
     assert record.status == "warn"
     assert record.judgement.reason.startswith(
@@ -146,17 +114,11 @@ def test_hidden_nan_that_reaches_a_row_is_a_failure_only_where_promised(question
 
 
 def test_large_numbers_that_reach_a_row_are_a_failure() -> None:
-    class TimesLittle(TimesZero):
-        def prepare(self, inputs):
-            call = Ideal.prepare(self, inputs)
+    def leaking(inputs, right):
+        return Outputs(right.out + inputs.v[:, :, -1:] * 2.0**-20, right.lse)
 
-            def leaking():
-                given = call()
-                return Outputs(given.out + inputs.v[:, :, -1:] * 2.0**-20, given.lse)
-
-            return leaking
-
-    assert status(TimesLittle(), "future_keys_huge", {"row": 0}) == "fail"
+    promises = frozenset({"repeat", "hidden"})
+    assert status(spoiled(leaking, promises=promises), "future_keys_huge", {"row": 0}) == "fail"
 
 
 def test_a_refusal_as_it_is_called_is_unsupported() -> None:

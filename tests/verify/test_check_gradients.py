@@ -7,6 +7,8 @@ import math
 import msgspec
 import pytest
 import torch
+from tests.planted_kernels import kernel
+from tests.planted_kernels.outputs_given import spoiled
 
 from attncheck.core.formats import FORMATS, round_to
 from attncheck.core.judgement import Place
@@ -26,42 +28,6 @@ EMPTY = PROBLEM.replace(kv=7, mask=Spec.of("not", Spec.of("prefix_lm", prefix=2)
 TILING = Tiling(block_query=16, block_kv=4, reverse=True)
 
 
-class Spoiled(Ideal):
-    """The ideal kernel, and what a test does to its outputs."""
-
-    name, summary = "spoiled", "right, but for what a test does to it"
-
-    def __init__(self, spoil=lambda given: None, tiling=None):
-        super().__init__(tiling)
-        self.spoil = spoil
-
-    def prepare(self, inputs):
-        call = super().prepare(inputs)
-
-        def spoiled():
-            given = call()
-            self.spoil(given)
-            return given
-
-        return spoiled
-
-
-class Unscaled(Ideal):
-    """dK as a sum of dSᵀ·q that nobody multiplied by the scale."""
-
-    name, summary = "unscaled", "dk without the scale"
-
-    def prepare(self, inputs):
-        call = super().prepare(inputs)
-
-        def spoiled():
-            given = call()
-            given.dk.div_(inputs.problem.scale)
-            return given
-
-        return spoiled
-
-
 def measured(subject, problem=PROBLEM):
     evidence = EvidenceBuilder(Case(problem=problem), "cpu")
     return run_case(
@@ -76,12 +42,12 @@ def test_a_forward_has_none_and_its_json_says_nothing_of_them():
 
 
 def test_each_number_stands_under_its_name():
-    def spoil(given):
+    def spoil(_, given):
         given.dk[1, 0, 4, 3] -= 2
         given.dv[0, 1, 11, 7] += 3
 
-    record, evidence = measured(Spoiled(spoil, TILING))
-    given, exact = Spoiled(spoil, TILING).run(evidence.inputs), evidence.truth.gradients()
+    record, evidence = measured(spoiled(spoil, TILING))
+    given, exact = spoiled(spoil, TILING).run(evidence.inputs), evidence.truth.gradients()
     ideal = Ideal(TILING).run(evidence.inputs).gradients()
     assert list(record.gradients) == ["dq", "dk", "dv"]
     everywhere = torch.tensor(True)
@@ -130,10 +96,10 @@ def test_only_what_is_seen_is_counted():
 
 
 def test_a_gradient_that_is_not_finite_never_looks_good():
-    def spoil(given):
+    def spoil(_, given):
         given.dv[0, 1, 2, 3] = math.nan
 
-    record, _ = measured(Spoiled(spoil))
+    record, _ = measured(spoiled(spoil))
     found = record.gradients["dv"]
     assert (record.status, record.judgement.rule) == ("fail", "finite")
     assert (found.rmse, found.nonfinite) == (math.inf, 1)
@@ -142,7 +108,7 @@ def test_a_gradient_that_is_not_finite_never_looks_good():
 
 
 def test_a_planted_fault_fails_by_its_gradient_alone():
-    record, _ = measured(Unscaled())
+    record, _ = measured(kernel("gradients.KeysNotScaled"))
     right, _ = measured(Ideal())
     assert (record.status, record.judgement.worst.tensor) == ("fail", "dk")
     shares = record.judgement.gradients_over_bound

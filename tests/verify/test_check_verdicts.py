@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from tests.planted_kernels.outputs_given import in_turns, spoiled
 
 from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
@@ -20,26 +21,6 @@ from attncheck.verify.run_case import run_case
 PROBLEM = Problem(heads=2, kv_heads=1, query=24, kv=40, head_dim=16, dtype="fp16")
 CAUSAL = PROBLEM.replace(mask=Spec.of("causal"))
 SOFTMAX = Problem(operation="softmax", heads=2, query=24, kv=40, dtype="fp16")
-
-
-class Spoiled(Ideal):
-    """The ideal kernel, and what a test does to its outputs."""
-
-    name, summary = "spoiled", "right, but for what a test does to it"
-
-    def __init__(self, spoil=lambda out, lse: None):
-        super().__init__()
-        self.spoil = spoil
-
-    def prepare(self, inputs):
-        call = super().prepare(inputs)
-
-        def spoiled():
-            given = call()
-            self.spoil(given.out, given.lse)
-            return given
-
-        return spoiled
 
 
 def judged(subject, problem=PROBLEM):
@@ -72,31 +53,21 @@ def test_a_kernel_without_lse_and_tiles_passes_by_its_out():
     assert (record.judgement.precision.residual, record.judgement.worst.tile) == (None, "")
 
 
-def spoil_out(out, lse):
-    out[0, 1, 5, 3] += 1
+def at(tensor, place, change):
+    """What is at ``place`` becomes ``change`` of it."""
 
+    def spoil(_, right):
+        given = getattr(right, tensor)
+        given[place] = change(given[place])
 
-def spoil_lse(out, lse):
-    lse[0, 1, 5] += 0.01
-
-
-def a_percent(out, lse):
-    out *= 1.01
-
-
-def nan_in_one(out, lse):
-    out[0, 0, 7, 2] = math.nan
-
-
-def infinite_lse(out, lse):
-    lse[0, 1, 3] = math.inf
+    return spoil
 
 
 FAULTS = {
-    "one element": (spoil_out, "bound", "out", (0, 1, 5, 3)),
-    "one row of LSE": (spoil_lse, "bound", "lse", (0, 1, 5, -1)),
-    "NaN": (nan_in_one, "finite", "out", (0, 0, 7, 2)),
-    "infinite LSE": (infinite_lse, "finite", "lse", (0, 1, 3, -1)),
+    "one element": (at("out", (0, 1, 5, 3), lambda x: x + 1), "bound", "out", (0, 1, 5, 3)),
+    "one row of LSE": (at("lse", (0, 1, 5), lambda x: x + 0.01), "bound", "lse", (0, 1, 5, -1)),
+    "NaN": (at("out", (0, 0, 7, 2), lambda _: math.nan), "finite", "out", (0, 0, 7, 2)),
+    "infinite LSE": (at("lse", (0, 1, 3), lambda _: math.inf), "finite", "lse", (0, 1, 3, -1)),
 }
 
 
@@ -104,7 +75,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_fails_by_its_rule_and_at_its_place(fault, problem):
     spoil, rule, tensor, place = FAULTS[fault]
-    record = judged(Spoiled(spoil), problem)
+    record = judged(spoiled(spoil), problem)
     found = record.judgement
     assert (record.status, found.rule) == ("fail", rule)
     assert found.reason
@@ -113,18 +84,15 @@ def test_a_fault_fails_by_its_rule_and_at_its_place(fault, problem):
 
 
 def test_out_that_is_a_percent_too_large_fails():
-    assert judged(Spoiled(a_percent)).status == "fail"
+    assert judged(spoiled(at("out", ..., lambda x: x * 1.01))).status == "fail"
 
 
 @pytest.mark.parametrize("value", [1e-7, math.nan])
 def test_a_row_that_sees_no_key_must_be_0(value):
-    def spoil(out, lse):
-        out[0, 0, 8, 0] = value
-
     # Rows before the last 16 of 40 keys see none.
     dead = PROBLEM.replace(mask=Spec.of("not", Spec.of("causal")), kv=8)
     assert judged(Ideal(), dead).status == "pass"
-    record = judged(Spoiled(spoil), dead)
+    record = judged(spoiled(at("out", (0, 0, 8, 0), lambda _: value)), dead)
     assert (record.status, record.judgement.rule) == ("fail", "empty rows")
 
 
@@ -197,7 +165,7 @@ def test_what_is_costly_is_done_once_for_all_kernels_of_one_arithmetic(monkeypat
 
     monkeypatch.setattr(room, "allowance", counted)
     evidence = EvidenceBuilder(Case(problem=PROBLEM), "cpu")
-    for subject in (Ideal(), Spoiled(), Ideal(Tiling(block_query=64, block_kv=32))):
+    for subject in (Ideal(), spoiled(lambda *_: None), Ideal(Tiling(block_query=64, block_kv=32))):
         run_case(subject, evidence.case, device=evidence.device, evidence=evidence)
     assert counts == {"allowance": 1}
     run_case(
@@ -250,25 +218,9 @@ def test_arrangements(operation, heads, kv_heads, said):
 
 def test_outputs_are_judged_as_they_were_first_given():
     """Further calls, which time a kernel, change nothing."""
-    calls = []
 
-    class Later(Ideal):
-        name, summary = "later", "wrong from the second call on"
+    def later(right, number):
+        return right if number == 1 else Outputs(right.out * 2, right.lse)
 
-        def prepare(self, inputs):
-            call = super().prepare(inputs)
-
-            def once():
-                given = call()
-                calls.append(1)
-                return given if len(calls) == 1 else Outputs(given.out * 2, given.lse)
-
-            return once
-
-    evidence = EvidenceBuilder(Case(problem=PROBLEM), "cpu")
-    assert (
-        run_case(
-            Later(), evidence.case, device=evidence.device, evidence=evidence, timed=True
-        ).status
-        == "pass"
-    )
+    case = Case(problem=PROBLEM)
+    assert run_case(spoiled(in_turns(later)), case, device="cpu", timed=True).status == "pass"

@@ -6,42 +6,32 @@ import math
 
 import msgspec
 import pytest
+from tests.planted_kernels.outputs_given import spoiled
 
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.record import ErrorMap
 from attncheck.subjects.capabilities.subject import Tiling
-from attncheck.subjects.ideal import Ideal
 from attncheck.verify.judging import MOST_HEADS, MOST_ROWS
 from attncheck.verify.run_case import run_case
 
 
-class Spoiled(Ideal):
+def changed(at, tiling):
     """An ideal kernel, some elements of whose out are something else."""
 
-    name, summary = "spoiled", "wrong somewhere"
+    def change(_, right):
+        out = right.out.clone()
+        for index, value in at.items():
+            out[index] = value
+        return Outputs(out, right.lse)
 
-    def __init__(self, at, tiling=None):
-        super().__init__(tiling)
-        self._at = at
-
-    def prepare(self, inputs):
-        call = super().prepare(inputs)
-
-        def run():
-            given = call()
-            out = given.out.clone()
-            for index, value in self._at.items():
-                out[index] = value
-            return Outputs(out, given.lse)
-
-        return run
+    return spoiled(change, tiling)
 
 
 def record(at, *, question="compare", brief=True, tiling=None, **sizes):
     small = {"batch": 2, "heads": 2, "kv_heads": 2, "query": 4, "kv": 4, "head_dim": 4}
     case = Case(problem=Problem(**(small | sizes)), question=question)
-    subject = Spoiled(at, tiling)
+    subject = changed(at, tiling)
     return run_case(subject, case, device="cpu", variant="v", environment="e", brief=brief)
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 import torch
+from tests.planted_kernels.outputs_given import spoiled
 
 from attncheck import assert_attention_close, oracles
 from attncheck.core.errors import OraclesDisagree
@@ -64,25 +65,14 @@ FAULTS = {
 }
 
 
-class Wrong(Ideal):
-    """The ideal kernel, but for one tensor."""
+def off_in_one(tensor="out"):
+    """The ideal kernel, off by a little in one tensor."""
 
-    name, summary = "wrong", "off by a little in one tensor"
+    def change(_, right):
+        one = getattr(right, tensor)
+        one[(-1,) * one.dim()] += 1
 
-    def __init__(self, tensor="out"):
-        super().__init__()
-        self.tensor = tensor
-
-    def prepare(self, inputs):
-        call = super().prepare(inputs)
-
-        def spoiled():
-            given = call()
-            one = getattr(given, self.tensor)
-            one[(-1,) * one.dim()] += 1
-            return given
-
-        return spoiled
+    return spoiled(change)
 
 
 @pytest.fixture
@@ -165,7 +155,7 @@ def test_a_broken_second_opinion_is_no_verdict_either(monkeypatch):
         return replace(found, out=found.out + 1)
 
     monkeypatch.setattr(room, "one_head", wrong)
-    assert ask(Wrong(), FULL).status == "oracle disagrees"
+    assert ask(off_in_one(), FULL).status == "oracle disagrees"
 
 
 def tensors(problem):
@@ -184,24 +174,16 @@ def tensors(problem):
     ],
 )
 def test_right_oracles_agree_and_a_wrong_kernel_fails(problem, tensor):
-    record = ask(Wrong(tensor), problem)
+    record = ask(off_in_one(tensor), problem)
     assert record.status == "fail", record
     assert record.judgement.worst.tensor == tensor
 
 
 def test_a_head_that_is_less_accurate_fails():
-    class Coarse(Ideal):
-        def prepare(self, inputs):
-            call = super().prepare(inputs)
+    def coarse(_, right):
+        right.out.mul_(64).round_().div_(64)
 
-            def rounded():
-                given = call()
-                given.out.mul_(64).round_().div_(64)
-                return given
-
-            return rounded
-
-    assert ask(Coarse(), FULL.replace(query=64)).status == "fail"
+    assert ask(spoiled(coarse), FULL.replace(query=64)).status == "fail"
 
 
 def test_nobody_is_asked_about_a_pass(monkeypatch):
@@ -216,7 +198,7 @@ def test_one_that_does_not_fit_is_none(monkeypatch, error):
         raise error
 
     monkeypatch.setattr(room, "one_head", full)
-    assert ask(Wrong(), FULL).status == "fail"
+    assert ask(off_in_one(), FULL).status == "fail"
 
 
 def test_of_a_large_problem_the_row_itself_is_compared():
@@ -236,6 +218,6 @@ def test_where_inputs_are_nan_oracles_are_so_alike():
     evidence.inputs.v[0, 0, 4] = math.nan
     evidence.inputs.v[0, 0, 6, 2] = math.inf
     record = run_case(
-        Wrong("lse"), evidence.case, device=evidence.device, evidence=evidence, brief=True
+        off_in_one("lse"), evidence.case, device=evidence.device, evidence=evidence, brief=True
     )
     assert record.status == "fail", record

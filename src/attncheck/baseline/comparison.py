@@ -31,24 +31,6 @@ if TYPE_CHECKING:
     from attncheck.records.record import Environment, Record, Status
     from attncheck.records.run_reports import Answer, BaselineStanding, Stage
 
-__all__ = [
-    "FALSE_ALARM",
-    "KEPT_STATUSES",
-    "STAGES",
-    "STATUS_ORDER",
-    "ErrorPair",
-    "comparable_entries",
-    "compare_answers",
-    "compare_runs",
-    "log_probability",
-    "mean_ratio",
-    "measurements",
-    "merge_changes",
-    "sort_changes",
-    "tiling_growth",
-]
-
-
 _STEPS = 100  # of a ternary search: each leaves two thirds
 
 

@@ -12,7 +12,9 @@ from attncheck.core.errors import ProblemError
 from attncheck.inputs.problem import LARGEST_HEAD_DIM, Case, Problem
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from attncheck.records.record import Unclaimed
 
 # Decoding tells where each key is, so that it is asked on every layout with a place to confuse;
 # what other probes show does not depend on it.
@@ -29,19 +31,28 @@ class CheckCase:
         name: ``causal-wide``; a probe's own name stands before it: ``decode-causal-wide``.
         summary: What it would show, in a line.
         case: The Case.
+        unclaimed: What the kernel was not found to take, and is asked apart; None for all else.
     """
 
     name: str
     summary: str
     case: Case
+    unclaimed: Unclaimed | None = None
 
 
-def check_cases(dtype: str, head_dims: Sequence[int] = ()) -> list[CheckCase]:
+def check_cases(
+    dtype: str,
+    head_dims: Sequence[int] = (),
+    *,
+    takes: Callable[[Problem], bool] | None = None,
+) -> list[CheckCase]:
     """Return every case of a quick check in ``dtype``: probes first, since they say most.
 
     Args:
         dtype: A name of ``formats.DTYPES`` that kernels are measured in.
         head_dims: Those that the kernel takes; none: 64, 80, 96 and 128.
+        takes: Whether a kernel is to be asked a Problem; the nearest is asked in place of one that
+            it is not. Where there is none that stays, and the kernel says why it does not take it.
 
     Raises:
         UnknownName: for another dtype.
@@ -59,7 +70,12 @@ def check_cases(dtype: str, head_dims: Sequence[int] = ()) -> list[CheckCase]:
         if head_dims and fields["head_dim"] not in head_dims:
             # In turn, so that each of them meets several problems.
             fields["head_dim"] = head_dims[number % len(head_dims)]
-        problems[name] = Problem(dtype=dtype, **fields)
+        problem = Problem(dtype=dtype, **fields)
+        if takes is not None and not takes(problem):
+            from attncheck.cases.strategies.problems import nearest_supported  # loads Hypothesis
+
+            problem = nearest_supported(problem, takes, (dtype,)) or problem
+        problems[name] = problem
     comparisons = [
         CheckCase(name=name, summary=entries[name].summary, case=Case(problem=problem))
         for name, problem in problems.items()
@@ -73,9 +89,12 @@ _OF_CALLS = (
 )
 
 
-def call_cases(dtype: str, head_dims: Sequence[int] = ()) -> list[CheckCase]:
-    """Return the cases about a call beside its numbers; raises as ``check_cases``."""
-    layouts = {one.name: one.case.problem for one in check_cases(dtype, head_dims)}
+def call_cases(
+    dtype: str, head_dims: Sequence[int] = (), *, takes: Callable[[Problem], bool] | None = None
+) -> list[CheckCase]:
+    """Return the cases about a call beside its numbers; arguments of ``check_cases``."""
+    asked = check_cases(dtype, head_dims, takes=takes)
+    layouts = {one.name: one.case.problem for one in asked}
     return [
         CheckCase(name=name, summary=summary, case=Case(problem=layouts[layout], question=name))
         for name, layout, summary in _OF_CALLS

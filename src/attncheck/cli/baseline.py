@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from attncheck.records.record import Environment
     from attncheck.records.run_reports import Answer, Change
 
-__all__ = ["Measurements", "baseline", "baseline_path", "read_measurements"]
-
 
 @dataclass(slots=True, kw_only=True)
 class Measurements:

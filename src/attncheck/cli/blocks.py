@@ -7,8 +7,6 @@ import click
 from attncheck.cli.options import typed_command
 from attncheck.cli.standard_output import Interrupts, Verb, standard_output
 
-__all__ = ["blocks"]
-
 DEFAULT_LENGTH, MOST = 4096, 2**20
 DEFAULT_BLOCK = "128x128"
 

@@ -28,9 +28,8 @@ if TYPE_CHECKING:
     from attncheck.cases.check_cases import CheckCase
     from attncheck.records.record import Record, Report
     from attncheck.subjects.capabilities.subject import Subject
+    from attncheck.surveys.claims import Claims
     from attncheck.workers.process import Died
-
-__all__ = ["check"]
 
 _MOST_DEATHS = 2  # of the kernel's process, after which no more is asked
 
@@ -107,9 +106,12 @@ def check(  # noqa: PLR0913  # one parameter per option
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     deadline = parse_seconds(timeout, "--timeout")
     worker = start_worker(spec, in_process=in_process)
+    from msgspec.structs import replace
+
     from attncheck.reporting import rendering
     from attncheck.reporting.check_document import check_document, check_verdict
     from attncheck.reporting.exit_codes import check_exit_code
+    from attncheck.surveys.claims import claimed_questions, on_terms
     from attncheck.verify.environment import default_device, prepare, require_device
     from attncheck.verify.kernel_hosts import open_kernel
     from attncheck.verify.remote_kernel import Deadlines
@@ -137,17 +139,30 @@ def check(  # noqa: PLR0913  # one parameter per option
     else:
         with closing(host):
             rendering.check_writable(directory, "check")
-            report = assemble_report([host.subject], (), device=device, command=command)
+            subject = host.subject
+            report = assemble_report([subject], (), device=device, command=command)
+            claims = _claims(interrupts, subject, spec, device, quiet=quiet)
+            if claims is not None and not claims.timeout:
+                terms = claims.terms(dtypes, head_dims, names)
+                subject = on_terms(subject, terms)
+                questions = claimed_questions(
+                    claims, terms, device=device, dtypes=dtypes, head_dims=head_dims, names=names
+                )
+                # By another convention it says other things of itself.
+                report = replace(report, kernels={subject.name: subject.summary})
+            if claims is not None and (lines := tuple(claims.lines())):
+                report = replace(report, claims={subject.name: lines})
             report = _answered(
                 interrupts,
                 report,
-                host.subject,
+                subject,
                 questions,
                 device,
                 live=fmt == "table",
                 quiet=quiet,
+                hung=claims.timeout if claims is not None else "",
             )
-            report = _diagnosed(report, host.subject, device)
+            report = _diagnosed(report, subject, device)
     with interrupts.writing(directory):
         rendering.write_report(
             report, directory, "check", formats=("json", "md"), document=check_document
@@ -168,6 +183,7 @@ def _questions(
     """The check cases, dtype by dtype; raises UnknownName for a name that none of them has."""
     from attncheck.cases.check_cases import call_cases, check_cases
     from attncheck.core.errors import UnknownName
+    from attncheck.surveys.claims import NOT_CLAIMED
 
     dtypes = dtypes or ("bf16",)
     # First, as long as the kernel's process is new: later ones may already be changed.
@@ -175,9 +191,27 @@ def _questions(
     questions += [one for dtype in dict.fromkeys(dtypes) for one in check_cases(dtype, head_dims)]
     known = {question.name for question in questions}
     for name in names:
-        if name not in known:
+        # What a kernel is asked beyond its claims is known only when these are.
+        aspect = name.removeprefix("decode-").partition("-")[0]
+        if name not in known and aspect not in {"lengths", *NOT_CLAIMED}:
             raise UnknownName("question", name, known)
     return [question for question in questions if not names or question.name in names]
+
+
+def _claims(
+    interrupts: Interrupts, subject: Subject, spec: str, device: str, *, quiet: bool
+) -> Claims | None:
+    """What a plain function was found to take; None of any other kernel."""
+    from attncheck.cli.progress import progress
+    from attncheck.surveys.claims import CLAIM_TRIALS, find_claims
+
+    with progress(CLAIM_TRIALS, quiet=quiet) as advance:
+
+        def next_trial(what: str) -> None:
+            interrupts.check()
+            advance(what)
+
+        return find_claims(subject, kernel=spec, device=device, advance=next_trial)
 
 
 def _answered(
@@ -189,15 +223,20 @@ def _answered(
     *,
     live: bool,
     quiet: bool,
+    hung: str,
 ) -> Report:
-    """The Report with every Record, each shown as it is made where the format is a table."""
+    """The Report with every Record, each shown as it is made where the format is a table.
+
+    A kernel that did not answer when it was tried (``hung``) is not waited for once more.
+    """
     from msgspec.structs import replace
 
     from attncheck.cli.progress import progress
     from attncheck.reporting.check_document import check_document, check_section
     from attncheck.reporting.terminal import head_lines, print_lines, row_lines
-    from attncheck.verify.deaths import DEATHS
+    from attncheck.verify.deaths import DEATHS, death_record
     from attncheck.verify.verify import iter_records
+    from attncheck.workers.process import Died
 
     if live:
         with standard_output():
@@ -206,9 +245,15 @@ def _answered(
     records: list[Record] = []
     before, deaths = "", 0
     with progress(len(questions), quiet=quiet or live) as advance:
-        for record in iter_records(
-            [subject], cases, device=device, environment_key=next(iter(report.environments))
-        ):
+        key = next(iter(report.environments))
+        answers = iter_records([subject], cases, device=device, environment_key=key)
+        if hung:
+            error, (name, case) = Died("timeout", hung), cases[0]
+            record = death_record(error, case, kernel=subject.name, variant=name, environment=key)
+            answers = iter([record])
+        for question, record in zip(questions, answers, strict=False):
+            if question.unclaimed is not None:
+                record = replace(record, unclaimed=question.unclaimed)  # noqa: PLW2901  # the one to show
             interrupts.check()
             advance(record.variant)
             # What writes beside its tensors may end its process, or change any later answer.

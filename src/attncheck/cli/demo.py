@@ -27,19 +27,6 @@ if TYPE_CHECKING:
     from attncheck.subjects.capabilities.subject import Subject
     from attncheck.suite.under_test import UnderTest
 
-__all__ = [
-    "DTYPE",
-    "KERNEL",
-    "MENDED",
-    "PLANTED",
-    "DemoFailure",
-    "demo",
-    "search_tile_edges",
-    "search_with_hypothesis",
-    "source",
-]
-
-
 KERNEL = "attncheck.demo.flash_attention:attention"
 """The kernel, as every command names it."""
 

@@ -8,8 +8,6 @@ import click
 
 from attncheck.cli.standard_output import Verb, standard_output
 
-__all__ = ["doctor"]
-
 INFRASTRUCTURE = 3
 
 

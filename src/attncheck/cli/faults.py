@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from attncheck.workers.journal_format import JournalContent
     from attncheck.workers.pool import RunEnd, RunEvent
 
-__all__ = ["FaultOptions", "faults", "own_tests_header", "planted_header"]
-
 _MOST_RUNS = 4  # of pytest at a time, unless somebody asks for more
 _PER_RUN = frozenset({"started", "typed"})  # of a journal's header: no part of the plan
 

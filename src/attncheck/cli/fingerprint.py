@@ -13,8 +13,6 @@ from attncheck.cli.standard_output import Interrupts, Verb, standard_output
 if TYPE_CHECKING:
     from attncheck.records.survey_reports import FingerprintReport
 
-__all__ = ["fingerprint"]
-
 
 @click.command(cls=Verb)
 @click.argument("kernel", metavar="KERNEL")

@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from attncheck.workers.pool import RunEnd, RunEvent
     from attncheck.workers.units import Done, Unit
 
-__all__ = ["FAILURES", "GateOptions", "GateProgress", "GateRun", "gate", "plan_run", "run_gate"]
-
 FAILURES = "reports/failures"
 """The folder of failures, in which attncheck repro looks for them."""
 

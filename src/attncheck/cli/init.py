@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from attncheck.subjects.load import Candidate
     from attncheck.surveys.capability_detection import DetectedCapabilities
 
-__all__ = ["init"]
-
 
 @click.command(cls=Verb)
 @click.argument("spec", metavar="SPEC")

@@ -9,8 +9,6 @@ import click
 
 from attncheck.cli.standard_output import Verb, standard_output
 
-__all__ = ["list_"]
-
 
 @click.command("list", cls=Verb)
 @click.option(

@@ -8,8 +8,6 @@ import click
 
 from attncheck.cli.standard_output import Interrupts, Verb, standard_output
 
-__all__ = ["merge"]
-
 INCOMPLETE = 3
 
 

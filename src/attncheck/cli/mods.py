@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from attncheck.core.mod_spec import Dimensions
     from attncheck.subjects.capabilities.subject import Subject
 
-__all__ = ["mods"]
-
 DEFAULT_SHAPE = "2x2x40/48"
 
 

@@ -18,22 +18,6 @@ if TYPE_CHECKING:
     from attncheck.subjects.capabilities.subject import Subject
     from attncheck.workers.process import Worker
 
-__all__ = [
-    "apply_options",
-    "device_option",
-    "format_option",
-    "in_process_option",
-    "not_applicable",
-    "open_kernels",
-    "out_option",
-    "quiet_option",
-    "seed_option",
-    "start_worker",
-    "timeout_option",
-    "typed_command",
-]
-
-
 _SECONDS_TO_END = 5.0  # of a process that was killed, where a driver holds on to it
 
 F = TypeVar("F", bound="Callable[..., Any]")

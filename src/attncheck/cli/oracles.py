@@ -15,9 +15,6 @@ if TYPE_CHECKING:
 
     from attncheck.records.survey_reports import CertificateReport, OracleReport
 
-__all__ = ["oracles"]
-
-
 DEFAULT_SHAPE, CERTIFIED_SHAPE = "1x2/1x24x8", "1x2/1x64x64"
 DEFAULT_DTYPE, CERTIFIED_DTYPE = "bf16", "fp32"
 DEFAULT_DIGITS = 50

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from attncheck.subjects.load import Candidate
     from attncheck.surveys.capability_detection import DetectedCapabilities
 
-__all__ = ["NOTHING_TAKEN", "convention_option", "name_of", "probe", "run_probe"]
-
 NOTHING_TAKEN = 5
 """Exit code."""
 

@@ -12,8 +12,6 @@ import click
 if TYPE_CHECKING:
     from attncheck.workers.pool import RunEvent
 
-__all__ = ["RunCounter", "progress", "run_progress", "time_left"]
-
 _SECONDS_BETWEEN_LINES = 10.0
 
 

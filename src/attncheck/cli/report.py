@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from attncheck.records.record import Report
     from attncheck.records.run_reports import GateReport
 
-__all__ = ["report"]
-
 _LARGEST_SCRIPT = 2**20  # bytes of one that is taken over into a page
 
 

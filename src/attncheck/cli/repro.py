@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from attncheck.subjects.capabilities.subject import Subject
     from attncheck.verify.kernel_hosts import KernelHost
 
-__all__ = ["repro", "write_script"]
-
 
 @click.command(cls=Verb)
 @click.argument("wanted", metavar="ID|FILE")

@@ -20,17 +20,6 @@ if TYPE_CHECKING:
     from attncheck.workers.units import Unit
     from attncheck.workers.worker_pool import WorkerPlace
 
-__all__ = [
-    "JOURNAL",
-    "differing_keys",
-    "existing_journal",
-    "run_with_journal",
-    "say_how_it_ended",
-    "say_resumed",
-    "started_now",
-    "worker_places",
-]
-
 JOURNAL = "results.jsonl"
 
 _INTERRUPTED = 130

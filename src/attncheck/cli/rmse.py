@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from attncheck.subjects.capabilities.subject import Subject
     from attncheck.workers.process import Worker
 
-__all__ = ["RmseOptions", "rmse"]
-
 _INTERRUPTED = "interrupted"
 # Options that take a file: reports name it without its folder.
 _FILES = {"--kernel", "--mask", "--score", "--inputs", "--plot", "--from"}

@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
-__all__ = ["Group", "Interrupts", "Verb", "discard", "standard_output"]
-
-
 _OURS = "attncheck.standard_output"
 
 

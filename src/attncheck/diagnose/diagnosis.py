@@ -68,7 +68,8 @@ __all__ = [
 LARGEST_DIAGNOSED = 2**22
 """Most (row, key) pairs of all heads of a problem that is diagnosed."""
 EXPLANATIONS_SHOWN = 3
-"""Explanations that a Record keeps."""
+"""Explanations that a Record keeps, and more of those that explain all equally."""
+_MOST_EQUALS = 12  # by these failures of one cause know each other
 
 _MOST_HEADS = 2**12  # of all sequences: each is worked out by itself, over and over
 _TELLING = 0.5  # below this share a model explains less than it leaves
@@ -451,6 +452,7 @@ def _as_diagnosis(
     ranking = [one for one in ranking if FAULT_MODELS[one.name].applies(problem)]
     # What explains less than half is shown to nobody: it would read like a reason.
     telling = [one for one in ranking if one.share >= _TELLING]
+    kept = max(EXPLANATIONS_SHOWN, min(count_equals(telling), _MOST_EQUALS))
     return Diagnosis(
         ranked=tuple(
             Explanation(
@@ -460,7 +462,7 @@ def _as_diagnosis(
                 explains_all=one.all,
                 parameters=dict(one.parameters),
             )
-            for one in telling[:EXPLANATIONS_SHOWN]
+            for one in telling[:kept]
         ),
         tied=count_equals(telling),
         tried=findings.tried,

@@ -33,18 +33,6 @@ if TYPE_CHECKING:
     from attncheck.verify.evidence_builder import EvidenceBuilder
     from attncheck.verify.executor import Execution
 
-__all__ = [
-    "MOST_CELLS",
-    "NO_FIT",
-    "Findings",
-    "consistent_models",
-    "explain",
-    "float64_tensors",
-    "pair_count",
-    "tile_map",
-]
-
-
 MOST_CELLS = 16
 """Of a map, down and to the right."""
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from attncheck.verify.call_conditions import Contents
     from attncheck.verify.executor import Executor
 
-__all__ = ["changes_between_calls", "misread_strides", "out_of_bounds_reads"]
-
 _AGAIN = 2
 # Pairs of calls: what gives one of two things by chance agrees with 2 · 4 of them once in 128, and
 # is asked so twice. Of what does not promise to repeat itself more are made.

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from attncheck.records.record import Record
     from attncheck.subjects.capabilities.subject import Subject
 
-__all__ = ["ExactRun", "exact_runs", "new_failure", "run_again"]
-
 
 def new_failure(
     record: Record, *, kernel: str, device: str, convention: str = "", test: str = ""

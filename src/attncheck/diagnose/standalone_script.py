@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from attncheck.records.record import Record
     from attncheck.subjects.capabilities.subject import Subject, WrittenCall
 
-__all__ = ["LARGEST", "KernelCall", "kernel_call", "render_script"]
-
-
 _BACKENDS = {
     "sdpa-math": "MATH",
     "sdpa-flash": "FLASH_ATTENTION",

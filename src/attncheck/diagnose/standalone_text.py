@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["main"]
-
 
 def tensor(memory: dict[str, Any], told: dict[str, Any], device: str) -> torch.Tensor:
     """Return one tensor in memory of its own, with its strides."""

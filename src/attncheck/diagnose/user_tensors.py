@@ -44,9 +44,6 @@ if TYPE_CHECKING:
     from attncheck.mods.expression import Expression
     from attncheck.records.record import Diagnosis
 
-__all__ = ["UserOutputs", "UserTensors"]
-
-
 _DEVICES = ("cpu", "cuda")
 _EXACT_IN_FP32 = (torch.float32, torch.bfloat16, torch.float16)
 

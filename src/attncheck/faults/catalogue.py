@@ -11,8 +11,6 @@ import msgspec
 from attncheck.core.errors import UnknownName
 from attncheck.faults.fault import Control, Fault
 
-__all__ = ["CATEGORIES", "CONTROLS", "FAULTS", "SHARED_PATCHES", "fault_named"]
-
 CATEGORIES = (
     *("mask alignment", "sliding window", "tail tile", "fully masked rows", "sentinels"),
     *("online softmax", "scale and units", "softcap", "score mods", "gqa", "strides"),

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["CONTINUOUS_FAULTS", "ContinuousFault", "continuous_fault_named"]
-
 _STEPS_OF_OCTAVE = 4
 _SMALLEST = 30  # octaves below 1: fp32 has 24
 

@@ -6,8 +6,6 @@ from typing import Literal
 
 import msgspec
 
-__all__ = ["HOSTS", "Control", "Fault", "Host", "HostName"]
-
 HostName = Literal["ideal", "triton"]
 HOSTS: tuple[HostName, ...] = ("ideal", "triton")
 

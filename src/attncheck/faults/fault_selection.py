@@ -21,17 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import ModuleType
 
-__all__ = [
-    "FILE",
-    "FaultSelection",
-    "faults_of_file",
-    "file_fault_reference",
-    "priority",
-    "select_faults",
-    "select_from_file",
-    "source_digest",
-]
-
 FILE = "file"
 """In place of a host: somebody's file has the fault."""
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from attncheck.inputs.problem import Problem
     from attncheck.subjects.capabilities.subject import Subject
 
-__all__ = ["ShimSettings", "make_shim"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShimSettings:

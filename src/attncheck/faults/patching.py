@@ -18,8 +18,6 @@ from attncheck.core.errors import AttncheckError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-__all__ = ["NotPlanted", "apply_patches"]
-
 # A comment, where no string follows that could have the mark in it.
 _COMMENT = re.compile(r"\s+# [^\"]*$")
 

@@ -43,19 +43,6 @@ if TYPE_CHECKING:
     from attncheck.inputs.problem import Case
     from attncheck.subjects.capabilities.subject import Subject
 
-__all__ = [
-    "ALLCLOSE",
-    "FORWARD_RULES",
-    "GRADIENT_RULES",
-    "PeerReference",
-    "PeerRules",
-    "RecordingExecutor",
-    "elementwise_gradient_rule",
-    "elementwise_rule",
-    "mean_rule",
-    "times_rule",
-]
-
 ALLCLOSE = dict.fromkeys(("fp32", "fp16", "bf16"), (1e-2, 0.0))
 """atol and rtol by the output's dtype."""
 

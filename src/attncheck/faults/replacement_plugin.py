@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     import pytest
 
-__all__ = ["VARIABLE", "Replacement"]
-
 VARIABLE = "ATTNCHECK_REPLACED"
 _FAILURES = 3  # that are named
 

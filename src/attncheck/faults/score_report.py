@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from attncheck.workers.journal_format import JournalContent
     from attncheck.workers.units import Done, Unit
 
-__all__ = ["fault_report", "score_of", "totals"]
-
 _DIAGNOSED = 3  # among the first so many a diagnosis is to name the fault
 
 

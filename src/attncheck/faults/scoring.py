@@ -50,8 +50,6 @@ if TYPE_CHECKING:
     from attncheck.subjects.capabilities.subject import Subject
     from attncheck.workers.units import Unit
 
-__all__ = ["CATEGORY_OF_FILES", "FaultScorer", "GateRun", "NotScored", "rank_of", "work"]
-
 CATEGORY_OF_FILES = "own"
 
 # What a planted text raises that is no kernel: its fault is ours, or of who wrote the variant.

@@ -41,9 +41,6 @@ if TYPE_CHECKING:
     from attncheck.faults.continuous_faults import ContinuousFault
     from attncheck.workers.units import Unit
 
-__all__ = ["STAGES", "Question", "measure_sensitivity", "smallest_seen"]
-
-
 Question = tuple[str, "Callable[[int], bool]"]
 """What it is called, and whether it sees the fault of a number of the scale: 0 is the largest."""
 

@@ -42,20 +42,6 @@ if TYPE_CHECKING:
     from attncheck.faults.fault import HostName
     from attncheck.workers.units import Unit
 
-__all__ = [
-    "Status",
-    "SuiteRun",
-    "SuiteScorer",
-    "UserSuite",
-    "check_scorable",
-    "project_digest",
-    "run_control",
-    "run_suite",
-    "score_suite",
-    "suite_work",
-]
-
-
 Status = Literal["caught", "missed", "not shown", "not reached", "not scored"]
 
 _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")

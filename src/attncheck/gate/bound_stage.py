@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from attncheck.gate.planning import Planning
     from attncheck.workers.units import Unit
 
-__all__ = ["axes_of", "baseline_units", "bound_units"]
-
 # Of an axis with many values the first few, where there is little time: those that find most.
 _FEW = {"heads": 5, "dims": 4, "distribution": 4}
 # The mask family that tells whether a kernel takes a mask, where it is not the mask's own name.

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
     from attncheck.records.baseline_entries import Baseline
 
-__all__ = ["BaselineCases", "Choices", "parse_stages"]
-
-
 Value = str | int | float | bool
 
 

@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from attncheck.verify.kernel_hosts import KernelHost
     from attncheck.workers.units import Unit
 
-__all__ = ["SHRUNK_STATUSES", "FailureLog", "fails_alike", "plainer_cases", "shrink_case"]
-
-
 # A single row, whole tiles, and one row beyond them: the edges where tails begin.
 _LENGTHS = (1, 2, 3, 8, 16, 17, 32, 64, 65)
 # The smallest first, then the one that most kernels take.

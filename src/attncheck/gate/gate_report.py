@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -19,13 +20,12 @@ from attncheck.verify.environment import fingerprint
 from attncheck.workers.units import Shard
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from attncheck.records.baseline_entries import Baseline
     from attncheck.records.run_reports import Answer, Change, Stage
     from attncheck.workers.journal_format import JournalContent
-
-__all__ = ["build_report", "command_line", "journal_header"]
+    from attncheck.workers.units import Unit
 
 
 def journal_header(
@@ -100,12 +100,29 @@ def build_report(
         planned=_planned_questions(content, head),
         unfinished=len(missing),
         unfinished_because=(content.why or "not all was asked") if missing else "",
+        missing=_missing(missing, described),
         harness=tuple(done.harness for done in content.results.values() if done.harness),
         **_comparisons(content, answers, environments, baseline, complete=not missing),
         answers=answers,
     )
     report = replace(report, changes=tuple(_allowed_changes(report)))
     return replace(report, causes=tuple(_causes(report)))
+
+
+def _missing(
+    units: Iterable[Unit], described: Iterable[Mapping[str, Any]]
+) -> dict[str, dict[Stage, int]]:
+    """Count units without an answer by kernel and stage; without another commit's."""
+    names = {str(facts["kernel"]): str(facts["name"]) for facts in described}
+    missing: dict[str, dict[Stage, int]] = {}
+    for unit in units:
+        if not unit.commit:
+            file, mark, function = unit.kernel.rpartition("::")
+            name = names.get(unit.kernel, f"{PurePath(file).name}{mark}{function}")
+            stages = missing.setdefault(name, {})
+            if unit.kind != "describe":
+                stages[unit.stage] = stages.get(unit.stage, 0) + 1
+    return missing
 
 
 def _causes(report: GateReport) -> Iterator[FailureCause]:

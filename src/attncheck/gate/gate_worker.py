@@ -23,6 +23,7 @@ from attncheck.gate.stages import SANITIZER_VARIANT, sanitize_kernel
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.record import FAILED_STATUSES, Record
 from attncheck.records.run_reports import Answer
+from attncheck.surveys.claims import find_claims, on_terms
 from attncheck.verify.accuracy import measure_accuracy
 from attncheck.verify.deaths import confirm_death, death_record
 from attncheck.verify.environment import environment, fingerprint, prepare
@@ -35,11 +36,13 @@ from attncheck.workers.process import Died, HostError
 from attncheck.workers.units import Done, Unit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
+    from attncheck.surveys.claims import Claims
     from attncheck.verify.kernel_hosts import KernelHost
 
-__all__ = ["GateWorker", "MissingKernelError", "work"]
+_UNCLAIMED = "not refused: "
+"""Before the name of a question beyond a kernel's claims."""
 
 
 def work(**options: Any) -> GateWorker:
@@ -177,13 +180,34 @@ class GateWorker:
             return Done(unit=unit.id, facts=facts)
         planning = self._planning(unit, host)
         units = plan_kernel(planning)
+        claims = None if unit.commit else self._hosts.claims
+        if claims is not None:
+            facts["summary"] = "; ".join((facts["summary"], *claims.lines()))
+            units += self._unclaimed_units(planning, claims)
+            if claims.convention != claims.conventions[0]:
+                # Who asks again asks by the convention that was found, and does not look for it.
+                units = [replace(each, convention=claims.convention) for each in units]
         return Done(unit=unit.id, facts=facts, units=tuple(units), answers=tuple(planning.refused))
+
+    def _unclaimed_units(self, planning: Planning, claims: Claims) -> Iterator[Unit]:
+        """Yield what it got wrong beyond its claims, to be asked once, where any case is asked."""
+        stages, dtypes = self._choices.stages, self._choices.dtypes
+        for question in claims.unclaimed() if "contract" in stages else ():
+            if not dtypes or question.case.problem.dtype in dtypes:
+                yield planning.unit_of("contract", question.case, f"{_UNCLAIMED}{question.name}")
 
     def _ask_case(self, unit: Unit, host: KernelHost) -> Done:
         case, start = Case.from_json(unit.case), time.perf_counter()
         compiled = _compiling(host)
         record, attempts = self._run_case(unit, host, case)
         record = self._known.excuse(record, unit, case)
+        claims = None if unit.commit else self._hosts.claims
+        apart = claims is not None and unit.variant.startswith(_UNCLAIMED)
+        if apart:
+            assert claims is not None
+            name = unit.variant.removeprefix(_UNCLAIMED)
+            question = next(each for each in claims.unclaimed([name]) if each.name == name)
+            record = replace(record, unclaimed=question.unclaimed or msgspec.UNSET)
         before = bool(unit.commit)  # what it did is measured: nobody mends it
         if not before:
             record = self._failures.diagnose(record, unit, host)
@@ -198,7 +222,7 @@ class GateWorker:
             failure="" if before else self._failures.keep(record, unit),
         )
         # A unit of its own: other questions come first, and another worker may do it.
-        shrinks = record.status in SHRUNK_STATUSES and not before
+        shrinks = record.status in SHRUNK_STATUSES and not before and not apart
         units = (replace(unit, kind="shrink"),) if shrinks else ()
         return Done(unit=unit.id, answers=(answer,), units=units, attempts=1)
 
@@ -269,12 +293,16 @@ class _KernelHosts:
     Args:
         choices: Whether kernels have processes of their own, and how long a call may take.
         here: Makes what calls kernels that have none.
+
+    Attributes:
+        claims: Of the kernel that was started last, where it is a plain function; else None.
     """
 
     def __init__(self, choices: Choices, here: Callable[[], InProcess]) -> None:
         self._choices = choices
         self._executor = here
         self._hosts: dict[str, tuple[tuple[str, str, str], KernelHost]] = {}
+        self.claims: Claims | None = None
 
     def of(self, unit: Unit) -> KernelHost:
         """Return the host of a unit's kernel.
@@ -291,7 +319,7 @@ class _KernelHosts:
             return host
         # Ended before the next begins: two kernels need not fit the GPU's memory together.
         self.end(unit.commit)
-        host = self._start_other(unit) if unit.commit else self._start(unit)
+        host = self._start_other(unit) if unit.commit else self._start_on_claims(unit)
         self._hosts[unit.commit] = key, host
         return host
 
@@ -305,6 +333,19 @@ class _KernelHosts:
         """End the processes that there are."""
         for commit in tuple(self._hosts):
             self.end(commit)
+
+    def _start_on_claims(self, unit: Unit) -> KernelHost:
+        """Start a kernel; a plain function is asked within what it is found to take."""
+        host = self._start(unit)
+        try:
+            self.claims = find_claims(host.subject, kernel=unit.kernel, device=unit.device)
+            if self.claims is not None:
+                terms = self.claims.terms(self._choices.dtypes)
+                host.subject = on_terms(host.subject, terms)
+        except BaseException:
+            host.close()
+            raise
+        return host
 
     def _start(self, unit: Unit) -> KernelHost:
         return open_kernel(

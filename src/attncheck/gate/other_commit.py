@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
     from attncheck.records.run_reports import Answer
 
-__all__ = ["CommitTree", "OtherKernel", "commit_tree", "rename_kernels"]
-
 _GIT_SECONDS = 300  # that git may take to write the files of a large repository
 # Of a hook that starts us: they would turn our commands on its own index.
 _HOOK_VARIABLES = (

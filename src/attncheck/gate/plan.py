@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from attncheck.records.failures import KeptFailure
     from attncheck.records.run_reports import Stage
 
-__all__ = ["REPLAYED", "describe_units", "plan_kernel", "priority", "replay_units"]
-
 REPLAYED = "failed before"
 """Variant of a Case that failed in an earlier run."""
 

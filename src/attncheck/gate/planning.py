@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from attncheck.subjects.capabilities.subject import Subject
     from attncheck.verify.executor import Execution, Executor, Origin
 
-__all__ = ["CachingExecutor", "Planning", "move_case"]
-
 # What a Problem may do without where the kernel does not take it.
 _DROPS = ("sink", "dlse")
 # In one of these a kernel takes a dtype, or nowhere.

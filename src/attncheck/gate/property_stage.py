@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from attncheck.records.record import Record
     from attncheck.records.run_reports import Stage
 
-__all__ = ["KNOWN", "KnownFailures", "choose_pairs", "drawn_units", "property_units"]
-
 _STAGE: Stage = "properties"
 Pair = tuple[str, str]
 

@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 
     from attncheck.workers.journal_format import JournalContent
 
-__all__ = ["changed_kernels", "changed_source", "file_hashes", "source_fingerprint"]
-
-
 # Of these another version is another judge, or another kernel.
 _PACKAGES = ("attncheck", "torch", "triton", "numpy")
 _MOST_FILES = 2000

@@ -46,15 +46,6 @@ if TYPE_CHECKING:
     from attncheck.records.run_reports import Stage
     from attncheck.workers.units import Unit
 
-__all__ = [
-    "SANITIZER_VARIANT",
-    "contract_units",
-    "probe_units",
-    "sanitize_kernel",
-    "sanitizer_units",
-    "surrounding_units",
-]
-
 # ------------------------------------------------------------ contract
 
 # Numbers with which each mask hides something of 16 rows and keys.

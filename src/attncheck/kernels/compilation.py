@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from triton import knobs
 
-__all__ = ["choose_assembler", "prepare_triton", "replacement_assembler", "sound_assembler"]
-
 _ON = {"1", "true", "on", "yes", "y"}  # as Triton reads its switches
 
 

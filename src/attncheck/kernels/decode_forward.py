@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from attncheck.kernels.launch import KernelPages, Launch
     from attncheck.mods.to_triton import TritonMod
 
-__all__ = ["decode_forward"]
-
 _MERGED_ROWS = 16  # of a program that merges
 
 

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from attncheck.kernels.launch import Launch
     from attncheck.mods.to_triton import TritonMod
 
-__all__ = ["flash1_forward"]
-
 
 def flash1_forward(
     q: torch.Tensor,

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from attncheck.kernels.launch import Launch, VisitList
     from attncheck.mods.to_triton import TritonMod
 
-__all__ = ["Plan", "attention"]
-
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Plan:

@@ -48,9 +48,6 @@ if TYPE_CHECKING:
     from attncheck.kernels.launch import Launch, VisitList
     from attncheck.mods.to_triton import TritonMod
 
-__all__ = ["by_keys_kernel", "by_rows_kernel", "flash2_backward"]
-
-
 # A column of forty names says less than five lines of them.
 # fmt: off
 

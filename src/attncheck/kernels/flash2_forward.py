@@ -50,8 +50,6 @@ if TYPE_CHECKING:
     from attncheck.kernels.launch import KernelPages, Launch, VisitList
     from attncheck.mods.to_triton import TritonMod
 
-__all__ = ["flash2_forward", "hoists_offsets"]
-
 # Programs that look for blocks of rows to do again: about one for each multiprocessor of an H200.
 # They take most of its registers, so that one for every block cost 3 % of a window's time there.
 _CAREFUL = 128

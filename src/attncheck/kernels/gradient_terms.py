@@ -26,9 +26,6 @@ from attncheck.kernels.tile import loaded, loaded_rows, power, score_gradients
 if TYPE_CHECKING:
     from attncheck.mods.to_triton import TritonMod
 
-__all__ = ["CapturedReads", "row_deltas", "sink_gradient"]
-
-
 _ROWS = 1024  # of a program that adds up rows, at a time
 
 

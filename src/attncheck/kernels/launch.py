@@ -13,17 +13,6 @@ from attncheck.core.errors import UsageError
 if TYPE_CHECKING:
     from attncheck.inputs.input_tensors import Descale
 
-__all__ = [
-    "COUNTS",
-    "LOG2E",
-    "KernelPages",
-    "Launch",
-    "VisitList",
-    "block_dim",
-    "needs_careful_launch",
-    "scales",
-]
-
 LOG2E = 1.4426950408889634
 # Whether one of these is 1, or a multiple of 16, changes no load of a forward, and each would be
 # compiled anew for it, which takes far longer than a small problem. Backwards load LSE and delta by

@@ -13,8 +13,6 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["KINDS", "Launch", "softmax"]
-
 # Where a running maximum starts. Finite, so that −inf − m is −inf also where nothing is above −inf.
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
 _VECTOR = 16  # bytes of the widest load and store of a thread

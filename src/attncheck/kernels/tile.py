@@ -21,35 +21,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = [
-    "advanced",
-    "all_finite",
-    "factor_of",
-    "hidden",
-    "is_due",
-    "key_rows",
-    "listed",
-    "loaded",
-    "loaded_keys",
-    "loaded_lse",
-    "loaded_rows",
-    "loaded_values",
-    "log_sum",
-    "may_hide",
-    "normalised",
-    "place",
-    "power",
-    "row_gradients",
-    "run_of",
-    "score_gradients",
-    "scores",
-    "started",
-    "turns_of",
-    "visible",
-    "weights",
-    "with_values",
-]
-
 
 @triton.jit
 def turns_of(again_ptr, mine, every):

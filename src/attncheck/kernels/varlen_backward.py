@@ -45,9 +45,6 @@ if TYPE_CHECKING:
     from attncheck.kernels.varlen_forward import Causal
     from attncheck.mods.to_triton import TritonMod
 
-__all__ = ["by_keys_kernel", "by_rows_kernel", "everything", "key_program_list", "varlen_backward"]
-
-
 # A column of forty names says less than five lines of them.
 # fmt: off
 

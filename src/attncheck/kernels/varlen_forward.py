@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from attncheck.kernels.launch import Launch
     from attncheck.mods.to_triton import TritonMod
 
-__all__ = ["Causal", "program_list", "varlen_forward"]
-
 Causal = Literal["", "top_left", "bottom_right"]
 """A flag that hides from a row the keys after its own within its document; with n rows and m keys
 that of row i is i, or i + m − n."""

@@ -18,19 +18,6 @@ if TYPE_CHECKING:
     from attncheck.core.declared_arithmetic import Arithmetic
     from attncheck.inputs.problem import Problem
 
-__all__ = [
-    "GAP",
-    "HALF",
-    "HARDWARE_ULPS",
-    "QUARTER",
-    "USUAL_WEIGHT_ERRORS",
-    "WeightErrors",
-    "error_before_rounding",
-    "is_countable",
-    "lse_error",
-    "relative_error",
-]
-
 HALF = 0.5
 """A count that is off by this much is nearer to another whole number."""
 

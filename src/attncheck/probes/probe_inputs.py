@@ -19,23 +19,6 @@ if TYPE_CHECKING:
     from attncheck.core.mod_spec import Spec
     from attncheck.inputs.problem import Problem
 
-__all__ = [
-    "Code",
-    "amplitudes",
-    "boundary_keys",
-    "code_by_column",
-    "code_by_parity",
-    "code_values",
-    "column_shifts",
-    "count_rounds",
-    "fill_orthogonal_columns",
-    "key_code",
-    "logit_factors",
-    "logit_out_of_range",
-    "store_inputs",
-    "zero_query_and_keys",
-]
-
 # ------------------------------------------------------------------ keys where kernels go wrong
 
 _TILES = (64, 128, 32, 16, 256)

@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from attncheck.inputs.problem import Problem
     from attncheck.probes.tied_keys import Finding, VisibleKeys
 
-__all__ = ["ALL_PROBES", "Probe"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     Row = tuple[int, int, int]
 
-__all__ = ["Finding", "TiedRows", "VisibleKeys", "check_tied_keys", "iterate_tied_rows"]
-
 VisibleKeys = Callable[[range], torch.Tensor]
 """Query rows → where they see a key: bool, broadcastable to ``(batch, heads, rows, kv)``."""
 

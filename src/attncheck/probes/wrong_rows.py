@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     KeyAndWords = tuple[int, str]  # −1 where no key is told
 
-__all__ = ["describe_wrong_row", "explain_row"]
-
 # ------------------------------------------------------------------ by counting
 
 _NAMED = 3  # keys, or runs of them, of a longer list

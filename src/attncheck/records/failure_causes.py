@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from attncheck.core.judgement import Rule
     from attncheck.records.record import Explanation, Record
 
-__all__ = ["CauseGroup", "certain_explanations", "fault_text", "group_by_cause", "symptom"]
-
 Key = tuple[str, ...]
+_MOST_NAMED = 3  # of several causes that explain all of a group
 
 # Of the call and not of numbers: what the judge says of it is the cause already.
 _CALL_RULES: frozenset[Rule] = frozenset(
@@ -121,7 +120,9 @@ def _groups_of_kernel(failures: Sequence[Record], places: list[int]) -> Iterator
         # Others may explain each of them as well: then nobody can tell which one it is.
         equals = [key for key in counts if all(key in models[i] for i in members)]
         texts = [_common_text([models[i][key] for i in members]) for key in (best, *equals)]
-        cause = ", or ".join(dict.fromkeys(texts))
+        several = list(dict.fromkeys(texts))
+        more = [f"{len(several) - _MOST_NAMED} more"] if several[_MOST_NAMED:] else []
+        cause = ", or ".join(several[:_MOST_NAMED] + more)
         yield CauseGroup(
             kernel=kernel, cause=cause, known=True, model=best[0], members=members, key=best
         )

@@ -28,6 +28,7 @@ __all__ = [
     "Report",
     "Status",
     "TileMap",
+    "Unclaimed",
     "join_reports",
 ]
 
@@ -246,6 +247,18 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ensemble: tuple[float, ...]
 
 
+class Unclaimed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a problem has that nobody says the kernel takes, which is asked apart.
+
+    Attributes:
+        aspect: The field of the capability table that it is of; ``lengths`` has none.
+        what: The value: ``40``, ``query < kv``.
+    """
+
+    aspect: str
+    what: str
+
+
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One kernel on one Case.
 
@@ -270,6 +283,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             out where nobody asked.
         error_map: Where the errors of out are; left out where nothing failed.
         diagnosis: What may be wrong; left out where nothing failed, or nobody looked.
+        unclaimed: Of a problem beyond what the kernel was found to take, what it has of that; left
+            out of any other.
     """
 
     case_id: str
@@ -294,6 +309,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     accuracy: dict[TensorName, Accuracy] | msgspec.UnsetType = msgspec.UNSET
     error_map: ErrorMap | msgspec.UnsetType = msgspec.UNSET
     diagnosis: Diagnosis | msgspec.UnsetType = msgspec.UNSET
+    unclaimed: Unclaimed | msgspec.UnsetType = msgspec.UNSET
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -305,6 +321,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         environments: By short id.
         kernels: Name of each kernel asked for → its one-line summary.
         absent: Kernels that can run nothing here → why (one line each).
+        claims: Kernels that nobody has declared anything of → what was found that they take, a line
+            each; left out where they take all that was tried.
         incomplete: Why it ends early, and how far it came; left out where it does not.
     """
 
@@ -316,6 +334,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     kernels: dict[str, str]
     # Here and not among the records: no Case was asked, so there is none to name.
     absent: dict[str, str]
+    claims: dict[str, tuple[str, ...]] | msgspec.UnsetType = msgspec.UNSET
     incomplete: str | msgspec.UnsetType = msgspec.UNSET
     records: tuple[Record, ...]
 

@@ -125,6 +125,8 @@ class GateReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         planned: Questions of each stage that there are.
         unfinished: Of these, not answered: an interrupt, a time limit, or a stop at a failure.
         unfinished_because: Why; empty where none is.
+        missing: Kernel → stage → how many of these; a kernel that was not even described, of which
+            nobody knows how many there are, has none.
         harness: What went wrong that is no kernel's fault, a line each.
         baseline: The file or commit that the kernels are beside; empty for none.
         changes: Cases beside it.
@@ -146,6 +148,7 @@ class GateReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     planned: dict[Stage, int] = {}
     unfinished: int = 0
     unfinished_because: str = ""
+    missing: dict[str, dict[Stage, int]] = {}
     # Apart: a broken harness must look neither like a broken kernel nor like a pass.
     harness: tuple[str, ...] = ()
     baseline: str = ""

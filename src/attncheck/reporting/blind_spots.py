@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from attncheck.core.judgement import BlindSpot
     from attncheck.records.record import Record
 
-__all__ = ["missed_faults", "visible_faults"]
-
 _SCALE = 0.01  # the class of fault "a scale 1 % off"
 
 

@@ -6,6 +6,8 @@ import shlex
 from collections import Counter
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from attncheck.core.judgement import Rule, share_text
 from attncheck.core.tensor_names import AXES
 from attncheck.records.problem_summary import problem_of
@@ -31,21 +33,13 @@ from attncheck.reporting.record_text import (
     footnote,
     gradient_shares,
     gradients_of,
+    unclaimed_findings,
     verdict_remarks,
 )
 
 if TYPE_CHECKING:
     from attncheck.core.judgement import Judgement, Precision, Worst
     from attncheck.records.record import Record, Report
-
-__all__ = [
-    "check_document",
-    "check_outcome",
-    "check_section",
-    "check_verdict",
-    "explanation",
-    "worst_record",
-]
 
 _COLUMNS = (
     Column("question", words=True, least=20),
@@ -72,7 +66,9 @@ def check_document(report: Report) -> Document:
         check_section([one for one in report.records if problem_of(one).dtype == dtype])
         for dtype in dtypes
     ]
-    kernels = (f"{name} · {summary}" for name, summary in report.kernels.items())
+    kernels = [f"{name} · {summary}" for name, summary in report.kernels.items()]
+    if report.claims is not msgspec.UNSET:
+        kernels += [line for lines in report.claims.values() for line in lines]
     return Document(
         title=end.title,
         verdict=end.verdict,
@@ -144,16 +140,17 @@ def check_verdict(report: Report, command: str) -> Document:
 def worst_record(report: Report) -> Record | None:
     """The failure that says most: by the order of the rules, then by its size; None if none."""
 
-    def rank(record: Record) -> tuple[int, float]:
+    def rank(record: Record) -> tuple[bool, int, float]:
         judgement = record.judgement
+        apart = record.unclaimed is not msgspec.UNSET
         # It raised or died: less is known of it than of any wrong number.
         if judgement is None:
-            return len(_RULES), 0.0
+            return apart, len(_RULES), 0.0
         if judgement.rule == "structure":  # names the row and the key, the first ones most readably
-            return -1, 0.0
+            return apart, -1, 0.0
         shares = [judgement.out_over_bound, judgement.lse_over_bound]
         shares += gradient_shares(record).values()
-        return _RULES.index(judgement.rule), -max(share or 0.0 for share in shares)
+        return apart, _RULES.index(judgement.rule), -max(share or 0.0 for share in shares)
 
     return min((r for r in report.records if r.status in _FAILING), key=rank, default=None)
 
@@ -176,7 +173,9 @@ def _problem(record: Record) -> str:
 
 def _sentence(report: Report) -> Verdict:
     name = next(iter(report.kernels), "")
-    count = Counter[str](record.status for record in report.records)
+    apart = unclaimed_findings(report.records)
+    claimed = [one for one in report.records if one.unclaimed is msgspec.UNSET]
+    count = Counter[str](record.status for record in claimed)
     failed, judged = (
         sum(count[status] for status in statuses) for statuses in (_FAILING, _FAILING | JUDGED)
     )
@@ -185,9 +184,14 @@ def _sentence(report: Report) -> Verdict:
     odd += [f"{count['unsupported']} not supported"] if count["unsupported"] else []
     rest = "".join(f", {part}" for part in odd)
     match check_outcome(report):
-        # Two ways to fail: a wrong answer, or questions that could see no fault.
+        # Three ways to fail: a wrong answer; one beyond what it takes that it does not refuse;
+        # or questions that could see no fault.
         case "fail" if failed:
-            return Verdict("FAIL", f"{name}: {failed} of {questions} failed{rest}", "bad")
+            besides = "".join(f"; besides {line}" for line in apart)
+            return Verdict("FAIL", f"{name}: {failed} of {questions} failed{rest}{besides}", "bad")
+        case "fail" if apart:
+            within = f"; {questions} passed within what it takes{rest}" if judged else ""
+            return Verdict("FAIL", f"{name}: {'; '.join(apart)}{within}", "bad")
         case "fail":
             blind = f"{questions} passed, but none of them could have seen a whole class of fault"
             return Verdict("FAIL", f"{name}: {blind}{rest}", "bad")
@@ -205,7 +209,7 @@ def _blind(report: Report) -> str:
     words = shlex.split(report.command)
     if any(word.partition("=")[0] == _OPTION for word in words):
         return ""
-    missed = missed_faults(report.records)
+    missed = missed_faults([one for one in report.records if one.unclaimed is msgspec.UNSET])
     return f"insensitive: no question would have noticed {', or '.join(missed)}" if missed else ""
 
 

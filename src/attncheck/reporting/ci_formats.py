@@ -48,16 +48,6 @@ if TYPE_CHECKING:
     from attncheck.records.record import Status
     from attncheck.records.run_reports import Answer, GateReport
 
-__all__ = [
-    "MOST_ANNOTATIONS",
-    "MOST_RESULTS",
-    "Location",
-    "github_text",
-    "junit_text",
-    "locate",
-    "sarif_text",
-]
-
 
 def _failure_lines(report: GateReport, group: FailureGroup) -> list[str]:
     return [failure_heading(group.shown.record), *card_text(failure_card(report, group))]

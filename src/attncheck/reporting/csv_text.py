@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from attncheck.records.run_reports import GateReport
     from attncheck.reporting.document import Document
 
-__all__ = ["document_csv", "gate_csv", "report_csv"]
-
 _OF_RECORD = ("case_id", "kernel", "variant", "head_arrangement", "status", "reason")
 _OF_ANSWER = ("unit", "stage", "test", "attempts", "smallest_of", "failure", "work_seconds")
 # Structs within a Judgement: a CSV has no nesting, so their fields become columns.

@@ -23,19 +23,6 @@ if TYPE_CHECKING:
     from attncheck.records.failures import KeptFailure
     from attncheck.records.record import Explanation, Record, Status
 
-__all__ = [
-    "TERMS",
-    "causes_section",
-    "diagnosis_text",
-    "explanation_facts",
-    "failure_facts",
-    "failure_heading",
-    "kept_failure_text",
-    "map_lines",
-    "repro_command",
-    "tile_picture",
-]
-
 TERMS = {
     "scores": "q·k and its scale: operands as products read them, sums, and what they do to P",
     "LSE": "LSE as the kernel gave it, which P comes from again",
@@ -61,6 +48,7 @@ TERMS = {
 }
 """In the order in which a kernel makes the roundings."""
 
+_MOST_EXPLANATIONS = 3
 _MOST_CAUSES = 10  # that a page begins with
 _HEADS: dict[Status, str] = {
     "pass": "PASS",
@@ -219,12 +207,12 @@ def explanation_facts(diagnosis: object) -> Iterator[tuple[str, str]]:
         yield from (("perhaps", _explained(one)) for one in diagnosis.ranked[1:])
         return
     certain = diagnosis.ranked[0].explains_all
-    best = diagnosis.ranked[: max(1, diagnosis.tied)] if certain else diagnosis.ranked
+    best = diagnosis.ranked[: max(1, diagnosis.tied) if certain else None][:_MOST_EXPLANATIONS]
     label = "likely" if certain else "perhaps"
     for one in best:
         yield label, _explained(one)
         label = "or"
-    more = diagnosis.tied - len(diagnosis.ranked)
+    more = diagnosis.tied - len(best)
     if certain and more > 0:
         yield "or", f"{more} more fault models, which explain it equally well"
     if not certain:

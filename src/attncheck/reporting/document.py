@@ -10,34 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-__all__ = [
-    "BOTTOM",
-    "LEFT",
-    "RIGHT",
-    "STYLES",
-    "TOP",
-    "Axis",
-    "Block",
-    "Card",
-    "Cell",
-    "Chart",
-    "Column",
-    "Document",
-    "FacetValues",
-    "Facts",
-    "HeatMap",
-    "Look",
-    "Note",
-    "Picture",
-    "Point",
-    "Row",
-    "Section",
-    "Series",
-    "Table",
-    "Tile",
-    "Verdict",
-]
-
 Look = Literal["plain", "dim", "good", "notable", "bad"]
 
 FacetValues: TypeAlias = Mapping[str, tuple[str, ...]]

@@ -25,18 +25,6 @@ if TYPE_CHECKING:
 
     from attncheck.records.record import Status
 
-__all__ = [
-    "FAILED",
-    "INCOMPLETE",
-    "INTERRUPTED",
-    "PASSED",
-    "UNTESTED",
-    "USAGE",
-    "check_exit_code",
-    "exit_code",
-    "record_exit_code",
-]
-
 PASSED, FAILED, USAGE, INCOMPLETE, UNTESTED, INTERRUPTED = 0, 1, 2, 3, 5, 130
 """Exit codes of the command line; 3 also where the infrastructure failed."""
 

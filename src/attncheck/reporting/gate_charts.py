@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from attncheck.records.record import Record, Status
     from attncheck.records.run_reports import GateReport
 
-__all__ = ["LEVELS", "charts", "heat_map", "level", "results_table"]
-
 _DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2")  # the most exact first
 
 

@@ -46,15 +46,6 @@ if TYPE_CHECKING:
     from attncheck.reporting.document import Block
     from attncheck.reporting.gate_verdict import FailureGroup
 
-__all__ = [
-    "MOST_ON_PAGE",
-    "MOST_ON_TERMINAL",
-    "failure_card",
-    "gate_document",
-    "gate_page",
-    "not_covered",
-]
-
 MOST_ON_TERMINAL = 5
 """Failures that a terminal shows in full."""
 MOST_ON_PAGE = 50
@@ -99,6 +90,7 @@ def gate_document(
     sections = (
         *_causes(report),
         _counts(report),
+        *_warnings(report),
         *_baseline(report),
         *_failures(report, most, where),
         *_not_covered(report),
@@ -136,6 +128,7 @@ def gate_page(report: GateReport, scripts: Mapping[str, str] | None = None) -> D
             *_causes(report),
             *_failures(report, MOST_ON_PAGE, "gate.json has all of them", scripts or {}),
             _counts(report, reading=True),
+            *_warnings(report),
             *_kernel_sections(report),
             *_baseline(report),
             *_not_covered(report, refusals=False),
@@ -192,6 +185,9 @@ def not_covered(report: GateReport, *, refusals: bool = True) -> Iterator[str]:
         why = f": {report.unfinished_because.rstrip('.')}" if report.unfinished_because else ""
         unasked = f"{number_text.plural(report.unfinished, 'question')} not asked"
         yield f"{unasked}{why}. Run the same command again to go on."
+        for kernel, stages in report.missing.items():
+            counts = [f"{count:,} of {stage}" for stage, count in stages.items()]
+            yield f"not asked of {kernel}: {', '.join(counts) or 'anything at all'}"
     yield from (f"{kernel} is absent: {reason}" for kernel, reason in report.absent.items())
     # A kernel without an answer must not pass for one without a failure.
     for kernel in untested_kernels(report):
@@ -293,6 +289,27 @@ def _counts(report: GateReport, *, reading: bool = False) -> Section:
     table = Table((*words, *map(Column, names)), tuple(rows))
     blocks: tuple[Block, ...] = (table, Note(_READING)) if reading else (table,)
     return Section("by kernel and stage", blocks if rows else (), name="Counts")
+
+
+def _warnings(report: GateReport) -> list[Section]:
+    """What is odd and fails nothing: the first of each kernel and question, and how many."""
+    _, doubtful = status_sides(report)
+    groups: dict[tuple[str, str], list[str]] = {}
+    for answer in questions(report):
+        record = answer.record
+        if record.status == "warn" and record.status in doubtful and record.judgement:
+            key = record.kernel, str(record.case.get("question"))
+            groups.setdefault(key, []).append(record.judgement.reason)
+    notes = [
+        Note(
+            f"{kernel} {question}{f' ({len(reasons)} times)' if reasons[1:] else ''}: {reasons[0]}"
+        )
+        for (kernel, question), reasons in groups.items()
+    ]
+    if len(notes) > _MOST_REASONS:
+        others = number_text.plural(len(notes) - _MOST_REASONS, "other question")
+        notes[_MOST_REASONS:] = [Note(f"and of {others}")]
+    return [Section("warnings", tuple(notes), name="Warnings")] if notes else []
 
 
 def _counters(report: GateReport) -> Iterator[tuple[str, int, Look]]:

@@ -25,25 +25,6 @@ if TYPE_CHECKING:
     from attncheck.records.run_reports import Answer, Change, GateReport
     from attncheck.reporting.document import Look
 
-__all__ = [
-    "DOUBTFUL",
-    "FAILED",
-    "INCOMPLETE",
-    "PASSED",
-    "UNTESTED",
-    "FailureGroup",
-    "Policy",
-    "failing_changes",
-    "failing_statuses",
-    "failure_groups",
-    "gate_exit_code",
-    "gate_verdict",
-    "policy_of",
-    "questions",
-    "status_sides",
-    "untested_kernels",
-]
-
 PASSED, FAILED, INCOMPLETE, UNTESTED = 0, 1, 3, 5
 """Exit codes."""
 

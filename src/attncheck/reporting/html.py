@@ -16,8 +16,6 @@ from attncheck.reporting.document import BOTTOM, LEFT, RIGHT
 if TYPE_CHECKING:
     from attncheck.reporting.document import Document, Look
 
-__all__ = ["html_text"]
-
 _TEMPLATES = Path(__file__).with_name("templates")
 _SIGNS: dict[Look, str] = {"good": "✓", "bad": "✗", "notable": "!", "plain": "–", "dim": "–"}
 

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from attncheck.reporting.document import Block, Cell, Document
 
-__all__ = ["cut_markdown", "markdown_text"]
-
 _LONGEST_LINE = 2000
 _NUMBER = re.compile(r"[-+]?[0-9][0-9.,:e+×/µ%-]*( ?[mnµ]?s†?)?")
 

@@ -32,15 +32,6 @@ if TYPE_CHECKING:
     from attncheck.records.problem_summary import ProblemSummary
     from attncheck.records.record import GradientErrors, OutErrors, Record, Report
 
-__all__ = [
-    "COLUMNS",
-    "HOW_TO_READ",
-    "RowsAsMeasured",
-    "environment_lines",
-    "measurement_document",
-    "profiles",
-]
-
 HOW_TO_READ = (
     "verdict: whether every error is rounding; why not stands below.",
     "err/bound, LSE/bound: largest error ÷ its bound; above 1 is proof of a fault.",

@@ -9,19 +9,6 @@ if TYPE_CHECKING:
     from attncheck.core.judgement import Place, Worst
     from attncheck.core.tensor_names import TensorName
 
-__all__ = [
-    "NOTHING",
-    "duration",
-    "element",
-    "percent",
-    "place",
-    "plural",
-    "quotient",
-    "ratio",
-    "scientific",
-    "superscript",
-]
-
 NOTHING = "—"
 _SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 _TENFOLD = 10.0  # as a part of what is right: how much more says nothing

@@ -36,20 +36,6 @@ if TYPE_CHECKING:
 
     from attncheck.reporting.document import Document
 
-__all__ = [
-    "FORMATS",
-    "GATE_FORMATS",
-    "LARGEST_SUMMARY",
-    "SCRIPTS",
-    "check_format",
-    "check_writable",
-    "gate_markdown",
-    "render",
-    "show",
-    "write_gate",
-    "write_report",
-]
-
 FORMATS = ("table", "json", "md", "csv", "html")
 """Of every report."""
 

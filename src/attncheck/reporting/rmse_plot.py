@@ -20,8 +20,6 @@ from attncheck.reporting.record_text import JUDGED, gradients_of
 if TYPE_CHECKING:
     from attncheck.records.record import Record, Report, Status
 
-__all__ = ["STYLE", "Mark", "Panel", "Plot", "PlotColumn", "Slot", "figure", "measured", "plot_of"]
-
 GAP = 0.3
 """Between variants, where a slot is 1 wide."""
 _TAKEN = 0.84  # of a slot's width by its marks

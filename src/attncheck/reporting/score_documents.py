@@ -36,17 +36,6 @@ if TYPE_CHECKING:
         PropertyReport,
     )
 
-__all__ = [
-    "baseline_document",
-    "fault_document",
-    "own_tests_document",
-    "property_document",
-    "rate",
-    "sensitivity_document",
-    "tally",
-    "total",
-]
-
 _DASH = Cell(number_text.NOTHING, "dim")
 
 

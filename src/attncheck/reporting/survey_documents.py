@@ -42,14 +42,6 @@ if TYPE_CHECKING:
         Rows,
     )
 
-__all__ = [
-    "block_document",
-    "certificate_document",
-    "fingerprint_document",
-    "mod_document",
-    "oracle_document",
-]
-
 C = TypeVar("C", "OracleRecord", "Certificate")
 
 _DASH = Cell(number_text.NOTHING, "dim")

@@ -29,18 +29,6 @@ if TYPE_CHECKING:
 
     from attncheck.reporting.document import Block, Document, Section
 
-__all__ = [
-    "PLAIN_WIDTH",
-    "card_text",
-    "closing_lines",
-    "document_lines",
-    "head_lines",
-    "plain_text",
-    "print_lines",
-    "print_text",
-    "row_lines",
-]
-
 PLAIN_WIDTH = 120
 """Columns where there is no terminal to ask."""
 

@@ -27,20 +27,6 @@ if TYPE_CHECKING:
     from attncheck.inputs.problem import Problem
     from attncheck.mods.signatures import MaskMod, ScoreMod
 
-__all__ = [
-    "Ideal",
-    "Index",
-    "Pass",
-    "attention",
-    "finite",
-    "ideal_softmax",
-    "padded",
-    "power_of_two",
-    "slope",
-    "weighted",
-    "with_gradients",
-]
-
 
 def weighted(
     product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],

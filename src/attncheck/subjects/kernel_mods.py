@@ -17,14 +17,6 @@ if TYPE_CHECKING:
     from attncheck.kernels.launch import VisitList
     from attncheck.mods.expression import Expression
 
-__all__ = [
-    "captured_reads",
-    "mask_expression",
-    "score_expression",
-    "slope_expression",
-    "visited_tiles",
-]
-
 
 def mask_expression(problem: Problem, device: str) -> Expression:
     """The mask as traced, its captured tensors on ``device``, checked on sampled indices.

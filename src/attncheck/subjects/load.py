@@ -158,6 +158,9 @@ def load_subject(kernel: str, convention: str | None = None) -> Subject:
     Raises:
         UsageError: when there is no such subject, in one line that says why.
     """
+    from attncheck.subjects.conventions.declarations import possible_conventions
+    from attncheck.subjects.conventions.function_subject import FunctionSubject
+
     candidate = load_candidate(kernel, convention)
     subject = candidate.adopted(convention)
     if kernel in BUILTIN:
@@ -168,6 +171,10 @@ def load_subject(kernel: str, convention: str | None = None) -> Subject:
 
         _check_text(subject, kernel, "summary", "one line on it")
         return Declared(subject, candidate.capabilities, candidate.name)
+    if isinstance(subject, FunctionSubject):
+        subject.conventions = (
+            (convention,) if convention else possible_conventions(candidate.target)
+        )
     _check_text(subject, kernel, "name", "what reports call it")
     _check_text(subject, kernel, "summary", "one line on it")
     if subject.name in BUILTIN:

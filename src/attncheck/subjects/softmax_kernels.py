@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from attncheck.inputs.problem import Problem
     from attncheck.kernels.softmax_forward import Launch
 
-__all__ = ["Softmax", "TorchSoftmax", "launch_softmax"]
-
-
 _SUMMARIES = {
     "naive": "exp(x) over its sum",
     "safe": "a pass for the maximum, one for the sum",

@@ -63,9 +63,6 @@ if TYPE_CHECKING:
     from attncheck.inputs.problem import Problem
     from attncheck.mods.signatures import ScoreMod
 
-__all__ = ["Flex", "Sdpa"]
-
-
 _BACKENDS = {
     "math": (SDPBackend.MATH, "unfused: scores and weights in memory"),
     "flash": (SDPBackend.FLASH_ATTENTION, "FlashAttention-2"),

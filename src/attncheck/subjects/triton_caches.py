@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     Tensors = tuple[torch.Tensor, ...]
     Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 
-__all__ = ["MOST_ROWS", "Decode", "Paged", "Varlen", "splits_of"]
-
-
 _MOST_HEADS = 65_535
 _CAUSAL = (-1, 0)
 

@@ -39,21 +39,6 @@ if TYPE_CHECKING:
         torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None
     ]
 
-__all__ = [
-    "BY_KEYS",
-    "BY_ROWS",
-    "HOPPER",
-    "Flash",
-    "Flash1",
-    "Flash2",
-    "Flash2Atomic",
-    "Flash2FastAccumulation",
-    "Flash2TransposedValues",
-    "Tiles",
-    "launch_flash",
-]
-
-
 _MOST_TOGETHER = 65_535
 _FP8_CAPABILITY = (8, 9)  # Ada; Triton compiles no e4m3 below it
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from attncheck.inputs.problem import Problem
     from attncheck.subjects.capabilities.subject import Subject
 
-__all__ = ["NOT_APPLICABLE", "KernelSupport", "compares_launches", "is_askable"]
-
 NOT_APPLICABLE = "such problems do not concern it"
 
 

@@ -27,17 +27,6 @@ if TYPE_CHECKING:
     from attncheck.suite.session import Param, Session
     from attncheck.suite.under_test import UnderTest
 
-__all__ = [
-    "FILE",
-    "KnownFailure",
-    "applicable_tests",
-    "known_failures",
-    "param_of",
-    "read_known_failures",
-    "rerun_known_failure",
-]
-
-
 FILE = "known_failures.toml"
 """Its name, beside the properties."""
 

@@ -19,16 +19,6 @@ if TYPE_CHECKING:
     from attncheck.suite.pytest_options import Options
     from attncheck.suite.under_test import UnderTest
 
-__all__ = [
-    "WORKER_OUTPUT",
-    "Outcomes",
-    "ReportWriter",
-    "attach_outcome",
-    "pytest_command",
-    "summary_lines",
-]
-
-
 WORKER_OUTPUT = "attncheck"
 """Under which a process of pytest-xdist tells what it found out while it collected."""
 

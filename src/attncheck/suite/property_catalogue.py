@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
     from attncheck.suite.property_spec import PropertySpec
 
-__all__ = ["Property", "properties", "properties_folder", "property_named"]
-
-
 _PACKAGE = "attncheck_properties"
 """What they are imported as: pytest, which imports them too, has names of its own."""
 

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from attncheck.core.mod_spec import Spec
     from attncheck.suite.under_test import UnderTest
 
-__all__ = ["PropertySpec", "asks", "cases", "variations"]
-
 _SEEDS = 1000  # as strategies.problems draws
 
 

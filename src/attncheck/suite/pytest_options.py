@@ -17,22 +17,6 @@ if TYPE_CHECKING:
 
     from hypothesis import settings
 
-__all__ = [
-    "MARK",
-    "PROFILES",
-    "SOFTMAX",
-    "Options",
-    "add",
-    "choose_gpu",
-    "is_ours",
-    "options_of",
-    "register",
-    "settings_of",
-    "spelled_out",
-    "wants_our_profile",
-]
-
-
 MARK = "attncheck_asks"
 """The marker of a test that ``asks`` made."""
 SOFTMAX = "softmax"

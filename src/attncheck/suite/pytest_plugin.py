@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from attncheck.suite.session import Session
     from attncheck.suite.under_test import UnderTest
 
-__all__ = ["kernel", "problem"]
-
 _OPTIONS = pytest.StashKey[pytest_options.Options]()
 _SESSION: pytest.StashKey[Session] = pytest.StashKey()
 _KNOWN: pytest.StashKey[KnownFailure] = pytest.StashKey()

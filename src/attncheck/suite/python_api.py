@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from attncheck.inputs.input_tensors import Descale, Inputs
     from attncheck.records.record import Record
 
-__all__ = ["NotAttention", "assert_attention_close", "check", "given"]
-
 
 def check(
     kernel: Callable[..., object] | Subject | str,

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from attncheck.inputs.problem import Case, Problem
 
-__all__ = ["DrawingKernel", "draw_cases", "search_cases"]
-
 _TILE = 16  # the smallest that kernels use
 _FLAKY = "It does not fail every time: of the runs of this very case, at least one held."
 _PATIENCE = 1500  # questions without a Case; the nearest that is taken may be the 500th

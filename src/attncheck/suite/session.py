@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from attncheck.suite.property_spec import PropertySpec
     from attncheck.suite.pytest_options import Options
 
-__all__ = ["NO_KERNEL", "Kernel", "Param", "Session", "parametrize_kernels", "parametrize_problems"]
-
 NO_KERNEL = "attncheck-asks-nothing"
 """Id of a property that concerns none of the kernels; it is taken out when all is collected."""
 

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from attncheck.subjects.capabilities.subject import Subject
     from attncheck.verify.executor import Executor
 
-__all__ = ["UnderTest", "gpu_is_lost"]
-
 
 class UnderTest(KernelSupport):
     """A subject on one device, and which part of the suite is asked of it.

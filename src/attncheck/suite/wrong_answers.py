@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from attncheck.records.record import Record
 
-__all__ = ["WrongAnswer", "WrongAnswers"]
-
 
 class WrongAnswer(AssertionError):
     """A kernel does not answer a Case rightly.

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from attncheck.mods.signatures import MaskMod, ScoreMod
     from attncheck.subjects.capabilities.subject import Subject
 
-__all__ = ["NotMeasurable", "ScoreInputs", "applied_mask", "applied_score", "lse_interval"]
-
 _HEAD_DIM = 16  # what compiled flex_attention needs at least
 _COLUMNS = 64  # of V at a time
 _LARGEST = 4  # of the whole numbers in q and k

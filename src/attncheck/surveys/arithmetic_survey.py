@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from attncheck.surveys.step_readings import Exponential, Parts, Sentinel, Tiles
     from attncheck.verify.executor import Executor
 
-__all__ = ["fingerprint_kernel", "survey_arithmetic"]
-
 _FULL_BITS = FORMATS["fp32"].significand
 _NARROWEST_RANGE = FORMATS["fp32"].min_exponent
 _SHORT, _MIDDLE, _LONG, _BATCH = 256, 1024, 2048, 4

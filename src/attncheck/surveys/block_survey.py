@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from attncheck.core.mod_spec import Dimensions
     from attncheck.mods.signatures import MaskMod
 
-__all__ = ["blocks_of", "mask_of", "survey_blocks"]
-
 _SIZE = r"([1-9]\d{0,6})"
 _MOST_TILES = 2**24  # some gigabytes while they are sorted
 _BLOCK = re.compile(f"{_SIZE}x{_SIZE}")

@@ -26,7 +26,7 @@ from attncheck.subjects.capabilities.capability_table import ALIGNMENTS, EMPTY_R
 from attncheck.subjects.capabilities.declared import Declared
 from attncheck.subjects.capabilities.subject import Subject
 from attncheck.subjects.conventions.convention import ConventionOptions
-from attncheck.verify.executor import Failure, InProcess
+from attncheck.verify.executor import Failure, InProcess, Origin
 from attncheck.verify.question_fit import adapted_problems
 from attncheck.verify.run_case import run_case
 
@@ -34,26 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from attncheck.records.record import Record, Status
-
-__all__ = [
-    "HEAD_DIMS",
-    "LENGTHS",
-    "DetectedCapabilities",
-    "KernelFactory",
-    "Trial",
-    "TrialResult",
-    "Verdict",
-    "all_trials",
-    "base_problems",
-    "detect_capabilities",
-    "empty_row_trials",
-    "length_trials",
-    "rectangular_trials",
-    "refused_result",
-    "trial_result",
-    "trial_verdict",
-]
-
+    from attncheck.verify.executor import Executor
 
 Verdict = Literal["takes", "refuses", "raises", "wrong"]
 """``refuses``: said so, beforehand or by a clean exception. ``raises``: any other exception, or it
@@ -64,6 +45,7 @@ _OF_STATUS: dict[Status, Verdict] = {
     "unsupported": "refuses",
     "fail": "wrong",
 }
+_FATAL = {"crash", "timeout"}
 _OF_THE_CALL = {"contract", "alias", "mutation"}  # rules
 
 
@@ -77,6 +59,7 @@ class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
         verdict: See ``Verdict``; of a promise, whether it was kept.
         reason: Why not, in one line; empty where it takes it.
         problem: What was asked, in one line.
+        fatal: ``crash`` or ``timeout`` where its process died of it, or did not answer.
     """
 
     aspect: str
@@ -84,6 +67,7 @@ class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
     verdict: Verdict
     reason: str = ""
     problem: str = ""
+    fatal: str = ""
 
 
 def trial_verdict(record: Record) -> Verdict:
@@ -108,6 +92,7 @@ def trial_result(aspect: str, what: str, record: Record, problem: Problem | str)
         verdict=verdict,
         reason="" if verdict == "takes" else reason,
         problem=str(problem),
+        fatal=record.status if record.status in _FATAL else "",
     )
 
 
@@ -120,6 +105,7 @@ def refused_result(aspect: str, what: str, reply: str | Failure, problem: Proble
         verdict="refuses" if refuses else "raises",
         reason=reply if isinstance(reply, str) else reply.message,
         problem=str(problem),
+        fatal=reply.kind if isinstance(reply, Failure) and reply.kind in _FATAL else "",
     )
 
 
@@ -305,6 +291,7 @@ def detect_capabilities(
     *,
     device: str,
     advance: Callable[[str], None],
+    executor: Executor | None = None,
 ) -> DetectedCapabilities:
     """Try a kernel on some seventy Problems of at most 256 keys.
 
@@ -315,8 +302,9 @@ def detect_capabilities(
         options: What is known of it.
         device: ``cpu`` or ``cuda``.
         advance: Called with a word before each question; what it raises ends the probe.
+        executor: How to call the kernel; in this process by default.
     """
-    detection = _Detection(make, options, device, advance)
+    detection = Detection(make, options, device, advance, executor)
     base = detection.choose_base(conventions)
     if base is None:
         return detection.result(None)
@@ -335,8 +323,17 @@ def detect_capabilities(
     return detection.result(base)
 
 
-class _Detection:
-    """A kernel while it is being tried."""
+class Detection:
+    """A kernel while it is being tried.
+
+    Args:
+        make: As of ``detect_capabilities``, as are the next four.
+        options: What is known of it.
+        device: ``cpu`` or ``cuda``.
+        advance: Called before each question.
+        executor: How to call it.
+        brief: Whether verdicts alone are needed: half the time.
+    """
 
     def __init__(
         self,
@@ -344,9 +341,13 @@ class _Detection:
         options: ConventionOptions,
         device: str,
         advance: Callable[[str], None],
+        executor: Executor | None = None,
+        *,
+        brief: bool = False,
     ) -> None:
         self._make, self._options = make, options
-        self._device, self._advance = device, advance
+        self._device, self._advance, self._brief = device, advance, brief
+        self._executor = executor or InProcess()
         self._convention = ""
         self._subject: Subject | None = None
         self._exposes_lse = False
@@ -374,6 +375,8 @@ class _Detection:
                 return base
             if base is not None:
                 answers.append((convention, base))
+            elif self._results[-1].fatal:
+                break
         if not answers:
             return None
         convention, base = answers[0]
@@ -385,17 +388,40 @@ class _Detection:
         first: TrialResult | None = None
         assert self._subject is not None, "a convention comes first"
         candidates = [
-            adapted_problems(self._subject, each, InProcess()) for each in base_problems()
+            adapted_problems(self._subject, each, self._executor) for each in base_problems()
         ]
+        wrong: tuple[Problem, TrialResult] | None = None
         for problem in itertools.chain.from_iterable(candidates):
+            # Wrong at one head_dim it is so at the others: of those it may be another dtype, or
+            # a length that is no multiple of its tiles.
+            if wrong and problem.head_dim != wrong[0].head_dim:
+                continue
             answer = self._refusal(convention, problem) or self._first_answer(convention, problem)
-            if answer.verdict in {"takes", "wrong"}:
+            if answer.verdict == "takes":
                 self._results.append(answer)
                 return problem, answer.verdict
+            if answer.verdict == "wrong" and wrong is None:
+                wrong = problem, answer
+            if answer.fatal:  # each further call may take as long, or another process
+                first = answer
+                break
             first = first or answer
         assert first is not None, "there are Problems to begin with"
-        self._results.append(first)
-        return None, first.verdict
+        self._results.append(wrong[1] if wrong else first)
+        return wrong[0] if wrong else None, self._results[-1].verdict
+
+    def others_right_on(self, base: Problem, conventions: Sequence[str]) -> tuple[str, ...]:
+        """Return those of ``conventions`` by which it is right too."""
+        chosen, options = self._convention, self._options
+        right = []
+        for convention in conventions:
+            if convention != chosen:
+                self._load(convention, options)
+                if self.ask("convention", convention, base) == "takes":
+                    right.append(convention)
+                self._results.pop()
+        self._load(chosen, options)
+        return tuple(right)
 
     def _first_answer(self, convention: str, problem: Problem) -> TrialResult:
         record = self._record(problem, "base")
@@ -406,12 +432,13 @@ class _Detection:
 
     def _refusal(self, convention: str, problem: Problem) -> TrialResult | None:
         """Return the answer of a kernel that refuses; the exact result is not computed."""
-        subject, executor = self._subject, InProcess()
+        subject, executor = self._subject, self._executor
         assert subject is not None, "a convention comes first"
         self._advance("base")
         answer = executor.refusal(subject, problem, self._device)
         if answer is None:
-            result = executor.run(subject, input_tensors.draw_inputs(problem, self._device))
+            inputs = input_tensors.draw_inputs(problem, self._device)
+            result = executor.run(subject, inputs, origin=Origin(case=Case(problem=problem)))
             answer = result if isinstance(result, Failure) else None
         return None if answer is None else refused_result("convention", convention, answer, problem)
 
@@ -435,6 +462,10 @@ class _Detection:
         if answer.verdict == "takes":
             self._taken.append(problem)
         return answer.verdict
+
+    def verdict(self, problem: Problem) -> Verdict:
+        """Return what it does with a Problem, which is no trial of its own."""
+        return trial_verdict(self._record(problem, str(problem)))
 
     def causal(self, base: Problem) -> None:
         """Find how the causal flag is aligned where lengths differ: if wrong, try the other way."""
@@ -536,7 +567,9 @@ class _Detection:
             # Any of its values would do: detection asks whether, not where it breaks.
             parameters={name: values[0] for name, values in numbers},
         )
-        return run_case(kernel, case, device=self._device)
+        return run_case(
+            kernel, case, device=self._device, executor=self._executor, brief=self._brief
+        )
 
 
 def _work(problem: Problem) -> int:

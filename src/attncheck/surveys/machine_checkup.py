@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.subjects.capabilities.subject import Subject
 
-__all__ = ["check_machine"]
-
 # With q = 0 and V = 1 every weight is 1 and a power of two of them is summed: out is exactly 1 in
 # every format, whatever the order of the sum; of a softmax it is exactly 1/32. A kernel gets
 # the first of these that concerns it.

@@ -46,22 +46,6 @@ if TYPE_CHECKING:
     from attncheck.subjects.capabilities.subject import Subject
     from attncheck.verify.executor import Executor
 
-__all__ = [
-    "DIMENSIONS",
-    "MOST_PLACES",
-    "Backend",
-    "Difference",
-    "ModBackends",
-    "compare_backends",
-    "concerns_mods",
-    "dimensions_of",
-    "mods_of_file",
-    "mpmath_backend",
-    "refusals",
-    "survey_mods",
-    "takes_any_mod",
-]
-
 DIMENSIONS = Dimensions(batch=2, heads=2, query=32, kv=40)
 """Few programs for an interpreter, but more than one block of keys, the last one short."""
 

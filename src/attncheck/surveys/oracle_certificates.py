@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
 
-__all__ = ["MOST_CERTIFIED_PRODUCTS", "certify_oracles"]
-
 MOST_CERTIFIED_PRODUCTS = 2**31
 """Products of balls of one Problem: Arb does some 30 million a second."""
 

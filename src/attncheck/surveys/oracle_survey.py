@@ -46,21 +46,6 @@ if TYPE_CHECKING:
     from attncheck.oracles.mp_numbers import ManyDigits
     from attncheck.oracles.recurrence_steps import Result
 
-__all__ = [
-    "CERTIFIED_VARIANTS",
-    "DEFAULT_VARIANTS",
-    "DIGITS_LOST",
-    "MOST_PRODUCTS",
-    "ORACLES",
-    "agreement",
-    "check_problem_size",
-    "distances",
-    "oracle_plan",
-    "oracle_summaries",
-    "survey_oracles",
-]
-
-
 ORACLES = {
     TRUTH: "what kernels are compared with",
     "naive": "exp(x) / Σ exp(x), nothing subtracted",

@@ -26,20 +26,6 @@ if TYPE_CHECKING:
     from attncheck.core.formats import Format
     from attncheck.surveys.fingerprint_scenes import SceneRunner
 
-__all__ = [
-    "SmallestWeight",
-    "kept_weights",
-    "read_query_product",
-    "read_score_accumulator",
-    "read_smallest_weight",
-    "read_value_accumulator",
-    "read_value_product",
-    "read_weight_significand",
-    "sums_rounded_weights",
-    "weight_format",
-]
-
-
 _GONE = -256.0  # log2 of a weight that no format has
 
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from attncheck.surveys.capability_detection import DetectedCapabilities, TrialResult
 
-__all__ = ["Comments", "group_results", "is_capability", "propose_table"]
-
 Comments = dict[str, list[str]]
 
 _USUAL_PROMISES = ("repeat", "hidden")

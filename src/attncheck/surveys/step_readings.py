@@ -28,20 +28,6 @@ if TYPE_CHECKING:
     from attncheck.core.formats import Format
     from attncheck.surveys.fingerprint_scenes import Grid, SceneResult, SceneRunner
 
-__all__ = [
-    "LOWEST",
-    "Exponential",
-    "Parts",
-    "Sentinel",
-    "Tiles",
-    "flushes_subnormals",
-    "read_exponential",
-    "read_parts",
-    "read_sentinel",
-    "read_tiles",
-]
-
-
 _BITS = FORMATS["fp32"].significand
 _ULP = 2.0**-_BITS
 """Of fp32 numbers from 1/2 to 1."""

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from attncheck.subjects.capabilities.subject import Subject
     from attncheck.verify.executor import Execution, Executor
 
-__all__ = ["RUNS", "accuracies", "accuracy_tilings", "measure_accuracy", "promises_same_bits"]
-
 RUNS = 5
 """Fewest runs of a kernel that may give other bits each time."""
 

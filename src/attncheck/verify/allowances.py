@@ -48,18 +48,6 @@ if TYPE_CHECKING:
     from attncheck.mods.running_error import RunningError
     from attncheck.verify.evidence import Evidence
 
-__all__ = [
-    "GradientAllowance",
-    "allowance",
-    "budget",
-    "deterministic_bounds",
-    "gradient_allowance",
-    "mod_error",
-    "numbers_read",
-    "on_keys",
-    "row_bounds",
-]
-
 
 def allowance(evidence: Evidence, arithmetic: Arithmetic) -> Allowance:
     """Return the largest errors that rounding explains of a kernel of this arithmetic on this Case.

@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from attncheck.verify.call_conditions import CallNotes
     from attncheck.verify.executor import Execution, Executor
 
-__all__ = ["CHECKS", "Check", "CheckedKernel", "Unanswered", "check_named", "judge_call"]
-
 # Fewer, with 4, 16 or 64 after the first, where each needs inputs or a stream of its own.
 _CALLS, _FEWER_CALLS = (8, 32, 128), (5, 17, 65)
 _WINDOWS = (2, 8, 32)  # calls of a window in which leaks are looked for

@@ -39,18 +39,6 @@ if TYPE_CHECKING:
     from attncheck.verify.memory_patterns import Primed
     from attncheck.verify.process_effects import State
 
-__all__ = [
-    "PLAIN_CALL",
-    "CallConditions",
-    "CallNotes",
-    "ConditionedCall",
-    "Contents",
-    "Surroundings",
-    "place_among",
-    "under_conditions",
-]
-
-
 Contents = Literal["numbers", "others", "nan"]
 """Ordinary numbers, others in their place, or NaN."""
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from attncheck.subjects.capabilities.subject import Subject
     from attncheck.workers.process import Died
 
-__all__ = ["DEATHS", "confirm_death", "death_record"]
-
 DEATHS: frozenset[Status] = frozenset({"crash", "timeout", "oom"})
 """Statuses of a kernel whose process gave no answer."""
 

@@ -14,8 +14,6 @@ from attncheck import __version__
 from attncheck.core.errors import UsageError
 from attncheck.records.record import Environment
 
-__all__ = ["default_device", "environment", "fingerprint", "prepare", "require_device"]
-
 
 def default_device() -> str:
     """``cuda`` where torch sees a GPU, else ``cpu``."""

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from attncheck.mods.expression import Expression
     from attncheck.mods.running_error import RunningError
 
-__all__ = ["Evidence", "score_analysis"]
-
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Evidence:

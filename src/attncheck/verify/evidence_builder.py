@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from attncheck.inputs.problem import Case, Problem
     from attncheck.judge.allowance import Allowance
 
-__all__ = ["EvidenceBuilder", "ensemble_tilings"]
-
 # Of a lazy maximum, in log2 units: FlashAttention-4's.
 _LAZY = 8.0
 

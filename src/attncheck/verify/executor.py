@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from attncheck.subjects.capabilities.subject import Call, Subject, Tiling
     from attncheck.verify.process_effects import State
 
-__all__ = ["Execution", "Executor", "Failure", "InProcess", "Origin", "failure", "out_of_memory"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:

@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.subjects.capabilities.subject import Call, Subject
 
-__all__ = ["RepeatedCall", "compare_bits", "late_call", "repeat_calls"]
-
-
 _LATE = 40_000_000  # cycles of a GPU, 13 ms or more: far longer than a launch
 _STILL = 0.004  # seconds of this process during which a stream that waits surely does so still
 _OF_INPUTS = 3  # waits before inputs are written: a kernel may not read them at once

@@ -240,7 +240,8 @@ class IsolatedKernel:
             worker=worker,
         )
         self.executor = IsolatedExecutor(self._connection)
-        self.subject = RemoteSubject(self._connection, self._connection.description, self.executor)
+        self._remote = RemoteSubject(self._connection, self._connection.description, self.executor)
+        self.subject: Subject = self._remote
 
     @property
     def started(self) -> int:
@@ -258,7 +259,7 @@ class IsolatedKernel:
         Raises:
             HostError: when it does not say so.
         """
-        names = self.subject.ask("files", None, self._connection.device)
+        names = self._remote.ask("files", None, self._connection.device)
         return tuple(map(str, names)) if isinstance(names, list) else ()
 
     def close(self) -> None:

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from attncheck.verify.evidence_builder import EvidenceBuilder
     from attncheck.verify.executor import Execution
 
-__all__ = ["MOST_HEADS", "MOST_ROWS", "judge_outputs", "with_error_map"]
-
 
 def judge_outputs(
     result: Execution,

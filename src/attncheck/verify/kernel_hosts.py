@@ -21,20 +21,12 @@ if TYPE_CHECKING:
     from attncheck.verify.executor import Executor
     from attncheck.workers.process import Worker
 
-__all__ = [
-    "KernelHost",
-    "executor_of",
-    "open_kernel",
-]
-
 
 class KernelHost(Protocol):
     """A kernel, and how to call it."""
 
-    @property
-    def subject(self) -> Subject:
-        """Return the kernel."""
-        ...
+    subject: Subject
+    """The kernel; who settles on which terms it is asked replaces it."""
 
     @property
     def executor(self) -> Executor:

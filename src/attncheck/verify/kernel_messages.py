@@ -29,21 +29,6 @@ if TYPE_CHECKING:
     from attncheck.subjects.capabilities.subject import Subject
     from attncheck.workers.transport import Frame
 
-__all__ = [
-    "RemoteError",
-    "check_description",
-    "describe_subject",
-    "from_fields",
-    "pack_outputs",
-    "read_arithmetic",
-    "read_notes",
-    "read_seconds",
-    "read_tiling",
-    "remote_error",
-    "to_fields",
-    "unpack_outputs",
-]
-
 _FLAGS = ("triton", "sinks", "backward", "captured", "promises_gradients", "has_launches")
 _Dataclass = TypeVar("_Dataclass")
 
@@ -180,7 +165,8 @@ def describe_subject(subject: Subject) -> dict[str, Any]:
     """Return what a kernel's process says of it."""
     flags = {name: bool(getattr(subject, name)) for name in _FLAGS}
     promises = sorted(str(promise) for promise in subject.promises)
-    return {"name": subject.name, "summary": subject.summary, "promises": promises, **flags}
+    words = {"name": subject.name, "summary": subject.summary, "promises": promises}
+    return {**words, "conventions": list(subject.conventions), **flags}
 
 
 def remote_error(answer: Frame) -> RemoteError:
@@ -209,7 +195,8 @@ def _read(kind: Any, words: Any) -> Any:
 
 def check_description(words: Any) -> dict[str, Any]:
     """Return the description of a kernel that came; raises HostError for what is none."""
-    names = {"name": str, "summary": str, "promises": list, **dict.fromkeys(_FLAGS, bool)}
+    lists = {"promises": list, "conventions": list}
+    names = {"name": str, "summary": str, **lists, **dict.fromkeys(_FLAGS, bool)}
     if not isinstance(words, dict) or set(words) != set(names):
         raise HostError("what came is no description of a kernel.")
     if any(type(words[name]) is not kind for name, kind in names.items()):

@@ -9,12 +9,14 @@ import time
 import warnings
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
 from attncheck.core import strided_alloc
 from attncheck.core.errors import AttncheckError, UsageError
 from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.load import load_subject
+from attncheck.subjects.terms import Terms, subject_on_terms
 from attncheck.verify.call_conditions import CallConditions
 from attncheck.verify.environment import prepare, require_device
 from attncheck.verify.executor import Execution, Failure, InProcess, Origin, failure
@@ -29,9 +31,6 @@ if TYPE_CHECKING:
 
     from attncheck.subjects.capabilities.subject import Subject
     from attncheck.verify.process_effects import State
-
-__all__ = ["Compiling", "KernelServer"]
-
 
 _MICROSECONDS = 1e-6
 
@@ -102,6 +101,7 @@ class KernelServer:
         self._answers = {
             "start": self._start,
             "load": self._load,
+            "hold": self._hold,
             "ask": self._ask,
             "run": self._run,
         }
@@ -139,6 +139,11 @@ class KernelServer:
         except AttncheckError as error:
             return Frame(kind="unready", words={"message": str(error)[:_LONGEST]})
 
+    def _hold(self, words: dict[str, Any]) -> Frame:
+        assert self._subject is not None
+        self._subject = subject_on_terms(self._subject, msgspec.convert(words, Terms))
+        return Frame(kind="described", words=describe_subject(self._subject))
+
     def _ask(self, words: dict[str, Any]) -> Frame:
         kernel, device = self._one(words["launch"]), words["device"]
         problem = words["problem"] and Problem.from_json(words["problem"])
@@ -151,8 +156,8 @@ class KernelServer:
             "unsupported": lambda: kernel.unsupported(problem, device),
             "tiling": lambda: to_fields(kernel.tiling(problem, device)),
             "arithmetic": lambda: to_fields(kernel.arithmetic(problem, device)),
+            "files": loaded_files,
             "written_call": lambda: to_fields(kernel.written_call(problem)),
-            "files": _files,
             "launches": lambda: {
                 name: describe_subject(each)
                 for name, each in kernel.launches(problem, device).items()
@@ -210,8 +215,8 @@ class KernelServer:
         return ""
 
 
-def _files() -> list[str]:
-    """Of the modules that are loaded, but for Python's own and those of installed packages."""
+def loaded_files() -> list[str]:
+    """Files of the modules that are loaded; none of Python's own and of installed packages."""
     kinds = ("stdlib", "platstdlib", "purelib", "platlib")
     installed = tuple(f"{sysconfig.get_path(kind)}{os.sep}" for kind in kinds)
     named = (getattr(module, "__file__", None) for module in list(sys.modules.values()))

@@ -24,19 +24,6 @@ if TYPE_CHECKING:
 
     from attncheck.inputs.input_tensors import Inputs
 
-__all__ = [
-    "Fill",
-    "GuardBands",
-    "Primed",
-    "allocator_filled",
-    "fill_free",
-    "junk",
-    "pattern",
-    "primed",
-    "with_tensors",
-]
-
-
 Fill = Literal["", "pattern", "inverse"]
 """Empty for whatever is there; else a pattern, or its inverse, of which every byte differs."""
 

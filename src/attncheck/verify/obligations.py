@@ -21,19 +21,6 @@ if TYPE_CHECKING:
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
 
-__all__ = [
-    "DIGITS",
-    "aliased_input",
-    "arithmetic_error",
-    "inputs_digest",
-    "output_bytes",
-    "output_error",
-    "outputs_digest",
-    "requested_outputs",
-    "written_input",
-]
-
-
 DIGITS = 32
 """Hexadecimal digits: 128 bits, so that two that are equal are no coincidence."""
 

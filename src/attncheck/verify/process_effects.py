@@ -22,17 +22,6 @@ if TYPE_CHECKING:
 
     from attncheck.subjects.capabilities.subject import Call
 
-__all__ = [
-    "WINDOWS",
-    "State",
-    "changed_parts",
-    "process_state",
-    "resource_counts",
-    "resource_leaks",
-    "restore_process",
-]
-
-
 State = Mapping[str, Any]
 """What each part of a process is, by a name a message can say; equal values are equal states."""
 

@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from attncheck.relations.relation import Finding
     from attncheck.subjects.capabilities.subject import Subject
 
-__all__ = ["check_relation", "draw_case_inputs", "judge_relation", "relation_inputs"]
-
-
 _UNBOUNDED = "no element of {} has a finite bound: nothing can be said of it"
 _OF_KEYS = ("dk", "dv", "dsink", "dcaptured")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
+import msgspec
+
 from attncheck.core.errors import UsageError
 from attncheck.inputs.question_parameters import PROMISES
 from attncheck.subjects.capabilities.subject import Subject, WrittenCall
@@ -25,9 +27,8 @@ if TYPE_CHECKING:
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
     from attncheck.subjects.capabilities.subject import Call, Tiling
+    from attncheck.subjects.terms import Terms
     from attncheck.verify.executor import Executor
-
-__all__ = ["Deadlines", "KernelConnection", "RemoteSubject"]
 
 _MOST_CASES = 500  # then a process is replaced: what a kernel leaves behind adds up
 _MOST_GROWTH = 4 << 30  # bytes of memory that a process may hold beyond what it held at first
@@ -35,6 +36,7 @@ _MOST_TILINGS = 256  # that are remembered
 _REQUESTS = {
     "start": "whether it had started",
     "load": "what the kernel is",
+    "hold": "what the kernel is, on other terms",
     "ask": "a question about a problem",
     "run": "with outputs",
 }
@@ -113,6 +115,7 @@ class KernelConnection:
         self._environment = {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
         self._folder, self._paths = folder, paths
         self._worker: Worker | None = None
+        self._terms: dict[str, Any] | None = None
         self._ahead, self._echo = worker, worker is not None and worker.echoes
         self.started, self._cases, self._memory_at_first = 0, 0, 0
         self.asked: dict[Problem, None] = {}
@@ -148,6 +151,23 @@ class KernelConnection:
                 # It was loaded before: what has changed is the kernel, not what the user typed.
                 raise Died("crash", f"loaded once more it said: {error}") from None
         return self._exchange(kind, words, seconds, most)
+
+    def hold(self, terms: Terms) -> dict[str, Any]:
+        """Ask the kernel on other terms from now on, also in later processes; it says what it is.
+
+        Raises:
+            Died: when its process does not answer.
+            HostError: for what is no plain function.
+        """
+        self._terms = msgspec.to_builtins(terms)
+        if self._worker is None:
+            self.description = self._start()
+            return self.description
+        answer = self._exchange("hold", self._terms, self.deadlines.load)
+        if answer.kind != "described":
+            raise HostError(str(answer.words.get("message")))
+        self.description = answer.words
+        return self.description
 
     def count_case(self) -> None:
         """Count one more call; a process that has done enough is let go."""
@@ -192,6 +212,8 @@ class KernelConnection:
         # As many threads as here, because sums on a CPU depend on how many share them.
         words = {**self._words, "threads": torch.get_num_threads()}
         answer = self._exchange("load", words, self.deadlines.load)
+        if answer.kind == "described" and self._terms is not None:
+            answer = self._exchange("hold", self._terms, self.deadlines.load)
         if answer.kind == "described":
             return answer.words
         self.kill()
@@ -231,6 +253,14 @@ class RemoteSubject(Subject):
         self.connection, self.executor = connection, executor
         self.launch = None if launch is None else {"name": launch[0], "of": launch[1].to_json()}
         self._tilings: dict[tuple[str, str], Tiling | None] = {}
+        self._describe(words)
+
+    def hold(self, terms: Terms) -> None:
+        """Ask it on other terms from now on; raises as ``KernelConnection.hold``."""
+        self._tilings.clear()
+        self._describe(self.connection.hold(terms))
+
+    def _describe(self, words: dict[str, Any]) -> None:
         description = check_description(words)
         self.name, self.summary = description["name"], description["summary"]
         # A word that is no promise of ours is dropped: no check could rest on it.
@@ -242,6 +272,7 @@ class RemoteSubject(Subject):
         )
         self.captured = description["captured"]
         self.promises_gradients = description["promises_gradients"]
+        self.conventions = tuple(map(str, description["conventions"]))
         self._has_launches: bool = description["has_launches"]
 
     @property

@@ -17,8 +17,6 @@ from attncheck.verify.executor import Failure, InProcess
 if TYPE_CHECKING:
     from attncheck.subjects.capabilities.subject import Subject
 
-__all__ = ["main"]
-
 
 def main(path: str) -> int:
     """Ask what the file says; each case begins and ends with a line of its mark."""

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from attncheck.inputs.problem import Case
     from attncheck.records.record import Status
 
-__all__ = ["ABSENT", "TOOLS", "sanitized", "sanitizer"]
-
 TOOLS = {
     "memcheck": "no access outside of what was allocated, none that is misaligned",
     "racecheck": "no two threads of a block race for shared memory",

@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from attncheck.records.record import Record
     from attncheck.verify.evidence import Evidence
 
-__all__ = ["BY_THE_TRUTH", "disagreement", "second_opinion"]
-
 BY_THE_TRUTH: frozenset[Rule] = frozenset(
     {"finite", "empty rows", "structure", "bound", "improbable", "precision"}
 )

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from types import FrameType, TracebackType
     from typing import Self
 
-__all__ = ["Interruptions"]
-
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 

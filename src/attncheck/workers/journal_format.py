@@ -34,19 +34,6 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import BinaryIO
 
-__all__ = [
-    "LONGEST",
-    "SCHEMA",
-    "VOLATILE",
-    "JournalContent",
-    "JournalError",
-    "journal_line",
-    "plan_fingerprint",
-    "read_journal",
-    "read_journal_file",
-]
-
-
 SCHEMA = 1
 
 

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
     from attncheck.workers.transport import Frame
 
-__all__ = ["KERNEL_SERVER", "Died", "HostError", "Tail", "Worker", "oom_kills"]
-
 KERNEL_SERVER = "attncheck.verify.kernel_server:KernelServer"
 """Server of a worker that runs somebody's kernel; named here, where starting one imports little."""
 

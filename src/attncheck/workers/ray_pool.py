@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from attncheck.workers.units import Unit
     from attncheck.workers.worker_pool import Cluster, Limits, WorkerNews, WorkerSetup
 
-__all__ = ["RayPool", "joined_cluster"]
-
 _POLL = 0.1  # seconds: Ray cannot wait for our interrupts
 _SILENT = {
     "RAY_USAGE_STATS_ENABLED": "0",  # nothing is sent to anybody

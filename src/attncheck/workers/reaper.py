@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-__all__ = ["MARK", "Guard", "kill_family", "new_mark"]
-
 MARK = "ATTNCHECK_WORKER"
 """The environment variable by which a worker and all processes that it starts are known."""
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     Ready = Callable[[], None]
 
-__all__ = ["KEY", "LARGEST_WORDS", "BrokenFrame", "Closed", "Frame", "Receiver", "Sender"]
-
 KEY = 32
 """Bytes of a key."""
 

@@ -14,8 +14,6 @@ from msgspec.structs import replace
 from attncheck.core.errors import UsageError
 from attncheck.records.run_reports import Answer, Stage
 
-__all__ = ["MOST_SHARDS", "Done", "Shard", "Unit"]
-
 
 class Unit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One piece of work. It says everything that doing it takes: any process can, on any machine.

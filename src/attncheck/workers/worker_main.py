@@ -21,8 +21,6 @@ from typing import Protocol
 
 from attncheck.workers.transport import KEY, BrokenFrame, Closed, Frame, Receiver, Sender
 
-__all__ = ["Server", "main", "serve"]
-
 _HIGH = 200  # descriptors from here on: nobody guesses them, nor closes them by counting up
 _LONGEST = 1000  # characters of a message
 _LARGEST = 1 << 27  # bytes beside JSON of one request

@@ -28,25 +28,6 @@ if TYPE_CHECKING:
 
     from attncheck.workers.interruptions import Interruptions
 
-__all__ = [
-    "Cluster",
-    "Limits",
-    "LocalPool",
-    "Member",
-    "UnitServer",
-    "Work",
-    "WorkerError",
-    "WorkerNews",
-    "WorkerPlace",
-    "WorkerPool",
-    "WorkerReply",
-    "WorkerSetup",
-    "do_unit",
-    "from_bytes",
-    "make_work",
-    "to_bytes",
-]
-
 M = TypeVar("M", bound=msgspec.Struct)
 
 _LARGEST = 1 << 27  # bytes of one message

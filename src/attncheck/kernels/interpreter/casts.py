@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     Array = npt.NDArray[Any]
 
-__all__ = ["FORMATS", "NARROW", "convert", "encode", "values"]
-
 FORMATS: dict[str, np.dtype[Any]] = {
     "fp64": np.dtype(np.float64),
     "fp32": np.dtype(np.float32),

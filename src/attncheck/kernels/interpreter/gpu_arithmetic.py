@@ -22,20 +22,6 @@ from attncheck.kernels.interpreter.casts import FORMATS, NARROW, convert, encode
 if TYPE_CHECKING:
     from attncheck.kernels.interpreter.casts import Array
 
-__all__ = [
-    "CASTS",
-    "PRODUCTS",
-    "REDUCTIONS",
-    "VALUES",
-    "Methods",
-    "Repair",
-    "Stock",
-    "is_narrow",
-    "lookup",
-    "number",
-]
-
-
 Stock = Callable[[str], Any]
 """Dotted name → the interpreter's own function of that name."""
 

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     Result = tuple[Any, Any, Any, Any]  # of a tensor, beside its data: type, dtype, shape, numel
 
-__all__ = ["LAUNCHES", "forget_plans", "shortcuts"]
-
 _INT32 = 2**31
 
 # ------------------------------------------------------------------ types, each made once

@@ -29,29 +29,6 @@ if TYPE_CHECKING:
     from attncheck.core.mod_spec import Spec
     from attncheck.inputs.problem import Problem
 
-__all__ = [
-    "ALIASES",
-    "ALIGNMENTS",
-    "ANY",
-    "AUTOGRAD",
-    "COMPOSITION",
-    "DEVICES",
-    "EMPTY_ROWS",
-    "LSE_BASES",
-    "PHASES",
-    "Capabilities",
-    "DeclaredArithmetic",
-    "Limits",
-    "Override",
-    "When",
-    "family",
-    "matches_pattern",
-    "pattern_files",
-    "pattern_mistake",
-    "read_table",
-    "render_table",
-]
-
 ANY = "any"
 AUTOGRAD = "autograd"
 COMPOSITION = "composition"

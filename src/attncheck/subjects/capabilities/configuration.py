@@ -27,24 +27,6 @@ if TYPE_CHECKING:
 
     from attncheck.subjects.capabilities.capability_table import Capabilities
 
-__all__ = [
-    "FILES",
-    "GROUP",
-    "Configuration",
-    "check_kernel_name",
-    "default_path",
-    "entry_from",
-    "entry_points",
-    "nearest_tables",
-    "published_kernel",
-    "read_configuration",
-    "read_tables",
-    "table_header",
-    "tables_of",
-    "with_table",
-    "write_file",
-]
-
 GROUP = "attncheck.kernels"
 """The entry-point group of published kernels."""
 

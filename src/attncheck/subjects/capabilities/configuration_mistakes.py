@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from attncheck.subjects.capabilities.capability_table import Capabilities
 
-__all__ = ["CONVENTION_NAMES", "find_mistakes"]
-
 CONVENTION_NAMES = ("native", "sdpa", "flash_attn", "varlen", "flex", "paged")
 """Names of ``conventions.CONVENTIONS``, which imports torch."""
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from attncheck.inputs.question_parameters import Promise
     from attncheck.subjects.capabilities.capability_table import Capabilities
 
-__all__ = ["Declared", "DeclaredButRefusedError"]
-
 
 class DeclaredButRefusedError(Exception):
     """The table says that the kernel takes a Problem, and the kernel says that it does not."""
@@ -41,14 +39,33 @@ class Declared(Subject):
     failure. What the table is silent on the kernel may refuse, and its convention what it can say
     one by one and not together. A wrong number is a fault anywhere.
 
-    Attributes:
+    A table that was found by trying, and that nobody has declared, only limits what is asked: a
+    refusal contradicts nothing.
+
+    Args:
         inner: The kernel without its table.
         capabilities: The table.
+        name: What reports call it.
+        limits: Of a table that was found: what it says, in a line. Empty of one that is declared.
+        admitted: Ids of Problems that are asked although the table has no place for them.
+
+    Attributes:
+        inner: As passed.
+        capabilities: As passed.
     """
 
-    def __init__(self, inner: Subject, capabilities: Capabilities, name: str) -> None:
+    def __init__(
+        self,
+        inner: Subject,
+        capabilities: Capabilities,
+        name: str,
+        *,
+        limits: str = "",
+        admitted: frozenset[str] = frozenset(),
+    ) -> None:
         self.inner = inner
         self.capabilities = capabilities
+        self._limits, self._admitted = limits, admitted
         self.name = name
         self.summary = _summary(inner, capabilities)
         self.triton = inner.triton
@@ -57,6 +74,7 @@ class Declared(Subject):
         self.captured = inner.captured
         self.promises = inner.promises
         self.promises_gradients = inner.promises_gradients
+        self.conventions = inner.conventions if limits else ()
         # A table may promise more or less than the kernel's class does.
         if capabilities.promises is not None:
             self.promises = frozenset(cast("tuple[Promise, ...]", capabilities.promises))
@@ -72,8 +90,8 @@ class Declared(Subject):
     def unsupported(self, problem: Problem, device: str) -> str | None:
         """Return why the table has no place for it, or what the kernel may refuse and does."""
         outside = self.capabilities.refuses(problem, device)
-        if outside:
-            return outside
+        if outside and problem.id not in self._admitted:
+            return self._limits or outside
         reason = self.inner.unsupported(problem, device)
         if reason and self._must_take(problem, device, reason) and self._alone(problem, device):
             return None  # the call raises then: declared, but refused
@@ -115,7 +133,7 @@ class Declared(Subject):
     def _must_take(self, problem: Problem, device: str, reason: str) -> bool:
         """Return whether a refusal contradicts the table; what a machine lacks does not."""
         machine = isinstance(reason, TooLarge) or (problem.dtype == "tf32" and device == "cpu")
-        return not machine and self.capabilities.declares(problem, device)
+        return not machine and not self._limits and self.capabilities.declares(problem, device)
 
     def _alone(self, problem: Problem, device: str) -> bool:
         """Return whether one thing in ``problem`` is refused by itself.

@@ -11,8 +11,6 @@ from attncheck.core.errors import UnknownName
 if TYPE_CHECKING:
     from attncheck.subjects.capabilities.subject import Subject
 
-__all__ = ["BUILTIN", "builtin_names", "subject_named"]
-
 
 @dataclass(frozen=True, slots=True)
 class _BuiltIn:

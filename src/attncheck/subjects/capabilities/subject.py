@@ -111,6 +111,8 @@ class Subject(ABC):
         backward: Whether it gives gradients where a Problem asks for them.
         captured: Whether among them are those of the numbers that a score mod reads from tensors,
             where a Problem asks for them (``dcaptured``). Such a Problem is refused for the others.
+        conventions: Of a function that nobody has declared anything of: those by which it may be
+            called, its own first; what it takes is found by trying. Empty of any other kernel.
         promises_gradients: Whether ``promises`` holds of its gradients too. Many that promise the
             bits of out add gradients up in whatever order programs end.
     """
@@ -124,6 +126,7 @@ class Subject(ABC):
     backward: bool = False
     captured: bool = False
     promises_gradients: bool = False
+    conventions: tuple[str, ...] = ()
 
     def absent(self, device: str) -> str | None:
         """Return why it can run nothing on ``device`` (``cpu`` or ``cuda``); None if it can."""

@@ -25,22 +25,6 @@ if TYPE_CHECKING:
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
 
-__all__ = [
-    "ModKey",
-    "PagedInputs",
-    "attention_bias",
-    "attention_mask",
-    "bias_is_exact",
-    "inputs_page_table",
-    "is_causal",
-    "mask_size",
-    "needs_no_mask",
-    "once_for_mods",
-    "paged_inputs",
-    "row_blocks",
-    "sequence_lengths",
-]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -442,11 +442,15 @@ class Convention:
                 return f"take {each.spellings[0]}, as the {self.name} convention has it"
         return signature
 
-    def claims(self, candidate: object) -> bool:
-        """Return whether an object shows that it is of this convention and of no other."""
+    def claims(self, candidate: object, ignored: Collection[str] = ()) -> bool:
+        """Return whether an object shows that it is of this convention and of no other.
+
+        Names that are ``ignored`` show nothing.
+        """
         if not callable(candidate) or inspect.isclass(candidate):
             return False
         names = frozenset(each.name for each in _signature_parameters(candidate) or ())
+        names -= frozenset(ignored)
         # A decorator hides where a function is from, and that names its convention too.
         whole = inspect.unwrap(candidate)
         parts = (getattr(whole, name, "") for name in ("__module__", "__qualname__"))

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from attncheck.subjects.conventions.parse import ParsedCall
 
-__all__ = ["CONVENTIONS", "READERS", "adopted", "convention_named", "parse_call"]
-
 
 class _Native:
     """attncheck's own convention: a Subject."""
@@ -103,6 +101,23 @@ def adopted(
     return FunctionSubject(
         candidate, Path(path).name + separator + member, chosen, signature, options
     )
+
+
+_OF_EITHER = ("sm_scale", "softmax_scale", "mask")
+"""Names that functions of (batch, heads, length, dim) have as well as of (batch, length, heads,
+dim), whichever convention has made them known."""
+
+
+def possible_conventions(function: object) -> tuple[str, ...]:
+    """Return those by which a function may be called, what ``adopted`` takes first.
+
+    One where its signature settles it; else also those with other axes, which only a trial tells.
+    """
+    likeliest = next((each for each in _BY_CERTAINTY if each.claims(function)), SDPA)
+    if not isinstance(likeliest, Convention) or likeliest.claims(function, _OF_EITHER):
+        return (likeliest.name,)
+    others = (each for each in (SDPA, FLASH_ATTN) if each is not likeliest)
+    return (likeliest.name, *(each.name for each in others if each.unfit(function) is None))
 
 
 def parse_call(

@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
 
-__all__ = ["WrongEmptyRows", "empty_rows", "mean_allowance", "settle_empty_rows"]
-
-
 _AT_A_TIME = 2**24  # elements of a mask
 
 

@@ -62,8 +62,6 @@ if TYPE_CHECKING:
     from attncheck.inputs.problem import Problem
     from attncheck.subjects.conventions.layouts import Lengths
 
-__all__ = ["FLASH_ATTN", "PAGED", "VARLEN"]
-
 _PARAMETERS = (
     Parameter("dropout", ("dropout_p",), of_result=True),
     Parameter("scale", ("softmax_scale", "scale", "sm_scale")),

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from attncheck.subjects.conventions.layouts import Layout
     from attncheck.subjects.conventions.results import Returned
 
-__all__ = ["GradientCall", "Leaf", "gradient_refusal"]
-
 _NO_LSE = "it gives no LSE, of which the loss is a function"
 _NO_WINDOW = (-1, -1)
 _TENSORS = 6  # dout, q, k, v, out and lse

@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     from attncheck.subjects.conventions.convention import Convention, ConventionOptions, Signature
     from attncheck.subjects.conventions.layouts import Layout
 
-__all__ = ["LEAVES_MODES", "FunctionSubject"]
-
 LEAVES_MODES: ContextVar[bool] = ContextVar("LEAVES_MODES", default=False)
 """Whether a call sets neither grad mode nor TF32 around the function, which hides what it does."""
 
@@ -67,6 +65,7 @@ class FunctionSubject(Subject):
         options: Where it differs.
 
     Attributes:
+        function: As passed.
         convention: Name of the convention.
         options: As passed.
         takes: Names of the keywords that it can be passed.
@@ -80,7 +79,7 @@ class FunctionSubject(Subject):
         signature: Signature,
         options: ConventionOptions,
     ) -> None:
-        self._function = function
+        self.function = function
         self._convention = convention
         self._signature = signature
         # By meaning, the names under which the function takes it; and back.
@@ -158,7 +157,7 @@ class FunctionSubject(Subject):
             rounds = nullcontext() if bare else fp32_products(products)
             with grad, rounds, around, detector or nullcontext():
                 with refusals():
-                    result = self._function(*tensors, **passed)
+                    result = self.function(*tensors, **passed)
                 returned = read_result(result, self.convention, self._convention.most, self.options)
                 outputs = to_outputs(returned, layout, self.options)
                 if gradients is not None:

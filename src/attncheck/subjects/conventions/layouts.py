@@ -20,18 +20,6 @@ if TYPE_CHECKING:
     Change = Callable[[Tensor], Tensor]
     Shapes = Mapping[tuple[int, ...], Change]
 
-__all__ = [
-    "Layout",
-    "Lengths",
-    "PackedProblem",
-    "bhsd",
-    "bshd",
-    "conjuncts",
-    "pack",
-    "packed_layout",
-    "without_padding",
-]
-
 Lengths = tuple[int, int]
 """Query rows and keys of one sequence."""
 

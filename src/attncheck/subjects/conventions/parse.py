@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     Mod = Callable[..., torch.Tensor]
 
-__all__ = ["CallArguments", "ParsedCall", "UnreadableCall"]
-
 
 class UnreadableCall(Exception):
     """A call is nothing that a kernel of ours can be given: why, in a line."""

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from attncheck.inputs.problem import Problem
     from attncheck.subjects.conventions.layouts import Layout
 
-__all__ = ["render_call", "render_score_mod"]
-
 
 def render_call(
     arguments: Mapping[str, Any], layout: Layout, *, base2: bool, drops_lse: bool, infinite: bool

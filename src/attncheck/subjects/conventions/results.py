@@ -24,19 +24,6 @@ if TYPE_CHECKING:
     from attncheck.subjects.conventions.convention import ConventionOptions
     from attncheck.subjects.conventions.layouts import Layout
 
-__all__ = [
-    "BrokenResult",
-    "MutationCheck",
-    "Returned",
-    "WroteToInput",
-    "base2_to_natural",
-    "read_result",
-    "refusals",
-    "require_unchanged",
-    "to_natural_lse",
-    "to_outputs",
-]
-
 
 @contextmanager
 def refusals() -> Iterator[None]:

@@ -17,19 +17,6 @@ if TYPE_CHECKING:
     from attncheck.core.declared_arithmetic import Arithmetic
     from attncheck.inputs.problem import Problem
 
-__all__ = [
-    "CpuFlashDetector",
-    "Products",
-    "fp32_products",
-    "with_rounded_heads",
-    "with_rounded_sums",
-    "with_rounded_weights",
-    "with_short_exp",
-    "with_split_keys",
-    "with_three_products",
-]
-
-
 Products = Literal["ieee", "tf32"]
 
 # torch's older, coarser names for the same setting.

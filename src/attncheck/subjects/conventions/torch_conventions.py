@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from attncheck.inputs.problem import Problem
     from attncheck.mods.signatures import ScoreMod
 
-__all__ = ["FLEX", "SDPA", "flex_block_mask", "flex_score_mod", "uncompiled_flex"]
-
 
 def _check_heads(q: torch.Tensor, k: torch.Tensor, *, grouped: bool) -> None:
     if q.dim() == k.dim() == 4 and q.shape[1] != k.shape[1] and not grouped:  # axes

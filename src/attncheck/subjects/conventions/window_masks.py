@@ -24,16 +24,6 @@ if TYPE_CHECKING:
 
     Mod = Callable[..., Tensor]
 
-__all__ = [
-    "Band",
-    "band_window",
-    "diagonal_offset",
-    "mask_band",
-    "packed_window_mask",
-    "softcap_and_slopes",
-    "window_mask",
-]
-
 _FAR = 2**30  # beyond any key
 
 

@@ -1,0 +1,442 @@
+"""What a plain function is asked: nobody has declared what it takes, so that is found by trying.
+
+A function of somebody's takes a few sizes and dtypes, and says so nowhere. What its callers would
+not all expect of it (``NOT_CLAIMED``) is tried first, a tiny problem each. Where it refuses or
+raises it is asked nothing of the kind. Where it is silently wrong that is one finding, and every
+other question is asked within what is right: a fault is not hidden behind sizes that nobody meant.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec.structs import replace
+
+from attncheck import probes
+from attncheck.cases.check_cases import CheckCase, call_cases, check_cases
+from attncheck.core.errors import UsageError
+from attncheck.core.files import write_texts
+from attncheck.inputs.problem import Case, Problem
+from attncheck.records.record import Unclaimed
+from attncheck.subjects.capabilities.capability_table import ANY, Capabilities, Override, When
+from attncheck.subjects.conventions.convention import Convention, ConventionOptions
+from attncheck.subjects.conventions.declarations import CONVENTIONS
+from attncheck.subjects.terms import Terms, subject_on_terms
+from attncheck.surveys.capability_detection import (
+    DetectedCapabilities,
+    Detection,
+    TrialResult,
+    all_trials,
+    causal_trials,
+    length_trials,
+    rectangular_trials,
+)
+from attncheck.surveys.proposed_table import propose_table
+from attncheck.verify.environment import environment, fingerprint
+from attncheck.verify.kernel_hosts import executor_of
+from attncheck.verify.kernel_server import loaded_files
+from attncheck.verify.remote_kernel import RemoteSubject
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from attncheck.subjects.capabilities.subject import Subject
+    from attncheck.surveys.capability_detection import Trial
+
+CLAIMED = {
+    "convention": "one problem of 64 or 128 keys, which fits every tile: else it is no kernel",
+    "lengths": "callers have any length: a last tile is masked, or the length refused",
+    "batch": "a call has as many sequences as it has",
+    "masks": "a parameter is a promise: a causal flag, a mask, a score mod, a scale",
+}
+"""Aspects of a problem that any attention function claims, with the reason: what it raises there is
+a failure, unless it is a clean refusal."""
+
+NOT_CLAIMED = {
+    "dtypes": "most kernels are written for one or two formats",
+    "head_dims": "tiles are powers of two, and values as wide as keys",
+    "gqa": "without a flag for it nobody says that heads may share keys",
+    "rectangular": "in self-attention queries and keys are equally many",
+    "causal": "where lengths differ, conventions disagree on where the diagonal ends",
+}
+"""Aspects that a function claims only where it is right: what it raises there is no failure, and
+what it gets wrong without a word is one finding."""
+
+CLAIM_TRIALS = 40
+"""About so many questions are asked: how far it is."""
+
+_FORM = 1  # of what is kept: another number forgets what an older version kept
+_MOST_DEATHS = 2  # of the kernel's process, after which nothing more is tried
+_SHOWN = "lengths-77"  # no multiple of any tile
+_USUAL_DTYPES = ("fp32", "fp16", "bf16")
+
+
+class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What was found of a function.
+
+    Attributes:
+        conventions: Those that were tried, the likeliest first.
+        convention: The one by which it was right; else the likeliest.
+        others: Those of the others by which it was right too.
+        lse: Logarithm of its LSE, where it is not the convention's.
+        base: The Problem that all trials were changes of, as JSON; None where it takes none.
+        right: Whether it was right on that.
+        tried: In the order of asking.
+        timeout: Of a kernel that did not answer even the first Problem, what was said of it.
+    """
+
+    conventions: tuple[str, ...]
+    convention: str
+    others: tuple[str, ...] = ()
+    lse: str = ""
+    base: dict[str, Any] | None = None
+    right: bool = False
+    tried: tuple[TrialResult, ...] = ()
+    timeout: str = ""
+
+    def terms(
+        self, dtypes: Iterable[str] = (), head_dims: Iterable[int] = (), names: Iterable[str] = ()
+    ) -> Terms:
+        """Return the terms on which it is asked.
+
+        Args:
+            dtypes: Those that somebody asks for by name, and so claims.
+            head_dims: The same.
+            names: Of questions beyond its claims, the same.
+        """
+        table, limits = self._table(), self.limits()
+        if table is None or not limits:
+            return Terms(convention=self.convention)
+        dims = table.head_dims
+        table = replace(
+            table,
+            dtypes=(*(table.dtypes or ()), *dtypes),
+            head_dims=(*dims, *head_dims) if isinstance(dims, tuple) else dims,
+        )
+        admitted = tuple(each.case.problem.id for each in self.unclaimed(names))
+        return Terms(
+            convention=self.convention,
+            table=table,
+            limits=f"not asked: it takes {limits}",
+            admitted=admitted,
+        )
+
+    def dtypes(self) -> tuple[str, ...]:
+        """Return those of fp32, fp16 and bf16 that it is right in; all where nothing is known."""
+        table = self._table()
+        right = table.dtypes if table and table.dtypes else _USUAL_DTYPES
+        return tuple(name for name in right if name in _USUAL_DTYPES)
+
+    def head_dims(self) -> tuple[int, ...]:
+        """Return the head_dims of keys and values alike that it is right in; empty for any."""
+        table = self._table()
+        if table is None or not isinstance(table.head_dims, tuple):
+            return ()
+        return tuple(dim for dim in table.head_dims if isinstance(dim, int))
+
+    def limits(self) -> str:
+        """Return what it takes, where that is not all that was tried; empty where it is."""
+        table = self._table()
+        if table is None:
+            return ""
+        parts = []
+        if set(_USUAL_DTYPES) - set(table.dtypes or ()):
+            parts.append(", ".join(self.dtypes()))
+        if table.head_dims != ANY:
+            tried = [one.what for one in self.tried if one.aspect == "head_dims"]
+            alike = [what for what in tried if "/" not in what]
+            if len(self.head_dims()) < len(alike):
+                parts.append(f"head_dim {', '.join(map(str, self.head_dims()))}")
+            if not any(isinstance(dims, tuple) for dims in table.head_dims or ()):
+                parts.append("values as wide as keys")
+        if table.length_multiple:
+            parts.append(f"lengths of multiples of {table.length_multiple}")
+        if table.rectangular is False:
+            parts.append("as many queries as keys")
+        elif table.override:
+            parts.append("causal of as many queries as keys")
+        if table.gqa is False:
+            parts.append("as many key heads as query heads")
+        return "; ".join(parts)
+
+    def lines(self) -> list[str]:
+        """Return what its author is told before anything is asked; nothing where all is taken."""
+        lines = []
+        if self.others:
+            names = " and as ".join((self.convention, *self.others))
+            lines.append(
+                f"right as {names}: asked as {self.convention}; --convention {self.others[0]} "
+                "says otherwise"
+            )
+        elif self.right and self.convention != self.conventions[0]:
+            lines.append(
+                f"called as {self.convention}, by which alone it is right; --convention "
+                f"{self.conventions[0]} says otherwise"
+            )
+        if limits := self.limits():
+            raised = {one.reason.partition(":")[0] for one in self.tried if one.verdict == "raises"}
+            beyond = f"; beyond that it raises {', '.join(sorted(raised))}" if raised else ""
+            lines.append(f"takes {limits}: asked within that (`attncheck init` keeps it){beyond}")
+        return lines
+
+    def unclaimed(self, names: Iterable[str] = ()) -> Iterator[CheckCase]:
+        """Yield what it got wrong, or died of; nothing where it is wrong everywhere.
+
+        Those of ``names`` too, whatever it did: who mends a kernel asks them again.
+        """
+        named = {name.removeprefix("decode-") for name in names}
+        base = self._base()
+        if base is None or not self.right:
+            return
+        tried = {(one.aspect, one.what): one for one in self.tried}
+        for trial in _trials(base, self.convention, "cuda"):
+            one = tried.get((trial.aspect, trial.what))
+            claimed = trial.aspect in CLAIMED
+            name = f"{trial.aspect}-{trial.what}".replace(" ", "-").replace("<", "below")
+            name = name.replace(">", "above").replace(",", "")
+            found = one and (one.verdict == "wrong" or one.fatal)
+            if found or name in named or (one and claimed and one.verdict == "raises"):
+                question = CheckCase(
+                    name=name,
+                    summary=f"{trial.aspect} {trial.what}, which it was not found to take",
+                    case=Case(problem=trial.of(base)),
+                    unclaimed=Unclaimed(aspect=trial.aspect, what=trial.what),
+                )
+                yield question
+                if question.name == _SHOWN:
+                    # Of a tile that is not masked it names the keys.
+                    case = probes.cases("decode", question.case.problem)[0]
+                    yield dataclasses.replace(question, name=f"decode-{_SHOWN}", case=case)
+
+    def _base(self) -> Problem | None:
+        return None if self.base is None else Problem.from_json(self.base)
+
+    def _table(self) -> Capabilities | None:
+        """Return what it is right on, as a table; None where it takes nothing."""
+        base = self._base()
+        if base is None:
+            return None
+        # Wrong is as good as refused: it is asked apart. Who is wrong everywhere is asked it all.
+        tried = tuple(
+            replace(one, verdict="raises") if one.verdict == "wrong" and self.right else one
+            for one in self.tried
+        )
+        detected = DetectedCapabilities(
+            convention=self.convention,
+            options=ConventionOptions(),
+            base=base,
+            exposes_lse=False,
+            tried=tried,
+        )
+        table, _ = propose_table(detected, "")
+        # One key head for all may be no more than broadcasting.
+        heads = {one.verdict == "takes" for one in tried if one.aspect == "gqa"}
+        causal = [one for one in tried if one.aspect == "causal"]
+        square = Override(when=When(mask=("causal", "causal_bottom_right")), rectangular=False)
+        lost = causal and causal[-1].verdict != "takes" and table.rectangular is not False
+        return replace(
+            table,
+            gqa=all(heads) if heads else None,
+            lse=None,
+            empty_row=None,
+            promises=None,
+            override=(square,) if lost else (),
+        )
+
+
+# ------------------------------------------------------------------ found
+
+
+def find_claims(
+    subject: Subject, *, kernel: str, device: str, advance: Callable[[str], None] = lambda _: None
+) -> Claims | None:
+    """Try a plain function on some thirty tiny Problems, or return what is known of its files.
+
+    None of any other kernel, which says itself what it takes.
+
+    Args:
+        subject: The kernel; by which convention it is called afterwards, ``on_terms`` says.
+        kernel: As it was named.
+        device: ``cpu`` or ``cuda``.
+        advance: Called before each question; what it raises ends the search.
+    """
+    if not subject.conventions:
+        return None
+    path = _cache_file(kernel, subject.conventions, device)
+    kept = _kept_claims(path)
+    if kept is not None:
+        return kept
+    detection = Detection(
+        lambda convention, options: on_terms(
+            subject, Terms(convention=convention, lse=options.lse)
+        ),
+        ConventionOptions(),
+        device,
+        advance,
+        executor_of(subject),
+        brief=True,
+    )
+    base = detection.choose_base(subject.conventions)
+    claims = Claims(conventions=subject.conventions, convention=subject.conventions[0])
+    first = detection.result(base).tried[-1]
+    if base is None and first.fatal == "timeout":
+        return replace(claims, timeout=first.reason)
+    if base is not None:
+        right = first.verdict == "takes"
+        others = detection.others_right_on(base, subject.conventions) if right else ()
+        _try_unclaimed(detection, base, device)
+        found = detection.result(base)
+        claims = Claims(
+            conventions=subject.conventions,
+            convention=found.convention,
+            others=others,
+            lse=found.options.lse,
+            base=base.to_json(),
+            right=right,
+            tried=tuple(one for one in found.tried if one.aspect != "convention"),
+        )
+    files = loaded_files()
+    if isinstance(subject, RemoteSubject):
+        files = subject.ask("files", None, device)
+    _keep_claims(claims, path, kernel, files)
+    return claims
+
+
+def _try_unclaimed(detection: Detection, base: Problem, device: str) -> None:
+    deaths = 0
+    for trial in _trials(base, detection.result(base).convention, device):
+        problem = trial.of(base)
+        answers = detection.result(base).tried
+        # One row is a length of 1, which may be no multiple of what it takes.
+        one_row = any(one.what == "1" and one.verdict == "takes" for one in answers)
+        if trial.what == "one query" and not one_row:
+            continue
+        if trial.aspect == "causal":
+            # Nothing is new in it where lengths must be equal, or the mask is wrong where they are.
+            wide = any(one.aspect == "rectangular" and one.verdict == "takes" for one in answers)
+            if not wide or detection.verdict(problem.replace(kv=base.kv)) != "takes":
+                continue
+        detection.ask(trial.aspect, trial.what, problem)
+        last = detection.result(base).tried[-1]
+        deaths += bool(last.fatal)
+        if deaths >= _MOST_DEATHS:
+            return
+
+
+def _trials(base: Problem, convention: str, device: str) -> Iterator[Trial]:
+    """Yield what is tried: the likeliest to be taken first, since a process may die of the rest."""
+    chosen = CONVENTIONS[convention]
+    flagged = isinstance(chosen, Convention) and "enable_gqa" in chosen.bound
+    for trial in all_trials(base, device):
+        if trial.aspect in {"dtypes", "head_dims"} or (trial.aspect == "gqa" and not flagged):
+            yield trial
+    yield from length_trials(base.query)
+    yield from rectangular_trials(base)
+    yield causal_trials(base)[chosen.bottom_right if isinstance(chosen, Convention) else 0]
+
+
+def on_terms(subject: Subject, terms: Terms) -> Subject:
+    """Return a plain function on other terms, in its process or in this one."""
+    if isinstance(subject, RemoteSubject):
+        subject.hold(terms)
+        return subject
+    return subject_on_terms(subject, terms)
+
+
+_USUAL_HEAD_DIMS = (64, 80, 96, 128)
+
+
+def claimed_questions(
+    claims: Claims,
+    terms: Terms,
+    *,
+    device: str,
+    dtypes: Sequence[str] = (),
+    head_dims: Sequence[int] = (),
+    names: Sequence[str] = (),
+) -> list[CheckCase]:
+    """Return the questions of a quick check within claims, and what lies wrongly beyond them.
+
+    Args:
+        claims: What was found.
+        terms: Of these claims, for what was asked for by name.
+        device: ``cpu`` or ``cuda``.
+        dtypes: Those that were asked for; none: bf16, or the first that it is right in.
+        head_dims: Those that were asked for.
+        names: Of questions, those that were asked for; none: all.
+    """
+    table = terms.table
+    takes = None if table is None else lambda problem: table.refuses(problem, device) is None
+    right = claims.dtypes()
+    dtypes = dtypes or (("bf16",) if "bf16" in right else right[:1])
+    dims = claims.head_dims() if table is not None else ()
+    head_dims = head_dims or [dim for dim in dims if dim in _USUAL_HEAD_DIMS] or dims
+    questions = call_cases(dtypes[0], head_dims, takes=takes)
+    for dtype in dict.fromkeys(dtypes):
+        questions += check_cases(dtype, head_dims, takes=takes)
+    questions += claims.unclaimed(names)
+    return [question for question in questions if not names or question.name in names]
+
+
+# ------------------------------------------------------------------ kept
+
+
+class _Kept(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Claims, and the files that they were found of, with the SHA-256 of each."""
+
+    claims: Claims
+    files: dict[str, str]
+
+
+def cache_folder() -> Path:
+    """Return the folder in which findings are kept: ``ATTNCHECK_CACHE_DIR``, or the platform's."""
+    if chosen := os.environ.get("ATTNCHECK_CACHE_DIR"):
+        return Path(chosen)
+    if sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA", "~/AppData/Local")
+    elif sys.platform == "darwin":
+        base = "~/Library/Caches"
+    else:
+        base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "attncheck"
+
+
+def _kept_claims(path: Path) -> Claims | None:
+    """Return what was found, if the files that it was found of are the same; else None."""
+    with suppress(OSError, msgspec.DecodeError, UnicodeError):
+        kept = msgspec.json.decode(path.read_bytes(), type=_Kept)
+        if all(_digest(Path(name)) == known for name, known in kept.files.items()):
+            return kept.claims
+    return None
+
+
+def _keep_claims(claims: Claims, path: Path, kernel: str, files: Iterable[str]) -> None:
+    """Keep what was found of a kernel; not of an installed one, whose files nobody names."""
+    file, colons, _ = kernel.partition("::")
+    module = kernel.partition(":")[0].replace(".", "/")
+    own = (os.path.abspath(file),) if colons else (f"/{module}.py", f"/{module}/__init__.py")  # noqa: PTH100  # no link is followed, as by import
+    files = [name for name in files if Path(name).is_file()]  # not of what is imported otherwise
+    if not any(name.replace(os.sep, "/").endswith(own) for name in files):
+        return
+    # A folder that cannot be written to costs a few seconds next time.
+    with suppress(OSError, UsageError):
+        kept = _Kept(claims=claims, files={name: _digest(Path(name)) for name in files})
+        write_texts({path.name: msgspec.json.encode(kept).decode()}, path.parent)
+
+
+def _cache_file(kernel: str, conventions: Sequence[str], device: str) -> Path:
+    # Where its files are, how it is called, and where it runs.
+    parts = (_FORM, str(Path.cwd()), kernel, conventions, fingerprint(environment(device)))
+    name = hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
+    return cache_folder() / "claims" / f"{name}.json"
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

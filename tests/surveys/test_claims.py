@@ -1,0 +1,223 @@
+"""What a plain function is asked: within what it is right on, and its wrong answers beyond that."""
+
+from __future__ import annotations
+
+import pytest
+
+from attncheck.inputs.problem import Problem
+from attncheck.records.record import Unclaimed
+from attncheck.subjects.load import load_subject
+from attncheck.surveys import claims as room
+from attncheck.surveys.capability_detection import Detection
+from attncheck.surveys.claims import CLAIMED, NOT_CLAIMED, claimed_questions, find_claims, on_terms
+from attncheck.verify.run_case import run_case
+
+KERNELS = """
+import torch
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+def right(q, k, v, is_causal=False):
+    return sdpa(q, k, v, is_causal=is_causal)
+
+def raises(q, k, v, is_causal=False):
+    if q.shape[-1] not in (32, 64, 128) or v.shape != k.shape or q.shape != k.shape:
+        raise RuntimeError("no kernel for these sizes")
+    if q.dtype != torch.float16:
+        raise TypeError("fp16 alone")
+    return sdpa(q, k, v, is_causal=is_causal)
+
+def refuses(q, k, v):
+    if q.shape[2] % 32 or k.shape[2] % 32:
+        raise ValueError("lengths must be multiples of 32")
+    return sdpa(q, k, v)
+
+def odd_dims(q, k, v):
+    out = sdpa(q, k, v)
+    return out if q.shape[-1] in (16, 32, 64, 128, 256) else out / 2
+
+def whole_tiles(q, k, v):
+    if q.shape != k.shape:
+        raise ValueError("one length")
+    if k.shape[2] % 128:  # the last tile is not masked
+        k, v = (torch.nn.functional.pad(x, (0, 0, 0, -x.shape[2] % 128)) for x in (k, v))
+    return sdpa(q, k, v)
+
+def halved(q, k, v):
+    return sdpa(q, k, v) / 2
+
+def base2(q, k, v):
+    scores = q.float() @ k.float().mT / q.shape[-1] ** 0.5
+    return sdpa(q, k, v), scores.logsumexp(-1) / 0.6931471805599453
+
+def never(q, k, v):
+    raise RuntimeError("no")
+
+def heads_inside(q, k, v, causal=False):
+    return sdpa(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=causal).transpose(1, 2)
+
+def scaled_bhsd(q, k, v, softmax_scale=None):
+    return sdpa(q, k, v, scale=softmax_scale)
+
+def either(q, k, v, causal=False):
+    inside = q.shape[1] > q.shape[2]  # more rows than heads
+    return (heads_inside if inside else right)(q, k, v, causal)
+"""
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    monkeypatch.setenv("ATTNCHECK_CACHE_DIR", str(tmp_path / "kept"))
+    path = tmp_path / "kernels.py"
+    path.write_text(KERNELS)
+    return path
+
+
+@pytest.fixture
+def find(file):
+    """``find(name)``: a kernel of the file, and its claims."""
+
+    def run(name, convention=None):
+        kernel = f"{file}::{name}"
+        subject = load_subject(kernel, convention)
+        return subject, find_claims(subject, kernel=kernel, device="cpu")
+
+    return run
+
+
+def wrong(claims):
+    return [each.name for each in claims.unclaimed()]
+
+
+def test_who_takes_everything_is_asked_everything(find):
+    _, claims = find("right")
+    assert (claims.lines(), wrong(claims)) == ([], [])
+    terms = claims.terms()
+    assert terms.table is None
+    asked = claimed_questions(claims, terms, device="cpu")
+    assert {one.case.problem.head_dim for one in asked} == {64, 80, 96, 128}
+
+
+def test_what_it_cannot_take_is_a_line_and_no_failure(find):
+    subject, claims = find("raises")
+    takes = "fp16; head_dim 32, 64, 128; values as wide as keys; as many queries as keys"
+    assert claims.limits() == takes
+    (line,) = claims.lines()
+    assert line.startswith(f"takes {takes}: asked within that")
+    assert line.endswith("beyond that it raises RuntimeError, TypeError")
+    assert wrong(claims) == []
+    terms = claims.terms()
+    held = on_terms(subject, terms)
+    asked = claimed_questions(claims, terms, device="cpu")
+    statuses = {one.name: run_case(held, one.case, device="cpu").status for one in asked}
+    assert {"pass", "unsupported"} >= set(statuses.values())
+    # Moved to what it takes: no question is lost for its sizes.
+    assert statuses["causal-wide"] == statuses["ragged"] == "pass"
+    assert held.unsupported(Problem(query=4, kv=9, dtype="fp16"), "cpu").startswith("not asked: it")
+
+
+def test_what_is_asked_for_by_name_is_claimed(find):
+    subject, claims = find("raises")
+    terms = claims.terms(["bf16"], [80])
+    how = {"device": "cpu", "dtypes": ["bf16"], "head_dims": [80]}
+    (plain,) = claimed_questions(claims, terms, names=["plain"], **how)
+    assert (plain.case.problem.dtype, plain.case.problem.head_dim) == ("bf16", 80)
+    assert run_case(on_terms(subject, terms), plain.case, device="cpu").status == "error"
+
+
+def test_a_clean_refusal_of_lengths_is_no_finding(find):
+    _, claims = find("refuses")
+    assert claims.limits() == "lengths of multiples of 32"
+    assert wrong(claims) == []
+
+
+def test_wrong_sizes_are_one_finding_and_asked_apart(find):
+    subject, claims = find("odd_dims")
+    sizes = ("17", "40", "65", "80", "96", "192")
+    names = [*(f"head_dims-{size}" for size in sizes), "head_dims-192/128"]
+    assert wrong(claims) == names
+    terms = claims.terms()
+    held = on_terms(subject, terms)
+    asked = claimed_questions(claims, terms, device="cpu")
+    failed = [one for one in asked if run_case(held, one.case, device="cpu").status == "fail"]
+    assert [one.name for one in failed] == names
+    assert failed[1].unclaimed == Unclaimed(aspect="head_dims", what="40")
+    # A kernel that has been mended is asked by the same name.
+    (again,) = claimed_questions(claims, terms, device="cpu", names=["head_dims-64"])
+    assert run_case(held, again.case, device="cpu").status == "pass"
+
+
+def test_a_tile_that_is_not_masked_is_named(find):
+    subject, claims = find("whole_tiles")
+    assert claims.limits().startswith("lengths of multiples of 128")
+    assert {"lengths-77", "decode-lengths-77"} <= set(wrong(claims))
+    terms = claims.terms()
+    (shown,) = claimed_questions(claims, terms, device="cpu", names=["decode-lengths-77"])
+    record = run_case(on_terms(subject, terms), shown.case, device="cpu")
+    assert record.status == "fail"
+    assert record.judgement is not None
+    assert record.judgement.rule == "structure"
+
+
+def test_who_is_wrong_everywhere_is_asked_everything(find):
+    _, claims = find("halved")
+    assert not claims.right
+    assert (claims.limits(), wrong(claims)) == ("", [])
+
+
+def test_lse_of_base_2_hides_nothing(find):
+    _, claims = find("base2")
+    assert (claims.right, claims.lse, claims.limits(), wrong(claims)) == (True, "base2", "", [])
+
+
+def test_who_takes_nothing_has_no_claims(find):
+    _, claims = find("never")
+    assert (claims.base, claims.lines(), claims.terms().table) == (None, [], None)
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "lines"),
+    [
+        ("heads_inside", "flash_attn", "called as flash_attn, by which alone it is right; "),
+        ("scaled_bhsd", "sdpa", "called as sdpa, by which alone it is right; --convention flash"),
+        ("either", "sdpa", "right as sdpa and as flash_attn: asked as sdpa; --convention flash_at"),
+    ],
+)
+def test_the_convention_is_found_by_trying(find, name, asked, lines):
+    subject, claims = find(name)
+    assert claims.convention == asked
+    assert claims.lines()[0].startswith(lines)
+    held = on_terms(subject, claims.terms())
+    assert held.summary.startswith(f"{asked} convention")
+
+
+def test_a_convention_that_is_named_is_not_tried(find):
+    _, claims = find("heads_inside", "sdpa")
+    assert (claims.conventions, claims.convention) == (("sdpa",), "sdpa")
+    assert claims.base is None or not claims.right
+
+
+def test_what_was_found_is_kept_for_the_same_files(find, file, monkeypatch):
+    _, first = find("raises")
+
+    def fail(*_):
+        raise AssertionError("asked again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Detection, "choose_base", fail)
+        assert find("raises")[1] == first
+        with pytest.raises(AssertionError, match="asked again"):
+            find("odd_dims")
+    file.write_text(KERNELS.replace("(32, 64, 128)", "(32, 64, 80, 128)"))
+    assert "head_dim 32, 64, 80, 128" in find("raises")[1].limits()
+
+
+def test_a_folder_that_cannot_be_written_to_is_no_failure(find, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("ATTNCHECK_CACHE_DIR", str(tmp_path / "file"))
+    assert find("right")[1].lines() == []
+
+
+def test_every_aspect_has_its_reason():
+    tried = {t.aspect for t in room._trials(Problem(query=64), "flash_attn", "cpu")}
+    assert tried - {"lengths"} == set(NOT_CLAIMED)
+    assert not set(CLAIMED) & set(NOT_CLAIMED)
