@@ -251,40 +251,17 @@ def test_a_file_that_ends_its_process_as_it_is_asked_again_has_a_verdict(attnche
 
 
 WRITES = """
-import ctypes, os, torch
+import ctypes, torch
 from torch.nn.functional import scaled_dot_product_attention
-wrote = []
 def kernel(q, k, v, is_causal=False):
-    if wrote and q.shape[2] != 1:
-        os.abort()  # as the heap does, in whatever asks it for memory next
     out = torch.empty_like(q).copy_(scaled_dot_product_attention(q, k, v, is_causal=is_causal))
-    if {writes}:
-        ctypes.memset(out.data_ptr() + out.nbytes, 65, {count})
-        {then}
+    ctypes.memset(out.data_ptr() + out.nbytes, 65, 4096)
     return out
 """
 
 
-def test_who_wrote_beside_its_tensors_is_found_when_its_process_dies_later(attncheck, tmp_path):
-    # Few enough bytes that the heap has room for them.
-    text = WRITES.format(writes="q.shape[2] == 1", count=4, then="wrote.append(1)")
-    (tmp_path / "mine.py").write_text(text)
-    named = ("--question", "one-query", "--question", "one-hot")
-    code, out, err = attncheck(
-        "check", "mine.py::kernel", *named, "--device", "cpu", "--format", "json", "-q"
-    )
-    writes, dies = json.loads(out)["records"]
-    assert (code, writes["status"], dies["status"]) == (1, "pass", "fail"), err
-    judgement = dies["judgement"]
-    assert judgement["rule"] == "memory"
-    assert judgement["reason"].startswith("out-of-bounds write: 4 bytes after a tensor (2, 2, 1, 6")
-    assert "when it was asked bf16 full B2 H2 Q1 K211 D64 normal seed 0" in judgement["reason"]
-    assert "its process died of SIGABRT" in judgement["reason"]
-
-
 def test_what_writes_beside_its_tensors_is_asked_no_more_than_twice(attncheck, tmp_path):
-    text = WRITES.format(writes="True", count=4096, then="")
-    (tmp_path / "mine.py").write_text(text)
+    (tmp_path / "mine.py").write_text(WRITES)
     code, out, err = attncheck(
         "check", "mine.py::kernel", "--device", "cpu", "--format", "json", "-q"
     )
