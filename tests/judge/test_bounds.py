@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tests.planted_kernels.other_steps import stepping
 
 from attncheck import oracles
 from attncheck.core.conditions import Conditions, Rows, ScoreModError
@@ -264,50 +265,24 @@ def test_the_ideal_kernel_is_within(name, distribution):
     assert max(share(kernel, dtype=name, distribution=distribution, mask=mask, **SHAPE)) < 1
 
 
-class NoAlpha(Ideal):
-    """Does not rescale when the maximum moves."""
-
-    def rescaled(self, running, alpha):
-        return running
-
-
-class Log2E(Ideal):
-    """log2 e in bf16."""
-
-    log2_e = 1.4453125
+FAULTS = {
+    "not rescaled": ({"rescaled": lambda _, running, alpha: running}, ("fp32", "e4m3")),
+    "log2 e in bf16": ({"log2_e": 1.4453125}, ("fp32", "bf16")),
+    "scores in bf16": (
+        {"scores": lambda _, products: products.bfloat16().float()},
+        ("fp32", "bf16"),
+    ),
+    "P in fp8 as it is": ({"weights_scale": lambda *_: 1.0}, ("e4m3",)),
+}
 
 
-class NoFp8Scale(Ideal):
-    """P is rounded to fp8 as it is."""
-
-    def weights_scale(self, problem):
-        return 1.0
-
-
-class ScoresInBf16(Ideal):
-    """Scores rounded to bf16."""
-
-    def scores(self, products):
-        return products.bfloat16().float()
-
-
-@pytest.mark.parametrize(
-    ("fault", "name"),
-    [
-        (NoAlpha, "fp32"),
-        (NoAlpha, "e4m3"),
-        (Log2E, "fp32"),
-        (Log2E, "bf16"),
-        (ScoresInBf16, "fp32"),
-        (ScoresInBf16, "bf16"),
-        (NoFp8Scale, "e4m3"),
-    ],
-    ids=lambda x: getattr(x, "__name__", x),
-)
-def test_a_planted_fault_is_beyond_the_bound(fault, name):
-    kernel = fault(Tiling(block_query=16, block_kv=32))
-    distribution = "large_logits" if fault is NoFp8Scale else "normal"
-    assert max(share(kernel, dtype=name, distribution=distribution, **SHAPE)) > 1
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_beyond_the_bound(fault):
+    steps, dtypes = FAULTS[fault]
+    kernel = stepping(Tiling(block_query=16, block_kv=32), **steps)
+    distribution = "large_logits" if dtypes == ("e4m3",) else "normal"
+    for dtype in dtypes:
+        assert max(share(kernel, dtype=dtype, distribution=distribution, **SHAPE)) > 1, dtype
 
 
 @pytest.mark.parametrize("distribution", ["normal", "large_logits", "one_hot"])

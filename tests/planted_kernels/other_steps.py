@@ -9,12 +9,18 @@ from tests.planted_kernels.outputs_given import by_query_head, giving, stateful
 
 from attncheck.core.mod_spec import NONE
 from attncheck.core.outputs import Outputs
+from attncheck.mods.captured_gradients import leaf_gradients
 from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.subjects.ideal import Ideal
 
 BLOCK = 16
 SMALL = Tiling(block_query=BLOCK, block_kv=BLOCK)
 """Tiles of which several fit a small problem."""
+
+
+def stepping(tiling=None, **steps):
+    """The ideal kernel with ``steps`` in place of its own: attributes, and functions of self."""
+    return type("Stepping", (Ideal,), {"name": "stepping"} | steps)(tiling)
 
 
 def seeing(change):
@@ -266,6 +272,29 @@ def slope_forgotten(self, x, at, ds):
     return at, ds / self.slope(score, x, at)
 
 
+def slope_left_out(self, sums, x, at, ds, seen):
+    """dS alone, whatever the score mod does to the number that it reads."""
+    start, mod = 0, self.problem.score_mod("cpu")
+    for leaf, _ in leaf_gradients(mod, x, at.b, at.h, at.q_idx, at.kv_idx):
+        end = start + leaf.tensor.numel()
+        leaf.add(torch.where(seen, ds, 0.0), sums.sums[start:end].view(leaf.tensor.shape))
+        start = end
+
+
+def slope_twice(self, x, at, ds):
+    """dX in place of dZ: the derivative with respect to the score as well."""
+    return at, ds * self.slope(self.problem.score_mod("cpu"), x, at)
+
+
+def kept_in_bf16(self, sums, *rest):
+    Ideal.capture(self, sums, *rest)
+    sums.sums.copy_(sums.sums.bfloat16())
+
+
+def is_first_tile(at):
+    return int(at.kv_idx.min()) == 0
+
+
 def of_another_head(_, x, at, ds):
     return replace(at, h=(at.h + 1) % (int(at.h.max()) + 1)), ds
 
@@ -281,6 +310,13 @@ CAPTURED = {
     "CapturedOfOneSequence": capturing(lambda _, x, at, ds: (at, ds * (at.b == 0))),
     "CapturedWithoutDelta": {"dscores": without_delta}
     | capturing(lambda self, x, at, ds: (at, self.without)),
+    "CapturedSlopeLeftOut": {"capture": slope_left_out},
+    "CapturedSlopeTwice": capturing(slope_twice),
+    "CapturedTileTwice": capturing(lambda _, x, at, ds: (at, ds * (1 + is_first_tile(at)))),
+    "CapturedTileLost": capturing(lambda _, x, at, ds: (at, ds * (not is_first_tile(at)))),
+    "CapturedOfNextKey": capturing(lambda _, x, at, ds: (replace(at, kv_idx=at.kv_idx + 1), ds)),
+    "CapturedInBf16": {"capture": kept_in_bf16},
+    "CapturedRoundedFirst": capturing(lambda _, x, at, ds: (at, ds.bfloat16().float())),
     # A block of rows is done again, and its part is added once more.
     "CapturedTwice": capturing(
         lambda _, x, at, ds: (at, ds * torch.where(at.q_idx < 16, 2.0, 1.0))

@@ -1,10 +1,10 @@
 """Ideal kernels whose arithmetic is not what they declare."""
 
-from __future__ import annotations
-
-import dataclasses
+from dataclasses import replace
 
 import torch
+from tests.planted_kernels.other_steps import stepping
+from tests.planted_kernels.outputs_given import spoiled
 
 from attncheck.core.formats import FORMATS
 from attncheck.subjects.capabilities.subject import Refused, Subject, Tiling
@@ -36,107 +36,70 @@ class Misdeclared(Subject):
         return self._declares.arithmetic(problem, device)
 
 
-class PIn(Ideal):
-    def __init__(self, dtype):
-        super().__init__(NARROW)
-        self._dtype = dtype
+def without_bits(x, count):
+    """fp32 numbers cut off: their last ``count`` bits are 0."""
+    return (x.contiguous().view(torch.int32) & -(1 << count)).view(torch.float32)
 
+
+def p_as(change):
     def operand(self, values, fmt):
-        if values.shape[-1] == NARROW.block_kv:
-            return values.to(self._dtype).float()
-        return super().operand(values, fmt)
+        is_p = values.shape[-1] == NARROW.block_kv
+        return change(values) if is_p else Ideal.operand(self, values, fmt)
+
+    return stepping(NARROW, operand=operand)
 
 
-class PTruncated(Ideal):
-    def __init__(self):
-        super().__init__(NARROW)
-
-    def operand(self, values, fmt):
-        if values.shape[-1] == NARROW.block_kv:
-            return (values.contiguous().view(torch.int32) & -(1 << 16)).view(torch.float32)
-        return super().operand(values, fmt)
+def p_in(dtype):
+    return p_as(lambda p: p.to(dtype).float())
 
 
-class SumsRoundedP(Ideal):
-    def row_sum(self, p, problem, scale):
-        return self.operand(p * scale, problem.formats.weights).sum(-1) / scale
+def rounded_row_sum(self, p, problem, scale):
+    return self.operand(p * scale, problem.formats.weights).sum(-1) / scale
 
 
-class ScoresInBf16(Ideal):
-    def scores(self, products):
-        return products.bfloat16().float()
+def out_of_16_bits(_, running, part):
+    """Truncated, of O."""
+    total = running + part
+    return total if total.dim() < 4 else without_bits(total, 8)
 
 
-class ValuesIn16Bits(Ideal):
-    """Sixteen significant bits, truncated, of O."""
-
-    def added(self, running, part):
-        total = running + part
-        if total.dim() < 4:
-            return total
-        return (total.contiguous().view(torch.int32) & -(1 << 8)).view(torch.float32)
+def flushed(self, values, fmt):
+    held = Ideal.operand(self, values, fmt)
+    return torch.where(held.abs() < 2.0**fmt.min_exponent, 0.0, held)
 
 
-class FiniteSentinel(Ideal):
-    hidden_score = -1e4
+def exp2_of_10_bits(self, exponent):
+    significand, power = torch.frexp(Ideal.exp2(self, exponent))
+    return torch.ldexp(torch.round(significand * 2**10) / 2**10, power)
 
 
-class LargeSentinel(Ideal):
-    hidden_score = -1e30
+def without_masks(self, inputs):
+    if inputs.problem.mask.name != "full":
+        raise Refused("no masks")
+    return Ideal.prepare(self, inputs)
 
 
-class LowestSentinel(Ideal):
-    hidden_score = torch.finfo(torch.float32).min
+def raises(*_):
+    raise RuntimeError("out of order")
 
 
-class FlushesToZero(Ideal):
-    def operand(self, values, fmt):
-        held = super().operand(values, fmt)
-        return torch.where(held.abs() < 2.0**fmt.min_exponent, 0.0, held)
+P_TRUNCATED = p_as(lambda p: without_bits(p, 16))
+P_UNSCALED = stepping(weights_scale=lambda *_: 1.0)
+SUMS_ROUNDED_P = stepping(row_sum=rounded_row_sum)
+SCORES_IN_BF16 = stepping(scores=lambda _, products: products.bfloat16().float())
+OUT_OF_16_BITS = stepping(added=out_of_16_bits)
+FLUSHES_TO_ZERO = stepping(operand=flushed)
+SHORT_EXP = stepping(exp2=exp2_of_10_bits)
+READS_TF32 = stepping(operand=lambda self, x, _: Ideal.operand(self, x, FORMATS["tf32"]))
+WITHOUT_LSE = spoiled(lambda _, right: replace(right, lse=None))
+GIVES_NAN = spoiled(lambda _, right: replace(right, out=right.out * float("nan")))
+RAISES = stepping(prepare=raises)
+# Takes no mask, and no more than 128 keys.
+SHORT = stepping(
+    prepare=without_masks,
+    unsupported=lambda _, problem, device: "more than 128 keys" if problem.kv > 128 else None,
+)
 
 
-class ShortExp(Ideal):
-    """exp2 to ten bits."""
-
-    def exp2(self, exponent):
-        significand, power = torch.frexp(super().exp2(exponent))
-        return torch.ldexp(torch.round(significand * 2**10) / 2**10, power)
-
-
-class ReadsTf32(Ideal):
-    def operand(self, values, fmt):
-        return super().operand(values, FORMATS["tf32"])
-
-
-class Unscaled(Ideal):
-    def weights_scale(self, problem):
-        return 1.0
-
-
-class WithoutLse(Ideal):
-    def prepare(self, inputs):
-        call = super().prepare(inputs)
-        return lambda: dataclasses.replace(call(), lse=None)
-
-
-class Short(Ideal):
-    """Takes no mask, and no more than 128 keys."""
-
-    def unsupported(self, problem, device):
-        return "more than 128 keys" if problem.kv > 128 else None
-
-    def prepare(self, inputs):
-        if inputs.problem.mask.name != "full":
-            raise Refused("no masks")
-        return super().prepare(inputs)
-
-
-class GivesNan(Ideal):
-    def prepare(self, inputs):
-        call = super().prepare(inputs)
-        return lambda: dataclasses.replace(call(), out=call().out * float("nan"))
-
-
-class Raises(Ideal):
-    def prepare(self, inputs):
-        raise RuntimeError("out of order")
+def sentinel(score):
+    return stepping(hidden_score=score)

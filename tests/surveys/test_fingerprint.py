@@ -89,24 +89,24 @@ def test_tf32_that_is_truncated_is_read_as_that():
 
 
 FAULTS = {
-    "P in bf16": ("fp16", planted.PIn(torch.bfloat16), {"P": "bf16, nearest"}),
-    "P in fp16": ("bf16", planted.PIn(torch.float16), {"P": "fp16, nearest"}),
-    "P truncated": ("bf16", planted.PTruncated(), {"P": "bf16, truncated"}),
-    "P unscaled": ("e4m3", planted.Unscaled(), {"P": "e4m3, nearest"}),
-    "sum of rounded P": ("bf16", planted.SumsRoundedP(), {"row sum": "of rounded P"}),
-    "q·k in bf16": ("bf16", planted.ScoresInBf16(), {"q·k": "8 bits, nearest"}),
-    "P·V in 16 bits": ("bf16", planted.ValuesIn16Bits(), {"P·V": "16 bits, truncated"}),
-    "sentinel": ("bf16", planted.FiniteSentinel(), {"sentinel": "−10000"}),
-    "sentinel in fp16": ("fp16", planted.FiniteSentinel(), {"sentinel": "−10000"}),
-    "sentinel in e4m3": ("e4m3", planted.FiniteSentinel(), {"sentinel": "−10000"}),
-    "large sentinel": ("fp32", planted.LargeSentinel(), {"sentinel": "−1e30"}),
+    "P in bf16": ("fp16", planted.p_in(torch.bfloat16), {"P": "bf16, nearest"}),
+    "P in fp16": ("bf16", planted.p_in(torch.float16), {"P": "fp16, nearest"}),
+    "P truncated": ("bf16", planted.P_TRUNCATED, {"P": "bf16, truncated"}),
+    "P unscaled": ("e4m3", planted.P_UNSCALED, {"P": "e4m3, nearest"}),
+    "sum of rounded P": ("bf16", planted.SUMS_ROUNDED_P, {"row sum": "of rounded P"}),
+    "q·k in bf16": ("bf16", planted.SCORES_IN_BF16, {"q·k": "8 bits, nearest"}),
+    "P·V in 16 bits": ("bf16", planted.OUT_OF_16_BITS, {"P·V": "16 bits, truncated"}),
+    "sentinel": ("bf16", planted.sentinel(-1e4), {"sentinel": "−10000"}),
+    "sentinel in fp16": ("fp16", planted.sentinel(-1e4), {"sentinel": "−10000"}),
+    "sentinel in e4m3": ("e4m3", planted.sentinel(-1e4), {"sentinel": "−10000"}),
+    "large sentinel": ("fp32", planted.sentinel(-1e30), {"sentinel": "−1e30"}),
     "lowest sentinel": (
         "bf16",
-        planted.LowestSentinel(),
+        planted.sentinel(torch.finfo(torch.float32).min),
         {"sentinel": "finite, lower than was asked"},
     ),
-    "flush": ("fp16", planted.FlushesToZero(), {"subnormals": "q, k, v or out, P flushed to 0"}),
-    "tf32": ("fp32", planted.ReadsTf32(), {"products": "11 bits, nearest", "P": "tf32, nearest"}),
+    "flush": ("fp16", planted.FLUSHES_TO_ZERO, {"subnormals": "q, k, v or out, P flushed to 0"}),
+    "tf32": ("fp32", planted.READS_TF32, {"products": "11 bits, nearest", "P": "tf32, nearest"}),
 }
 
 
@@ -121,7 +121,7 @@ def test_what_is_not_as_declared_differs(fault):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_an_exp2_of_ten_bits_differs(dtype):
     """P, which has no more bits than exp2, is read with it."""
-    read = fields(planted.Misdeclared(planted.ShortExp()), dtype)
+    read = fields(planted.Misdeclared(planted.SHORT_EXP), dtype)
     assert "exp2" in differing(read)
     assert float(read["exp2"].read.split()[0]) > 1000
 
@@ -144,11 +144,11 @@ def test_another_tiling_than_is_declared_differs(tiling, wrong):
 
 
 def test_without_lse_the_row_sum_shows_in_out():
-    assert fields(planted.WithoutLse(), "bf16")["row sum"].standing == "agrees"
+    assert fields(planted.WITHOUT_LSE, "bf16")["row sum"].standing == "agrees"
 
 
 def test_what_is_refused_is_not_seen_and_says_why():
-    read = fields(planted.Short(), "bf16")
+    read = fields(planted.SHORT, "bf16")
     unseen = {name: each.reason for name, each in read.items() if each.standing == "not seen"}
     refused = dict.fromkeys(("tile", "order", "parts"), "more than 128 keys")
     assert unseen == {**refused, "sentinel": "no masks"}
@@ -156,13 +156,13 @@ def test_what_is_refused_is_not_seen_and_says_why():
 
 def test_of_what_is_not_finite_nothing_is_read():
     """But for the sentinel: rows of which nothing is right are what hidden keys may bring about."""
-    read = fields(planted.GivesNan(), "bf16")
+    read = fields(planted.GIVES_NAN, "bf16")
     seen = {name for name, reading in read.items() if reading.standing != "not seen"}
     assert seen <= {"sentinel", "subnormals"}
 
 
 def test_a_kernel_that_raises_is_asked_nothing_more():
-    record = fingerprint_kernel(planted.Raises(), "bf16")
+    record = fingerprint_kernel(planted.RAISES, "bf16")
     assert record.calls == 0
     assert record.readings[0].reason == "RuntimeError: out of order"
 

@@ -1,174 +1,109 @@
 """Kernels whose bits depend on what is no part of their inputs."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
+from itertools import count
 
 import torch
+from tests.planted_kernels.outputs_given import another_last_bit, in_turns, spoiled
 
-from attncheck.subjects.ideal import Ideal
-
-
-def moved(outputs, steps=1):
-    """LSE as many ulps further."""
-    lse = outputs.lse
-    for _ in range(steps):
-        lse = torch.nextafter(lse, torch.full_like(lse, 1e9))
-    return replace(outputs, lse=lse)
+NOTHING = frozenset()
+BATCH = frozenset({"repeat", "batch"})
 
 
-class Spoiled(Ideal):
-    """Right, and moved by as many ulps as ``steps`` says of this call."""
+def moving(steps, **promises):
+    """Right, with LSE as many ulps further as ``steps(number of the call, inputs)`` says."""
+    numbers = count(1)
 
-    def __init__(self):
-        super().__init__()
-        self.calls = 0
+    def moved(inputs, right):
+        lse, last = right.lse, torch.full_like(right.lse, 1e9)
+        for _ in range(int(steps(next(numbers), inputs))):
+            lse = torch.nextafter(lse, last)
+        return replace(right, lse=lse)
 
-    def bit_steps(self, inputs):
-        """How far this call's LSE is moved."""
-
-    def prepare(self, inputs):
-        call = super().prepare(inputs)
-
-        def spoiled():
-            self.calls += 1
-            return moved(call(), self.bit_steps(inputs))
-
-        return spoiled
+    return spoiled(moved, **promises)
 
 
-class AnyOrder(Spoiled):
+def any_order(**promises):
     """As atomics, which add up in whatever order: some calls round otherwise."""
-
-    def __init__(self):
-        super().__init__()
-        self.order = random.Random(1)  # noqa: S311  # an order, and no secret
-
-    def bit_steps(self, inputs):
-        return self.order.randrange(3)
+    order = random.Random(1)  # noqa: S311  # an order, and no secret
+    return moving(lambda *_: order.randrange(3), **promises)
 
 
-class AnyOrderUnpromised(AnyOrder):
-    promises = frozenset()
-
-
-class WrongUnpromised(AnyOrderUnpromised):
-    def bit_steps(self, inputs):
-        return 100_000 * (self.calls % 2)
-
-
-class WrongElsewhereUnpromised(AnyOrderUnpromised):
+def wrong_elsewhere():
     """Right where it was prepared first."""
+    prepared = []
+    kernel = moving(lambda *_: 100_000 * (len(prepared) % 2 == 0), promises=NOTHING)
+    right = kernel.prepare
 
-    def __init__(self):
-        super().__init__()
-        self.prepared = 0
+    def prepare(inputs):
+        prepared.append(inputs)
+        return right(inputs)
 
-    def prepare(self, inputs):
-        self.prepared += 1
-        return super().prepare(inputs)
-
-    def bit_steps(self, inputs):
-        return 100_000 * (self.prepared % 2 == 0)
-
-
-class FirstCall(Spoiled):
-    """Right in its first call alone."""
-
-    def bit_steps(self, inputs):
-        return int(self.calls > 1)
+    kernel.prepare = prepare
+    return kernel
 
 
-class ByAddress(Spoiled):
+def by_address():
     """Other vectors where its keys begin elsewhere."""
+    first = []
 
-    def __init__(self):
-        super().__init__()
-        self.first = None
+    def steps(_, inputs):
+        first.append(inputs.k.data_ptr())
+        return first[-1] != first[0]
 
-    def bit_steps(self, inputs):
-        self.first = self.first or inputs.k.data_ptr()
-        return int(inputs.k.data_ptr() != self.first)
-
-
-class ByThreads(Spoiled):
-    def bit_steps(self, inputs):
-        return torch.get_num_threads() - 1
+    return moving(steps)
 
 
-class AnyGradients(Ideal):
+def any_gradients(**promises):
     """Its dq is added up in another order in every second call."""
 
-    def prepare(self, inputs):
-        call = super().prepare(inputs)
-        calls = iter(range(1_000))
+    def change(right, number):
+        further = torch.full_like(right.dq.float(), 2.0 ** ((number - 1) % 2))
+        return replace(right, dq=(right.dq.float() * further).to(right.dq.dtype))
 
-        def spoiled():
-            outputs = call()
-            further = torch.full_like(outputs.dq.float(), 2.0 ** (next(calls) % 2))
-            return replace(outputs, dq=(outputs.dq.float() * further).to(outputs.dq.dtype))
-
-        return spoiled
+    return spoiled(in_turns(change), **promises)
 
 
-class AnyGradientsUnpromised(AnyGradients):
-    promises_gradients = False
-
-
-class ByPlace(Ideal):
+def by_place():
     """Its first sequence has another order of sums than the others."""
 
-    promises = frozenset({"repeat", "batch"})
+    def change(_, right):
+        lse = right.lse.clone()
+        lse[0] = another_last_bit(lse[0])
+        return replace(right, lse=lse)
 
-    def prepare(self, inputs):
-        call = super().prepare(inputs)
-
-        def spoiled():
-            outputs = call()
-            return replace(outputs, lse=torch.cat([moved(outputs).lse[:1], outputs.lse[1:]]))
-
-        return spoiled
+    return spoiled(change, promises=BATCH)
 
 
-class ByNeighbours(Ideal):
-    """A sequence that is not alone is rounded by what the others hold."""
-
-    promises = frozenset({"repeat", "batch"})
-
-    def prepare(self, inputs):
-        call = super().prepare(inputs)
-
-        def spoiled():
-            outputs = call()
-            return moved(outputs) if len(inputs.q) > 1 else outputs
-
-        return spoiled
-
-
-class ReadsNeighbours(Ideal):
+def reads_neighbours():
     """Promises nothing, and is wrong by far more than rounding where it is not alone."""
 
-    promises = frozenset()
+    def change(inputs, right):
+        return replace(right, lse=right.lse + 0.5 * (len(inputs.q) > 1))
 
-    def prepare(self, inputs):
-        call = super().prepare(inputs)
-
-        def spoiled():
-            outputs = call()
-            return replace(outputs, lse=outputs.lse + 0.5 * (len(inputs.q) > 1))
-
-        return spoiled
+    return spoiled(change, promises=NOTHING)
 
 
-class WrongSplits(Ideal):
+def wrong_splits():
     """Right as it launches itself; its other launch loses a split."""
+    lost = spoiled(lambda _, right: replace(right, lse=right.lse - 0.5))
+    return spoiled(lambda *_: None, launches=lambda *_: {"splits": lost})
 
-    def launches(self, problem, device):
-        return {"splits": _Lost()}
 
-
-class _Lost(Ideal):
-    def prepare(self, inputs):
-        call = super().prepare(inputs)
-        return lambda: replace(call(), lse=call().lse - 0.5)
+KERNELS = {
+    "AnyOrder": any_order,
+    "AnyOrderUnpromised": lambda: any_order(promises=NOTHING),
+    "WrongUnpromised": lambda: moving(lambda n, _: 100_000 * (n % 2), promises=NOTHING),
+    "WrongElsewhereUnpromised": wrong_elsewhere,
+    "FirstCall": lambda: moving(lambda n, _: n > 1),  # right in its first call alone
+    "ByAddress": by_address,
+    "ByThreads": lambda: moving(lambda *_: torch.get_num_threads() - 1),
+    "AnyGradients": any_gradients,
+    "AnyGradientsUnpromised": lambda: any_gradients(promises_gradients=False),
+    "ByPlace": by_place,
+    # A sequence that is not alone is rounded by what the others hold.
+    "ByNeighbours": lambda: moving(lambda _, inputs: len(inputs.q) > 1, promises=BATCH),
+    "ReadsNeighbours": reads_neighbours,
+    "WrongSplits": wrong_splits,
+}

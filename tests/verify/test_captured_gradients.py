@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
+from tests import planted_kernels
 
 from attncheck.core.mod_spec import Spec
 from attncheck.inputs.problem import Case, Problem
-from attncheck.mods import captured_gradients
 from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.allowances import gradient_allowance, numbers_read
@@ -102,102 +100,17 @@ def test_of_a_mod_that_cannot_be_traced_nothing_is_known(monkeypatch):
     assert bounds["dq"].isfinite().all()
 
 
-class SlopeLeftOut(Ideal):
-    """dS alone, whatever the score mod does to the number that it reads."""
-
-    def capture(self, sums, x, at, ds, seen):
-        start = 0
-        for leaf, _ in captured_gradients.leaf_gradients(
-            self.mod, x, at.b, at.h, at.q_idx, at.kv_idx
-        ):
-            end = start + leaf.tensor.numel()
-            leaf.add(torch.where(seen, ds, 0.0), sums.sums[start:end].view(leaf.tensor.shape))
-            start = end
-
-    def prepare(self, inputs):
-        self.mod = inputs.problem.score_mod("cpu")
-        return super().prepare(inputs)
-
-
-class SlopeTwice(Ideal):
-    """dX in place of dZ: the derivative with respect to the score as well."""
-
-    def capture(self, sums, x, at, ds, seen):
-        super().capture(sums, x, at, ds * self.slope(self.mod, x, at), seen)
-
-    def prepare(self, inputs):
-        self.mod = inputs.problem.score_mod("cpu")
-        return super().prepare(inputs)
-
-
-class WithoutDelta(Ideal):
-    """P dP in place of P (dP − delta)."""
-
-    def dscores(self, p, dp, delta):
-        self.whole = p * dp
-        return super().dscores(p, dp, delta)
-
-    def capture(self, sums, x, at, ds, seen):
-        super().capture(sums, x, at, torch.where(seen, self.whole, 0.0), seen)
-
-
-class AnotherHead(Ideal):
-    """Each head's gradient at the place of the next head."""
-
-    def capture(self, sums, x, at, ds, seen):
-        at = dataclasses.replace(at, h=(at.h + 1) % at.h.numel())
-        super().capture(sums, x, at, ds, seen)
-
-
-class OneSequence(Ideal):
-    """The first sequence alone."""
-
-    def capture(self, sums, x, at, ds, seen):
-        super().capture(sums, x, at, ds, seen & (at.b == 0))
-
-
-class TileTwice(Ideal):
-    """The first tile of keys counted twice, as where a block is computed again."""
-
-    def capture(self, sums, x, at, ds, seen):
-        super().capture(sums, x, at, ds, seen)
-        if int(at.kv_idx.min()) == 0:
-            super().capture(sums, x, at, ds, seen)
-
-
-class TileLost(Ideal):
-    """The first tile of keys left out."""
-
-    def capture(self, sums, x, at, ds, seen):
-        if int(at.kv_idx.min()) > 0:
-            super().capture(sums, x, at, ds, seen)
-
-
-class NextKey(Ideal):
-    """The place of the next key."""
-
-    def capture(self, sums, x, at, ds, seen):
-        super().capture(sums, x, dataclasses.replace(at, kv_idx=at.kv_idx + 1), ds, seen)
-
-
-class Narrow(Ideal):
-    """Sums kept in bf16."""
-
-    def capture(self, sums, x, at, ds, seen):
-        super().capture(sums, x, at, ds, seen)
-        sums.sums.copy_(sums.sums.bfloat16())
-
-
 FAULTS = (
-    *(SlopeLeftOut, SlopeTwice, WithoutDelta, AnotherHead, OneSequence),
-    *(TileTwice, TileLost, NextKey, Narrow),
+    *("SlopeLeftOut", "SlopeTwice", "WithoutDelta", "OfAnotherHead", "OfOneSequence"),
+    *("TileTwice", "TileLost", "OfNextKey", "InBf16"),
 )
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_told(fault, dtype):
-    record = examined(fault(TILING), PROBLEM.replace(dtype=dtype, distribution="normal"))
+    kernel = planted_kernels.kernel(f"gradients.Captured{fault}")
+    record = examined(kernel, PROBLEM.replace(dtype=dtype, distribution="normal"))
     assert record.status == "fail"
     assert record.judgement.rule in {"bound", "empty rows"}
     assert record.judgement.reason.startswith("dcaptured[")
@@ -206,13 +119,7 @@ def test_a_planted_fault_is_told(fault, dtype):
     assert max(share for name, share in shares.items() if name != "dcaptured") <= 1
 
 
-class RoundedFirst(Ideal):
-    """dS as the products dSᵀ·q read it."""
-
-    def capture(self, sums, x, at, ds, seen):
-        super().capture(sums, x, at, ds.bfloat16().float(), seen)
-
-
 def test_ds_rounded_before_it_is_added_up_is_told_where_nothing_else_is_rounded_so():
     """Beside an out that is rounded to bf16 it may be hidden: delta is of that out."""
-    assert examined(RoundedFirst(TILING), PROBLEM.replace(dtype="fp32")).status == "fail"
+    kernel = planted_kernels.kernel("gradients.CapturedRoundedFirst")
+    assert examined(kernel, PROBLEM.replace(dtype="fp32")).status == "fail"

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 from tests.verify.asked_checks import RIGHT, SMALL, ask, ready
+from tests.verify.planted_calls_of_bits import KERNELS
 
 from attncheck.core.errors import ProblemError, UsageError
-from attncheck.core.source_files import import_file
+from attncheck.subjects.ideal import Ideal
 from attncheck.verify.call_checks import CHECKS, check_named
 from attncheck.verify.question_fit import (
     allowed_parameters,
@@ -18,7 +19,6 @@ from attncheck.verify.question_fit import (
     unfit_reason,
 )
 
-planted = import_file(Path(__file__).parent / "planted_calls_of_bits.py", "planted bits")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 ON_A_CPU = ["repeats", "elsewhere", "neighbours", "schedules"]
@@ -51,7 +51,7 @@ def test_a_right_kernel_passes(kernel, question) -> None:
 )
 def test_a_planted_fault_is_found(fault, question, said) -> None:
     problem = SMALL.replace(backward="Gradients" in fault)
-    record = ask(getattr(planted, fault)(), question, problem)
+    record = ask(KERNELS[fault](), question, problem)
     assert (record.status, record.judgement.rule) == ("fail", "determinism"), record.reason
     assert record.judgement.reason.startswith("nondeterministic ")
     assert said in record.judgement.reason
@@ -59,24 +59,24 @@ def test_a_planted_fault_is_found(fault, question, said) -> None:
 
 @pytest.mark.parametrize("fault", ["ByAddress", "ByThreads"])
 def test_what_only_moving_shows_is_not_seen_in_place(fault) -> None:
-    assert ask(getattr(planted, fault)(), "repeats").status == "pass"
+    assert ask(KERNELS[fault](), "repeats").status == "pass"
 
 
 @pytest.mark.parametrize("question", ["repeats", "elsewhere"])
 def test_bits_that_are_not_promised_are_compared_within_bounds(question) -> None:
-    record = ask(planted.AnyOrderUnpromised(), question)
+    record = ask(KERNELS["AnyOrderUnpromised"](), question)
     assert record.status == "pass"
     assert record.judgement.reason.startswith("0/3 ")
 
 
 def test_a_call_elsewhere_that_promises_no_bits_is_judged() -> None:
-    record = ask(planted.WrongElsewhereUnpromised(), "elsewhere")
+    record = ask(KERNELS["WrongElsewhereUnpromised"](), "elsewhere")
     assert (record.status, record.judgement.rule) == ("fail", "determinism")
     assert record.judgement.reason.startswith("nondeterministic 3/3 calls: lse[0, ")
 
 
 def test_gradients_that_are_not_promised_are_said() -> None:
-    record = ask(planted.AnyGradientsUnpromised(), "repeats", SMALL.replace(backward=True))
+    record = ask(KERNELS["AnyGradientsUnpromised"](), "repeats", SMALL.replace(backward=True))
     assert record.status == "pass"
     assert record.judgement.warnings == (
         "does not promise the bits of gradients: out and LSE alone were compared",
@@ -93,7 +93,7 @@ def test_a_cpu_has_no_streams() -> None:
 
 
 def test_a_kernel_that_raises_is_an_error() -> None:
-    class Raising(planted.Ideal):
+    class Raising(Ideal):
         def prepare(self, inputs):
             raise ValueError("planted")
 
