@@ -249,16 +249,13 @@ def _answered(
             # What writes beside its tensors may end its process, or change any later answer.
             wild = record.judgement is not None and record.judgement.rule == "memory"
             deaths += wild or record.status in DEATHS
-            left = len(questions) - len(records) - 1
-            # Each further one would take as long, or start another process: no verdict needs it.
-            stops = left and (record.status == "timeout" or deaths >= _MOST_DEATHS)
-            if stops:
-                unasked = f"{record.reason.rstrip('.')}; {left} more questions were not asked"
-                record = replace(record, reason=unasked)  # noqa: PLW2901  # the one to show
             records.append(record)
-            if stops:
+            # Each further one would take as long, or start another process: no verdict needs it.
+            if record.status == "timeout" or deaths >= _MOST_DEATHS:
                 break
-    return replace(report, records=tuple(records))
+    report = replace(report, records=tuple(records))
+    left = len(questions) - len(records)
+    return replace(report, incomplete=f"{left} more were not asked") if left else report
 
 
 def _death_report(
