@@ -116,6 +116,17 @@ def _python(code: str, **environment: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Many small calls: threads of torch would wait for one another."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def warm_python() -> Iterator[Servers]:
     """``warm_python.run("attncheck", …, cwd=…)``: a process that has imported torch already."""

@@ -18,6 +18,8 @@ from attncheck.inputs.problem import Problem
 from attncheck.mods.running_error import RunningError
 from attncheck.mods.trace import trace_derivative, trace_score
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 faults = import_file(Path(__file__).parent / "backward_faults.py", "backward faults")
 unfused = import_file(Path(__file__).parent / "backward_unfused.py", "unfused backward")
 Backward, Unfused, shares = faults.Backward, unfused.Unfused, faults.kernels.shares
@@ -26,15 +28,6 @@ NAMES = ("fp32", "tf32", "fp16", "bf16")
 CAUSAL, LAST = Spec.of("causal"), Spec.of("causal_bottom_right")
 SOFTCAP = Spec.of("softcap", cap=3.0)
 TANH = 2.0**-22  # torch's fp32 tanh, as the kernels here take it
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """The problems are tiny, and threads that wait for each other are slower than one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def problem(query, kv, dim, heads=1, kv_heads=1, **more) -> Problem:

@@ -29,6 +29,8 @@ from attncheck.verify.run_case import run_case
 if TYPE_CHECKING:
     from attncheck.inputs.input_tensors import Inputs
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 EXAMPLES = 12
 LOG2E = torch.tensor(math.log2(math.e), dtype=torch.float32)
 SMALL = {"longest": 40, "most_heads": 4, "head_dims": (1, 16, 17)}
@@ -38,15 +40,6 @@ WITH_SINKS = problems(
     scores=st.one_of(st.just(Spec.of("none")), scores()),
     sinks=True,
 )
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """The problems are tiny, and threads that wait for each other are slower than one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Written(Subject):

@@ -18,7 +18,7 @@ from attncheck.oracles.float64_numbers import Float64
 from attncheck.oracles.recurrence_steps import Scores
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from attncheck.core.outputs import Outputs
     from attncheck.inputs.input_tensors import Inputs
@@ -29,12 +29,8 @@ UNIT = 2.0**-53
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny products only; two threads on a busy machine wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def _one_thread(one_thread):
+    """In every test of this room."""
 
 
 def _finest_bit(values: torch.Tensor, bits: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from attncheck.core.mod_spec import Spec
 from attncheck.inputs.problem import Problem
@@ -21,12 +20,8 @@ MASKS = {
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
-    """The problems are tiny, and threads that wait for each other are slower than one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def _one_thread(one_thread):
+    """In every test of this room."""
 
 
 @pytest.fixture

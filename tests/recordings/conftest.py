@@ -33,11 +33,8 @@ def _forgotten() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def _one_thread(one_thread):
+    """In every test of this room."""
 
 
 @pytest.fixture(scope="session")

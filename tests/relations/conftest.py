@@ -10,12 +10,8 @@ from attncheck.verify.relation_runs import check_relation
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
-    """The problems are tiny, and threads that wait for each other are slower than one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def _one_thread(one_thread):
+    """In every test of this room."""
 
 
 def _problem(mask=None, **changes):

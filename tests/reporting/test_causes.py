@@ -59,6 +59,15 @@ def test_where_nobody_can_tell_both_are_named():
     ]
 
 
+def test_a_smaller_case_tells_them_apart():
+    large, small = explained(IGNORED, WIDER), explained(WIDER, seed=1)
+    (group,) = group_by_cause([large], {0: [small]})
+    assert group.cause == WIDER
+    # One that contradicts is another failure, and says nothing of this one.
+    (group,) = group_by_cause([large], {0: [explained(HALF)]})
+    assert group.cause == f"{IGNORED}, or {WIDER}"
+
+
 def test_models_that_contradict_stay_apart():
     assert shape(explained(WIDER), explained(HALF, seed=1)) == [
         (WIDER, True, (0,)),

@@ -23,12 +23,8 @@ U32 = FORMATS["fp32"].unit_roundoff
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
-    """The problems are tiny, and threads that wait for each other are slower than one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def _one_thread(one_thread):
+    """In every test of this room."""
 
 
 @dataclass(frozen=True, eq=False)

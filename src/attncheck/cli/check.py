@@ -16,7 +16,6 @@ from attncheck.cli.options import (
     format_option,
     in_process_option,
     out_option,
-    quiet_option,
     start_worker,
     timeout_option,
     typed_command,
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from attncheck.surveys.claims import Claims
     from attncheck.workers.process import Died
 
+_MOST_SEARCHES = 4  # of a cause among all models, each of which takes a second
 _MOST_DEATHS = 2  # of the kernel's process, after which no more is asked
 
 
@@ -74,7 +74,8 @@ _MOST_DEATHS = 2  # of the kernel's process, after which no more is asked
 @in_process_option
 @format_option()
 @out_option("check.json and check.md")
-@quiet_option
+@click.option("-q", "--quiet", is_flag=True, help="Verdict, cause and problem alone; no progress.")
+@click.option("-v", "--verbose", is_flag=True, help="Every question, and the worst in full.")
 @click.make_pass_decorator(Interrupts, ensure=True)
 def check(  # noqa: PLR0913  # one parameter per option
     interrupts: Interrupts,
@@ -91,6 +92,7 @@ def check(  # noqa: PLR0913  # one parameter per option
     fmt: str,
     directory: str,
     quiet: bool,
+    verbose: bool,
 ) -> int:
     """Ask one kernel what wrong kernels answer wrongly: exact probes, then a dozen problems.
 
@@ -109,7 +111,7 @@ def check(  # noqa: PLR0913  # one parameter per option
     from msgspec.structs import replace
 
     from attncheck.reporting import rendering
-    from attncheck.reporting.check_document import check_document, check_verdict
+    from attncheck.reporting.check_document import check_document, check_summary
     from attncheck.reporting.exit_codes import check_exit_code
     from attncheck.surveys.claims import claimed_questions, on_terms
     from attncheck.verify.environment import default_device, prepare, require_device
@@ -152,15 +154,9 @@ def check(  # noqa: PLR0913  # one parameter per option
                 report = replace(report, kernels={subject.name: subject.summary})
             if claims is not None and (lines := tuple(claims.lines())):
                 report = replace(report, claims={subject.name: lines})
+            hung = claims.timeout if claims is not None else ""
             report = _answered(
-                interrupts,
-                report,
-                subject,
-                questions,
-                device,
-                live=fmt == "table",
-                quiet=quiet,
-                hung=claims.timeout if claims is not None else "",
+                interrupts, report, subject, questions, device, quiet=quiet, hung=hung
             )
             report = _diagnosed(report, subject, device)
     with interrupts.writing(directory):
@@ -169,9 +165,9 @@ def check(  # noqa: PLR0913  # one parameter per option
         )
     with standard_output():
         if fmt == "table":
-            # The questions have been shown one by one.
             typed = shlex.join(["attncheck", *sys.argv[1:]])
-            rendering.show(report, document=lambda whole: check_verdict(whole, typed))
+            page = partial(check_summary, command=typed, quiet=quiet, verbose=verbose)
+            rendering.show(report, document=page)
         else:
             rendering.show(report, fmt, document=check_document)
     return check_exit_code(report)
@@ -181,13 +177,13 @@ def _questions(
     dtypes: tuple[str, ...], head_dims: tuple[int, ...], names: tuple[str, ...]
 ) -> list[CheckCase]:
     """The check cases, dtype by dtype; raises UnknownName for a name that none of them has."""
-    from attncheck.cases.check_cases import check_cases, state_case
+    from attncheck.cases.check_cases import call_cases, check_cases
     from attncheck.core.errors import UnknownName
     from attncheck.surveys.claims import NOT_CLAIMED
 
     dtypes = dtypes or ("bf16",)
     # First, as long as the kernel's process is new: later ones may already be changed.
-    questions = [state_case(dtypes[0], head_dims)]
+    questions = call_cases(dtypes[0], head_dims)
     questions += [one for dtype in dict.fromkeys(dtypes) for one in check_cases(dtype, head_dims)]
     known = {question.name for question in questions}
     for name in names:
@@ -221,30 +217,24 @@ def _answered(
     questions: list[CheckCase],
     device: str,
     *,
-    live: bool,
     quiet: bool,
     hung: str,
 ) -> Report:
-    """The Report with every Record, each shown as it is made where the format is a table.
+    """The Report with every Record.
 
     A kernel that did not answer when it was tried (``hung``) is not waited for once more.
     """
     from msgspec.structs import replace
 
     from attncheck.cli.progress import progress
-    from attncheck.reporting.check_document import check_document, check_section
-    from attncheck.reporting.terminal import head_lines, print_lines, row_lines
-    from attncheck.verify.kernel_hosts import DEATHS, death_record
+    from attncheck.verify.deaths import DEATHS, death_record
     from attncheck.verify.verify import iter_records
     from attncheck.workers.process import Died
 
-    if live:
-        with standard_output():
-            print_lines(lambda width: head_lines(check_document(report), width), sys.stdout)
     cases = [(question.name, question.case) for question in questions]
     records: list[Record] = []
-    before, deaths = "", 0
-    with progress(len(questions), quiet=quiet or live) as advance:
+    deaths = 0
+    with progress(len(questions), quiet=quiet) as advance:
         key = next(iter(report.environments))
         answers = iter_records([subject], cases, device=device, environment_key=key)
         if hung:
@@ -256,23 +246,16 @@ def _answered(
                 record = replace(record, unclaimed=question.unclaimed)  # noqa: PLW2901  # the one to show
             interrupts.check()
             advance(record.variant)
-            deaths += record.status in DEATHS
-            left = len(questions) - len(records) - 1
-            # Each further one would take as long, or start another process: no verdict needs it.
-            stops = left and (record.status == "timeout" or deaths >= _MOST_DEATHS)
-            if stops:
-                unasked = f"{record.reason.rstrip('.')}; {left} more questions were not asked"
-                record = replace(record, reason=unasked)  # noqa: PLW2901  # the one to show
-            if live:
-                section = check_section([record])
-                first = section.title != before
-                before = section.title
-                with standard_output():
-                    print_lines(partial(row_lines, section, first=first), sys.stdout)
+            # What writes beside its tensors may end its process, or change any later answer.
+            wild = record.judgement is not None and record.judgement.rule == "memory"
+            deaths += wild or record.status in DEATHS
             records.append(record)
-            if stops:
+            # Each further one would take as long, or start another process: no verdict needs it.
+            if record.status == "timeout" or deaths >= _MOST_DEATHS:
                 break
-    return replace(report, records=tuple(records))
+    report = replace(report, records=tuple(records))
+    left = len(questions) - len(records)
+    return replace(report, incomplete=f"{left} more were not asked") if left else report
 
 
 def _death_report(
@@ -281,7 +264,7 @@ def _death_report(
     """Report of a kernel whose process died as it was loaded: the first question fails."""
     from msgspec.structs import replace
 
-    from attncheck.verify.kernel_hosts import death_record
+    from attncheck.verify.deaths import death_record
     from attncheck.verify.verify import assemble_report
 
     report = assemble_report((), (), device=device, command=command)
@@ -297,17 +280,27 @@ def _death_report(
 
 
 def _diagnosed(report: Report, subject: Subject, device: str) -> Report:
-    """With what may be wrong in the Record that is shown in full."""
+    """With what may be wrong in the Records that failed."""
     from msgspec.structs import replace
 
-    from attncheck.diagnose.diagnosis import diagnose_failure
+    from attncheck.diagnose.diagnosis import CauseSearch
+    from attncheck.records.record import FAILED_STATUSES
     from attncheck.reporting.check_document import worst_record
 
-    # One diagnosis takes seconds, and one record is shown in full.
-    bad = worst_record(report)
-    if bad is None:
+    worst = worst_record(report)
+    if worst is None:
         return report
-    diagnosed = diagnose_failure(bad, subject, device=device)
+    # The one that says most first: what explains it is tried on the others alone.
+    search = CauseSearch(_MOST_SEARCHES)
+    first = search.diagnose(worst, subject, device=device)
     return replace(
-        report, records=tuple(diagnosed if one is bad else one for one in report.records)
+        report,
+        records=tuple(
+            first
+            if one is worst
+            else search.diagnose(one, subject, device=device)
+            if one.status in FAILED_STATUSES
+            else one
+            for one in report.records
+        ),
     )

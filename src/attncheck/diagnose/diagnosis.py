@@ -292,7 +292,11 @@ class _Failure:
         ranking, problems = findings.ranking, 1
         if before is not None and before.ranking:
             # By the problem that is shown, where no model explains both.
-            ranking = combine_rankings(ranking, before.ranking)
+            shares = {one.name: one.share for one in ranking}
+            ranking = [
+                dataclasses.replace(one, share=shares[one.name]) if one.all else one
+                for one in combine_rankings(ranking, before.ranking)
+            ]
             problems += bool({one.name for one in ranking} & {one.name for one in before.ranking})
         problem = Case.from_json(self.record.case).problem
         for keys in _MANY_KEYS:

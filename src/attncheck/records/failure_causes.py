@@ -13,7 +13,7 @@ from attncheck.core.tensor_names import GRADIENTS
 from attncheck.records.record import FAILED_STATUSES, Diagnosis
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from attncheck.core.judgement import Rule
     from attncheck.records.record import Explanation, Record
@@ -94,23 +94,38 @@ def symptom(record: Record) -> Key:
     return record.status, rule, "gradients" if backward else ""
 
 
-def group_by_cause(failures: Sequence[Record]) -> tuple[CauseGroup, ...]:
+def group_by_cause(
+    failures: Sequence[Record], smaller: Mapping[int, Sequence[Record]] | None = None
+) -> tuple[CauseGroup, ...]:
     """Group failures by the fewest causes that explain them, kernel by kernel.
 
     A Record that several fault models explain equally belongs to the one that explains the most
     others. Where no model explains all of a Record, those of one rule and symptom are alike.
+
+    Args:
+        failures: Of any kernels.
+        smaller: Smaller Cases that a failure was shrunk to, by its place: what explains it has to
+            explain these, too.
     """
     kernels: dict[str, list[int]] = {}
     for i, record in enumerate(failures):
         kernels.setdefault(record.kernel, []).append(i)
     return tuple(
-        group for places in kernels.values() for group in _groups_of_kernel(failures, places)
+        group
+        for places in kernels.values()
+        for group in _groups_of_kernel(failures, places, smaller or {})
     )
 
 
-def _groups_of_kernel(failures: Sequence[Record], places: list[int]) -> Iterator[CauseGroup]:
+def _groups_of_kernel(
+    failures: Sequence[Record], places: list[int], smaller: Mapping[int, Sequence[Record]]
+) -> Iterator[CauseGroup]:
     kernel = failures[places[0]].kernel
     models = dict(zip(places, _with_alike_signs([failures[i] for i in places]), strict=True))
+    for i in places:
+        for record in smaller.get(i, ()):
+            both = {key: one for key, one in models[i].items() if key in _models(record)}
+            models[i] = both or models[i]
     left = [i for i in places if models[i]]
     while left:
         counts = Counter(key for i in left for key in models[i])

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from attncheck.core.judgement import Rule, share_text
 from attncheck.core.tensor_names import AXES
+from attncheck.records.failure_causes import group_by_cause
 from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import FAILED_STATUSES, UNTRUSTED_STATUSES
 from attncheck.reporting import number_text
 from attncheck.reporting.blind_spots import missed_faults, visible_faults
-from attncheck.reporting.diagnosis_text import TERMS, explanation_facts
+from attncheck.reporting.diagnosis_text import TERMS, causes_title, explanation_facts
 from attncheck.reporting.document import (
     Cell,
     Column,
@@ -33,126 +35,183 @@ from attncheck.reporting.record_text import (
     footnote,
     gradient_shares,
     gradients_of,
+    refusal_lines,
     unclaimed_findings,
     verdict_remarks,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from attncheck.core.judgement import Judgement, Precision, Worst
     from attncheck.records.record import Record, Report
 
 _COLUMNS = (
-    Column("question", words=True, least=20),
-    Column("verdict", words=True, least=10),
-    Column("out/bound", least=9),
-    Column("LSE/bound", least=9),
+    Column("question", words=True),
+    Column("verdict", words=True),
+    Column("out/bound"),
+    Column("LSE/bound", spare=1),
     Column("problem", words=True, wrap=True),
 )
 _RULES: tuple[str, ...] = Rule.__args__  # type: ignore[attr-defined]  # a Literal has them
 _OPTION = "--question"
+# Of the command that asks one question again: what says how others are chosen or shown.
+_NOT_REPEATED = {"--last-failed", "--watch", "-q", "--quiet", "-v", "--verbose"}
 _FAILING = FAILED_STATUSES | {"flaky"}  # what died once, and not again, is no pass
 _REMEDY = (
     "A kernel that does not take a question's sizes says so by raising ValueError or "
     "NotImplementedError; --head-dim names those that it takes."
 )
 _READING = "out/bound, LSE/bound: largest error ÷ its bound; above 1 is proof of a fault."
+# Verdict, cause, problem and the command that reproduces it are on the first screen of 24 lines.
+_MOST_CAUSES = 3
+_MOST_LIKELY = 3
+_MOST_ROWS = 5
+_MOST_REFUSALS = 3
 
 
 def check_document(report: Report) -> Document:
-    """Every question, the verdict, and the worst case in full."""
-    end = check_verdict(report, report.command)
-    dtypes = dict.fromkeys(problem_of(record).dtype for record in report.records)
-    sections = [
-        check_section([one for one in report.records if problem_of(one).dtype == dtype])
-        for dtype in dtypes
-    ]
-    kernels = [f"{name} · {summary}" for name, summary in report.kernels.items()]
-    if report.claims is not msgspec.UNSET:
-        kernels += [line for lines in report.claims.values() for line in lines]
-    return Document(
-        title=end.title,
-        verdict=end.verdict,
-        command=report.command,
-        facts=(*environment_lines(report), *kernels),
-        sections=(*sections, *end.sections),
-        notes=(Note(_READING), *end.notes),
-        closing=end.closing,
+    """What matters first: verdict, cause and problem; then every question, the worst in full."""
+    return _document(report, report.command, report.records)
+
+
+def check_summary(
+    report: Report, command: str, *, quiet: bool = False, verbose: bool = False
+) -> Document:
+    """``report`` for a terminal: verdict, cause and problem, and what did not pass.
+
+    Args:
+        report: All Records.
+        command: The command line, with its folders, for the reader is the one who typed it.
+        quiet: Whether that is all: verdict, cause and problem.
+        verbose: Whether every question is shown, and the worst in full.
+    """
+    if verbose:
+        page = _document(report, command, report.records)
+        return replace(page, command="", facts=(), verdict_first=True)
+    odd = [one for one in report.records if one.status not in {"pass", "unsupported"}]
+    page = _document(report, command, () if quiet else odd[:_MOST_ROWS], remarks=False)
+    more = len(odd) - _MOST_ROWS
+    notes = [f"and {more:,} more: -v shows every question, and the worst in full"]
+    notes = [] if quiet else [*notes[: more > 0], *refusal_lines(report.records, _MOST_REFUSALS)]
+    if not quiet and check_outcome(report) == "pass":
+        notes += [note.text for note in page.notes if note.text != _READING]
+    return replace(
+        page,
+        command="",
+        facts=(),
+        verdict_first=True,
+        notes=tuple(map(Note, [*notes, *(() if quiet else page.facts)])),
     )
 
 
-def check_section(records: list[Record]) -> Section:
-    """The answers to questions in one dtype, a row each."""
+def _document(
+    report: Report, command: str, shown: Sequence[Record], *, remarks: bool = True
+) -> Document:
+    """The page, with rows of ``shown``; with ``remarks`` also why, and the worst in full."""
+    worst = worst_record(report)
+    dtypes = dict.fromkeys(problem_of(record).dtype for record in shown)
+    sections = _causes(report, command)
+    sections += [
+        check_section([r for r in shown if problem_of(r).dtype == dtype], remarks=remarks)
+        for dtype in dtypes
+    ]
+    notes: list[str] = [_READING] if shown else []
+    if worst is not None and remarks:
+        sections += explanation(worst).sections
+    elif worst is None:
+        notes += [f"judged as {profile}" for profile in profiles(report.records)]
+        notes += [seen] if (seen := visible_faults(report.records)) else []
+    notes += refusal_lines(report.records) if remarks else []
+    kernels = [" · ".join(filter(None, one)) for one in report.kernels.items()]
+    if report.claims is not msgspec.UNSET:
+        kernels += [line for lines in report.claims.values() for line in lines]
+    return Document(
+        title="attncheck check",
+        verdict=_sentence(report),
+        command=command,
+        facts=(*environment_lines(report), *kernels),
+        sections=tuple(sections),
+        notes=tuple(map(Note, notes)),
+    )
+
+
+def _causes(report: Report, command: str) -> list[Section]:
+    """What is wrong, cause by cause: the problem that shows it, and how to see it again."""
+    every = [record for record in report.records if record.status in _FAILING]
+    # What is wrong beyond what the kernel takes is a finding of its own, which the verdict tells.
+    failed = [record for record in every if record.unclaimed is msgspec.UNSET] or every
+    if not failed:
+        blind = _blind(report)
+        return [Section("", (Note(blind, "bad"),))] if blind else []
+    groups = group_by_cause(failed)
+    causes = [(group, min((failed[i] for i in group.members), key=_rank)) for group in groups]
+    causes.sort(key=lambda one: _rank(one[1]))
+    sections: list[Section] = []
+    for group, record in causes[:_MOST_CAUSES]:
+        facts = [("cause", group.cause)] if group.known else [*explanation_facts(record.diagnosis)]
+        facts = facts[: 1 if sections else _MOST_LIKELY] or [("cause", f"not known: {group.cause}")]
+        problem = f"{record.variant} · {problem_of(record).dtype} {_problem(record)}"
+        facts += [("problem", problem), ("shown by", footnote(record))]
+        if record.judgement is None:  # nothing else is known of what raised or died
+            facts = [("cause", f"{record.status}: {footnote(record)}"), ("problem", problem)]
+        facts += [("failures", f"{len(group.members)} of {len(failed)}")] if causes[1:] else []
+        words = [word for word in shlex.split(command) if word not in _NOT_REPEATED]
+        # The one question that failed, so that who mends it need not wait for the others.
+        if record.variant not in words:
+            words += [_OPTION, record.variant]
+        again = Note(f"Reproduce: {shlex.join(words)}", "plain", whole=True)
+        title = "" if sections else causes_title(groups)
+        sections.append(Section(title, (Facts(tuple(facts)), again)))
+    last: list[Note] = []
+    left = [group for group, _ in causes[_MOST_CAUSES:]]
+    if left:
+        count = number_text.plural(sum(len(group.members) for group in left), "failure")
+        last.append(Note(f"and {number_text.plural(len(left), 'more kind')} of failure, {count}"))
+    # Most who see an error have given a size that the kernel never takes.
+    last += [Note(_REMEDY)] if causes[0][1].status == "error" else []
+    return [*sections, Section("", tuple(last))] if last else sections
+
+
+def check_section(records: Sequence[Record], *, remarks: bool = True) -> Section:
+    """The answers to questions in one dtype, a row each; those not supported are told elsewhere."""
     rows = []
     for record in records:
+        if record.status == "unsupported":
+            continue
         judgement = record.judgement
         shares = (judgement.out_over_bound, judgement.lse_over_bound) if judgement else (None, None)
-        refused = record.status == "unsupported"
-        status = number_text.NOTHING if refused else record.status
-        # A refusal's reason stands in place of its problem; any other has a line of its own.
-        remark = "" if record.status == "pass" or refused else footnote(record)
+        remark = footnote(record) if remarks and record.status != "pass" else ""
         rows.append(
             Row(
                 (
                     Cell(record.variant),
-                    Cell(status, STATUS_LOOKS[record.status]),
+                    Cell(record.status, STATUS_LOOKS[record.status]),
                     *map(share_cell, shares),
-                    Cell(record.reason if refused else _problem(record), "dim"),
+                    Cell(_problem(record), "dim"),
                 ),
                 (Note(remark, STATUS_LOOKS[record.status]),) if remark else (),
             )
         )
-    return Section(problem_of(records[0]).dtype, (Table(_COLUMNS, tuple(rows)),))
-
-
-def check_verdict(report: Report, command: str) -> Document:
-    """Parts below the questions: the worst case, how to see it again, the verdict.
-
-    Args:
-        report: All Records.
-        command: The command line, with its folders where the reader is the one who typed it.
-    """
-    worst, blind = worst_record(report), _blind(report)
-    sections: list[Section] = []
-    notes: list[Note] = []
-    closing: list[Note] = []
-    if worst is None:
-        notes += [Note(f"judged as {profile}") for profile in profiles(report.records)]
-        notes += [Note(seen)] if (seen := visible_faults(report.records)) else []
-        closing += [Note(blind, "bad")] if blind else []
-    else:
-        sections += explanation(worst).sections
-        words = shlex.split(command)
-        # The one question that failed, so that who mends it need not wait for the others.
-        if worst.variant not in words:
-            words += [_OPTION, worst.variant]
-        closing.append(Note(f"Reproduce: {shlex.join(words)}", "plain", whole=True))
-        # Most who see an error have given a size that the kernel never takes.
-        closing += [Note(_REMEDY)] if worst.status == "error" else []
-    return Document(
-        title="attncheck check",
-        verdict=_sentence(report),
-        sections=tuple(sections),
-        notes=tuple(notes),
-        closing=tuple(closing),
-    )
+    return Section(problem_of(records[0]).dtype, (Table(_COLUMNS, tuple(rows)),) if rows else ())
 
 
 def worst_record(report: Report) -> Record | None:
     """The failure that says most: by the order of the rules, then by its size; None if none."""
+    return min((r for r in report.records if r.status in _FAILING), key=_rank, default=None)
 
-    def rank(record: Record) -> tuple[bool, int, float]:
-        judgement = record.judgement
-        apart = record.unclaimed is not msgspec.UNSET
-        # It raised or died: less is known of it than of any wrong number.
-        if judgement is None:
-            return apart, len(_RULES), 0.0
-        if judgement.rule == "structure":  # names the row and the key, the first ones most readably
-            return apart, -1, 0.0
-        shares = [judgement.out_over_bound, judgement.lse_over_bound]
-        shares += gradient_shares(record).values()
-        return apart, _RULES.index(judgement.rule), -max(share or 0.0 for share in shares)
 
-    return min((r for r in report.records if r.status in _FAILING), key=rank, default=None)
+def _rank(record: Record) -> tuple[bool, int, float]:
+    judgement = record.judgement
+    apart = record.unclaimed is not msgspec.UNSET
+    # It raised or died: less is known of it than of any wrong number.
+    if judgement is None:
+        return apart, len(_RULES), 0.0
+    if judgement.rule == "structure":  # names the row and the key, the first ones most readably
+        return apart, -1, 0.0
+    shares = [judgement.out_over_bound, judgement.lse_over_bound]
+    shares += gradient_shares(record).values()
+    return apart, _RULES.index(judgement.rule), -max(share or 0.0 for share in shares)
 
 
 def check_outcome(report: Report) -> str:
@@ -182,6 +241,7 @@ def _sentence(report: Report) -> Verdict:
     questions = number_text.plural(judged, "question")
     odd = [f"{count[status]} {status}" for status in ("warn", "inconclusive") if count[status]]
     odd += [f"{count['unsupported']} not supported"] if count["unsupported"] else []
+    odd += [report.incomplete] if report.incomplete else []
     rest = "".join(f", {part}" for part in odd)
     match check_outcome(report):
         # Three ways to fail: a wrong answer; one beyond what it takes that it does not refuse;

@@ -236,13 +236,6 @@ def causes_section(causes: Sequence[tuple[CauseGroup, Record, str]]) -> Section:
     Args:
         causes: Each with the smallest Record that has it, and the command that asks it again.
     """
-    known = [group for group, *_ in causes if group.known]
-    total = sum(len(group.members) for group, *_ in causes)
-    explained = sum(len(group.members) for group in known)
-    title = f"no cause is known of {plural(total, 'failure')}"
-    if known:
-        verb = "explains" if len(known) == 1 else "explain"
-        title = f"{plural(len(known), 'cause')} {verb} {explained:,} of {plural(total, 'failure')}"
     several = len({group.kernel for group, *_ in causes}) > 1
     pairs = []
     for group, record, command in causes[:_MOST_CAUSES]:
@@ -253,7 +246,18 @@ def causes_section(causes: Sequence[tuple[CauseGroup, Record, str]]) -> Section:
         pairs += [("", _cut(command))] if command else []
     more = len(causes) - _MOST_CAUSES
     pairs += [("", f"and {plural(more, 'more kind')} of failure")] if more > 0 else []
+    title = causes_title([group for group, *_ in causes])
     return Section(title, (Facts(tuple(pairs)),), name="Causes")
+
+
+def causes_title(groups: Sequence[CauseGroup]) -> str:
+    """``2 causes explain 70 of 71 failures``."""
+    known = [len(group.members) for group in groups if group.known]
+    failures = plural(sum(len(group.members) for group in groups), "failure")
+    if not known:
+        return f"no cause is known of {failures}"
+    verb = "explains" if len(known) == 1 else "explain"
+    return f"{plural(len(known), 'cause')} {verb} {sum(known):,} of {failures}"
 
 
 def tile_picture(diagnosis: Diagnosis) -> Iterator[str]:

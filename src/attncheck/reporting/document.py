@@ -290,6 +290,7 @@ class Document:
     Attributes:
         title: Of a page that is read elsewhere.
         verdict: Comes last on a terminal and first on a page; None where there is none.
+        verdict_first: Whether it comes first on a terminal too.
         counters: Names, numbers and looks that a page begins with.
         command: The command line that made it.
         facts: Where and when, a line each.
@@ -301,6 +302,7 @@ class Document:
 
     title: str
     verdict: Verdict | None = None
+    verdict_first: bool = False
     counters: tuple[tuple[str, int, Look], ...] = ()
     command: str = ""
     facts: tuple[str, ...] = ()

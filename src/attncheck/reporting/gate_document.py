@@ -36,7 +36,12 @@ from attncheck.reporting.gate_verdict import (
     status_sides,
     untested_kernels,
 )
-from attncheck.reporting.record_text import environment_facts, rule_text
+from attncheck.reporting.record_text import (
+    environment_facts,
+    refusal_counts,
+    refusal_lines,
+    rule_text,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -198,25 +203,13 @@ def not_covered(report: GateReport, *, refusals: bool = True) -> Iterator[str]:
         yield f"not part of this run: {', '.join(left)}"
     if report.shard:
         yield f"this is part {report.shard} of a run that was shared out"
-    if not refusals:
-        return
-    # Thousands of refusals have a handful of reasons: the most frequent are shown.
-    reasons = _refusals(report)
-    for (kernel, reason), count in reasons.most_common(_MOST_REASONS):
-        yield f"{kernel} does not support {number_text.plural(count, 'question')}: {reason}"
-    if len(reasons) > _MOST_REASONS:
-        rest = sum(count for _, count in reasons.most_common()[_MOST_REASONS:])
-        others = number_text.plural(len(reasons) - _MOST_REASONS, "other reason")
-        yield f"{number_text.plural(rest, 'more question')} not supported, for {others}"
+    if refusals:
+        yield from refusal_lines(answer.record for answer in questions(report))
 
 
 def _refusals(report: GateReport) -> Counter[tuple[str, str]]:
     """Questions by the kernel that does not take them, and why."""
-    return Counter(
-        (answer.record.kernel, answer.record.reason or "no reason given")
-        for answer in questions(report)
-        if answer.record.status == "unsupported"
-    )
+    return refusal_counts(answer.record for answer in questions(report))
 
 
 def _run_facts(report: GateReport) -> Iterator[str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from attncheck.records.record import FAILED_STATUSES
 from attncheck.reporting.document import Look, Note
+from attncheck.reporting.number_text import plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -95,6 +97,26 @@ def footnote(record: Record) -> str:
     text = ": ".join(part for part in (judgement.rule, judgement.reason) if part)
     # A pass needs no reason; any other status without one would look like a mistake.
     return text if text or record.status == "pass" else "no reason given"
+
+
+def refusal_lines(records: Iterable[Record], most: int = 5) -> Iterator[str]:
+    """Reasons why questions are not supported, the ``most`` frequent in a line each."""
+    reasons = refusal_counts(records)
+    # Thousands of refusals have a handful of reasons.
+    for (kernel, reason), count in reasons.most_common(most):
+        yield f"{kernel} does not support {plural(count, 'question')}: {reason}"
+    if others := reasons.most_common()[most:]:
+        rest = plural(sum(count for _, count in others), "more question")
+        yield f"{rest} not supported, for {plural(len(others), 'other reason')}"
+
+
+def refusal_counts(records: Iterable[Record]) -> Counter[tuple[str, str]]:
+    """Questions by the kernel that does not support them, and why."""
+    return Counter(
+        (record.kernel, record.reason or "no reason given")
+        for record in records
+        if record.status == "unsupported"
+    )
 
 
 def verdict_remarks(judgement: Judgement | None) -> Iterator[Note]:

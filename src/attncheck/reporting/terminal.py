@@ -27,12 +27,13 @@ from attncheck.reporting.document import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from attncheck.reporting.document import Block, Document, Section
+    from attncheck.reporting.document import Block, Document, Section, Verdict
 
 PLAIN_WIDTH = 120
 """Columns where there is no terminal to ask."""
 
 _GAP = _INDENT = "  "
+_LEAST_WRAPPED = 16  # columns of words that go on below
 _LEAST_CUT = 14  # columns of words that are still read
 _LABEL = 11  # columns of the labels of facts
 _ASCII_SHADES = str.maketrans({"·": ".", "░": "-", "▒": "+", "▓": "#", "█": "@"})
@@ -83,7 +84,7 @@ def document_lines(
     ]
     blocks = [block for section in sections for block in section.blocks]
     layouts = _layouts([block for block in blocks if isinstance(block, Table)], width)
-    apart = bool(document.command or document.facts)
+    apart = bool(document.verdict_first or document.command or document.facts)
     for section in sections:
         if apart:
             yield Text("")
@@ -101,7 +102,9 @@ def document_lines(
 
 
 def head_lines(document: Document, width: int) -> Iterator[Text]:
-    """The command and the facts that a page begins with."""
+    """The command and the facts that a page begins with, below a verdict that comes first."""
+    if document.verdict and document.verdict_first:
+        yield from _verdict_lines(document.verdict, width)
     yield from _wrapped(shortened(document.command), width, style="bold")
     for fact in document.facts:
         yield from _wrapped(shortened(fact), width, style="dim")
@@ -128,11 +131,14 @@ def closing_lines(
         yield from _wrapped(f"Left out at {width} columns: {columns}.", width, style="dim")
     for note in document.closing:
         yield from _note_lines(note, width)
-    if document.verdict is not None:
-        verdict = document.verdict
+    if document.verdict and not document.verdict_first:
         yield Text("")
-        style = f"bold {STYLES[verdict.look]}".strip()
-        yield from _wrapped(f"{verdict.word}  {verdict.text}", width, style=style)
+        yield from _verdict_lines(document.verdict, width)
+
+
+def _verdict_lines(verdict: Verdict, width: int) -> list[Text]:
+    style = f"bold {STYLES[verdict.look]}".strip()
+    return _wrapped(f"{verdict.word}  {verdict.text}", width, style=style)
 
 
 def _block_lines(
@@ -263,7 +269,7 @@ class _Layout:
 def _natural(i: int, column: Column, tables: Sequence[Table]) -> int:
     # A mark in place of a row's cells ("unsupported") makes no column wider.
     rows = (row for table in tables for row in table.rows if len(row.cells) == len(table.columns))
-    texts = [column.heading]
+    texts = [column.heading, " " * _LEAST_WRAPPED * column.wrap]
     if not column.wrap:
         texts += [_flat(row.cells[i].text) for row in rows]
     return max(min(max(map(cell_len, texts)), column.most), column.least)
@@ -320,7 +326,9 @@ def _table_lines(table: Table, layout: _Layout, width: int, *, headings: bool) -
 
 def _hanging(first: str, text: str, width: int, *, style: str = "") -> list[Text]:
     """``first`` and ``text`` in lines, of which all but the first begin below ``text``."""
-    lines = textwrap.wrap(text, max(width - len(first), 30), break_on_hyphens=False) or [""]
+    lines = textwrap.wrap(
+        text, max(width - len(first), _LEAST_WRAPPED), break_on_hyphens=False
+    ) or [""]
     indent = " " * len(first)
     return [Text((indent if i else first) + line, style=style) for i, line in enumerate(lines)]
 

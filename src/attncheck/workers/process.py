@@ -37,6 +37,8 @@ KEPT = 1 << 16
 """Bytes that are kept of what a process prints, the last ones."""
 
 _CHUNK = 1 << 16
+# How glibc's words on a broken heap begin.
+_HEAP = ("malloc", "realloc", "free()", "munmap_chunk", "corrupted", "double free")
 _DUMP = b"Fatal Python error: "  # how faulthandler begins
 _PIPE = 1 << 20  # bytes that a pipe may hold
 _PERIOD = 0.1  # seconds between two looks at whether a silent process is still there
@@ -273,10 +275,13 @@ class Worker:
 
     def _last_words(self) -> str:
         """The last lines of its standard error; of faulthandler's the place."""
-        _, fatal, dump = self.stderr.text.rpartition(_DUMP.decode())
+        before, fatal, dump = self.stderr.text.rpartition(_DUMP.decode())
         if not fatal:
             return self.stderr.lines(_LAST_LINES)
         what = one_line(dump.partition("\n")[0])
+        last = before.rpartition("\n")[0].rpartition("\n")[2]
+        if last.startswith(_HEAP):
+            what = f"{one_line(last)[:_LONGEST_LINE]}, {what}"
         # Other threads, such as the one that listens to us, are dumped before it.
         at_fault = dump.rpartition("Current thread ")[2]
         lines = [one_line(line) for line in at_fault.splitlines()]
