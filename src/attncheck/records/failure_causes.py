@@ -203,7 +203,11 @@ def _with_alike_signs(records: list[Record]) -> list[dict[Key, Explanation]]:
     the same, and no other cause is known of such.
     """
     models = [_models(record) for record in records]
-    asked = [(str(record.case.get("question", "")), *symptom(record)) for record in records]
+    # With its parameters: they say which tensor a relation is about.
+    asked = [
+        (*(str(record.case.get(name)) for name in ("question", "parameters")), *symptom(record))
+        for record in records
+    ]
     causes: dict[Key, dict[Key, Explanation]] = {}
     proven = set()
     for key, record, own in zip(asked, records, models, strict=True):

@@ -240,6 +240,7 @@ def _sentence(report: Report) -> Verdict:
     questions = number_text.plural(judged, "question")
     odd = [f"{count[status]} {status}" for status in ("warn", "inconclusive") if count[status]]
     odd += [f"{count['unsupported']} not supported"] if count["unsupported"] else []
+    odd += [report.incomplete] if report.incomplete else []
     rest = "".join(f", {part}" for part in odd)
     match check_outcome(report):
         # Three ways to fail: a wrong answer; one beyond what it takes that it does not refuse;
