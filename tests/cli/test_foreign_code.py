@@ -31,7 +31,7 @@ def kernel(q, k, v, is_causal=False):
     {does}
     return out
 """
-HANGS = "it did not answer with outputs in 2 s; 1 more questions were not asked"
+HANGS = "it did not answer with outputs in 2 s"
 # What the kernel does, the first answer, what is said of it, and the exit code.
 DEEDS = {
     "leaves": ("os._exit(0)", "crash", "its process ended with exit code 0", 1),
@@ -191,11 +191,10 @@ def test_what_a_kernel_does_to_its_process_is_said_and_stays_there(
 ):
     before = process_state(torch.device("cpu"))
     (tmp_path / "hostile.py").write_text(HOSTILE.format(does=does))
-    questions = ("--question", "state", "--question", "plain", "--timeout", "2s")
+    how = ["--question", "state", "--question", "plain", "--device", "cpu", "--format", "json"]
+    how += ["--timeout", "2s"] if status == "timeout" else []
     start = time.monotonic()
-    code, out, err = attncheck(
-        "check", "hostile.py::kernel", *questions, "--device", "cpu", "--format", "json", "-q"
-    )
+    code, out, err = attncheck("check", "hostile.py::kernel", *how, "-q")
     assert code == exits, err
     first, *others = json.loads(out)["records"]
     judgement = first.get("judgement") or {}
@@ -211,6 +210,9 @@ def test_what_a_kernel_does_to_its_process_is_said_and_stays_there(
     assert len(err) < 1 << 17
     assert "\x1b" not in err
     assert "attncheck_file_hostile" not in sys.modules
+    left = 2 - len(json.loads(out)["records"])
+    assert json.loads(out).get("incomplete", "") == (f"{left} more were not asked" if left else "")
+    assert left == (status == "timeout")
     if status == "timeout":  # a second or so of it is another process's import of torch
         assert time.monotonic() - start < 8
 
@@ -249,6 +251,28 @@ def test_a_file_that_ends_its_process_as_it_is_asked_again_has_a_verdict(attnche
     code, out, err = attncheck("repro", "case.json", "--kernel", "mine.py::f", "--device", "cpu")
     assert code == 1, err
     assert "its process ended with exit code 0 before it answered" in out
+
+
+WRITES = """
+import ctypes, torch
+from torch.nn.functional import scaled_dot_product_attention
+def kernel(q, k, v, is_causal=False):
+    out = torch.empty_like(q).copy_(scaled_dot_product_attention(q, k, v, is_causal=is_causal))
+    ctypes.memset(out.data_ptr() + out.nbytes, 65, 4096)
+    return out
+"""
+
+
+def test_what_writes_beside_its_tensors_is_asked_no_more_than_twice(attncheck, tmp_path):
+    (tmp_path / "mine.py").write_text(WRITES)
+    code, out, err = attncheck(
+        "check", "mine.py::kernel", "--device", "cpu", "--format", "json", "-q"
+    )
+    records = json.loads(out)["records"]
+    assert (code, len(records)) == (1, 2), err
+    for record in records:
+        assert (record["status"], record["judgement"]["rule"]) == ("fail", "memory")
+        assert record["judgement"]["reason"].startswith("out-of-bounds write: ")
 
 
 def test_a_debugger_can_have_the_kernel_in_this_process(attncheck, tmp_path):

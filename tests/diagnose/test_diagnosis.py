@@ -7,8 +7,10 @@ import dataclasses
 import msgspec
 import pytest
 import torch
+from tests.planted_kernels.outputs_given import spoiled
 
 from attncheck.core.mod_spec import Spec
+from attncheck.diagnose import diagnosis
 from attncheck.diagnose.diagnosis import (
     LARGEST_DIAGNOSED,
     CauseSearch,
@@ -159,6 +161,21 @@ def test_what_explains_one_failure_is_tried_alone_on_the_next():
     assert explained_by(other, known, Wavy(), device="cpu") is None
 
 
+def test_all_models_are_tried_once_on_a_kind_of_failure_that_none_explains(monkeypatch):
+    tried = []
+
+    def count(record, *_, **__):
+        tried.append(record.case_id)
+        return diagnose_failure(record, Wavy(), device="cpu")
+
+    monkeypatch.setattr(diagnosis, "diagnose_failure", count)
+    search = CauseSearch()
+    for problem in (CAUSAL, CAUSAL.replace(seed=1), CAUSAL.replace(dtype="bf16")):
+        record = run_case(Wavy(), Case(problem=problem), device="cpu")
+        search.diagnose(record, Wavy(), device="cpu")
+    assert len(tried) == 2
+
+
 def test_what_one_row_cannot_tell_apart_a_larger_problem_does():
     two_keys = Case(problem=CAUSAL.replace(query=1, kv=2, heads=1, kv_heads=1))
     small = explain_failure(
@@ -171,29 +188,18 @@ def test_what_one_row_cannot_tell_apart_a_larger_problem_does():
     assert found.problems > 1
 
 
-class Unwritten(Ideal):
+def unwritten(_, right):
     """Rows that see no key are what the memory held."""
-
-    name = "unwritten"
-
-    def prepare(self, inputs):
-        call = super().prepare(inputs)
-
-        def left():
-            outputs = call()
-            dead = outputs.lse == -torch.inf
-            out = torch.where(dead[..., None], torch.empty_like(outputs.out), outputs.out)
-            lse = torch.where(dead, torch.empty_like(outputs.lse), outputs.lse)
-            return dataclasses.replace(outputs, out=out, lse=lse)
-
-        return left
+    dead = right.lse == -torch.inf
+    out = torch.where(dead[..., None], torch.empty_like(right.out), right.out)
+    return dataclasses.replace(right, out=out, lse=right.lse.where(~dead, torch.empty(())))
 
 
 def test_what_is_never_written_is_told_from_nan():
     late = CAUSAL.replace(query=45, kv=20, mask=Spec.of("causal_bottom_right"))
-    record = run_case(Unwritten(), Case(problem=late), device="cpu")
+    record = run_case(spoiled(unwritten), Case(problem=late), device="cpu")
     failed = msgspec.structs.replace(record, status="fail")  # what lay there may have been right
-    found = explain_failure(failed, Unwritten(), device="cpu").ranking
+    found = explain_failure(failed, spoiled(unwritten), device="cpu").ranking
     assert [one.name for one in found[: count_equals(found)]] == ["rows-unwritten"]
 
 

@@ -137,6 +137,7 @@ STEPS = {
     ),
     "OtherHeadsMask": seeing(lambda seen, at: seen(h=torch.zeros_like(at.h))),
     "FirstLength": seeing(lambda seen, at: seen(b=at.b * 0)),
+    "DiagonalDropped": seeing(lambda seen, at: seen() & (at.q_idx != at.kv_idx)),
     "RowAbove": seeing(lambda seen, at: seen(q_idx=at.q_idx - 1)),
     "Key21Dropped": seeing(lambda seen, at: seen() & (at.kv_idx != 21)),
     "RowBelow": seeing(lambda seen, at: seen(q_idx=at.q_idx + 1)),

@@ -209,6 +209,7 @@ GIVEN = {
     "OutThroughBf16": out(lambda _, right: right.out.bfloat16()),
     "DividedByAll": out(divided_by_all),
     "LseOfPadding": lse(lse_of_padding),
+    "LargestKeyInLse": lse(lambda inputs, right: right.lse + 1e-3 * inputs.k.float().abs().amax()),
     "WithoutLse": giving(lambda _, right: Outputs(right.out)),
     "LargeBatch": lse(large_batch),
     "TraceOfTheFirstColumn": out(trace_of_the_first_column),
@@ -259,6 +260,17 @@ def leftover(state, _, right):
     return Outputs(right.out, right.lse + before)
 
 
+def one_buffer(state, _, right):
+    """Every result of a shape is in the same memory, and another one each time."""
+    state["calls"] = state.get("calls", 0) + 1
+    buffer = state.setdefault(tuple(right.out.shape), torch.empty_like(right.out))
+    return Outputs(buffer.copy_(right.out + state["calls"]))
+
+
+def raising(self, inputs):
+    raise RuntimeError("illegal memory access")
+
+
 def mask_kept_by_shape(self, inputs):
     """The mask of the first call of these lengths is applied to all calls of them."""
     problem, masks = inputs.problem, vars(self).setdefault("masks", {})
@@ -285,5 +297,7 @@ LEFT = {
     "LeavesTraces": stateful(leaves_traces),
     "Leftover": stateful(leftover),
     "MaskKeptByShape": {"prepare": mask_kept_by_shape},
+    "Raising": {"prepare": raising},
+    "OneBuffer": stateful(one_buffer),
     "StalePadding": {"prepare": stale_padding},
 }

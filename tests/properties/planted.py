@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-import torch
-
-from attncheck.core.outputs import Outputs
 from attncheck.inputs.problem import Problem
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.triton_flash import Flash2
 
 if TYPE_CHECKING:
+    import torch
+
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.mods.signatures import MaskMod
     from attncheck.subjects.capabilities.subject import Call
@@ -57,99 +56,15 @@ class WideFlash2(Flash2):
         return super().prepare(inputs.replace(problem=_OneKeyMore(**fields)))
 
 
-class _After(Ideal):
-    """Spoils right outputs."""
-
-    def prepare(self, inputs: Inputs) -> Call:
-        call = super().prepare(inputs)
-        return lambda: self.spoiled(inputs, call())
-
-    def spoiled(self, inputs: Inputs, right: Outputs) -> Outputs:
-        raise NotImplementedError
-
-
-class Leaky(_After):
-    """Hidden values arrive as 0 · value: nothing, unless it is not finite."""
-
-    name = "planted-leaky"
-
-    def spoiled(self, inputs: Inputs, right: Outputs) -> Outputs:
-        leak = (inputs.v * 0.0).sum(2, keepdim=True)
-        leak = leak.repeat_interleave(inputs.problem.group, 1)
-        return Outputs(right.out + leak, right.lse)
-
-
-class LeakyLse(_After):
-    """The largest key of all, hidden or not, moves the LSE and nothing else."""
-
-    name = "planted-leaky-lse"
-
-    def spoiled(self, inputs: Inputs, right: Outputs) -> Outputs:
-        assert right.lse is not None
-        return Outputs(right.out, right.lse + 1e-3 * inputs.k.float().abs().amax())
-
-
-class WrongHead(_After):
-    """Row 0 from kv head h % kv_heads instead of h // group."""
-
-    name = "planted-wrong-head"
-
-    def spoiled(self, inputs: Inputs, right: Outputs) -> Outputs:
-        problem, out = inputs.problem, right.out.clone()
-        heads = torch.arange(problem.heads) % problem.kv_heads
-        out[:, :, 0] = inputs.v[:, heads, 0]
-        return Outputs(out, right.lse)
-
-
-class Biased(_After):
-    """Adds a little."""
-
-    name = "planted-biased"
-
-    def spoiled(self, inputs: Inputs, right: Outputs) -> Outputs:
-        return Outputs(right.out + 2.0**-20, right.lse)
-
-
-class Restless(_After):
-    """Another last bit in every second call."""
-
-    name = "planted-restless"
-
-    calls = 0
-
-    def spoiled(self, inputs: Inputs, right: Outputs) -> Outputs:
-        self.calls += 1
-        assert right.lse is not None
-        lse = torch.nextafter(right.lse, torch.full_like(right.lse, torch.inf))
-        return right if self.calls % 2 else Outputs(right.out, lse)
-
-
-class Reusing(_After):
-    """Writes every result to the same buffer, and another one each time."""
-
-    name = "planted-reusing"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.buffers: dict[tuple[int, ...], torch.Tensor] = {}
-        self.calls = 0
-
-    def spoiled(self, inputs: Inputs, right: Outputs) -> Outputs:
-        self.calls += 1
-        buffer = self.buffers.setdefault(tuple(right.out.shape), torch.empty_like(right.out))
-        buffer.copy_(right.out + self.calls)
-        return Outputs(buffer)
-
-
-class Raising(_After):
+class Raising(Ideal):
     """Fails on two or more keys."""
 
     name = "planted-raising"
 
-    def spoiled(self, inputs: Inputs, right: Outputs) -> Outputs:
+    def prepare(self, inputs: Inputs) -> Call:
         if inputs.problem.kv > 1:
             raise RuntimeError("illegal memory access")
-        return right
+        return super().prepare(inputs)
 
 
 class Picky(Ideal):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
+from tests.planted_kernels import kernel
 
 from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
@@ -15,17 +15,15 @@ from attncheck.inputs.problem import Case
 from attncheck.relations import relation_named
 from attncheck.relations.parts import merge_error, merge_parts
 from attncheck.relations.relation import Finding, compare_bits, compare_values
-from attncheck.subjects.load import load_subject
 from attncheck.verify.executor import Failure
 from attncheck.verify.relation_runs import check_relation
 
-PLANTED = Path(__file__).parents[1] / "properties" / "planted.py"
 FUTURES = ("future_keys", "future_keys_nan", "future_keys_huge")
 
 
 @pytest.fixture
 def find(small):
-    """``find(fault, question, **changes)``: what is wrong with a fault of the properties."""
+    """``find(fault, question, **changes)``: what is wrong with a planted kernel."""
 
     def found(fault, question, **changes):
         sizes = {"heads": 6, "head_dim": 3, "value_dim": 4, "mask": Spec.of("causal")}
@@ -33,7 +31,7 @@ def find(small):
         allowed = relation_named(question).allowed(problem)
         parameters = {name: values[len(values) // 2] for name, values in allowed.items()}
         case = Case(problem=problem, question=question, parameters=parameters)
-        return check_relation(load_subject(f"{PLANTED}::{fault}"), case)
+        return check_relation(kernel(fault), case)
 
     return found
 
@@ -42,16 +40,16 @@ def find(small):
 @pytest.mark.parametrize(
     ("fault", "question"),
     [
-        *(("Wide", question) for question in FUTURES),
-        ("Wide", "first_row"),
-        ("Strict", "first_row"),
-        ("Leaky", "future_keys_nan"),
-        ("LeakyLse", "future_keys"),
-        ("LeakyLse", "future_keys_huge"),
-        ("WrongHead", "first_row"),
+        *(("RowBelow", question) for question in FUTURES),
+        ("RowBelow", "first_row"),
+        ("DiagonalDropped", "first_row"),
+        ("HiddenTimesZero", "future_keys_nan"),
+        ("LargestKeyInLse", "future_keys"),
+        ("LargestKeyInLse", "future_keys_huge"),
+        ("Interleaved", "first_row"),
         ("Biased", "zero_values"),
-        ("Restless", "repeat"),
-        ("Reusing", "repeat"),
+        ("Unsteady", "repeat"),
+        ("OneBuffer", "repeat"),
     ],
 )
 def test_a_planted_fault_is_found(fault, question, dtype, find) -> None:
@@ -60,7 +58,7 @@ def test_a_planted_fault_is_found(fault, question, dtype, find) -> None:
 
 @pytest.mark.parametrize("question", [*FUTURES, "repeat", "zero_values"])
 def test_a_fault_that_a_relation_is_not_about_is_not_found(question, find) -> None:
-    assert find("Strict", question) is None
+    assert find("DiagonalDropped", question) is None
 
 
 def test_a_kernel_that_raises_fails_with_its_message(find) -> None:
@@ -70,7 +68,7 @@ def test_a_kernel_that_raises_fails_with_its_message(find) -> None:
 
 
 def test_the_finding_says_where_what_and_how_many(find, small) -> None:
-    finding = find("Strict", "first_row")
+    finding = find("DiagonalDropped", "first_row")
     v = draw_inputs(small(Spec.of("causal"), heads=6, head_dim=3, value_dim=4)).v
     assert finding.message == (
         f"out[0, 0, 0, 0] = 0, but should be {v[0, 0, 0, 0].item():.9g} bit for bit "

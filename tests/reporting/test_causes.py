@@ -59,6 +59,15 @@ def test_where_nobody_can_tell_both_are_named():
     ]
 
 
+def test_a_smaller_case_tells_them_apart():
+    large, small = explained(IGNORED, WIDER), explained(WIDER, seed=1)
+    (group,) = group_by_cause([large], {0: [small]})
+    assert group.cause == WIDER
+    # One that contradicts is another failure, and says nothing of this one.
+    (group,) = group_by_cause([large], {0: [explained(HALF)]})
+    assert group.cause == f"{IGNORED}, or {WIDER}"
+
+
 def test_models_that_contradict_stay_apart():
     assert shape(explained(WIDER), explained(HALF, seed=1)) == [
         (WIDER, True, (0,)),
@@ -91,6 +100,8 @@ def test_a_sign_is_shared_by_those_of_its_question_unless_another_cause_is_known
     assert len(shape(sign, explained(WIDER), unseen)) == 3
     probe = made.wrong("mine", question="decode", rule="structure")
     assert len(shape(sign, probe)) == 2
+    of_v = made.wrong("mine", asked={"parameters": {"tensor": 2}})
+    assert len(shape(sign, of_v)) == 2
 
 
 def test_errors_are_alike_whatever_the_sizes_in_their_message():

@@ -19,11 +19,12 @@ from attncheck.inputs import input_tensors as inputs_room
 from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.call_conditions import CallConditions
+from attncheck.verify.deaths import confirm_death
 from attncheck.verify.executor import Execution, Failure, InProcess, Origin
 from attncheck.verify.isolated import IsolatedExecutor, IsolatedKernel
-from attncheck.verify.kernel_hosts import confirm_death
 from attncheck.verify.remote_kernel import Deadlines, RemoteSubject
 from attncheck.verify.run_case import new_record, run_case
+from attncheck.verify.verify import iter_records
 from attncheck.workers.process import Died, HostError
 from attncheck.workers.transport import KEY, LARGEST_WORDS, Frame, Receiver, Sender
 from attncheck.workers.worker_main import serve
@@ -176,7 +177,7 @@ class Counted(RemoteSubject):
     started = 0
 
     def __init__(self):
-        """Of no process."""
+        self.connection = SimpleNamespace(asked=(), device="cpu")
 
     def fresh(self):
         self.started += 1
@@ -204,6 +205,40 @@ def test_a_death_is_confirmed_alone(statuses, status, attempts):
     if statuses[-1] != status:
         again = f"said 0; asked once more, alone in a new process: {statuses[-1]} (said 1)"
         assert found.reason.endswith(again)
+
+
+WRITES = """
+import ctypes, os, torch
+from torch.nn.functional import scaled_dot_product_attention
+wrote = []
+def kernel(q, k, v, is_causal=False):
+    if wrote and q.shape[2] != 1:
+        os.abort()  # as the heap does, in whatever asks it for memory next
+    out = torch.empty_like(q).copy_(scaled_dot_product_attention(q, k, v, is_causal=is_causal))
+    if q.shape[2] == 1:
+        ctypes.memset(out.data_ptr() + out.nbytes, 65, 4)  # as many as a heap has room for
+        wrote.append(1)
+    return out
+"""
+
+
+def test_who_wrote_beside_its_tensors_is_found_when_its_process_dies_later(tmp_path):
+    (tmp_path / "mine.py").write_text(WRITES)
+    problems = [Problem(query=n, kv=8, head_dim=8, dtype="fp32") for n in (4, 1, 8)]
+    with IsolatedKernel("mine.py::kernel", folder=str(tmp_path)) as found:
+        records = [*iter_records([found.subject], map(as_case, problems), device="cpu")]
+    assert [record.status for record in records] == ["pass", "pass", "fail"]
+    judgement = records[-1].judgement
+    assert judgement.rule == "memory"
+    assert judgement.reason.startswith(
+        "out-of-bounds write: 4 bytes after a tensor (1, 1, 1, 8) of"
+    )
+    assert f"when it was asked {problems[1]}; without guard bands its process" in judgement.reason
+    assert "died of SIGABRT" in judgement.reason
+
+
+def as_case(problem):
+    return Case(problem=problem)
 
 
 @pytest.mark.parametrize(

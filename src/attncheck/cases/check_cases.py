@@ -83,16 +83,22 @@ def check_cases(
     return [*_probe_cases(problems), *comparisons]
 
 
-def state_case(
+_OF_CALLS = (
+    ("state", "plain", "a call leaves flags, random generators and the folder as they were"),
+    ("guards", "ragged", "nothing is written beside the tensors"),
+)
+
+
+def call_cases(
     dtype: str, head_dims: Sequence[int] = (), *, takes: Callable[[Problem], bool] | None = None
-) -> CheckCase:
-    """Return the case whether calls leave their process as it was; arguments of ``check_cases``."""
-    plain = next(one for one in check_cases(dtype, head_dims, takes=takes) if one.name == "plain")
-    return CheckCase(
-        name="state",
-        summary="a call leaves flags, random generators and the folder as they were",
-        case=Case(problem=plain.case.problem, question="state"),
-    )
+) -> list[CheckCase]:
+    """Return the cases about a call beside its numbers; arguments of ``check_cases``."""
+    asked = check_cases(dtype, head_dims, takes=takes)
+    layouts = {one.name: one.case.problem for one in asked}
+    return [
+        CheckCase(name=name, summary=summary, case=Case(problem=layouts[layout], question=name))
+        for name, layout, summary in _OF_CALLS
+    ]
 
 
 def _probe_cases(problems: Mapping[str, Problem]) -> Iterator[CheckCase]:

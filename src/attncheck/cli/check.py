@@ -261,13 +261,13 @@ def _questions(
     dtypes: tuple[str, ...], head_dims: tuple[int, ...], names: tuple[str, ...]
 ) -> list[CheckCase]:
     """The check cases, dtype by dtype; raises UnknownName for a name that none of them has."""
-    from attncheck.cases.check_cases import check_cases, state_case
+    from attncheck.cases.check_cases import call_cases, check_cases
     from attncheck.core.errors import UnknownName
     from attncheck.surveys.claims import NOT_CLAIMED
 
     dtypes = dtypes or ("bf16",)
     # First, as long as the kernel's process is new: later ones may already be changed.
-    questions = [state_case(dtypes[0], head_dims)]
+    questions = call_cases(dtypes[0], head_dims)
     questions += [one for dtype in dict.fromkeys(dtypes) for one in check_cases(dtype, head_dims)]
     known = {question.name for question in questions}
     for name in names:
@@ -311,7 +311,7 @@ def _answered(
     from msgspec.structs import replace
 
     from attncheck.cli.progress import progress
-    from attncheck.verify.kernel_hosts import DEATHS, death_record
+    from attncheck.verify.deaths import DEATHS, death_record
     from attncheck.verify.verify import iter_records
     from attncheck.workers.process import Died
 
@@ -330,17 +330,16 @@ def _answered(
                 record = replace(record, unclaimed=question.unclaimed)  # noqa: PLW2901  # the one to show
             interrupts.check()
             advance(record.variant)
-            deaths += record.status in DEATHS
-            left = len(questions) - len(records) - 1
-            # Each further one would take as long, or start another process: no verdict needs it.
-            stops = left and (record.status == "timeout" or deaths >= _MOST_DEATHS)
-            if stops:
-                unasked = f"{record.reason.rstrip('.')}; {left} more questions were not asked"
-                record = replace(record, reason=unasked)  # noqa: PLW2901  # the one to show
+            # What writes beside its tensors may end its process, or change any later answer.
+            wild = record.judgement is not None and record.judgement.rule == "memory"
+            deaths += wild or record.status in DEATHS
             records.append(record)
-            if stops:
+            # Each further one would take as long, or start another process: no verdict needs it.
+            if record.status == "timeout" or deaths >= _MOST_DEATHS:
                 break
-    return replace(report, records=tuple(records))
+    report = replace(report, records=tuple(records))
+    left = len(questions) - len(records)
+    return replace(report, incomplete=f"{left} more were not asked") if left else report
 
 
 def _death_report(
@@ -349,7 +348,7 @@ def _death_report(
     """Report of a kernel whose process died as it was loaded: the first question fails."""
     from msgspec.structs import replace
 
-    from attncheck.verify.kernel_hosts import death_record
+    from attncheck.verify.deaths import death_record
     from attncheck.verify.verify import assemble_report
 
     report = assemble_report((), (), device=device, command=command)

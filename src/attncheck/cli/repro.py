@@ -96,8 +96,8 @@ def repro(  # noqa: PLR0913  # one parameter per option
     spec, convention = kernel or kept.kernel, convention or kept.convention
     worker = start_worker(spec, in_process=in_process) if spec else None
     from attncheck.diagnose.reproduce import run_again
+    from attncheck.verify.deaths import death_record
     from attncheck.verify.environment import prepare
-    from attncheck.verify.kernel_hosts import death_record
     from attncheck.workers.process import Died
 
     interrupts.check()  # the imports above take a while, and may have swallowed one

@@ -15,10 +15,11 @@ from attncheck.inputs.problem import Case, short_id
 from attncheck.records.failures import KeptFailure
 from attncheck.relations import RELATIONS
 from attncheck.subjects.capabilities.subject import capability
+from attncheck.verify.deaths import confirm_death
 from attncheck.verify.environment import environment, fingerprint
 from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Executor, Failure, Origin
-from attncheck.verify.kernel_hosts import confirm_death, executor_of
+from attncheck.verify.kernel_hosts import executor_of
 from attncheck.verify.question_fit import question_summary
 from attncheck.verify.relation_runs import relation_inputs
 from attncheck.verify.run_case import run_case

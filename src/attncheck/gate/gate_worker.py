@@ -25,10 +25,11 @@ from attncheck.records.record import FAILED_STATUSES, Record
 from attncheck.records.run_reports import Answer
 from attncheck.surveys.claims import find_claims, on_terms
 from attncheck.verify.accuracy import measure_accuracy
+from attncheck.verify.deaths import confirm_death, death_record
 from attncheck.verify.environment import environment, fingerprint, prepare
 from attncheck.verify.executor import InProcess
 from attncheck.verify.isolated import IsolatedExecutor, IsolatedKernel
-from attncheck.verify.kernel_hosts import confirm_death, death_record, open_kernel
+from attncheck.verify.kernel_hosts import open_kernel
 from attncheck.verify.remote_kernel import Deadlines
 from attncheck.verify.run_case import run_case
 from attncheck.workers.process import Died, HostError

@@ -199,13 +199,12 @@ def failure_groups(report: GateReport) -> tuple[FailureGroup, ...]:
             smallest.setdefault((answer.record.kernel, answer.smallest_of), []).append(answer)
     failed = [answer for answer in answers if answer.record.status in failing]
     groups = []
-    for cause in group_by_cause([answer.record for answer in failed]):
-        shrunk = {
-            i: one
-            for i in cause.members
-            for one in smallest.get((cause.kernel, failed[i].record.case_id), ())
-            if cause.has(one.record)
-        }
+    smaller = {
+        i: smallest.get((a.record.kernel, a.record.case_id), []) for i, a in enumerate(failed)
+    }
+    evidence = {i: [one.record for one in each] for i, each in smaller.items()}
+    for cause in group_by_cause([answer.record for answer in failed], evidence):
+        shrunk = {i: one for i in cause.members for one in smaller[i] if cause.has(one.record)}
 
         def place(i: int, shrunk: dict[int, Answer] = shrunk) -> tuple[int, tuple[int, int, float]]:
             return problem_of(shrunk.get(i, failed[i]).record).size, _rank(failed[i].record)

@@ -17,8 +17,8 @@ from attncheck.records.record import UNTRUSTED_STATUSES
 from attncheck.records.run_reports import Tally
 from attncheck.suite.kernel_support import KernelSupport
 from attncheck.suite.wrong_answers import WrongAnswer
+from attncheck.verify.deaths import confirm_death
 from attncheck.verify.isolated import IsolatedExecutor
-from attncheck.verify.kernel_hosts import confirm_death
 from attncheck.verify.kernel_server import Compiling
 from attncheck.verify.run_case import run_case
 

@@ -20,7 +20,7 @@ import msgspec
 from msgspec.structs import replace
 
 from attncheck import probes
-from attncheck.cases.check_cases import CheckCase, check_cases, state_case
+from attncheck.cases.check_cases import CheckCase, call_cases, check_cases
 from attncheck.core.errors import UsageError
 from attncheck.core.files import write_texts
 from attncheck.inputs.problem import Case, Problem
@@ -378,7 +378,7 @@ def claimed_questions(
     dtypes = dtypes or (("bf16",) if "bf16" in right else right[:1])
     dims = claims.head_dims() if table is not None else ()
     head_dims = head_dims or [dim for dim in dims if dim in _USUAL_HEAD_DIMS] or dims
-    questions = [state_case(dtypes[0], head_dims, takes=takes)]
+    questions = call_cases(dtypes[0], head_dims, takes=takes)
     for dtype in dict.fromkeys(dtypes):
         questions += check_cases(dtype, head_dims, takes=takes)
     questions += claims.unclaimed(names)

@@ -68,6 +68,7 @@ class IsolatedExecutor:
     def __init__(self, connection: KernelConnection) -> None:
         self._connection = connection
         self._compiled: set[str] = set()
+        self._unheard: Failure | None = None
         self.compiling = 0.0
 
     def absence(self, subject: Subject, device: str) -> str | None:
@@ -82,7 +83,9 @@ class IsolatedExecutor:
 
     def refusal(self, subject: Subject, problem: Problem, device: str) -> str | Failure | None:
         """Return why ``subject`` does not take ``problem``; a Failure where even asking fails."""
-        answer = self._ask(subject, "refusal", problem, device)
+        # Asked again, a new process would know nothing of what the last one died of.
+        answer = self._unheard or self._ask(subject, "refusal", problem, device)
+        self._unheard = None
         return answer if isinstance(answer, str | Failure) else None
 
     def launches(
@@ -119,6 +122,7 @@ class IsolatedExecutor:
             "timed": timed,
             "launch": _remote(subject).launch,
         }
+        self._connection.asked[origin.case.problem] = None
         seconds = self._seconds(inputs, calls=under.calls + under.window + timed)
         try:
             answer = self._connection.ask("run", words, seconds=seconds, most=output_bytes(inputs))
@@ -184,7 +188,9 @@ class IsolatedExecutor:
         try:
             return _remote(subject).ask(what, problem, device)
         except (Died, RemoteError) as error:
-            return Failure(kind=error.kind, message=str(error), trace=error.trace)
+            failed = Failure(kind=error.kind, message=str(error), trace=error.trace)
+        self._unheard = failed if failed.kind in _FATAL else None
+        return failed
 
 
 class IsolatedKernel:

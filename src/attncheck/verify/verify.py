@@ -13,9 +13,10 @@ from msgspec.structs import replace
 
 from attncheck.records.record import Report
 from attncheck.subjects.capabilities.subject import Subject
+from attncheck.verify.deaths import confirm_death
 from attncheck.verify.environment import environment, fingerprint, prepare
 from attncheck.verify.evidence_builder import EvidenceBuilder
-from attncheck.verify.kernel_hosts import confirm_death, executor_of
+from attncheck.verify.kernel_hosts import executor_of
 from attncheck.verify.run_case import run_case
 
 if TYPE_CHECKING:

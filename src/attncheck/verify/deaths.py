@@ -1,0 +1,117 @@
+"""A kernel whose process died: asked once more, and what it died of."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from attncheck.core.judgement import Judgement
+from attncheck.inputs.problem import Case, head_arrangement
+from attncheck.records.record import FAILED_STATUSES, Record
+from attncheck.verify.call_checks import judge_call
+from attncheck.verify.remote_kernel import RemoteSubject
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from attncheck.inputs.problem import Problem
+    from attncheck.records.record import Status
+    from attncheck.subjects.capabilities.subject import Subject
+    from attncheck.workers.process import Died
+
+DEATHS: frozenset[Status] = frozenset({"crash", "timeout", "oom"})
+"""Statuses of a kernel whose process gave no answer."""
+
+_BROKEN = ("SIGABRT", "SIGSEGV", "SIGBUS")  # what a process may die of whose heap is broken
+_MOST_ASKED = 64  # problems that are asked between guard bands
+
+
+def confirm_death(
+    subject: Subject, ask: Callable[[], Record], *, slow: bool = False
+) -> tuple[Record, int]:
+    """Return the Record that ``ask`` gives, and how often it was asked.
+
+    A kernel that dies in this process takes it along: nothing is left to confirm.
+
+    Args:
+        subject: The kernel that is asked.
+        ask: Asks it one Case.
+        slow: Whether a timeout is confirmed too, which takes as long again.
+    """
+    first = ask()
+    died = first.status in DEATHS and (slow or first.status != "timeout")
+    if not died or not isinstance(subject, RemoteSubject):
+        return first, 1
+    asked = tuple(subject.connection.asked)
+    # In a new process, since an earlier call may have left the first one broken.
+    subject.fresh()
+    second = ask()
+    if found := _with_wild_write(first, subject, asked):
+        return found, 2
+    if second.status == first.status:
+        return second, 2
+    again = f"asked once more, alone in a new process: {_describe_outcome(second)}"
+    # It fails either way: that it does so differently is no excuse.
+    if second.status in FAILED_STATUSES:
+        return replace(first, reason=f"{first.reason}; {again}"), 2
+    return replace(first, status="flaky", reason=f"{first.status}: {first.reason}; {again}"), 2
+
+
+def _with_wild_write(
+    record: Record, subject: RemoteSubject, asked: tuple[Problem, ...]
+) -> Record | None:
+    """Return the Record of a crash as a failure of the call that wrote past its tensors.
+
+    None where none did, as far as guard bands show. What such a call breaks is the heap, which ends
+    the process in whatever comes later: problems are asked that the process had been asked before.
+
+    Args:
+        record: Of the crash.
+        subject: The kernel.
+        asked: Problems that its process had been asked, the first ones first.
+    """
+    # A GPU has no heap of the host's; and a kernel may leave, or be killed, with all its memory in
+    # order.
+    if subject.connection.device != "cpu" or not any(each in record.reason for each in _BROKEN):
+        return None
+    own = Case.from_json(record.case).problem
+    for problem in dict.fromkeys((own, *asked[:_MOST_ASKED])):
+        case = Case(problem=problem, question="guards")
+        judgement = judge_call(subject, case, subject.executor, device="cpu")
+        if isinstance(judgement, Judgement) and judgement.rule == "memory":
+            earlier = "" if problem == own else f" when it was asked {problem}"
+            reason = f"{judgement.reason}{earlier}; without guard bands {record.reason}"
+            judgement = replace(judgement, reason=reason)
+            return replace(record, status="fail", judgement=judgement, reason="")
+    return None
+
+
+def _describe_outcome(record: Record) -> str:
+    why = record.reason or (record.judgement.reason if record.judgement else "")
+    return f"{record.status} ({why})" if why else record.status
+
+
+def death_record(
+    error: Died, case: Case, *, kernel: str, variant: str = "", environment: str = ""
+) -> Record:
+    """Return the Record of a kernel whose process died before it could be called.
+
+    Args:
+        error: Of which it died.
+        case: What it was to be asked.
+        kernel: What was typed: it died before it could say its name.
+        variant: Name of the question.
+        environment: Fingerprint of this process.
+    """
+    statuses: dict[str, Status] = {"oom": "oom", "timeout": "timeout"}
+    return Record(
+        case_id=case.id,
+        case=case.to_json(),
+        kernel=kernel,
+        variant=variant,
+        heads=head_arrangement(case.problem),
+        status=statuses.get(error.kind, "crash"),
+        reason=str(error),
+        environment=environment,
+    )
