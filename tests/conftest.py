@@ -47,6 +47,8 @@ _QUICK = (
     "faults/test_patching.py",
     "gate/test_covering.py",
     "gate/test_shrinking.py",
+    "hostile/test_hostile.py::test_a_bad_option_is_one_line",
+    "hostile/test_hostile.py::test_the_page_shows_the_table",
     "judge/test_arithmetic.py",
     "judge/test_metrics.py",
     "kernels/test_assembler.py",

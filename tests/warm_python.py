@@ -15,6 +15,8 @@ import contextlib
 import gc
 import hashlib
 import importlib
+import inspect
+import itertools
 import json
 import os
 import runpy
@@ -76,12 +78,16 @@ class Servers:
         cwd: Path,
         env: Mapping[str, str] | None = None,
         timeout: float | None = None,
+        forks: bool = False,
     ) -> subprocess.CompletedProcess[str]:
-        """What ``python -m module …`` says, and how it ends; or ``python module.py`` or ``-c``."""
+        """What ``python -m module …`` says, and how it ends; or ``python module.py`` or ``-c``.
+
+        With ``forks`` the workers that it starts are forks of it: they import nothing anew either.
+        """
         env = dict(os.environ if env is None else env)
         address = self.start(module, env)
         words = [module, *arguments]
-        asked = {"words": words, "cwd": str(cwd), "env": env}
+        asked = {"words": words, "cwd": str(cwd), "env": env, "forks": forks}
         with socket.socket(socket.AF_UNIX) as line, _file() as out, _file() as err:
             line.settimeout(timeout)
             line.connect(str(address))
@@ -110,6 +116,8 @@ class Servers:
             interpreted = early.get("TRITON_INTERPRET") == "1"
             heavy = (*_HEAVY, *(_HEAVY_IF_INTERPRETED if interpreted else ()))
             others = {k: v for k, v in env.items() if k not in _READ_LATE}
+            if "PYTHONPATH" in os.environ:  # what is tested may be another than what is installed
+                others["PYTHONPATH"] = os.environ["PYTHONPATH"]
             self._listen(address, (*heavy, *_OWN[kind]), others)
         return address
 
@@ -143,7 +151,7 @@ def _file():
 
 def _read(file) -> str:
     file.seek(0)
-    return file.read().decode().replace("\r\n", "\n")
+    return file.read().decode(errors="backslashreplace").replace("\r\n", "\n")
 
 
 def _serve(address: str) -> tuple[dict, list[int]]:
@@ -182,6 +190,7 @@ def _forked(line: socket.socket) -> tuple[dict, list[int]]:
 
 
 def _become(request: dict, descriptors: list[int]) -> None:
+    os.setsid()  # what it does to its process group is not done to the server
     nothing = os.open(os.devnull, os.O_RDONLY)
     for descriptor, number in zip((nothing, *descriptors), (0, 1, 2), strict=True):
         os.dup2(descriptor, number)
@@ -192,6 +201,49 @@ def _become(request: dict, descriptors: list[int]) -> None:
     path = os.environ.get("PYTHONPATH", "")
     sys.path[:0] = [entry for entry in path.split(os.pathsep) if entry]
     importlib.invalidate_caches()
+
+
+_PARAMETERS = tuple(inspect.signature(subprocess.Popen._execute_child).parameters)
+
+
+class _Forked(subprocess.Popen):
+    """A worker of attncheck's as a fork of this process."""
+
+    def _execute_child(self, *arguments) -> None:
+        how = dict(zip(_PARAMETERS, (self, *arguments), strict=True))
+        if not any("worker_main" in str(word) for word in how["args"][2:3]):
+            super()._execute_child(*arguments)
+            return
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                self._work(how)
+            finally:
+                os._exit(1)
+        self._child_created = True
+        ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        self._close_pipe_fds(*(how[name] for name in ends))
+
+    def _work(self, how: dict) -> None:
+        os.setsid()
+        for number, name in enumerate(("p2cread", "c2pwrite", "errwrite")):
+            os.dup2(how[name], number)
+        kept = sorted({2, *how["pass_fds"]})
+        for low, high in itertools.pairwise((*kept, os.sysconf("SC_OPEN_MAX"))):
+            os.closerange(low + 1, high)
+        if how["cwd"]:
+            os.chdir(how["cwd"])
+        os.environ.clear()
+        os.environ.update(how["env"])
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for name, number in (("stdout", 1), ("stderr", 2)):
+            # As Python has them: standard error line by line.
+            kind = {"errors": "backslashreplace", "closefd": False}
+            stream = os.fdopen(number, "w", 1 if number == 2 else -1, **kind)
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+        _end(_exit_code([*how["args"][1:]]))
 
 
 def _run(words: list[str]) -> None:
@@ -241,4 +293,6 @@ if __name__ == "__main__":
     gc.freeze()  # what is here stays, and forks share it
     _request, _descriptors = _serve(sys.argv[1])
     _become(_request, _descriptors)
+    if _request["forks"]:
+        subprocess.Popen = _Forked
     _end(_exit_code(_request["words"]))

@@ -10,6 +10,7 @@ import torch
 from tests.planted_kernels.outputs_given import spoiled
 
 from attncheck.core.mod_spec import Spec
+from attncheck.diagnose import diagnosis
 from attncheck.diagnose.diagnosis import (
     LARGEST_DIAGNOSED,
     CauseSearch,
@@ -158,6 +159,21 @@ def test_what_explains_one_failure_is_tried_alone_on_the_next():
     assert search.diagnose(other, Wavy(), device="cpu").diagnosis is msgspec.UNSET
     known = ["mask-one-key-wider", "mask-ignored"]
     assert explained_by(other, known, Wavy(), device="cpu") is None
+
+
+def test_all_models_are_tried_once_on_a_kind_of_failure_that_none_explains(monkeypatch):
+    tried = []
+
+    def count(record, *_, **__):
+        tried.append(record.case_id)
+        return diagnose_failure(record, Wavy(), device="cpu")
+
+    monkeypatch.setattr(diagnosis, "diagnose_failure", count)
+    search = CauseSearch()
+    for problem in (CAUSAL, CAUSAL.replace(seed=1), CAUSAL.replace(dtype="bf16")):
+        record = run_case(Wavy(), Case(problem=problem), device="cpu")
+        search.diagnose(record, Wavy(), device="cpu")
+    assert len(tried) == 2
 
 
 def test_what_one_row_cannot_tell_apart_a_larger_problem_does():

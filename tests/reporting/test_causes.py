@@ -100,6 +100,8 @@ def test_a_sign_is_shared_by_those_of_its_question_unless_another_cause_is_known
     assert len(shape(sign, explained(WIDER), unseen)) == 3
     probe = made.wrong("mine", question="decode", rule="structure")
     assert len(shape(sign, probe)) == 2
+    of_v = made.wrong("mine", asked={"parameters": {"tensor": 2}})
+    assert len(shape(sign, of_v)) == 2
 
 
 def test_errors_are_alike_whatever_the_sizes_in_their_message():

@@ -105,11 +105,11 @@ def test_a_name_of_the_library() -> None:
     ("text", "name", "message"),
     [
         ("x = 1", "y", "has no 'y'"),
-        ("x = 1", "x", "is int: it must be a Subject"),
+        ("x = 1", "x", "int: it must be a Subject"),
         ("import no_such_module", "x", "ModuleNotFoundError: No module named"),
         ("def x(:", "x", "SyntaxError"),
         ("def x():\n    raise ValueError('no licence\\nat all')", "x", "ValueError: no licence"),
-        ("def x():\n    return 3", "x", "is int: it must be a Subject"),
+        ("def x():\n    return 3", "x", "int: it must be a Subject"),
         ("raise SystemExit(3)", "x", "importing .* raised SystemExit: 3"),
         (
             "import sys\ndef x():\n    sys.exit('no GPU')",

@@ -33,10 +33,12 @@ from attncheck.cli.repro import repro
 from attncheck.cli.rmse import rmse
 from attncheck.cli.standard_output import Group, Interrupts, discard
 from attncheck.core.errors import AttncheckError, UsageError
+from attncheck.core.sanitize_text import one_line
 
 __all__ = ["main"]
 
 USAGE, INFRASTRUCTURE, INTERRUPTED = 2, 3, 130
+_LONGEST = 1500  # characters of an error; the longest list of names has fewer
 
 # \b: click leaves the lines below it as they are.
 _EXIT_CODES = """\b
@@ -85,11 +87,20 @@ def main() -> None:
 
     Not click's own ``main``, which ends interrupts and broken pipes in its own way.
     """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:  # closed: a pipe to a worker would take its place, and not get there
+            os.open(os.devnull, os.O_RDWR)
     if sys.stdout is None:  # the shell's >&-: nobody wants to read
         sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115  # stays open
     if not sys.warnoptions:
         warnings.simplefilter("ignore")  # of somebody's code; what it raises is said
     interrupts = Interrupts()
+    try:
+        Path.cwd()
+    except OSError:  # torch would end the process
+        sys.exit(_say("the working directory is gone: change to another.", USAGE))
     try:
         try:
             interrupts.listen()
@@ -124,7 +135,11 @@ def _code(interrupts: Interrupts) -> int:
 
 def _say(message: str, code: int) -> int:
     try:
-        click.echo(f"attncheck: {' '.join(message.split())}", err=True)
+        # Foreign code and files speak through errors: no escape codes, and no megabytes.
+        line = one_line(message)
+        rest = len(line) - _LONGEST
+        more = f"… ({rest} more characters)" if rest > 0 else ""
+        click.echo(f"attncheck: {line[:_LONGEST]}{more}", err=True)
     except (OSError, ValueError):  # nobody hears, or foreign code closed it: the exit code remains
         discard(sys.stderr)
     return code

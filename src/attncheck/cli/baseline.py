@@ -88,16 +88,15 @@ def read_measurements(sources: Sequence[str]) -> Measurements:
 
 def _read(path: Path) -> tuple[list[Answer], dict[str, Environment], bool]:
     """Answers, environments, and whether all was asked."""
+    from attncheck.cli.report import read_run_journal
     from attncheck.core import json_numbers
-    from attncheck.gate.gate_report import build_report
     from attncheck.records.json_reports import LARGEST_GATE, load_report
     from attncheck.records.record import Report
     from attncheck.records.run_reports import Answer, GateReport
-    from attncheck.workers.journal_format import read_journal
 
     # A journal may be of a gate that was interrupted; no gate.json need be there.
     if path.suffix == ".jsonl":
-        report = build_report(read_journal(path))
+        report = read_run_journal(path)
     else:
         data = json_numbers.read_json(path, "report", LARGEST_GATE)
         if not (isinstance(data, dict) and "answers" in data):

@@ -63,7 +63,7 @@ def _loaded(path: Path) -> GateReport | Report:
     from attncheck.records.run_reports import GateReport
 
     if path.suffix == ".jsonl":
-        return _of_journal(path)
+        return read_run_journal(path)
     data = json_numbers.read_json(path, "report", LARGEST_GATE)
     keys = set(data) if isinstance(data, dict) else set()
     if "tier" in keys and "started" in keys:
@@ -74,7 +74,8 @@ def _loaded(path: Path) -> GateReport | Report:
     raise UsageError(json_numbers.refusal_message(json_numbers.source_name(path), "report", fact))
 
 
-def _of_journal(path: Path) -> GateReport:
+def read_run_journal(path: Path) -> GateReport:
+    """Return what the journal ``path`` of a gate tells; raises UsageError for what is none."""
     from attncheck.core.errors import UsageError
     from attncheck.gate.gate_report import build_report as of_content
     from attncheck.workers.journal_format import JournalError, read_journal

@@ -9,7 +9,7 @@ import traceback
 import warnings
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import click
 
@@ -79,6 +79,23 @@ def _of_our_own(stream: TextIO) -> TextIO:
     return ours
 
 
+@contextmanager
+def _no_silent_end() -> Iterator[None]:
+    """Within, ``os._exit`` raises SystemExit: somebody's mod must not end a run without a word."""
+    ends, process = os._exit, os.getpid()
+
+    def ends_loudly(status: int) -> NoReturn:
+        if os.getpid() != process:  # a fork, which ends so
+            ends(status)
+        raise SystemExit(f"os._exit({status})")
+
+    os._exit = ends_loudly
+    try:
+        yield
+    finally:
+        os._exit = ends
+
+
 class _PrintsHelp(click.Command):
     """Whose ``--help`` and ``--version`` are standard output too: click prints as it parses."""
 
@@ -103,10 +120,11 @@ class Verb(_PrintsHelp):
         """As click does it; raises UsageError where somebody else's code would end the process."""
         ctx.meta[_OURS] = _of_our_own(sys.stdout)
         try:
-            with redirect_stdout(DivertedOutput(sys.stderr)):
+            with redirect_stdout(DivertedOutput(sys.stderr)), _no_silent_end():
                 return super().invoke(ctx)
         except (SystemExit, click.exceptions.Exit) as end:
-            last = traceback.extract_tb(end.__traceback__)[-1]
+            frames = traceback.extract_tb(end.__traceback__)
+            last = next(frame for frame in reversed(frames) if frame.filename != __file__)
             place = f"{Path(last.filename).name}:{last.lineno}"
             raise UsageError(f"{place} ends the process: {error_line(end)}.") from end
 

@@ -51,9 +51,13 @@ def import_file(path: Path, what: str) -> ModuleType:
         UsageError: where there is no such file, or importing it raises anything but
             KeyboardInterrupt; in one line, with the line of the file where there is one.
     """
-    if path.is_dir():
+    try:
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except OSError as error:  # a name of thousands of letters
+        raise UsageError(f"{what}: it cannot be read: {error.strerror}.") from None
+    if is_folder:
         raise UsageError(f"{what}: {str(path)!r} is a folder: name a Python file.")
-    if not path.is_file():
+    if not is_file:
         near = did_you_mean(path.name, (one.name for one in path.parent.glob("*.py")))
         raise UsageError(f"{what}: there is no file {path}{f': {near}' if near else '.'}")
     if path.suffix != ".py":

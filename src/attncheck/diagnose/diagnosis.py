@@ -155,7 +155,7 @@ class CauseSearch:
     def __init__(self, most: int = 24) -> None:
         self._left = most
         self._models: dict[str, None] = {}
-        self._unexplained: set[tuple[object, ...]] = set()
+        self._closed: set[tuple[object, ...]] = set()
 
     def diagnose(
         self, record: Record, subject: Subject, *, device: str, executor: Executor | None = None
@@ -164,18 +164,19 @@ class CauseSearch:
         known = explained_by(record, self._models, subject, device=device, executor=executor)
         if known is not None:
             return replace(record, diagnosis=known)
-        # A hundred failures of which no model explains one say no more than the first.
+        # A hundred failures of which no model explains one say no more than the first, and a sign
+        # takes many calls to prove, some of them of gibibytes.
         problem = record.case["problem"]
         kind = (*symptom(record), *map(record.case.get, ("question",)))
         kind += tuple(map(problem.get, ("backward", "dtype")))
-        if kind in self._unexplained or not self._left:
+        if kind in self._closed or not self._left:
             return record
         self._left -= 1
         record = diagnose_failure(record, subject, device=device, executor=executor)
-        certain = certain_explanations(record)
-        self._models |= {one.model: None for one in certain if one.model in FAULT_MODELS}
-        if not certain:
-            self._unexplained.add(kind)
+        models = [one.model for one in certain_explanations(record) if one.model in FAULT_MODELS]
+        self._models |= dict.fromkeys(models)
+        if not models:
+            self._closed.add(kind)
         return record
 
 
@@ -191,7 +192,7 @@ def explained_by(
 
     Arguments as of ``diagnose_failure``.
     """
-    if not models or record.status != "fail":
+    if not models or record.status != "fail" or record.case.get("question") == _FAR:
         return None
     findings = explain_failure(record, subject, device=device, executor=executor, among=models)
     # What leaves rows free would explain them whatever they hold: all others are asked first.

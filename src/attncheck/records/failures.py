@@ -139,6 +139,11 @@ def find_reproduction(
         UsageError: where there is none, or several kernels and none is meant; in one line.
     """
     if not is_id(wanted):
+        if not Path(wanted).exists() or Path(wanted).is_dir():
+            raise UsageError(
+                f"{one_line(wanted)!r} is neither a file nor an id: reports show the ids of "
+                "failures, of ten letters and digits."
+            )
         return _of_file(Path(wanted))
     reports = Path(reports)
     files = sorted(reports.rglob("*.json"))[:_MOST_FILES] if reports.is_dir() else []

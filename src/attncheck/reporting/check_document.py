@@ -11,7 +11,7 @@ import msgspec
 
 from attncheck.core.judgement import Rule, share_text
 from attncheck.core.tensor_names import AXES
-from attncheck.records.failure_causes import group_by_cause
+from attncheck.records.failure_causes import group_by_cause, unclaimed_findings
 from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import FAILED_STATUSES, UNTRUSTED_STATUSES
 from attncheck.reporting import number_text
@@ -36,7 +36,6 @@ from attncheck.reporting.record_text import (
     gradient_shares,
     gradients_of,
     refusal_lines,
-    unclaimed_findings,
     verdict_remarks,
 )
 

@@ -7,6 +7,7 @@ the project's configuration; or of the entry-point group ``attncheck.kernels``.
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -75,8 +76,9 @@ class Candidate:
             options = self._options(native=isinstance(target, Subject))
         subject = adopted(target, self.name, convention, options)
         if isinstance(subject, str):
+            gives = "is" if target is self.target else "called without arguments gives"
             kind = type(target).__name__
-            raise UsageError(f"kernel {self.kernel!r} is {kind}: it must {subject}.")
+            raise UsageError(f"kernel {self.kernel!r} {gives} {kind}: it must {subject}.")
         return subject
 
     def conventions(self) -> tuple[str, ...]:
@@ -251,7 +253,7 @@ def _import_reference(kernel: str, what: str) -> Any:
     if "::" not in kernel:
         return load_module_member(kernel, what)
     # As ``python file.py`` has it, also for what its functions import only when they are called.
-    folder = str(Path(kernel.rpartition("::")[0]).resolve().parent)
+    folder = os.path.dirname(os.path.realpath(kernel.rpartition("::")[0]))  # noqa: PTH120  # a link to itself too
     if sys.path[:1] != [folder]:
         sys.path.insert(0, folder)
     return load_member(kernel, what)

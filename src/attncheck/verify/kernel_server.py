@@ -7,6 +7,7 @@ import sys
 import sysconfig
 import time
 import warnings
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -219,8 +220,10 @@ def loaded_files() -> list[str]:
     """Files of the modules that are loaded; none of Python's own and of installed packages."""
     kinds = ("stdlib", "platstdlib", "purelib", "platlib")
     installed = tuple(f"{sysconfig.get_path(kind)}{os.sep}" for kind in kinds)
-    named = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
-    files = {os.path.abspath(name) for name in named if isinstance(name, str)}  # noqa: PTH100
+    named = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+    files = {name for name in named if isinstance(name, str)}
+    with suppress(FileNotFoundError):  # the kernel has deleted the folder that it is in
+        files = {os.path.abspath(name) for name in files}  # noqa: PTH100
     return sorted(name for name in files if not name.startswith(installed))
 
 

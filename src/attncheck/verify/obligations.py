@@ -44,7 +44,7 @@ def outputs_digest(outputs: Outputs) -> str:
 
 _SHA256, _EQUAL = hashlib.sha256, torch.equal
 _CPU, _CONTIGUOUS, _FLAT = torch.Tensor.cpu, torch.Tensor.contiguous, torch.Tensor.flatten
-_VIEW, _NUMPY = torch.Tensor.view, torch.Tensor.numpy
+_VIEW, _NUMPY, _STORAGE = torch.Tensor.view, torch.Tensor.numpy, torch.Tensor.untyped_storage
 # A Parameter is a tensor with a flag; any other subclass may compute when it is looked at.
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -126,8 +126,11 @@ def _numbers(inputs: Inputs) -> int:
 def _tensor(name: str, value: object, shape: tuple[int, ...], inputs: Inputs) -> str:
     if not isinstance(value, torch.Tensor):
         return f"{name} is {type(value).__name__}, but should be a tensor."
-    if type(value) not in _PLAIN:
-        return f"{name} is {type(value).__name__}, but should be a torch.Tensor itself."
+    # One with attributes in place of torch's would say what it likes of itself.
+    own = [attribute for attribute in vars(value) if hasattr(torch.Tensor, attribute)]
+    if type(value) not in _PLAIN or own:
+        kind = f"a tensor with a {own[0]!r} of its own" if own else type(value).__name__
+        return f"{name} is {kind}, but should be a torch.Tensor itself."
     if tuple(value.shape) != shape:
         return f"{name}.shape={tuple(value.shape)}, but should be {shape}."
     if value.device != inputs.device:
@@ -141,6 +144,8 @@ def written_input(given: Inputs, inputs: Inputs) -> str:
     """Return which of its inputs a kernel changed; empty when none."""
     for name, mine in inputs.tensors().items():
         its = given.tensors()[name]
+        if _STORAGE(its).nbytes() != _STORAGE(mine).nbytes():  # it may not be read any more
+            return f"freed the memory of its input {name}."
         # As bytes: a NaN that was in the input equals itself only so.
         if not _EQUAL(*(_VIEW(_CONTIGUOUS(t), torch.uint8) for t in (mine, its))):
             return f"wrote to its input {name}."

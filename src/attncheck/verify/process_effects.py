@@ -82,7 +82,7 @@ def _signals_restored(value: dict[int, Any]) -> None:
 
 def _denormals() -> bool:
     """Return whether the smallest numbers are numbers; if not, every float near 0 is 0."""
-    return bool(torch.tensor(5e-324, dtype=torch.float64) * 1.0 != 0.0)
+    return bool(torch.tensor(5e-324, dtype=torch.float64, device="cpu") * 1.0 != 0.0)
 
 
 def _deterministic_restored(value: tuple[bool, bool]) -> None:

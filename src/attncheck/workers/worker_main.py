@@ -12,6 +12,7 @@ import faulthandler
 import fcntl
 import os
 import queue
+import resource
 import signal
 import sys
 import threading
@@ -103,7 +104,8 @@ def _bind(host: int, *, dies_with_it: bool) -> None:
 
 def _moved(descriptor: int) -> int:
     """The same, high up, and closed in whatever this process starts or forks into."""
-    high = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _HIGH)
+    few = resource.getrlimit(resource.RLIMIT_NOFILE)[0] <= _HIGH
+    high = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 0 if few else _HIGH)
     os.close(descriptor)
     os.register_at_fork(after_in_child=lambda: _close(high))
     return high
