@@ -266,7 +266,7 @@ def _blind(report: Report) -> str:
     """Faults that no question would have noticed; nothing where not all of them were asked."""
     # Questions that were chosen by hand are not meant to see everything.
     words = shlex.split(report.command)
-    if any(word.partition("=")[0] == _OPTION for word in words):
+    if any(word.partition("=")[0] in {_OPTION, "--last-failed"} for word in words):
         return ""
     missed = missed_faults([one for one in report.records if one.unclaimed is msgspec.UNSET])
     return f"insensitive: no question would have noticed {', or '.join(missed)}" if missed else ""
