@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -136,6 +137,46 @@ def test_verbose_shows_every_question_and_the_worst_in_full(check, tmp_path):
     assert any(line.startswith("what is allowed there") for line in lines)
 
 
+def test_what_failed_is_asked_alone_and_then_all_again(check, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(EXAMPLE.read_text())
+    spec, all_of = "mine.py::sees_the_next_key", ("--question", "plain", *QUICK)
+    run = check(spec, *all_of, "--last-failed", "-q", cwd=tmp_path)
+    assert f"there is no report of {spec} in 'reports': every question is asked" in run.stderr
+    assert run.stdout.startswith(f"FAIL {spec}: 2 of 3 questions failed")
+    run = check(spec, *all_of, "--last-failed", "-q", cwd=tmp_path)
+    assert run.stderr == ""
+    assert run.stdout.startswith(f"FAIL {spec}: 2 of 2 questions failed")
+    assert "--last-failed" not in run.stdout  # what reproduces it does not depend on the last run
+    path.write_text(EXAMPLE.read_text().replace("first_hidden = 2", "first_hidden = 1"))
+    assert check(spec, "--last-failed", "-q", cwd=tmp_path).stdout == f"PASS {spec}: 2 questions\n"
+    run = check(spec, *all_of, "--last-failed", "-q", cwd=tmp_path)
+    assert f"nothing of {spec} failed last time: every question is asked" in run.stderr
+    assert run.stdout == f"PASS {spec}: 3 questions\n"
+
+
+def test_a_changed_file_is_asked_again_and_an_interrupt_is_one_line(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(EXAMPLE.read_text())
+    words = [sys.executable, "-m", "attncheck", "check", "mine.py::sees_the_next_key", "--watch"]
+    how = {"cwd": tmp_path, "env": without_columns(), "text": True}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    watching = subprocess.Popen([*words, *QUICK, "-q"], **how, **pipes)
+    try:
+        assert "watching ./*.py" in watching.stderr.readline()
+        path.write_text(EXAMPLE.read_text().replace("first_hidden = 2", "first_hidden = 1"))
+        assert "watching ./*.py" in watching.stderr.readline()
+    finally:
+        watching.send_signal(signal.SIGINT)
+    out, errors = watching.communicate()
+    assert watching.returncode == 130
+    assert errors == "attncheck: no longer watching mine.py::sees_the_next_key.\n"
+    verdicts = [line for line in out.splitlines() if line.startswith(("PASS", "FAIL"))]
+    name = "mine.py::sees_the_next_key"
+    # What failed first, and then all.
+    assert verdicts == [f"FAIL {name}: 2 of 2 questions failed", *[f"PASS {name}: 2 questions"] * 2]
+
+
 @pytest.mark.parametrize("spec", ["mine.py::kernel", "mine:kernel"])
 def test_standard_output_is_the_report_alone(check, mine, spec):
     run = check(spec, "--question", "plain", "--dtype", "fp32", "--format", "json", "-q", cwd=mine)
@@ -229,6 +270,7 @@ def test_a_kernel_of_attnchecks_own(check, tmp_path):
             "did you mean 'json'? Choose from csv",
         ),
         (("mine.py::kernel", "--out", "mine.py"), "mine.py"),
+        (("ideal", "--watch"), "--watch watches a file: kernel 'ideal' must be FILE.py::NAME"),
     ],
 )
 def test_bad_input_is_one_line_and_nothing_is_written(check, mine, arguments, says):

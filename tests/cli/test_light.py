@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 
 from attncheck.cli import attncheck
 
+EDGES = ("even", "tall", "wide")
 HEAVY = {"torch", "triton", "numpy", "rich", "mpmath", "hypothesis", "jinja2", "attncheck.verify"}
 PROGRAM = """
 import sys
@@ -48,3 +50,60 @@ print(*sys.modules)
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert not absent & set(done.stdout.splitlines()[-1].split())
     assert ("what supports what on cpu" in done.stdout) is bool(options)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_gets_its_script(shell):
+    words = [sys.executable, "-m", "attncheck", "completion", shell]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert "_ATTNCHECK_COMPLETE" in done.stdout
+    assert done.stderr == ""
+
+
+COMPLETES = """
+import os, sys
+from attncheck.cli import main
+
+try:
+    main()
+except SystemExit:
+    print(*sys.modules, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "offers"),
+    [
+        ("che", {"check"}),
+        ("check ide", {"ideal"}),
+        ("check my", {"my_kernel.py::"}),
+        ("check x --dtype b", {"bf16"}),
+        ("check x --convention fl", {"flash_attn", "flex"}),
+        ("check x --question decode-causal-", {f"decode-causal-{n}" for n in EDGES}),
+        ("rmse --kernel ide", {"ideal"}),
+        ("rmse --variant caus", {"causal"}),
+        ("check x --format j", {"json"}),
+        ("check x --las", {"--last-failed"}),
+    ],
+)
+def test_a_word_is_completed_without_anything_heavy(tmp_path, words, offers):
+    (tmp_path / "my_kernel.py").write_text("")
+    typed = f"attncheck {words}"
+    variables = {"_ATTNCHECK_COMPLETE": "bash_complete", "COMP_WORDS": typed}
+    variables["COMP_CWORD"] = str(len(typed.split()) - 1)
+    program = [sys.executable, "-c", COMPLETES]
+    environment = os.environ | variables
+    done = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert {line.partition(",")[2] for line in done.stdout.splitlines()} == offers
+    assert not HEAVY & set(done.stderr.split())
+
+
+def test_what_is_offered_is_known():
+    from attncheck.cases.check_cases import check_cases
+    from attncheck.cli.completion import _CONVENTIONS, _formats, _questions
+    from attncheck.reporting.rendering import FORMATS
+    from attncheck.subjects.conventions.declarations import CONVENTIONS
+
+    assert {*_CONVENTIONS} == {*CONVENTIONS}
+    assert {*_questions()} <= {question.name for question in check_cases("bf16")}
+    assert tuple(_formats()) == FORMATS

@@ -47,7 +47,7 @@ def launch(q, k, v, causal, sm_scale, tile=64, shift=0, masked=True):
     if not q.shape == k.shape == v.shape:
         raise RuntimeError("q, k and v must have one shape")
     batch, heads, rows, dim = q.shape
-    out = torch.empty_like(q)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     forward[triton.cdiv(rows, tile), batch * heads](
         q.contiguous(), k.contiguous(), v.contiguous(), out, sm_scale, rows,
         D=dim, TILE=tile, CAUSAL=causal, SHIFT=shift, MASKED=masked,

@@ -29,6 +29,8 @@ from attncheck.workers.units import Done, Unit
 sys.path.insert(0, str(Path(__file__).parent))
 from driven import answers, choices, drive, named
 
+TUTORIAL = Path(__file__).parents[1] / "data" / "tutorial_kernels.py"
+
 
 def wrong(results):
     return [a for a in answers(results) if a.record.status in FAILED_STATUSES]
@@ -253,3 +255,28 @@ def test_a_run_that_was_ended_says_what_is_missing_of_which_kernel(tmp_path):
     # Without its folder: a report is passed on.
     assert "not asked of other.py::attention: anything at all" in lines
     assert load_report(report_json(report), GateReport) == report
+
+
+@pytest.mark.parametrize(
+    ("kernel", "causes"),
+    [
+        ("right", []),
+        ("sees_the_next_key", ["the causal mask is one key too wide"]),
+        (
+            "whole_tiles_of_128",
+            ["the padding of the last tile of keys is not masked"],
+        ),
+    ],
+)
+def test_a_plain_function_is_asked_within_its_claims(kernel, causes):
+    _, results = drive(f"{TUTORIAL}::{kernel}", dtypes="", stages="contract,probes,memory")
+    described = next(done for done in results.values() if "summary" in done.facts)
+    assert "takes fp16; head_dim 16, 32, 64, 128, 256" in described.facts["summary"]
+    # A smaller form of one of them is no failure of its own.
+    failed = [one.record for one in answers(results) if not one.smallest_of]
+    failed = [record for record in failed if record.status in FAILED_STATUSES]
+    found = [group.cause for group in group_by_cause(failed)]
+    assert len(found) == len(causes)
+    assert all(one.startswith(cause) for one, cause in zip(found, causes, strict=True))
+    passed = [one.record for one in answers(results) if one.record.status == "pass"]
+    assert {problem_of(record).dtype for record in passed} == {"fp16"}

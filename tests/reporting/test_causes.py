@@ -10,7 +10,7 @@ import pytest
 from attncheck.core.judgement import Judgement
 from attncheck.core.source_files import import_file
 from attncheck.records.failure_causes import group_by_cause, symptom
-from attncheck.records.record import Diagnosis, Explanation
+from attncheck.records.record import Diagnosis, Explanation, Unclaimed
 from attncheck.reporting.diagnosis_text import causes_section
 from attncheck.reporting.gate_document import gate_document
 from attncheck.reporting.gate_verdict import failure_groups
@@ -46,6 +46,24 @@ def test_what_one_model_explains_is_one_group():
     assert shape(*(explained(WIDER, seed=seed) for seed in range(70))) == [
         (WIDER, True, tuple(range(70)))
     ]
+
+
+def test_what_lies_beyond_the_claims_of_a_kernel_is_one_finding():
+    def beyond(what, aspect="head_dims", **changes):
+        which = Unclaimed(aspect=aspect, what=what)
+        record = made.wrong("mine", asked={"seed": int(what)})
+        return msgspec.structs.replace(record, unclaimed=which, **changes)
+
+    records = [beyond("40"), made.wrong("mine"), beyond("80"), beyond("77", "lengths")]
+    died = beyond("1", "lengths", status="crash", judgement=None)
+    groups = shape(*records, died)
+    finding = "wrong, not refused, for head_dim 40, 80; lengths 77: mask the last tile, or refuse"
+    assert groups[0] == (f"{finding} them by ValueError", True, (0, 2, 3))
+    assert groups[1][2] == (1,)
+    assert groups[2][0].startswith("crash, no refusal, for lengths 1: ")
+    # What a model explains is told by its cause.
+    known = msgspec.structs.replace(explained(WIDER), unclaimed=records[0].unclaimed)
+    assert shape(known, explained(WIDER, seed=1)) == [(WIDER, True, (0, 1))]
 
 
 def test_of_several_that_explain_as_well_the_one_that_explains_the_others_is_taken():

@@ -16,6 +16,7 @@ from attncheck import __version__
 from attncheck.cli.baseline import baseline
 from attncheck.cli.blocks import blocks
 from attncheck.cli.check import check
+from attncheck.cli.completion import complete, completion
 from attncheck.cli.config import config
 from attncheck.cli.demo import demo
 from attncheck.cli.doctor import doctor
@@ -80,6 +81,7 @@ attncheck.add_command(mods)
 attncheck.add_command(blocks)
 attncheck.add_command(merge)
 attncheck.add_command(report)
+attncheck.add_command(completion)
 
 
 def main() -> None:
@@ -96,6 +98,8 @@ def main() -> None:
         sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115  # stays open
     if not sys.warnoptions:
         warnings.simplefilter("ignore")  # of somebody's code; what it raises is said
+    if instruction := os.environ.get("_ATTNCHECK_COMPLETE"):
+        sys.exit(complete(attncheck, instruction))
     interrupts = Interrupts()
     try:
         Path.cwd()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import shlex
+import subprocess
 import sys
-from contextlib import closing
+import time
+from contextlib import closing, suppress
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from attncheck.workers.process import Died
 
 _MOST_SEARCHES = 4  # of a cause among all models, each of which takes a second
+_SECONDS_BETWEEN_LOOKS = 0.3
 _MOST_DEATHS = 2  # of the kernel's process, after which no more is asked
 
 
@@ -66,6 +70,14 @@ _MOST_DEATHS = 2  # of the kernel's process, after which no more is asked
     metavar="NAME",
     help="Ask this one alone, by the name it has in the report (repeatable).",
 )
+@click.option(
+    "--last-failed",
+    is_flag=True,
+    help="Ask what failed in the last report of this kernel alone; all where nothing did.",
+)
+@click.option(
+    "--watch", is_flag=True, help="Ask again whenever a file beside the kernel's has changed."
+)
 @device_option(
     "Where the kernel runs (default: cuda where there is a GPU; on a cpu Triton kernels are "
     "interpreted)."
@@ -86,6 +98,8 @@ def check(  # noqa: PLR0913  # one parameter per option
     dtypes: tuple[str, ...],
     head_dims: tuple[int, ...],
     names: tuple[str, ...],
+    last_failed: bool,
+    watch: bool,
     device: str | None,
     timeout: str | None,
     in_process: bool,
@@ -106,7 +120,11 @@ def check(  # noqa: PLR0913  # one parameter per option
     # Before torch is imported. Its threads wait for each other many times a question, and where
     # others are using the machine, waiting busily costs twenty times the work.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if watch:
+        return _watched(interrupts, spec)
     deadline = parse_seconds(timeout, "--timeout")
+    if last_failed:
+        names = _failed_names(spec, directory, names)
     worker = start_worker(spec, in_process=in_process)
     from msgspec.structs import replace
 
@@ -122,8 +140,7 @@ def check(  # noqa: PLR0913  # one parameter per option
 
     interrupts.check()  # the imports above take a while, and may have swallowed one
     rendering.check_format(fmt)
-    device = device or default_device()
-    require_device(device)
+    require_device(device := device or default_device())
     questions = _questions(dtypes, head_dims, names)
     prepare(device)  # before the file's own Triton functions are decorated
     command = typed_command(argument=spec)
@@ -154,23 +171,90 @@ def check(  # noqa: PLR0913  # one parameter per option
                 report = replace(report, kernels={subject.name: subject.summary})
             if claims is not None and (lines := tuple(claims.lines())):
                 report = replace(report, claims={subject.name: lines})
-            hung = claims.timeout if claims is not None else ""
             report = _answered(
-                interrupts, report, subject, questions, device, quiet=quiet, hung=hung
+                interrupts,
+                report,
+                subject,
+                questions,
+                device,
+                quiet=quiet,
+                hung=claims.timeout if claims is not None else "",
             )
             report = _diagnosed(report, subject, device)
     with interrupts.writing(directory):
         rendering.write_report(
             report, directory, "check", formats=("json", "md"), document=check_document
         )
+    page = check_document
+    if fmt == "table":
+        typed = shlex.join(["attncheck", *sys.argv[1:]])
+        page = partial(check_summary, command=typed, quiet=quiet, verbose=verbose)
     with standard_output():
-        if fmt == "table":
-            typed = shlex.join(["attncheck", *sys.argv[1:]])
-            page = partial(check_summary, command=typed, quiet=quiet, verbose=verbose)
-            rendering.show(report, document=page)
-        else:
-            rendering.show(report, fmt, document=check_document)
+        rendering.show(report, fmt, document=page)
     return check_exit_code(report)
+
+
+def _failed_names(spec: str, directory: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Questions that failed in the kernel's last report, of ``names`` where there are any."""
+    from attncheck.core.errors import UsageError
+    from attncheck.records.json_reports import load_report
+    from attncheck.records.record import FAILED_STATUSES, Report
+
+    path = Path(directory) / "check.json"
+    failed: list[str] = []
+    try:
+        records = load_report(path, Report).records
+    except UsageError:  # none is there, or another version's
+        fact = f"there is no report of {spec} in {directory!r}"
+    else:
+        fact = f"nothing of {spec} failed last time"
+        bad = (one for one in records if one.status in {*FAILED_STATUSES, "flaky"})
+        failed = [one.variant for one in bad if one.kernel == spec]
+    left = tuple(dict.fromkeys(name for name in failed if name in (names or failed)))
+    if not left:
+        click.echo(f"attncheck: {fact}: every question is asked.", err=True)
+    return left or names
+
+
+def _watched(interrupts: Interrupts, spec: str) -> int:
+    """Run the rest of the command line now, and again whenever a Python file has changed.
+
+    What failed is asked first, and all once that passes; ends by an interrupt alone.
+    """
+    from attncheck.core.errors import UsageError
+
+    folder = Path(spec.partition("::")[0]).parent
+    if "::" not in spec or not folder.is_dir():
+        raise UsageError(f"--watch watches a file: kernel {spec!r} must be FILE.py::NAME.")
+    words = [word for word in sys.argv[1:] if word not in {"--watch", "--last-failed"}]
+    program = [sys.executable, "-m", "attncheck", *words]
+    interrupts.message = f"no longer watching {spec}."
+    failed = False
+    while True:
+        before = _changes(folder)
+        code = 0
+        for more in (["--last-failed"], [])[not failed :]:
+            # A group of its own: an interrupt is ours, and ends it without a line of its own.
+            with standard_output():
+                words = [*program, *more]
+                run = subprocess.run(words, check=False, stdout=sys.stdout, process_group=0)  # noqa: S603  # ourselves
+            code = run.returncode
+            if code:
+                break
+        interrupts.check()
+        failed = code == 1
+        click.echo(f"attncheck: watching {folder}/*.py; Ctrl-C ends it.", err=True)
+        while _changes(folder) == before:
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+
+
+def _changes(folder: Path) -> dict[str, int]:
+    """When each Python file of ``folder`` was last written: a kernel imports those beside it."""
+    times = {}
+    for path in folder.glob("*.py"):
+        with suppress(OSError):  # an editor may just be replacing it
+            times[path.name] = path.stat().st_mtime_ns
+    return times
 
 
 def _questions(

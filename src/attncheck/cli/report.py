@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,14 @@ _LARGEST_SCRIPT = 2**20  # bytes of one that is taken over into a page
     metavar="DIR",
     help="Write all files of the report there (default: none).",
 )
+@click.option(
+    "--schema",
+    metavar="KIND",
+    is_eager=True,
+    expose_value=False,
+    callback=lambda context, _, kind: _print_schema(context, kind) if kind else None,
+    help="Print the JSON Schema of a kind of report, such as check or gate, and end.",
+)
 @click.make_pass_decorator(Interrupts, ensure=True)
 def report(interrupts: Interrupts, /, *, source: str, fmt: str, directory: str | None) -> int:
     """Show again what a run found.
@@ -52,6 +61,13 @@ def report(interrupts: Interrupts, /, *, source: str, fmt: str, directory: str |
     else:
         _show(interrupts, loaded, fmt, directory)
     return 0
+
+
+def _print_schema(context: click.Context, kind: str) -> None:
+    from attncheck.records.json_reports import report_schema
+
+    click.echo(json.dumps(report_schema(kind), indent=2))
+    context.exit()
 
 
 def _loaded(path: Path) -> GateReport | Report:

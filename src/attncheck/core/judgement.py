@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from html import escape
 from typing import Literal
 
 import msgspec
 
+from attncheck.core.sanitize_text import one_line
 from attncheck.core.tensor_names import AXES, TensorName
 
 __all__ = [
@@ -222,6 +224,16 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     blind_spot: BlindSpot | None = None
     arithmetic: str = ""
     lse_also_within: str = ""
+
+    def __str__(self) -> str:
+        """``fail: bound: out[0, 3] = 0.41, but …``; of a pass the largest error ÷ bound."""
+        shares = {"out": self.out_over_bound, "LSE": self.lse_over_bound}
+        largest = (f"{name} {share_text(x)}" for name, x in shares.items() if x is not None)
+        text = self.reason or " and ".join(f"{share} × the bound" for share in largest)
+        return one_line(": ".join(filter(None, (self.status, self.rule, text))))
+
+    def _repr_html_(self) -> str:
+        return f"<code>{escape(str(self))}</code>"
 
 
 def share_text(share: float, most: float = 1.0) -> str:

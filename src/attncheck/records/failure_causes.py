@@ -7,13 +7,14 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 from msgspec.structs import replace
 
 from attncheck.core.tensor_names import GRADIENTS
 from attncheck.records.record import FAILED_STATUSES, Diagnosis
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from attncheck.core.judgement import Rule
     from attncheck.records.record import Explanation, Record
@@ -27,6 +28,7 @@ _CALL_RULES: frozenset[Rule] = frozenset(
 )
 # Here the question says what is wrong: one relation may hold where another does not.
 _QUESTION_RULES: frozenset[Rule] = frozenset({"relation", "determinism"})
+_BEYOND = "beyond its claims"
 _NUMBER = re.compile(r"[-+−]?\d[\d.,]*(?:e[-+]?\d+)?")
 
 
@@ -77,12 +79,42 @@ def fault_text(explanation: Explanation) -> str:
     return f"{explanation.sentence}{f' [{form}]' if form else ''}"
 
 
+# Aspects of what lies beyond a kernel's claims, as its author would say them.
+_ASPECTS = {
+    "dtypes": "dtype ",
+    "head_dims": "head_dim ",
+    "lengths": "lengths ",
+    "gqa": "fewer key heads: ",
+    "rectangular": "other lengths of queries than of keys: ",
+    "causal": "",
+}
+
+
+def unclaimed_findings(records: Iterable[Record]) -> list[str]:
+    """Return what a kernel does beyond its claims and must not, a line for each way of it."""
+    ways: dict[str, dict[str, dict[str, None]]] = {}
+    for record in records:
+        which = record.unclaimed
+        if which is msgspec.UNSET or record.status not in FAILED_STATUSES:
+            continue
+        way = "wrong, not refused," if record.status == "fail" else f"{record.status}, no refusal,"
+        ways.setdefault(way, {}).setdefault(which.aspect, {})[which.what] = None
+    lines = []
+    for way, aspects in ways.items():
+        parts = [f"{_ASPECTS.get(name, name)}{', '.join(each)}" for name, each in aspects.items()]
+        mask = "mask the last tile, or " if "lengths" in aspects else ""
+        lines.append(f"{way} for {'; '.join(parts)}: {mask}refuse them by ValueError")
+    return lines
+
+
 def symptom(record: Record) -> Key:
     """Return how a Record fails: its status and rule, and what of the numbers or the call is wrong.
 
     Sizes and places in a message are left out: they differ from Case to Case.
     """
     judgement = record.judgement
+    if record.unclaimed is not msgspec.UNSET:
+        return record.status, _BEYOND
     if judgement is None:
         return record.status, "", _NUMBER.sub("#", record.reason)
     rule = judgement.rule
@@ -146,7 +178,10 @@ def _groups_of_kernel(
         if not models[i]:
             plain.setdefault(symptom(failures[i]), []).append(i)
     for key, alike in plain.items():
-        cause, known = _plain_cause(failures[alike[0]])
+        if key[-1] == _BEYOND:
+            (cause,), known = unclaimed_findings(failures[i] for i in alike), True
+        else:
+            cause, known = _plain_cause(failures[alike[0]])
         yield CauseGroup(kernel=kernel, cause=cause, known=known, members=tuple(alike), key=key)
 
 

@@ -7,11 +7,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from attncheck.core import json_numbers
-from attncheck.core.errors import UsageError
+from attncheck.core.errors import UnknownName, UsageError
+from attncheck.records.fault_scores import FaultReport, OwnTestsReport, SensitivityReport
 from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import Report
-from attncheck.records.run_reports import GateReport
-from attncheck.records.survey_reports import CertificateReport, OracleReport
+from attncheck.records.run_reports import BaselineComparison, GateReport, PropertyReport
+from attncheck.records.survey_reports import (
+    BlockReport,
+    CertificateReport,
+    FingerprintReport,
+    ModReport,
+    OracleReport,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -31,6 +38,46 @@ R = TypeVar("R", bound=msgspec.Struct)
 def report_json(report: msgspec.Struct) -> str:
     """Write ``report`` as indented JSON, keys in the order of its fields; see ``json_numbers``."""
     return json_numbers.to_json_text(report)
+
+
+REPORTS: dict[str, type[msgspec.Struct]] = {
+    "check": Report,
+    "rmse": Report,
+    "gate": GateReport,
+    "properties": PropertyReport,
+    "baseline": BaselineComparison,
+    "faults": FaultReport,
+    "own-tests": OwnTestsReport,
+    "sensitivity": SensitivityReport,
+    "oracles": OracleReport,
+    "certificates": CertificateReport,
+    "mods": ModReport,
+    "blocks": BlockReport,
+    "fingerprint": FingerprintReport,
+}
+"""Every kind of report, by what makes it."""
+
+
+def report_schema(kind: str) -> dict[str, Any]:
+    """Return the JSON Schema of the reports of a ``kind``; raises UnknownName for another one.
+
+    A number that JSON has no word for is a string: ``"nan"``, ``"inf"`` or ``"-inf"``.
+    """
+    if kind not in REPORTS:
+        raise UnknownName("kind of report", kind, REPORTS)
+    words: dict[str, Any] = {"enum": ["nan", "inf", "-inf"]}
+
+    def with_words(part: Any) -> Any:
+        if isinstance(part, list):
+            return [with_words(one) for one in part]
+        if not isinstance(part, dict):
+            return part
+        if part.get("type") == "number":
+            return {"anyOf": [part, words]}
+        return {name: with_words(value) for name, value in part.items()}
+
+    schema: dict[str, Any] = with_words(msgspec.json.schema(REPORTS[kind]))
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
 def load_report(source: Path | str, kind: type[R]) -> R:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from html import escape
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -337,6 +339,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     claims: dict[str, tuple[str, ...]] | msgspec.UnsetType = msgspec.UNSET
     incomplete: str | msgspec.UnsetType = msgspec.UNSET
     records: tuple[Record, ...]
+
+    def _repr_html_(self) -> str:
+        """The page of HTML in a frame of its own, where no text of it can act on the notebook."""
+        # By its name: the rooms above render, and data does not depend on them.
+        rendering = import_module("attncheck.reporting.rendering")
+        page = escape(rendering.render(self, "html"))
+        return f'<iframe sandbox srcdoc="{page}" style="width:100%;height:30em"></iframe>'
 
 
 def join_reports(reports: Sequence[Report]) -> Report:

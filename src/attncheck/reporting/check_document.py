@@ -11,7 +11,7 @@ import msgspec
 
 from attncheck.core.judgement import Rule, share_text
 from attncheck.core.tensor_names import AXES
-from attncheck.records.failure_causes import group_by_cause
+from attncheck.records.failure_causes import group_by_cause, unclaimed_findings
 from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import FAILED_STATUSES, UNTRUSTED_STATUSES
 from attncheck.reporting import number_text
@@ -36,7 +36,6 @@ from attncheck.reporting.record_text import (
     gradient_shares,
     gradients_of,
     refusal_lines,
-    unclaimed_findings,
     verdict_remarks,
 )
 
@@ -267,7 +266,7 @@ def _blind(report: Report) -> str:
     """Faults that no question would have noticed; nothing where not all of them were asked."""
     # Questions that were chosen by hand are not meant to see everything.
     words = shlex.split(report.command)
-    if any(word.partition("=")[0] == _OPTION for word in words):
+    if any(word.partition("=")[0] in {_OPTION, "--last-failed"} for word in words):
         return ""
     missed = missed_faults([one for one in report.records if one.unclaimed is msgspec.UNSET])
     return f"insensitive: no question would have noticed {', or '.join(missed)}" if missed else ""

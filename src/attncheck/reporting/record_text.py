@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-import msgspec
-
-from attncheck.records.record import FAILED_STATUSES
 from attncheck.reporting.document import Look, Note
 from attncheck.reporting.number_text import plural
 
@@ -132,34 +129,6 @@ def verdict_remarks(judgement: Judgement | None) -> Iterator[Note]:
         yield Note(f"not judged: {rows} have no finite bound{jumps}", "notable")
     if judgement.lse_also_within:
         yield Note(f"LSE is also within: {judgement.lse_also_within}", "dim")
-
-
-# Aspects of what lies beyond a kernel's claims, as its author would say them.
-_ASPECTS = {
-    "dtypes": "dtype ",
-    "head_dims": "head_dim ",
-    "lengths": "lengths ",
-    "gqa": "fewer key heads: ",
-    "rectangular": "other lengths of queries than of keys: ",
-    "causal": "",
-}
-
-
-def unclaimed_findings(records: Iterable[Record]) -> list[str]:
-    """Return what a kernel does beyond its claims and must not, a line for each way of it."""
-    ways: dict[str, dict[str, dict[str, None]]] = {}
-    for record in records:
-        which = record.unclaimed
-        if which is msgspec.UNSET or record.status not in FAILED_STATUSES:
-            continue
-        way = "wrong, not refused," if record.status == "fail" else f"{record.status}, no refusal,"
-        ways.setdefault(way, {}).setdefault(which.aspect, {})[which.what] = None
-    lines = []
-    for way, aspects in ways.items():
-        parts = [f"{_ASPECTS.get(name, name)}{', '.join(each)}" for name, each in aspects.items()]
-        mask = "mask the last tile, or " if "lengths" in aspects else ""
-        lines.append(f"{way} for {'; '.join(parts)}: {mask}refuse them by ValueError")
-    return lines
 
 
 def gradients_of(record: Record) -> dict[TensorName, GradientErrors]:

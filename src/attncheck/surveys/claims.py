@@ -422,7 +422,9 @@ def _keep_claims(claims: Claims, path: Path, kernel: str, files: Iterable[str]) 
     file, colons, _ = kernel.partition("::")
     module = kernel.partition(":")[0].replace(".", "/")
     own = (os.path.abspath(file),) if colons else (f"/{module}.py", f"/{module}/__init__.py")  # noqa: PTH100  # no link is followed, as by import
-    files = [name for name in files if Path(name).is_file()]  # not of what is imported otherwise
+    # Packages of another environment are installed ones too; what is imported otherwise is no file.
+    mine = (name for name in files if "site-packages" not in Path(name).parts)
+    files = [name for name in mine if Path(name).is_file()]
     if not any(name.replace(os.sep, "/").endswith(own) for name in files):
         return
     # A folder that cannot be written to costs a few seconds next time.

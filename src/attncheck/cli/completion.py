@@ -1,0 +1,97 @@
+"""``attncheck completion``: the script by which a shell completes words, and what it offers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.shell_completion import CompletionItem, get_completion_class, shell_complete
+
+from attncheck.cli.standard_output import Verb, standard_output
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+_SHELLS = ("bash", "zsh", "fish")
+_VARIABLE = "_ATTNCHECK_COMPLETE"
+_CONVENTIONS = ("flash_attn", "flex", "native", "paged", "sdpa", "varlen")
+
+
+@click.command(cls=Verb)
+@click.argument("shell", type=click.Choice(_SHELLS))
+def completion(*, shell: str) -> None:
+    """Print the script by which a SHELL completes verbs, options, kernels, dtypes and so on.
+
+    bash: eval "$(attncheck completion bash)" in ~/.bashrc; zsh likewise in ~/.zshrc; fish:
+    attncheck completion fish > ~/.config/fish/completions/attncheck.fish.
+    """
+    kind = get_completion_class(shell)
+    assert kind is not None
+    script = kind(click.Group(), {}, "attncheck", _VARIABLE)
+    with standard_output():
+        # Not its ``source()``, which starts a bash to ask for its version.
+        click.echo(script.source_template % script.source_vars())
+
+
+def complete(group: click.Group, instruction: str) -> int:
+    """Answer a shell that asks how a word may go on; return the exit code."""
+    for command in group.commands.values():
+        for parameter in command.params:
+            names = _NAMES.get(parameter.opts[0])
+            if names is not None:
+                parameter.shell_complete = _offer(names)  # type: ignore[assignment]  # of this one alone
+    return shell_complete(group, {}, "attncheck", _VARIABLE, instruction)
+
+
+def _offer(names: Callable[[], Iterable[str]]) -> Callable[[Any, str], list[CompletionItem]]:
+    def offer(context: Any, incomplete: str) -> list[CompletionItem]:
+        del context
+        return [CompletionItem(name) for name in sorted(names()) if name.startswith(incomplete)]
+
+    return offer
+
+
+# Each imports what is light alone: whoever presses a key does not wait for torch.
+def _kernels() -> Iterable[str]:
+    from attncheck.core.errors import UsageError
+    from attncheck.subjects.capabilities.configuration import read_configuration
+    from attncheck.subjects.capabilities.named_kernels import BUILTIN
+
+    try:
+        configured = tuple(read_configuration().kernels)
+    except UsageError:  # said where the file is used
+        configured = ()
+    return {*BUILTIN, *configured, *(f"{path.name}::" for path in Path.cwd().glob("*.py"))}
+
+
+def _dtypes() -> Iterable[str]:
+    from attncheck.core.formats import DTYPES
+
+    return [name for name, dtype in DTYPES.items() if dtype.measured]
+
+
+def _variants() -> Iterable[str]:
+    from attncheck.cases.variants import FURTHER, VARIANTS
+
+    return {*VARIANTS, *FURTHER}
+
+
+def _questions() -> Iterable[str]:
+    from attncheck.cases.named_problems import CHECK, PROBED, tagged
+
+    return {*tagged(CHECK), *(f"decode-{name}" for name in tagged(PROBED))}
+
+
+def _formats() -> Iterable[str]:
+    return ("table", "json", "md", "csv", "html")
+
+
+_NAMES: dict[str, Callable[[], Iterable[str]]] = {
+    **dict.fromkeys(("spec", "kernel", "kernels", "--kernel"), _kernels),
+    "--dtype": _dtypes,
+    "--variant": _variants,
+    "--question": _questions,
+    "--convention": lambda: _CONVENTIONS,
+    "--format": _formats,
+}
