@@ -14,12 +14,12 @@ from attncheck.diagnose import diagnosis
 from attncheck.diagnose.diagnosis import (
     LARGEST_DIAGNOSED,
     CauseSearch,
-    Findings,
     _as_diagnosis,
     diagnose_failure,
     explain_failure,
     explained_by,
 )
+from attncheck.diagnose.explanations import Findings
 from attncheck.fault_models import FAULT_MODELS
 from attncheck.inputs.problem import Case, Problem
 from attncheck.judge.fault_explanation import FaultExplanation, count_equals

@@ -266,7 +266,7 @@ def test_a_known_failure_is_asked_in_place_of_a_search():
 def test_stages_are_named_in_their_order():
     assert parse_stages(("memory", "probes")) == ("probes", "memory")
     assert "bounds" not in parse_stages((), ("bounds",))
-    with pytest.raises(UnknownName, match="choose from baseline"):
+    with pytest.raises(UnknownName, match="Choose from baseline"):
         parse_stages(("bound",))
     with pytest.raises(UsageError, match="no stage is left"):
         parse_stages(("bounds",), ("bounds",))

@@ -367,7 +367,8 @@ def _show_row(rows: RowsAsMeasured, record: Record) -> None:
 
 def _draw(report: Report, options: RmseOptions) -> None:
     """Draw the report; where nothing was measured just now, say so and no more."""
-    from attncheck.reporting.image_files import measured, write_plots
+    from attncheck.reporting.image_files import write_plots
+    from attncheck.reporting.rmse_plot import measured
 
     if options.plots and not options.sources and not measured(report):
         click.echo("attncheck: nothing was measured: no plot is drawn.", err=True)

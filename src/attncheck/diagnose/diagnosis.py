@@ -54,17 +54,6 @@ if TYPE_CHECKING:
     from attncheck.subjects.capabilities.subject import Subject
     from attncheck.verify.executor import Executor
 
-__all__ = [
-    "EXPLANATIONS_SHOWN",
-    "LARGEST_DIAGNOSED",
-    "CauseSearch",
-    "Findings",
-    "diagnose_failure",
-    "diagnose_result",
-    "explain_failure",
-    "explained_by",
-]
-
 LARGEST_DIAGNOSED = 2**22
 """Most (row, key) pairs of all heads of a problem that is diagnosed."""
 EXPLANATIONS_SHOWN = 3

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from attncheck.fault_models.steps import Steps
     from attncheck.faults.fault import Control, Fault, HostName
 
-__all__ = ["COPIED", "NotPlanted", "model_steps", "plant"]
-
 _ROOT = Path(attncheck.__file__).parent
 _SHARED = {"compilation"}  # it prepares Triton, for all kernels alike
 

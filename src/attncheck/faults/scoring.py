@@ -26,8 +26,9 @@ from attncheck.core.sanitize_text import one_line
 from attncheck.faults.catalogue import fault_named
 from attncheck.faults.fault import HOSTS, Control, Fault
 from attncheck.faults.fault_selection import FILE, file_fault_reference
+from attncheck.faults.patching import NotPlanted
 from attncheck.faults.peer_rules import PeerRules, RecordingExecutor
-from attncheck.faults.planting import NotPlanted, plant
+from attncheck.faults.planting import plant
 from attncheck.gate.choices import Choices
 from attncheck.gate.gate_worker import GateWorker
 from attncheck.gate.plan import describe_units, priority

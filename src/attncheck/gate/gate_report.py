@@ -113,7 +113,7 @@ def _missing(
     units: Iterable[Unit], described: Iterable[Mapping[str, Any]]
 ) -> dict[str, dict[Stage, int]]:
     """Count units without an answer by kernel and stage; without another commit's."""
-    names = {str(facts["kernel"]): str(facts["name"]) for facts in described}
+    names = {str(facts.get("kernel")): str(facts["name"]) for facts in described}
     missing: dict[str, dict[Stage, int]] = {}
     for unit in units:
         if not unit.commit:

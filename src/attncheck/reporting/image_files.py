@@ -19,25 +19,12 @@ from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import Diagnosis, ErrorMap, TileMap
 from attncheck.reporting.diagnosis_text import explanation_facts
 from attncheck.reporting.number_text import plural
-from attncheck.reporting.rmse_plot import STYLE, figure, measured
+from attncheck.reporting.rmse_plot import STYLE, figure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from attncheck.records.record import Record, Report
-
-__all__ = [
-    "INSTALL",
-    "SUFFIXES",
-    "check_plots",
-    "error_figure",
-    "error_image",
-    "is_mapped",
-    "measured",
-    "report_image",
-    "write_error_plots",
-    "write_plots",
-]
 
 SUFFIXES = (".png", ".svg")
 INSTALL = "pip install 'attncheck[plot]'"

@@ -23,7 +23,7 @@ from attncheck.verify.kernel_server import Compiling
 from attncheck.verify.run_case import run_case
 
 if TYPE_CHECKING:
-    from attncheck.diagnose.diagnosis import Findings
+    from attncheck.diagnose.explanations import Findings
     from attncheck.inputs.problem import Case
     from attncheck.records.record import Record
     from attncheck.subjects.capabilities.subject import Subject

@@ -29,26 +29,6 @@ if TYPE_CHECKING:
     from attncheck.subjects.capabilities.subject import Subject, Tiling
     from attncheck.verify.executor import Executor
 
-__all__ = [
-    "DIM",
-    "GROUP",
-    "KEYS",
-    "LN2",
-    "ROWS",
-    "STEPS",
-    "Grid",
-    "Scene",
-    "SceneResult",
-    "SceneRunner",
-    "Unanswered",
-    "blank_inputs",
-    "coarsest",
-    "make_scene",
-    "read_grid",
-    "repeat_elements",
-]
-
-
 LN2 = fp32(math.log(2.0))
 ROWS, KEYS, DIM = 128, 128, 64
 GROUP = 16

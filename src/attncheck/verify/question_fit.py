@@ -22,19 +22,6 @@ if TYPE_CHECKING:
     from attncheck.verify.call_checks import Check
     from attncheck.verify.executor import Executor
 
-__all__ = [
-    "CHECKS",
-    "COMPARE",
-    "adapted_cases",
-    "adapted_problems",
-    "allowed_parameters",
-    "check_question",
-    "not_applicable_reason",
-    "question_problem",
-    "question_summary",
-    "unfit_reason",
-]
-
 COMPARE = "compare"
 """The question whether every element is exact attention up to rounding."""
 

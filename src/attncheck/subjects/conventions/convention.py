@@ -31,28 +31,6 @@ if TYPE_CHECKING:
     from attncheck.subjects.conventions.layouts import Layout
     from attncheck.subjects.conventions.parse import CallArguments, ParsedCall
 
-__all__ = [
-    "ALIGNMENTS",
-    "EMPTY_ROWS",
-    "LSE_BASES",
-    "SINKS",
-    "WRITTEN_OUT",
-    "Argument",
-    "Arguments",
-    "Convention",
-    "ConventionOptions",
-    "MadeArgument",
-    "Parameter",
-    "Request",
-    "Signature",
-    "callee",
-    "input_argument",
-    "needed",
-    "number_tensor",
-    "offered",
-    "spare",
-]
-
 SINKS = ("sinks", "sink", "s_aux", "softmax_sink", "attention_sinks")
 """Names for each head's logit, fp32 ``(heads,)``: those of gpt-oss, of flash-attn's Hopper kernels,
 and others that say the same. Not ``learnable_sink``: flash-attn's CuTe kernels take bf16 there, to
