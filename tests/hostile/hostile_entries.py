@@ -171,6 +171,10 @@ def mistakes(entry: Entry, folder: Path, done: subprocess.CompletedProcess[str])
     if len(err) > _MOST_LINES + entry.prints:
         found.append(f"{len(err)} lines of standard error")
     wants_colours = "FORCE_COLOR" in entry.environment
+    checks = entry.command.startswith("check") and entry.code in _VERDICTS and entry.says
+    verdict = (out or [""])[0].lstrip("\x1b[0123456789;m# ")
+    if checks and not verdict.startswith(("PASS ", "FAIL ", "NOTHING TESTED ")):
+        found.append(f"begins without a verdict: {verdict!r}")
     if not wants_colours and (unsafe := _UNSAFE.findall(done.stdout + done.stderr)):
         found.append(f"characters {sorted(set(unsafe))} reach the terminal")
     if re.search(r'File "[^"]*\battncheck/\w', done.stdout + done.stderr):

@@ -45,7 +45,7 @@ _PERIOD = 0.1  # seconds between two looks at whether a silent process is still 
 _PAUSE = 0.02  # seconds between two looks at whether one that is to end has ended
 _LAST_LINES = 3  # of standard error, which a message ends with
 _LONGEST_LINE = 300  # characters
-_OURS = f"{Path(__file__).parents[1]}{os.sep}"  # where what a kernel broke may be noticed
+_OURS = f"{Path(__file__).parents[1]}{os.sep}"
 
 # The worker finds modules where this process does, and not in the folder that it is in.
 _CODE = "import sys; sys.path[:] = {path!r}; from attncheck.workers.worker_main import main; main()"
@@ -285,7 +285,9 @@ class Worker:
         # Other threads, such as the one that listens to us, are dumped before it.
         at_fault = dump.rpartition("Current thread ")[2]
         lines = [one_line(line) for line in at_fault.splitlines()]
-        places = [line for line in lines if line.startswith("File ") and _OURS not in line]
+        ours = (_OURS, '"<string>"')  # what a kernel broke may be noticed there
+        places = [each for each in lines if each.startswith("File ")]
+        places = [each for each in places if not any(one in each for one in ours)]
         return ", ".join([what, *places[:1]])
 
     def _wait(self, *, writing: bool) -> None:
