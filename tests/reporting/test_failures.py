@@ -97,7 +97,7 @@ def test_what_is_no_id(failed, reports, text):
     with pytest.raises(UsageError, match="is no id"):
         keep_failure(replace(failed, id=text), reports)
     assert not reports.exists()
-    with pytest.raises(UsageError, match=r"cannot be read: No such file or directory\.$"):
+    with pytest.raises(UsageError, match="is neither a file nor an id: "):
         find_reproduction(text, reports)
 
 
