@@ -355,6 +355,6 @@ def test_names_of_recordings_are_not_offered(recorded):
         {"score": Spec.of("alebi")},
         {"distribution": "nirmal"},
     ):
-        with pytest.raises(UnknownName, match="(?i)choose from ") as error:
+        with pytest.raises(UnknownName, match=r"(?i)choose from ") as error:
             Problem(query=5, **fields)
         assert "safetensors" not in str(error.value)
