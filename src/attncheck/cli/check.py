@@ -10,7 +10,7 @@ import time
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -126,12 +126,9 @@ def check(  # noqa: PLR0913  # one parameter per option
     if last_failed:
         names = _failed_names(spec, directory, names)
     worker = start_worker(spec, in_process=in_process)
-    from msgspec.structs import replace
-
     from attncheck.reporting import rendering
     from attncheck.reporting.check_document import check_document, check_summary
     from attncheck.reporting.exit_codes import check_exit_code
-    from attncheck.surveys.claims import claimed_questions, on_terms
     from attncheck.verify.environment import default_device, prepare, require_device
     from attncheck.verify.kernel_hosts import open_kernel
     from attncheck.verify.remote_kernel import Deadlines
@@ -158,29 +155,18 @@ def check(  # noqa: PLR0913  # one parameter per option
     else:
         with closing(host):
             rendering.check_writable(directory, "check")
-            subject = host.subject
-            report = assemble_report([subject], (), device=device, command=command)
-            claims = _claims(interrupts, subject, spec, device, quiet=quiet)
-            if claims is not None and not claims.timeout:
-                terms = claims.terms(dtypes, head_dims, names)
-                subject = on_terms(subject, terms)
-                questions = claimed_questions(
-                    claims, terms, device=device, dtypes=dtypes, head_dims=head_dims, names=names
-                )
-                # By another convention it says other things of itself.
-                report = replace(report, kernels={subject.name: subject.summary})
-            if claims is not None and (lines := tuple(claims.lines())):
-                report = replace(report, claims={subject.name: lines})
-            report = _answered(
+            report = assemble_report([host.subject], (), device=device, command=command)
+            options = {"dtypes": dtypes, "head_dims": head_dims, "names": names}
+            report = _checked(
                 interrupts,
                 report,
-                subject,
+                host.subject,
                 questions,
-                device,
+                options,
+                spec=spec,
+                device=device,
                 quiet=quiet,
-                hung=claims.timeout if claims is not None else "",
             )
-            report = _diagnosed(report, subject, device)
     with interrupts.writing(directory):
         rendering.write_report(
             report, directory, "check", formats=("json", "md"), document=check_document
@@ -192,6 +178,39 @@ def check(  # noqa: PLR0913  # one parameter per option
     with standard_output():
         rendering.show(report, fmt, document=page)
     return check_exit_code(report)
+
+
+def _checked(
+    interrupts: Interrupts,
+    report: Report,
+    subject: Subject,
+    questions: list[CheckCase],
+    options: dict[str, tuple[Any, ...]],
+    *,
+    spec: str,
+    device: str,
+    quiet: bool,
+) -> Report:
+    """The Report with every Record, within what a plain function is found to take.
+
+    Options are what was asked for by name, which a function is taken to claim.
+    """
+    from msgspec.structs import replace
+
+    from attncheck.surveys.claims import claimed_questions, on_terms
+
+    claims = _claims(interrupts, subject, spec, device, quiet=quiet)
+    if claims is not None and not claims.timeout:
+        terms = claims.terms(**options)
+        subject = on_terms(subject, terms)
+        questions = claimed_questions(claims, terms, device=device, **options)
+        # By another convention it says other things of itself.
+        report = replace(report, kernels={subject.name: subject.summary})
+    if claims is not None and (lines := tuple(claims.lines())):
+        report = replace(report, claims={subject.name: lines})
+    hung = claims.timeout if claims is not None else ""
+    report = _answered(interrupts, report, subject, questions, device, quiet=quiet, hung=hung)
+    return _diagnosed(report, subject, device)
 
 
 def _failed_names(spec: str, directory: str, names: tuple[str, ...]) -> tuple[str, ...]:
