@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import faulthandler
 import fcntl
+import io
 import os
 import queue
 import resource
@@ -48,6 +49,9 @@ def main() -> None:
     requests, replies = _moved(requests), _moved(replies)
     key = _read_key(requests)
     faulthandler.enable()
+    # A line that a kernel prints is shown though its process is killed after it.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
     waiting: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
     listener = threading.Thread(
         target=_listen, args=(Receiver(requests, key), waiting, grace), daemon=True
