@@ -2,12 +2,14 @@
 pages, exact by the judge; and a list that is wrong, or pages that are, is noticed."""
 
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 import triton
 import triton.language as tl
+from tests.kernels.backward_calls import wrong_list
 
 from attncheck.core.errors import UsageError
 from attncheck.core.mod_spec import FULL, Spec
@@ -24,7 +26,7 @@ if not torch.cuda.is_available():
 from attncheck.kernels import flash2_forward as flash2_forward_room
 from attncheck.kernels import tile
 from attncheck.kernels.flash2_forward import flash2_forward, hoists_offsets
-from attncheck.kernels.launch import KernelPages, VisitList, needs_careful_launch
+from attncheck.kernels.launch import KernelPages, needs_careful_launch
 from attncheck.mods.to_triton import to_triton
 from attncheck.subjects.kernel_mods import mask_expression
 
@@ -99,69 +101,23 @@ class WrongList(Flash2):
         self.change = change
 
     def visited(self, problem, device):
-        right = super().visited(problem, device)["tiles"]
-        return {"tiles": self.change(right.runs.clone(), right.counts.clone())}
+        return {"tiles": self.change(super().visited(problem, device)["tiles"])}
 
 
-def nothing(runs, counts) -> VisitList:
-    return VisitList(runs, counts)
-
-
-def last_dropped(runs, counts) -> VisitList:
-    counts[..., 1] -= 1
-    return VisitList(runs, counts)
-
-
-def first_dropped(runs, counts) -> VisitList:
-    runs[:, :, 1, 0] = runs[:, :, 1, 1]
-    return VisitList(runs, counts)
-
-
-def one_tile_short(runs, counts) -> VisitList:
-    runs[..., 2, 0, 1] -= 1
-    return VisitList(runs, counts)
-
-
-def one_tile_long(runs, counts) -> VisitList:
-    runs[..., 1, 0, 1] += 1  # full, so that the next is taken for full as well
-    return VisitList(runs, counts)
-
-
-def partial_called_full(runs, counts) -> VisitList:
-    runs[..., 0] |= 1
-    return VisitList(runs, counts)
-
-
-def twice(runs, counts) -> VisitList:
-    runs[..., 2, 1, :] = torch.tensor([0, 1])
-    counts[..., 2] = 2
-    return VisitList(runs, counts)
-
-
-def of_another_head(runs, counts) -> VisitList:
-    return VisitList(runs.roll(1, 1), counts.roll(1, 1))
-
-
-WRONG = {
-    "nothing": (nothing, "causal", "pass"),
-    "last dropped": (last_dropped, "causal", "fail"),
-    "first dropped": (first_dropped, "causal", "fail"),
-    "one tile short": (one_tile_short, "causal", "fail"),
-    "one tile long": (one_tile_long, "causal", "fail"),
-    "partial called full": (partial_called_full, "causal", "fail"),
-    "one twice": (twice, "causal", "fail"),
-    "of another head": (of_another_head, "of heads", "fail"),
-}
-
-
-@pytest.mark.parametrize("fault", WRONG)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *("nothing", "last run dropped", "first run dropped", "last tile short", "one tile long"),
+        *("partial called full", "one twice", "of another head"),
+    ],
+)
 def test_a_wrong_list_is_noticed(fault) -> None:
-    change, mask, expected = WRONG[fault]
-    problem = small(mask=MASKS[mask])
-    assert verdict(WrongList(change), problem) == expected
+    problem = small(mask=MASKS["of heads" if fault == "of another head" else "causal"])
+    subject = WrongList(partial(wrong_list, fault))
+    assert verdict(subject, problem) == ("pass" if fault == "nothing" else "fail")
     inputs = draw_inputs(problem)
     dense = Flash2((32, 32), dense=True).run(inputs)
-    assert same(WrongList(change).run(inputs), dense) == (expected == "pass")
+    assert same(subject.run(inputs), dense) == (fault == "nothing")
 
 
 def test_a_list_of_other_blocks_is_refused() -> None:
@@ -172,7 +128,7 @@ def test_a_list_of_other_blocks_is_refused() -> None:
     ):
         wrong = visits_room.visited_tiles(inputs.problem, *blocks, "cpu")
         with pytest.raises(UsageError) as error:
-            WrongList(lambda *_, wrong=wrong: wrong).run(inputs)
+            WrongList(lambda _, wrong=wrong: wrong).run(inputs)
         assert str(error.value) == says
 
 
@@ -294,20 +250,18 @@ def test_other_launches_of_flash2() -> None:
 
 
 SINKS = {"causal": {}, "nothing": {"mask": MASKS["nothing"]}, "full": {"mask": FULL}}
+SINKS["score mod"] = {"score": Spec.of("softcap", cap=5.0)}
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "e4m3"])
+@pytest.mark.parametrize(
+    ("dtype", "changes"),
+    [(dtype, name) for dtype in ("fp32", "bf16", "e4m3") for name in SINKS if name != "score mod"]
+    + [("bf16", "score mod")],
+)
 @pytest.mark.parametrize("subject", [Flash2(), Flash1()], ids=["flash2", "flash1"])
-@pytest.mark.parametrize("changes", SINKS.values(), ids=SINKS)
-def test_sinks_are_exact(changes, subject, dtype) -> None:
-    assert verdict(subject, small(sink=True, query=40, dtype=dtype, **changes)) == "pass"
-
-
-@pytest.mark.parametrize("subject", [Flash2(), Flash1()], ids=["flash2", "flash1"])
-def test_sinks_with_a_score_mod_are_exact(subject) -> None:
-    """Scores are natural then, and so is the sink."""
-    score = Spec.of("softcap", cap=5.0)
-    assert verdict(subject, small(sink=True, query=40, score=score)) == "pass"
+def test_sinks_are_exact(subject, changes, dtype) -> None:
+    """With a score mod scores are natural, and so is the sink."""
+    assert verdict(subject, small(sink=True, query=40, dtype=dtype, **SINKS[changes])) == "pass"
 
 
 @pytest.mark.parametrize("subject", [Flash2(), Flash1()], ids=["flash2", "flash1"])
