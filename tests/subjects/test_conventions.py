@@ -3,7 +3,6 @@
 import functools
 import math
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -421,7 +420,7 @@ class Holder:
 
 
 @pytest.fixture
-def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def mine(tmp_path, monkeypatch):
     path = tmp_path / "mine_of_conventions.py"
     path.write_text(MINE)
     monkeypatch.chdir(tmp_path)
