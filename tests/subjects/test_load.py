@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.messages import one_line
 
 from attncheck.core.errors import UnknownName, UsageError
 from attncheck.subjects.capabilities import named_kernels
@@ -124,9 +125,8 @@ def test_a_name_of_the_library():
 def test_what_cannot_be_loaded_is_said_in_one_line(tmp_path, text, name, message):
     path = tmp_path / "mine.py"
     path.write_text(text)
-    with pytest.raises(UsageError, match=message) as error:
+    with one_line(UsageError, match=message):
         load_subject(f"{path}::{name}")
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("kernel", ["nowhere.py::x", "::x"])
@@ -154,9 +154,8 @@ def test_an_interrupt_is_nobodys_fault(tmp_path):
     ],
 )
 def test_what_was_meant_is_said(kernel, wanted):
-    with pytest.raises(UsageError, match=wanted) as error:
+    with one_line(UsageError, match=wanted):
         load_subject(kernel)
-    assert "\n" not in str(error.value)
 
 
 def test_an_unknown_name_is_said_before_its_convention():
