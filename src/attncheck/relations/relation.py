@@ -94,6 +94,9 @@ class Relation:
             compared. What it finds of a kernel that does not make ``promise`` is a warning.
         spacious: Its inputs take gibibytes, of addresses or of a GPU: where there is not so much
             memory it is not asked, and no kernel is blamed.
+        in_turn: Its runs are calls of one sequence, in one process: a call finds in memory what the
+            calls before have left, and what they returned stays theirs. A call that is beyond the
+            judge's bounds is a finding too, where the first one is not.
         relaunched: The last run is by another launch of the kernel, the one that the parameter
             ``launch`` counts (``Subject.launches``); asked only of a kernel that has any.
         unfit: Why the relation does not apply to a Problem, in one line; None if it does.
@@ -107,6 +110,7 @@ class Relation:
     promise: Promise | Literal["", "bounds"] = ""
     needs_lse: bool = False
     only_promised: frozenset[Promise] = frozenset()
+    in_turn: bool = False
     relaunched: bool = False
     spacious: bool = False
     unfit: Unfit = fits_all
@@ -232,6 +236,16 @@ def change_tensors(
     return {name: change(tensors[name]) for name in names if name in tensors}
 
 
+def describe_turn(inputs: Sequence[Inputs], run: int) -> str:
+    """Return which call of a sequence a run is and what came before it, in a few words."""
+    own, before = inputs[run].problem, inputs[run - 1].problem
+    what = f"a {'longer' if before.kv > own.kv else 'shorter'} one ({before.shape})"
+    if before.shape == own.shape:
+        what = "other numbers of the same shapes"
+        what += f" under {before.mask}" if before.mask != own.mask else ""
+    return f"call {run + 1}, after {what}"
+
+
 # ------------------------------------------------------------------ comparing what they give
 
 
@@ -247,6 +261,7 @@ class Finding:
         allowed: How far the two may be apart; 0 where bits are compared.
         count: Wrong elements.
         compared: Elements compared.
+        what: Of which run, and what came before it; empty where that is plain.
     """
 
     tensor: TensorName
@@ -256,6 +271,7 @@ class Finding:
     allowed: float = 0.0
     count: int
     compared: int
+    what: str = ""
 
     @property
     def message(self) -> str:
@@ -265,8 +281,9 @@ class Finding:
         value, expected = f"{self.value:.9g}", f"{self.expected:.9g}"
         tolerance = f" ± {self.allowed:.2g}" if self.allowed else " bit for bit"
         verb = "differs" if self.count == 1 else "differ"
+        what = f"{self.what}: " if self.what else ""
         return (
-            f"{self.tensor}[{place}] = {value}, but should be {expected}{tolerance} "
+            f"{what}{self.tensor}[{place}] = {value}, but should be {expected}{tolerance} "
             f"({self.count} of {self.compared} elements {verb})"
         )
 
