@@ -1,19 +1,14 @@
 """What tests of several rooms need."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from tests.warm_python import Servers
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 # What is found of a kernel is kept for the next run: of the tests' own, not of a user's.
 if "ATTNCHECK_CACHE_DIR" not in os.environ:  # processes of pytest-xdist share that of the first

@@ -1,7 +1,5 @@
 """Scores of a softmax: each distribution provokes what it says, with the same bits everywhere."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 

@@ -1,7 +1,5 @@
 """Each distribution has the bits it always had, and provokes what it says."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import subprocess

@@ -1,7 +1,5 @@
 """The generator: the same bits everywhere, and the distributions that it claims."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import statistics

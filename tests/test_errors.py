@@ -1,7 +1,5 @@
 """Names that are misspelt: which one was meant."""
 
-from __future__ import annotations
-
 import pytest
 
 from attncheck.core.errors import UnknownName, did_you_mean

@@ -1,7 +1,5 @@
 """Number formats: the table against torch's, and rounding against torch's casts and rationals."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 

@@ -1,7 +1,5 @@
 """Inputs: drawn once, rounded once, and checked at the door."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 

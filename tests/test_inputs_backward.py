@@ -1,7 +1,5 @@
 """A backward's Inputs: the loss's gradients, beside numbers that stay what they were."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Inputs in fp8: every stored number by rational arithmetic, and the descales it is stored by."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 

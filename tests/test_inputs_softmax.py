@@ -1,7 +1,5 @@
 """Inputs of a softmax: scores drawn once, rounded once, and nothing of an attention."""
 
-from __future__ import annotations
-
 import hashlib
 
 import pytest

@@ -1,7 +1,5 @@
 """Problem and Case: JSON both ways, stable ids, and one line for every bad input."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """Problems of the operation softmax: what they have, what they refuse, ids of their own."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

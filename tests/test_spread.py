@@ -1,7 +1,5 @@
 """Memory that is reserved and hardly written."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

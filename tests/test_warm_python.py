@@ -1,7 +1,5 @@
 """A command in a fork of ``warm_python.py`` runs and ends as in a real Python."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The action and the example workflows: what they run, with what rights, and what they pass on."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

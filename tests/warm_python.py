@@ -8,8 +8,6 @@ descriptors or of signals starts a real Python, and so does at least one test of
 ``python warm_python.py ADDRESS MODULE…`` is the server, which ends with its standard input.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import gc
@@ -30,11 +28,8 @@ import tempfile
 import threading
 import traceback
 import types
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 # What Python reads when it starts, or a module when it is imported: servers differ in it.
 _READ_EARLY = ("PYTHON", "OMP_", "MKL_", "NPY_", "OPENBLAS_", "TRITON_INTERPRET")

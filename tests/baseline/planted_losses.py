@@ -1,28 +1,23 @@
 """A FlashAttention forward that keeps less than it could, and what a run of it measures."""
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from msgspec.structs import replace
 
 from attncheck.core.judgement import Judgement
 from attncheck.core.outputs import Outputs
+from attncheck.inputs.input_tensors import Inputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.record import Environment, Record
 from attncheck.records.run_reports import Answer
+from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.accuracy import accuracies
 from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Execution
 from attncheck.verify.obligations import outputs_digest
 from attncheck.verify.run_case import new_record
-
-if TYPE_CHECKING:
-    from attncheck.inputs.input_tensors import Inputs
-    from attncheck.subjects.capabilities.subject import Tiling
 
 FULL = 24  # significant bits of fp32
 

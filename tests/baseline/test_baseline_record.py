@@ -1,9 +1,9 @@
 """The file of a baseline: what is written is read back, and nothing else is."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -21,10 +21,6 @@ from attncheck.records.baseline_entries import (
     read_baseline,
 )
 from attncheck.records.record import Environment
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 CPU = Environment(
     device="cpu",

@@ -1,13 +1,11 @@
 """Beside a baseline: chance is not called a loss, and a loss is not called chance."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random
 from collections import Counter
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -31,14 +29,16 @@ from attncheck.baseline.comparison import (
     tiling_growth,
 )
 from attncheck.core.mod_spec import Spec
-from attncheck.records.baseline_entries import baseline_entries, environment_id, make_baseline
+from attncheck.records.baseline_entries import (
+    Baseline,
+    baseline_entries,
+    environment_id,
+    make_baseline,
+)
 from attncheck.records.record import Accuracy, Record
+from attncheck.records.run_reports import Answer, Change
 from attncheck.subjects.capabilities.subject import Tiling
-
-if TYPE_CHECKING:
-    from attncheck.records.baseline_entries import Baseline
-    from attncheck.records.run_reports import Answer, Change
-    from attncheck.verify.evidence_builder import EvidenceBuilder
+from attncheck.verify.evidence_builder import EvidenceBuilder
 
 TILINGS = (
     Tiling(block_query=128, block_kv=64),

@@ -1,7 +1,5 @@
 """Benchmarks are scripts beside each other, not a package."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The benchmark of tiles that are not visited, interpreted: it runs, counts, and compares bits."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 

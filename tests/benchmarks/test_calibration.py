@@ -1,7 +1,5 @@
 """The calibration: what it keeps of a judgement, what it goes on with, and what its page says."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

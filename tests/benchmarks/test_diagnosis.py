@@ -1,7 +1,5 @@
 """Diagnosis of strangers' kernels: what is planted, and how its answers are counted."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import diagnosis

@@ -1,7 +1,5 @@
 """The benchmark of rules for gradients: judged as everywhere, and the page says what was found."""
 
-from __future__ import annotations
-
 import gradient_rules
 import gradient_rules_page
 import pytest

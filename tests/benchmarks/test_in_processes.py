@@ -1,7 +1,5 @@
 """Work in processes is all done, or what is not done is not begun."""
 
-from __future__ import annotations
-
 import json
 import math
 import multiprocessing

@@ -1,7 +1,5 @@
 """False alarms are counted: a right kernel has none, and a wrong one shows that they are seen."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

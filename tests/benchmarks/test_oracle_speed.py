@@ -1,7 +1,5 @@
 """The oracle's benchmark: what counts as a FLOP, what is timed, and what is written."""
 
-from __future__ import annotations
-
 import json
 
 import oracle

@@ -1,7 +1,5 @@
 """The peers' rules, of gradients too, pass what they are meant to pass and refuse the rest."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from peers import GRADIENT_PEERS, PEERS, PeerReference

@@ -1,7 +1,5 @@
 """Planted faults are faults: they change what the right kernel gives, where they are meant to."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import planted

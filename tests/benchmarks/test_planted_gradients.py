@@ -1,7 +1,5 @@
 """Planted faults of a backward are faults of it: the forward is right, some gradient is another."""
 
-from __future__ import annotations
-
 import gradient_rules
 import planted_gradients
 import pytest

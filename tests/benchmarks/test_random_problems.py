@@ -1,7 +1,5 @@
 """The generator of calibration problems: the same ones everywhere, and every kind among them."""
 
-from __future__ import annotations
-
 import pytest
 from random_problems import (
     PER_STRUCTURE,

@@ -1,7 +1,5 @@
 """The benchmark of rules: kernels are judged as everywhere, and the page says what was found."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

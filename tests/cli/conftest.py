@@ -1,14 +1,10 @@
 """The command line in a process of its own."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+import subprocess
+from collections.abc import Callable
+from typing import Any
 
 import pytest
-
-if TYPE_CHECKING:
-    import subprocess
-    from collections.abc import Callable
 
 
 @pytest.fixture(scope="session")

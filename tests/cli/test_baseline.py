@@ -1,12 +1,11 @@
 """``attncheck baseline``: a file is made, compared with, and changed with a reason."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from msgspec.structs import replace
 
 from attncheck.cli import attncheck
@@ -17,11 +16,6 @@ from attncheck.inputs.problem import Case, Problem
 from attncheck.records.baseline_entries import BASELINE_FILE, read_baseline
 from attncheck.records.record import Accuracy, Environment, Record
 from attncheck.records.run_reports import Answer, GateReport
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from click.testing import Result
 
 ENVIRONMENT = Environment(
     device="cpu",

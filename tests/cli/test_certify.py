@@ -1,7 +1,5 @@
 """``attncheck oracles --certify``."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """``attncheck config``: every mistake of a file that names kernels, and nothing heavy imported."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

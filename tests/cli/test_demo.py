@@ -1,7 +1,5 @@
 """``attncheck demo``: the fault that was planted is the one that is found."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """``attncheck faults``: scores, exit codes, what it refuses, and a run that goes on."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``attncheck faults --pytest``: somebody's own tests, and a run of them that goes on."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """attncheck fingerprint: the verb, its exit codes, its page."""
 
-from __future__ import annotations
-
 import copy
 import io
 

@@ -1,7 +1,5 @@
 """``attncheck init``: from a function to a name that every verb knows."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tomllib

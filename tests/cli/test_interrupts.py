@@ -1,7 +1,5 @@
 """SIGINT at every stage: exit code 130, one line, and the line is true."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """What the command line imports before a verb runs: nothing heavy."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """``attncheck probe`` and ``attncheck init`` as they are typed, of a kernel that refuses a lot."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

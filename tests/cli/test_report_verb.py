@@ -1,7 +1,5 @@
 """``attncheck report``: what was found is shown again, and nobody's code is run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from xml.etree import ElementTree as ET

@@ -1,7 +1,5 @@
 """``attncheck repro``: a failure, asked again."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``attncheck repro --plot``: where the error of a failure is, as an image."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """``attncheck rmse --backward``: gradients measured, judged and shown."""
 
-from __future__ import annotations
-
 import json
 import signal
 import sys

@@ -1,7 +1,5 @@
 """``attncheck rmse`` with masks and score mods of a file, and ``attncheck list``."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

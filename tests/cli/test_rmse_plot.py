@@ -1,7 +1,5 @@
 """``attncheck rmse --plot`` and ``--from``: what was measured, drawn and shown again."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

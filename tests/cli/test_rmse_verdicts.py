@@ -1,7 +1,5 @@
 """``attncheck rmse``: exit codes by verdict, and ``--explain``."""
 
-from __future__ import annotations
-
 import json
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Pipes whose reader leaves, full disks, closed streams: real ones."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

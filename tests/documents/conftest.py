@@ -1,18 +1,14 @@
 """Documents as the tests see them; ``snippets.py`` runs what is in them."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
 import pytest
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import ModuleType
 
 _SNIPPETS = Path(__file__).with_name("snippets.py")
 

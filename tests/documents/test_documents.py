@@ -1,7 +1,5 @@
 """Every snippet of README and docs does what it says."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from pathlib import Path

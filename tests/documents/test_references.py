@@ -1,7 +1,5 @@
 """What README and docs name is there, and what is there they name."""
 
-from __future__ import annotations
-
 import configparser
 import json
 import re

@@ -1,7 +1,5 @@
 """A gate without lanes: its work done in this process, in the order in which lanes would do it."""
 
-from __future__ import annotations
-
 import heapq
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 One class for all of them: a process serves many Cases, and after each fault a right one.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import threading

@@ -1,12 +1,10 @@
 """The tree of another commit: what lies in it, what is found there, and that nothing is left."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -16,9 +14,6 @@ from attncheck.gate.other_commit import commit_tree, rename_kernels
 from attncheck.records.record import Record
 from attncheck.records.run_reports import Answer
 from attncheck.workers.units import Unit
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 def git(folder: Path, *words: str) -> str:

@@ -1,7 +1,5 @@
 """Which kernels a change is about."""
 
-from __future__ import annotations
-
 import subprocess
 
 import pytest

@@ -1,7 +1,5 @@
 """The first stage asks lengths that are whole tiles of one size and of no larger one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Covering arrays: every pair and triple that can be, counted in another way."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

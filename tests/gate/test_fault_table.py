@@ -1,7 +1,5 @@
 """The faults of the page "Gate a kernel", through a gate: after each one a right Case."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import io

@@ -1,7 +1,5 @@
 """A gate beside another commit: whose kernels are asked, how cases stand, and what is counted."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

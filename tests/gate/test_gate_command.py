@@ -1,7 +1,5 @@
 """``attncheck gate``: exit codes, files, going on with a run that was stopped."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

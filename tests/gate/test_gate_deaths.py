@@ -1,7 +1,5 @@
 """What a kernel's process dies of beside its Cases: as it starts, and as the kernel is loaded."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Ctrl-C in a real run: one ends it in good order, two at once, and the same command goes on."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

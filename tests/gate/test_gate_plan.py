@@ -1,7 +1,5 @@
 """What is asked: the same every time, each property, and by parts each question once."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The line that says how far a gate is: no estimate from nothing, and then stage by stage."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Each stage finds the kernel that is wrong there, and a right one passes all."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

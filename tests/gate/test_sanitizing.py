@@ -1,7 +1,5 @@
 """``--sanitizer`` in a gate: what is asked, what is said without the tool, and what is found."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What a failing Case becomes."""
 
-from __future__ import annotations
-
 from attncheck.core.mod_spec import Spec
 from attncheck.gate.gate_failures import plainer_cases, shrink_case
 from attncheck.inputs.problem import Case, Problem

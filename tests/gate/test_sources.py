@@ -1,7 +1,5 @@
 """What a kernel is made of: a run goes on only where that is what it was."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from pathlib import Path

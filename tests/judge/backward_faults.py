@@ -1,16 +1,11 @@
 """Faults of a backward, planted in ``backward_kernels.Backward``."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from attncheck.core.source_files import import_file
-
-if TYPE_CHECKING:
-    from attncheck.inputs.problem import Problem
+from attncheck.inputs.problem import Problem
 
 kernels = import_file(Path(__file__).parent / "backward_kernels.py", "backward kernels")
 Backward = kernels.Backward

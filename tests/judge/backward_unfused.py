@@ -1,20 +1,15 @@
 """A backward in single torch operations: P, dO·v and dS are stored in the output format."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
+from attncheck.core.declared_arithmetic import Arithmetic
 from attncheck.core.outputs import Outputs
 from attncheck.core.source_files import import_file
-
-if TYPE_CHECKING:
-    from attncheck.core.declared_arithmetic import Arithmetic
-    from attncheck.inputs.problem import Problem
+from attncheck.inputs.problem import Problem
 
 kernels = import_file(Path(__file__).parent / "backward_kernels.py", "backward kernels")
 

@@ -1,7 +1,5 @@
 """Conditions of small calls, by the plain formula: no oracle, no Problem."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

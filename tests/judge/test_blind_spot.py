@@ -1,19 +1,14 @@
 """What hand-made problems would and would not have shown, computed by hand or by brute force."""
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from attncheck.core.conditions import Conditions, Rows
+from attncheck.core.judgement import BlindSpot
 from attncheck.judge.allowance import Allowance, Sample
 from attncheck.judge.blind_spot import blind_spot, cut
-
-if TYPE_CHECKING:
-    from attncheck.core.judgement import BlindSpot
 
 LN2 = math.log(2.0)
 ROUNDINGS = 64 * 2.0**-52  # a few dozen float64 operations stand between the numbers below

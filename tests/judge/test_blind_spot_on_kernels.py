@@ -1,13 +1,11 @@
 """The blind spot says of real kernels what the verdict then finds."""
 
-from __future__ import annotations
-
 from functools import cache
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
+from attncheck.core.judgement import BlindSpot, Judgement
 from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.problem import Case, Problem
@@ -16,9 +14,6 @@ from attncheck.subjects.ideal import Ideal
 from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Execution, InProcess
 from attncheck.verify.judging import judge_outputs
-
-if TYPE_CHECKING:
-    from attncheck.core.judgement import BlindSpot, Judgement
 
 BEYOND = {"bound", "improbable"}
 CAUSAL = Spec.of("causal_bottom_right")

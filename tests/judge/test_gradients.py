@@ -1,7 +1,5 @@
 """Bounds of gradients: what they know, by hand, their terms, and where there are none."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

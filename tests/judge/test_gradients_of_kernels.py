@@ -1,7 +1,5 @@
 """Right backwards keep to the bounds of gradients, whatever they round; planted faults do not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

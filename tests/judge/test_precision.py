@@ -1,7 +1,5 @@
 """Less accurate than usual, by arrays made by hand."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

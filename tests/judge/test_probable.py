@@ -1,7 +1,5 @@
 """The probabilistic bound: by hand, where errors are shared, and against played roundings."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,11 +1,8 @@
 """The bounds of Problems with a sink: right kernels keep to them, and faults of the sink do not."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -19,15 +16,13 @@ from attncheck.cases.strategies.sizes import shapes
 from attncheck.core.conditions import Rows
 from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
+from attncheck.inputs.input_tensors import Inputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.oracles.row_conditions import compute_conditions
 from attncheck.subjects.capabilities.subject import Subject, Tiling
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.evidence_builder import EvidenceBuilder, ensemble_tilings
 from attncheck.verify.run_case import run_case
-
-if TYPE_CHECKING:
-    from attncheck.inputs.input_tensors import Inputs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -1,11 +1,9 @@
 """Each rule on gradients made by hand: that it fails, and that it names the element as it is."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,15 +12,12 @@ import torch
 from attncheck.core.conditions import Rows
 from attncheck.core.declared_arithmetic import default_arithmetic
 from attncheck.core.formats import DTYPES
-from attncheck.core.judgement import Place
+from attncheck.core.judgement import Judgement, Place
 from attncheck.core.outputs import Outputs
 from attncheck.core.source_files import import_file
 from attncheck.core.tensor_names import AXES, GRADIENTS, TensorName
 from attncheck.judge.allowance import Allowance, Sample
 from attncheck.judge.verdict_rules import Compared
-
-if TYPE_CHECKING:
-    from attncheck.core.judgement import Judgement
 
 verdicts = import_file(Path(__file__).with_name("verdicts.py"), "verdicts by hand")
 decide = verdicts.decide

@@ -1,19 +1,14 @@
 """Verdicts on arrays made by hand, with the ensemble given where a head needs one."""
 
-from __future__ import annotations
+from collections.abc import Callable, Iterable
+from typing import Any
 
-from typing import TYPE_CHECKING, Any
+import torch
 
+from attncheck.core.judgement import Judgement
+from attncheck.core.outputs import Outputs
 from attncheck.judge.verdict import KernelResult, heads_with_ensemble, judge_heads
 from attncheck.judge.verdict import decide as decide_on
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    import torch
-
-    from attncheck.core.judgement import Judgement
-    from attncheck.core.outputs import Outputs
 
 __all__ = ["decide", "kernel_result"]
 

@@ -5,8 +5,6 @@ keys of a row. Prints, for each dtype, head dim and tile asked for as ``DTYPE:DI
 ``same`` or ``apart``.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import sys

@@ -1,7 +1,5 @@
 """Compiles a score mod and its slope in one kernel for Hopper; prints how often it divides."""
 
-from __future__ import annotations
-
 import sys
 
 import triton

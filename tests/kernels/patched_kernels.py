@@ -1,17 +1,11 @@
 """Copies of kernels' sources in which one text is changed: the planted faults of these tests."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from types import ModuleType, SimpleNamespace
 
 from attncheck.core.source_files import import_file
-
-if TYPE_CHECKING:
-    from types import ModuleType
 
 FLASH2 = ("tile", "gradient_terms", "flash2_backward")
 

@@ -3,8 +3,6 @@
 Needs no GPU. One line more than once is one kernel: a row is added up in one order then.
 """
 
-from __future__ import annotations
-
 import sys
 
 import torch

@@ -1,8 +1,6 @@
 """Gradients of the numbers that a score mod reads from tensors: torch's in float64 within what fp32
 sums allow, hidden keys have no part in them, and every planted fault is noticed."""
 
-from __future__ import annotations
-
 import functools
 import math
 

@@ -1,15 +1,14 @@
 """Decoding: within the judge's bounds in any number of splits; faults in it are caught."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
+from attncheck.core.judgement import Judgement
 from attncheck.core.mod_spec import Spec
 from attncheck.core.paged_layout import Paging
 from attncheck.core.source_files import import_file
@@ -21,11 +20,6 @@ from attncheck.verify.environment import prepare
 from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.question_fit import allowed_parameters
 from attncheck.verify.run_case import run_case
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from attncheck.core.judgement import Judgement
 
 PATCHED = import_file(Path(__file__).with_name("patched_kernels.py"), "a file of these tests")
 FULL, BOTTOM_RIGHT = Spec.of("full"), Spec.of("causal_bottom_right")

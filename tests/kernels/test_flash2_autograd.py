@@ -1,7 +1,5 @@
 """FlashAttention-2 under torch's autograd: its gradients are the kernels', whatever the loss is."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """FlashAttention-2's backward as its subject launches it, and compiled for Hopper without one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 """FlashAttention-2's list of tiles, its sink and its pages: the same bits as without a list or
 pages, exact by the judge; and a list that is wrong, or pages that are, is noticed."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

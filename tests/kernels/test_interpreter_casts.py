@@ -1,7 +1,5 @@
 """Casts in the repaired interpreter have the bits of torch's."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Row softmax: within a bound of its roundings, at every row length; faults in it are caught."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the bounds know of a row is what the oracle computed it from; and which rows are asked."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """What the other tests here compare with must itself see NaN, and rows without keys."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

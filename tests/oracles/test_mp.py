@@ -1,7 +1,5 @@
 """The recurrences in many digits: equal to 1e-40 at 50, and to mpmath written out."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys

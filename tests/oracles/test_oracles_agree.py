@@ -1,7 +1,5 @@
 """The oracles are right (against a slow loop in 160 bits) and agree with each other."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import math

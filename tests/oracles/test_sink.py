@@ -1,7 +1,5 @@
 """A sink is one more key of value 0: oracles against a slow loop over keys and one pair more."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

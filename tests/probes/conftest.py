@@ -1,7 +1,5 @@
 """Small problems that have everything: batches, shared key heads, ragged tiles, empty rows."""
 
-from __future__ import annotations
-
 import pytest
 
 from attncheck.core.mod_spec import Spec

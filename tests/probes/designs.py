@@ -1,7 +1,5 @@
 """Right kernels of many designs, in plain torch: tiles, splits, P divided early, short sums."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 

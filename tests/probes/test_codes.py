@@ -1,7 +1,5 @@
 """Codes tell keys, in columns that rounding cannot blur, and tell heads and batches apart."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Each planted fault is caught by the probes that are there for it, and decode names the key."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

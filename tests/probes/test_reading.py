@@ -1,7 +1,5 @@
 """The exact rule: what it must see by the page's proof, and what rounding must not make it see."""
 
-from __future__ import annotations
-
 import functools
 import math
 

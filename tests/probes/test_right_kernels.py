@@ -1,7 +1,5 @@
 """No probe finds anything wrong with a right kernel."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,11 +1,9 @@
 """The properties and the planted kernels as objects, and the search for a Case that fails."""
 
-from __future__ import annotations
-
 import importlib.util
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import ModuleType
 
 import hypothesis
 import pytest
@@ -14,15 +12,11 @@ from hypothesis.errors import NoSuchExample
 from tests.planted_kernels import kernel
 
 from attncheck.cases.tier import TIERS
+from attncheck.inputs.problem import Case
 from attncheck.records.record import FAILED_STATUSES
 from attncheck.suite.property_spec import PropertySpec, cases
 from attncheck.suite.pytest_options import MARK
 from attncheck.suite.under_test import UnderTest
-
-if TYPE_CHECKING:
-    from types import ModuleType
-
-    from attncheck.inputs.problem import Case
 
 ROOT = Path(__file__).parents[2]
 TIER = TIERS["pr"]

@@ -1,20 +1,15 @@
 """Kernels with one planted fault each, and one without: ``--kernel tests/…/planted.py::wide``."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import TYPE_CHECKING
 
+import torch
+
+from attncheck.inputs.input_tensors import Inputs
 from attncheck.inputs.problem import Problem
+from attncheck.mods.signatures import MaskMod
+from attncheck.subjects.capabilities.subject import Call
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.triton_flash import Flash2
-
-if TYPE_CHECKING:
-    import torch
-
-    from attncheck.inputs.input_tensors import Inputs
-    from attncheck.mods.signatures import MaskMod
-    from attncheck.subjects.capabilities.subject import Call
 
 
 class Right(Ideal):

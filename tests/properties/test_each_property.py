@@ -1,7 +1,5 @@
 """Every property fails a kernel with the fault that it is for, for each question that it asks."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

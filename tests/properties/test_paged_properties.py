@@ -1,7 +1,5 @@
 """What is asked of pages, of a kernel that finds every key where it lies."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

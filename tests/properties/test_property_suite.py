@@ -1,7 +1,5 @@
 """The properties as a user runs them: which kernels they fail, on what, and with which words."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,21 +1,16 @@
 """What failures shrink to, beside the smallest failing problem that a small grid has."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import pytest
 
 from attncheck.core.mod_spec import Spec
 from attncheck.inputs.problem import Case, Problem
 from attncheck.verify import question_fit as of_kernels
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 QUERIES = (1, 2, 17)
 LONGEST = 40

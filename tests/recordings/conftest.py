@@ -1,25 +1,20 @@
 """Recordings made in a test are forgotten after it; small ones to make them from."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 import attncheck
 from attncheck.inputs.distributions import DISTRIBUTIONS
+from attncheck.inputs.recorded_calls import Recording
 from attncheck.inputs.recording_file import load
 from attncheck.mods.masks import MASKS
 from attncheck.mods.scores import SCORES
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from attncheck.inputs.recorded_calls import Recording
 
 
 @pytest.fixture(autouse=True)

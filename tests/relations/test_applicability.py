@@ -1,7 +1,5 @@
 """Which relations apply to a Problem, why others do not, and which indices a mod reads."""
 
-from __future__ import annotations
-
 import pytest
 
 from attncheck.core.errors import ProblemError, UnknownName

@@ -1,7 +1,5 @@
 """An excerpt's mods are the whole's at the places it was taken from."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Relations between gradients: they hold of a right kernel, and say what they are about."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

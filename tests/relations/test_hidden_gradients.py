@@ -1,7 +1,5 @@
 """dQ of a row knows nothing of the keys that are hidden from it, be they NaN."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

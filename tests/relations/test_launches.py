@@ -1,7 +1,5 @@
 """Other launches of a kernel: which one is asked, by which bounds, and who has none."""
 
-from __future__ import annotations
-
 import pytest
 
 from attncheck.core.mod_spec import Spec

@@ -1,7 +1,5 @@
 """Every relation finds kernels that are wrong in what it is about, and those alone."""
 
-from __future__ import annotations
-
 import pytest
 from tests.planted_kernels import kernel as planted
 

@@ -1,7 +1,5 @@
 """How a relation is run and compared: promises, failures, findings, and merged parts."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

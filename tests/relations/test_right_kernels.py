@@ -1,7 +1,5 @@
 """Every relation holds of right kernels, to the bit where they promise it."""
 
-from __future__ import annotations
-
 import pytest
 from tests.planted_kernels import kernel as planted
 

@@ -1,7 +1,5 @@
 """What relations ask kernels: each run's inputs differ from the first's as they say, exactly."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import pytest

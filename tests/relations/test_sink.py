@@ -1,7 +1,5 @@
 """Relations of Problems with a sink: each holds of a right kernel, or says why it says nothing."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """Rows that 32 bits do not count up to, in memory that nobody takes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -4,8 +4,6 @@
 difference before you commit it.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

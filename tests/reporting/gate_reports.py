@@ -1,7 +1,5 @@
 """Gate reports made by hand: a plausible one, and parts of others."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

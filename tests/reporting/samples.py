@@ -1,7 +1,5 @@
 """A plausible report of every kind but measurements and gates, made by hand."""
 
-from __future__ import annotations
-
 from msgspec.structs import replace
 
 from attncheck.core.judgement import Place

@@ -1,7 +1,5 @@
 """Failures by their cause: what explains them all is told once, what contradicts stays apart."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

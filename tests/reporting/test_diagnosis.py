@@ -1,7 +1,5 @@
 """A failed property in plain text."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Pages of surveys and scores: each kind in every format, and what each must not hide."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Where an error is, drawn."""
 
-from __future__ import annotations
-
 import math
 
 import msgspec

@@ -1,7 +1,5 @@
 """One record term by term."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

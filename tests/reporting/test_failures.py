@@ -1,7 +1,5 @@
 """Failures that are kept, and found again."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

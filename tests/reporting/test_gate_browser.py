@@ -1,7 +1,5 @@
 """The page of a gate in a browser: headless Chromium, where it is installed."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """What machines read of a gate: JSON, CSV, JUnit, SARIF, GitHub's commands."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """Foreign text in every format of a gate: shown as text, and never believed."""
 
-from __future__ import annotations
-
 import csv
 import functools
 import io

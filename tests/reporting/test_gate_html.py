@@ -1,7 +1,5 @@
 """The page of a gate: whole in itself, by a policy that lets nothing else in."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

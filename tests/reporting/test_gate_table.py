@@ -1,7 +1,5 @@
 """What a terminal and the summary of a step show of a gate."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

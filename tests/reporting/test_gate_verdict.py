@@ -1,7 +1,5 @@
 """The exit code of a gate, what it calls a failure, and which comes first."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

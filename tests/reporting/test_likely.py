@@ -1,7 +1,5 @@
 """A diagnosis in words."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 

@@ -1,7 +1,5 @@
 """Where the errors are, in a few lines of text."""
 
-from __future__ import annotations
-
 import io
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a notebook and ``print`` show of a verdict."""
 
-from __future__ import annotations
-
 import html
 
 import attncheck

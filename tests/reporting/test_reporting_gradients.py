@@ -1,7 +1,5 @@
 """Gradients on the pages: columns beside out and LSE, and nothing of them where there are none."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

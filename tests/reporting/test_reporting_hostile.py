@@ -1,7 +1,5 @@
 """Foreign text: shown as text, on a line of its row, in no width but its own."""
 
-from __future__ import annotations
-
 import csv
 import io
 import re

@@ -1,7 +1,5 @@
 """The ``inputs`` column, and records of a softmax, on every page."""
 
-from __future__ import annotations
-
 import csv
 import io
 import re

@@ -1,7 +1,5 @@
 """What a page says of its records."""
 
-from __future__ import annotations
-
 import csv
 import io
 import math

@@ -1,7 +1,5 @@
 """Tables by width, and what a terminal or a pipe gets."""
 
-from __future__ import annotations
-
 import io
 import re
 

@@ -1,7 +1,5 @@
 """Verdicts on the pages: marks, reasons, profiles, and how small a fault would have shown."""
 
-from __future__ import annotations
-
 import csv
 import io
 import math

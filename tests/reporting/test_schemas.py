@@ -1,7 +1,5 @@
 """JSON Schemas of reports: what is written is what they say."""
 
-from __future__ import annotations
-
 import json
 import re
 from copy import deepcopy

@@ -1,7 +1,5 @@
 """Where a kernel is defined, found without importing it."""
 
-from __future__ import annotations
-
 import pytest
 
 from attncheck.reporting.ci_formats import Location, locate

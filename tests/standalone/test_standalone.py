@@ -1,7 +1,5 @@
 """A Case as a script that needs torch and the kernel alone."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,22 +1,17 @@
 """The plain formula in float64, and how far a right kernel may be from it."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from attncheck.core.formats import FORMATS
-
-if TYPE_CHECKING:
-    from attncheck.core.outputs import Outputs
-    from attncheck.inputs.input_tensors import Inputs
+from attncheck.core.outputs import Outputs
+from attncheck.inputs.input_tensors import Inputs
 
 CHANCE = 1e-6  # of a false alarm of ``lead``, at most
 U32 = FORMATS["fp32"].unit_roundoff

@@ -2,8 +2,6 @@
 
 # ruff: noqa: PLR0917  (signatures are those of flash-attn)
 
-from __future__ import annotations
-
 import itertools
 import math
 

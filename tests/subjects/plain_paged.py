@@ -2,8 +2,6 @@
 
 # ruff: noqa: PLR0917  (the signature is that of flash-attn)
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import sys

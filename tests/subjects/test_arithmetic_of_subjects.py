@@ -1,7 +1,5 @@
 """The arithmetic by which each kernel of ours is judged; nothing here needs a GPU."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """Gradients of functions of a convention by autograd: brought back, refused, or found wrong."""
 
-from __future__ import annotations
-
 import inspect
 import math
 

@@ -1,7 +1,5 @@
 """A backward function of a kernel's own: what it is passed, and what a table says of gradients."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Functions of a convention that have no gradients to give: what each says."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.subjects.plain_gradients import exact_gradients

@@ -1,7 +1,5 @@
 """A script that is asked without attncheck asks for out and LSE: of gradients there is none."""
 
-from __future__ import annotations
-
 import pytest
 
 from attncheck.core.errors import UsageError

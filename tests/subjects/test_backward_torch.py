@@ -1,7 +1,5 @@
 """Gradients of torch's own kernels on a CPU, and what they round on the way."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.subjects.plain_gradients import exact_gradients

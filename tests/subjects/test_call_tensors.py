@@ -1,7 +1,5 @@
 """Masks written out once, and which Problems share a trace."""
 
-from __future__ import annotations
-
 import pytest
 
 from attncheck.core.errors import TraceError

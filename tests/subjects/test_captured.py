@@ -1,8 +1,6 @@
 """Who gives gradients of what a score mod reads: ours as the judge allows, torch's flex of the very
 tensors that its callable captures, all others in no Problem."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Kernels by the names that a project, or an installed package, has given them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from importlib.metadata import EntryPoint

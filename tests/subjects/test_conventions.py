@@ -1,11 +1,9 @@
 """Functions in a calling convention as Subjects: what they are asked, and what they are given."""
 
-from __future__ import annotations
-
 import functools
 import math
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,9 +18,6 @@ from attncheck.subjects.conventions.convention import ConventionOptions
 from attncheck.subjects.conventions.declarations import CONVENTIONS, adopted, convention_named
 from attncheck.subjects.load import load_subject
 from attncheck.verify.executor import Execution, Failure, InProcess
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CAUSAL, WINDOW = Spec.of("causal"), Spec.of("sliding_window", window=7)
 

@@ -1,7 +1,5 @@
 """A window is what the mask says, on every small grid."""
 
-from __future__ import annotations
-
 import itertools
 from functools import cache
 

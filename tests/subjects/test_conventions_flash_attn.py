@@ -1,7 +1,5 @@
 """flash_attn and varlen: right functions pass on what can be passed, and each fact can fail."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """flex: a function that takes a mask and a score mod as callables."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.subjects import plain_kernels as plain

@@ -1,7 +1,5 @@
 """The paged convention: a right function passes on what can be passed, and each fact can fail."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

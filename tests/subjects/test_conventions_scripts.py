@@ -1,7 +1,5 @@
 """The call as a script: the same bits as the Subject's, with torch and the kernel alone."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Functions with a parameter for sinks: asked of Problems with one, and given each head's."""
 
-from __future__ import annotations
-
 import inspect
 import math
 

@@ -1,7 +1,5 @@
 """Functions with a bias and a mask of padded keys: asked of what only these can say."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.subjects.plain_kernels import attend

@@ -1,7 +1,5 @@
 """A kernel within its table: outside it nothing is asked, inside it nothing may be refused."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Rows that see no key: what a kernel declares, it must give."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

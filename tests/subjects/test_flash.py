@@ -1,8 +1,6 @@
 """Our Triton forwards in the interpreter: within rounding, as good as the ideal kernel, inside
 their tensors; and each of these notices a planted fault."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os

@@ -1,7 +1,5 @@
 """torch's flex_attention: the original mods, a natural-log LSE, no torch warning, no limit."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """fp8: descales, P's own scale, V transposed, and numbers of fp8 that are none."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

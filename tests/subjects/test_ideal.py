@@ -1,7 +1,5 @@
 """The ideal kernel: right within the roundings it declares, and making each of them."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

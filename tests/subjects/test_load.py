@@ -1,7 +1,5 @@
 """Subjects by name: attncheck's own, and those of files and modules."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

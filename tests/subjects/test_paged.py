@@ -1,7 +1,5 @@
 """triton-paged in the interpreter: the bits of triton-flash2, from wherever keys lie."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """torch's scaled_dot_product_attention: the right mask, bias and backend, and what it refuses."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -1,7 +1,5 @@
 """The softmax subjects and the ideal softmax against float64, within what roundings allow."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """torch's setting of fp32 products, inside and outside a call; its flash kernel is noticed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -1,7 +1,5 @@
 """triton-varlen: what it takes, how it packs it, and that compare finds what packing gets wrong."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

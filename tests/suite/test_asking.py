@@ -1,7 +1,5 @@
 """What a property draws, and what it asks together with that."""
 
-from __future__ import annotations
-
 import inspect
 
 import hypothesis

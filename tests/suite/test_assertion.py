@@ -1,7 +1,5 @@
 """The judge for somebody who has tensors: it passes what is attention, and says what is not."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import warnings

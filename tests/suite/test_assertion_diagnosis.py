@@ -1,7 +1,5 @@
 """What an assertion that fails says is wrong: of tensors alone, nobody is called again."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

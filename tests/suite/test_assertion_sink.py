@@ -1,7 +1,5 @@
 """Out and LSE with a sink, for somebody who has tensors."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

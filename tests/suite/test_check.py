@@ -1,7 +1,5 @@
 """``attncheck.check`` and ``@attncheck.given`` in a test file of a kernel's author."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import seed, settings

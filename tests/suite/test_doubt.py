@@ -1,7 +1,5 @@
 """Where the oracles disagree nobody says that a kernel holds: not the suite, check, nor rmse."""
 
-from __future__ import annotations
-
 import pytest
 
 from attncheck import oracles

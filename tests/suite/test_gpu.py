@@ -1,7 +1,5 @@
 """What a kernel that takes the GPU away is blamed for, and that nobody else is."""
 
-from __future__ import annotations
-
 import pytest
 
 from attncheck.inputs.problem import Case, Problem

@@ -1,10 +1,9 @@
 """The file of known failures: read strictly, asked anew, and never longer than it must be."""
 
-from __future__ import annotations
-
 import json
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -15,9 +14,6 @@ from attncheck.subjects.ideal import Ideal
 from attncheck.suite.known_failures import known_failures, read_known_failures
 from attncheck.suite.pytest_options import MARK, Options
 from attncheck.suite.session import Kernel, Param, Session
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CAUSAL = Case(problem=Problem(query=3, head_dim=4, mask=Spec.of("causal")))
 CASE = json.dumps(CAUSAL.to_json())

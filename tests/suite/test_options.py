@@ -1,7 +1,5 @@
 """Whose an option is: ours never breaks another's, and wrong values end in one line."""
 
-from __future__ import annotations
-
 import pytest
 
 from attncheck.suite.pytest_options import spelled_out

@@ -1,7 +1,5 @@
 """What is said at the end: of every test, over processes, and with which exit code."""
 
-from __future__ import annotations
-
 import xml.etree.ElementTree as ET
 
 import pytest

@@ -1,7 +1,5 @@
 """Which tests the fixtures ``kernel`` and ``problem`` make of a test, and of whose."""
 
-from __future__ import annotations
-
 OF_THEIR_OWN = """
 import pytest
 

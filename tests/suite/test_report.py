@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from attncheck.suite.outcomes import pytest_command

@@ -1,9 +1,6 @@
 """The search for a Case that fails: what it ends with, and when nothing was tested."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
@@ -11,18 +8,15 @@ from hypothesis import strategies as st
 
 from attncheck.cases.tier import TIERS
 from attncheck.core.outputs import Outputs
+from attncheck.inputs.input_tensors import Inputs
 from attncheck.inputs.problem import Case, Problem
-from attncheck.subjects.capabilities.subject import Refused
+from attncheck.subjects.capabilities.subject import Call, Refused
 from attncheck.subjects.ideal import Ideal
 from attncheck.suite import pytest_options
 from attncheck.suite.property_spec import asks, cases
 from attncheck.suite.search import search_cases
 from attncheck.suite.under_test import UnderTest
 from attncheck.suite.wrong_answers import WrongAnswer
-
-if TYPE_CHECKING:
-    from attncheck.inputs.input_tensors import Inputs
-    from attncheck.subjects.capabilities.subject import Call
 
 pytest_options.register()
 MOST_NEAR = 90  # problems that are tried in place of a refused one

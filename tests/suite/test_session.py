@@ -1,23 +1,16 @@
 """Which tests a property becomes, of which kernels."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import pytest
 
 from attncheck.cases.mask_samples import SOFTMAX, ProblemKind, sample_problems
 from attncheck.cases.strategies.families import MASK_FAMILIES
 from attncheck.cases.strategies.sizes import pagings
+from attncheck.inputs.problem import Problem
 from attncheck.subjects.ideal import Ideal
 from attncheck.suite.kernel_support import NOT_APPLICABLE, KernelSupport
-from attncheck.suite.property_spec import asks
+from attncheck.suite.property_spec import PropertySpec, asks
 from attncheck.suite.pytest_options import MARK, Options
 from attncheck.suite.session import Kernel, Session
-
-if TYPE_CHECKING:
-    from attncheck.inputs.problem import Problem
-    from attncheck.suite.property_spec import PropertySpec
 
 
 class Narrow(Ideal):

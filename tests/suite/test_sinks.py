@@ -1,10 +1,7 @@
 """A property of sinks is a test of the kernels that take them, and of no other."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,10 +9,8 @@ from attncheck.cases.mask_samples import ProblemKind, sample_problems
 from attncheck.subjects.conventions.declarations import adopted
 from attncheck.subjects.ideal import Ideal
 from attncheck.suite.kernel_support import NOT_APPLICABLE, KernelSupport
+from attncheck.suite.property_spec import PropertySpec
 from attncheck.suite.pytest_options import MARK
-
-if TYPE_CHECKING:
-    from attncheck.suite.property_spec import PropertySpec
 
 PROPERTIES = Path(__file__).parents[2] / "properties" / "test_sink.py"
 

@@ -1,7 +1,5 @@
 """Other numbers for the same structure."""
 
-from __future__ import annotations
-
 import pytest
 
 from attncheck.core.mod_spec import Spec

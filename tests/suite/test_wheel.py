@@ -1,7 +1,5 @@
 """The properties and templates are in the wheel, and run where there is no clone."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

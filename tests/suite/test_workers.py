@@ -1,7 +1,5 @@
 """Processes of pytest-xdist: each has a GPU of its own, and each kernel a process."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """What a probe finds of kernels of which it is known what they take."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """What a plain function is asked: within what it is right on, and its wrong answers beyond that."""
 
-from __future__ import annotations
-
 import pytest
 
 from attncheck.inputs.problem import Problem

@@ -1,16 +1,13 @@
 """The arithmetic of kernels whose arithmetic is known, and of those that declare another."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from attncheck.core.errors import UnknownName
 from attncheck.core.source_files import import_file
-from attncheck.records.survey_reports import FIELDS
+from attncheck.records.survey_reports import FIELDS, Reading
 from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.load import load_subject
@@ -18,10 +15,6 @@ from attncheck.subjects.torch_kernels import Sdpa
 from attncheck.surveys.arithmetic_survey import fingerprint_kernel, survey_arithmetic
 from attncheck.surveys.fingerprint_scenes import Grid, coarsest, read_grid
 from attncheck.verify.environment import prepare
-
-if TYPE_CHECKING:
-    from attncheck.records.survey_reports import Reading
-
 
 planted = import_file(Path(__file__).parent / "planted_arithmetics.py", "planted arithmetics")
 

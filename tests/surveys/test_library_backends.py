@@ -1,7 +1,5 @@
 """Canvases, pairs of documents, later rows and drawn biases mean the same in every backend."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

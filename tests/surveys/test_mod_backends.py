@@ -1,7 +1,5 @@
 """Every mod of the examples means the same everywhere, and a backend that differs is found."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from unittest import mock

@@ -1,7 +1,5 @@
 """What is proven of the oracles is what they are, and what they are not is not proven."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Against numbers of 60 digits that a plain loop computes here."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import sys

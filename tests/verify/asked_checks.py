@@ -1,7 +1,5 @@
 """A check asked of a kernel on a small Problem, as tests of memory and of bits ask it."""
 
-from __future__ import annotations
-
 import pytest
 
 from attncheck.core.errors import InterpreterUnavailable

@@ -5,8 +5,6 @@ They run in the interpreter and on a GPU: whoever imports this has made Triton r
 
 # ruff: noqa: N803  # Triton: constexprs in capitals
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

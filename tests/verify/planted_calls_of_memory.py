@@ -1,7 +1,5 @@
 """Kernels with the right numbers that write, read, leave or keep what they must not."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import random

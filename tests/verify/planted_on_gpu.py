@@ -1,7 +1,5 @@
 """Kernels that do to a GPU what no kernel should; which of it the query length says."""
 
-from __future__ import annotations
-
 import contextlib
 
 import torch

@@ -1,7 +1,5 @@
 """The allowance of a whole Problem: of each row by itself, infinite where nothing is known."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """One Case, one Record, whatever is asked; and what a kernel's promises change."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.planted_kernels import kernel

@@ -1,7 +1,5 @@
 """Gradients of what a score mod reads: right kernels pass, and every planted fault is told."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests import planted_kernels

@@ -1,7 +1,5 @@
 """Records of kernels that are right, wrong, broken, or refuse."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

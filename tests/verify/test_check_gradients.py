@@ -1,7 +1,5 @@
 """Errors of gradients in Records: of right kernels, of wrong ones, and where nothing is seen."""
 
-from __future__ import annotations
-
 import math
 
 import msgspec

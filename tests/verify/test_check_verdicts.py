@@ -1,7 +1,5 @@
 """Verdicts on kernels that are right, and on kernels that are wrong in one way each."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

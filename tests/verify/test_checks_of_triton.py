@@ -1,7 +1,5 @@
 """Checks of memory and determinism, asked of Triton kernels: interpreted, and on a GPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """How long was compiled."""
 
-from __future__ import annotations
-
 import time
 from types import SimpleNamespace
 

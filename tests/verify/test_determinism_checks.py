@@ -1,7 +1,5 @@
 """Same bits again, elsewhere, among others, launched otherwise: each check and its fault."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

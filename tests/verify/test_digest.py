@@ -1,27 +1,21 @@
 """Equal digests are equal bits, and a kernel that repeats itself has one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
 import torch
 
 from attncheck.core.outputs import Outputs
+from attncheck.inputs.input_tensors import Inputs
 from attncheck.inputs.problem import Case, Problem
-from attncheck.subjects.capabilities.subject import Refused
+from attncheck.subjects.capabilities.subject import Call, Refused
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify import accuracy
 from attncheck.verify.accuracy import measure_accuracy
 from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.obligations import DIGITS, outputs_digest
 from attncheck.verify.run_case import run_case
-
-if TYPE_CHECKING:
-    from attncheck.inputs.input_tensors import Inputs
-    from attncheck.subjects.capabilities.subject import Call
 
 OUT = torch.tensor([[[[1.0, -2.0], [0.0, 4.0]]]])
 CASE = Case(problem=Problem(query=24, head_dim=16, dtype="bf16"))

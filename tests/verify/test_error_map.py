@@ -1,7 +1,5 @@
 """Where the errors of a failure are."""
 
-from __future__ import annotations
-
 import math
 
 import msgspec

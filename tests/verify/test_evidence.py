@@ -1,7 +1,5 @@
 """What is known of a Case whatever the kernel; above all what rounding its inputs costs."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """How a kernel is asked, called and timed, and what it may not do to its inputs."""
 
-from __future__ import annotations
-
 import itertools
 import time
 import warnings

@@ -1,7 +1,5 @@
 """A kernel in another process answers as it does in this one, bit for bit."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import SimpleNamespace

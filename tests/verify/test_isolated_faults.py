@@ -1,7 +1,5 @@
 """What a kernel does to its process is told of it alone: the next right Case passes."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

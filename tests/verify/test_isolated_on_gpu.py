@@ -1,7 +1,5 @@
 """What a kernel does to a GPU is told of it alone, and the next right Case passes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Which kernels are asked which cells, and what a Report says of it."""
 
-from __future__ import annotations
-
 import torch
 
 from attncheck.cases.variants import Cell, plan_cells

@@ -1,7 +1,5 @@
 """Guard bands, poison, the state of a process, leaks: each check and the fault it is for."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

@@ -1,7 +1,5 @@
 """What is proven of a kernel that reads what is no input, or takes a layout for another."""
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import itertools

@@ -1,7 +1,5 @@
 """What a kernel of pages is asked in place of what does not concern it."""
 
-from __future__ import annotations
-
 from attncheck.core.paged_layout import Paging
 from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.ideal import Ideal

@@ -1,7 +1,5 @@
 """Command line, Python and gate make the same Records of the same cases, of every kernel."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

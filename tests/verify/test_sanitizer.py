@@ -1,7 +1,5 @@
 """compute-sanitizer, by a program that stands for it, and on a GPU itself."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """A broken oracle is no fault of a kernel's, and a right one excuses no kernel."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A server that ends, hangs, prints or leaves daemons, for tests of the process around it."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys

@@ -1,7 +1,5 @@
 """A Work without kernels, for tests of what runs units: a unit's case says what doing it does."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

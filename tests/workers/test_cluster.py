@@ -1,7 +1,5 @@
 """The same plan on Ray: two nodes' worth of processes, one of them lost midway."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Frames: what is sent comes whole and once, and nothing else is taken for one."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 

@@ -1,7 +1,5 @@
 """A journal: what is acknowledged is on the disk, once, and what is on the disk is believed."""
 
-from __future__ import annotations
-
 import errno
 import math
 import os

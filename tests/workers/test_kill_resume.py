@@ -1,7 +1,5 @@
 """Killed at a random moment and resumed: nothing acknowledged is lost, nothing is done twice."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Units in lanes: each is done once, what dies is told from its neighbours, nothing lives on."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

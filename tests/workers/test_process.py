@@ -1,7 +1,5 @@
 """A worker is listened to and killed with all that it started, and never outlives its owner."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

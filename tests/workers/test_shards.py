@@ -1,7 +1,5 @@
 """A run in parts: each unit is one part's, and the parts make the whole."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 from click.testing import CliRunner

@@ -244,9 +244,6 @@ def search_with_hypothesis(
     """Return the failure that Hypothesis finds and shrinks; None where it finds nothing.
 
     Args:
-        name: What the kernel is asked for by.
-        subject: The kernel.
-        device: ``cpu`` or ``cuda``.
         most: Problems that are drawn, where none fails.
 
     Raises:

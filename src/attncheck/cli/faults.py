@@ -468,9 +468,6 @@ def _run(
 
     Args:
         typed: What was typed: where the journal is, how long, whether anew, what is told.
-        selection: What is to be done; what the journal has is not done again.
-        head: What the journal begins with.
-        how: As ``run_with_journal`` and ``workers.pool.run_units`` have it.
 
     Raises:
         UsageError: for a time or a folder that cannot be.

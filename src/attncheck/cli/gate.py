@@ -192,10 +192,7 @@ class GateRun:
 
     Attributes:
         kernels: As asked for.
-        device: Of all of them.
-        choices: What is asked.
         shard: ``2/4``; empty for the whole.
-        head: What the journal begins with.
         units: The first work.
     """
 
@@ -260,12 +257,6 @@ def plan_run(
     """Plan what is to be done; raises UsageError for what cannot be.
 
     With a baseline or a tree the stage baseline has to be part of it: something is to be compared.
-
-    Args:
-        options: What was typed.
-        kernels: Which.
-        tree: Files of another commit.
-        baseline: What the kernels are compared with.
     """
     # Extras of the package: most verbs need neither.
     if missing := [name for name in ("hypothesis", "pytest") if find_spec(name) is None]:

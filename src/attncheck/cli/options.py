@@ -138,8 +138,6 @@ def open_kernels(
 
     Args:
         workers: Of each kernel the process that was started for it (``start_worker``).
-        device: ``cpu`` or ``cuda``.
-        in_process: Whether all are loaded and called in this process.
         seconds: That one call may take.
 
     Raises:

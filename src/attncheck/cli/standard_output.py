@@ -139,10 +139,6 @@ class Interrupts:
     The first one raises KeyboardInterrupt and is remembered, since what comes of that may be
     something else: a half imported module raises an ImportError, or foreign code swallows it.
     A second one ends the process at once.
-
-    Attributes:
-        raised: Whether the run was told to end.
-        message: What to say then.
     """
 
     def __init__(self) -> None:

@@ -30,12 +30,10 @@ class Conditions:
     one more then.
 
     Attributes:
-        rows: Which rows.
         q: ``(heads, rows, head_dim)`` as meant: fp8's stored numbers times their descale.
         k: ``(heads, kv, head_dim)``, each head with its own kv head's; 0 where it is not finite.
         v: ``(heads, kv, value_dim)``; 0 where it is not finite: the rows that see such a value have
             a result that is not finite either.
-        scale: Factor of q·k.
         products: ``scale · q·k``, ``(heads, rows, kv)``; of a softmax its scores. 0 where the mask
             hides the key, and in place of −∞.
         scores: After the score mod; 0 where not seen. Of a sink the logit itself.

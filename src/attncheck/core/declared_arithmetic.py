@@ -313,7 +313,6 @@ def default_arithmetic(dtype: Dtype, capability: tuple[int, int] | None = None) 
     """Return the arithmetic that is assumed of a kernel that declares nothing.
 
     Args:
-        dtype: Of the Problem.
         capability: CUDA compute capability; None on a CPU.
 
     An fp8 P is taken to be rounded as it is, without a scale: the poorest usual design. One that

@@ -23,7 +23,6 @@ class Format:
     """A binary floating-point format.
 
     Attributes:
-        name: Its short name here.
         torch_name: Attribute of ``torch`` for its storage; tf32 values are stored as float32.
         significand: Significant bits, the implicit one included.
         min_exponent: Exponent of the smallest normal number, 2**min_exponent.
@@ -89,7 +88,6 @@ class Dtype:
     """Meaning of a Problem's ``dtype``, place by place.
 
     Attributes:
-        name: Name on the command line.
         storage: Format of q, k and v as stored.
         products: Format in which a matrix product reads its operands.
         weights: Format of the softmax weights P as the product P·V reads them.

@@ -175,8 +175,6 @@ def check_spec(
     Args:
         kind: What an error calls it.
         entries: By name.
-        spec: Its name, arguments and parts.
-        dims: The index ranges.
     """
     if spec.name not in entries:
         refuse_recorded(kind, spec.name)

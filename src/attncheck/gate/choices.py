@@ -27,10 +27,7 @@ class Choices:
     """Options of a gate run, the same for each of its kernels.
 
     Attributes:
-        tier: How much.
-        stages: Which stages, in their order.
         dtypes: Only these; empty for all that a kernel takes.
-        seed: Which draw.
         isolated: Whether kernels run in processes of their own.
         timeout: Seconds that one call of a kernel may take; 0 for as many as is usual.
         failures: Folder in which failures are kept; empty for none.

@@ -54,9 +54,6 @@ def shrink_case(
     first that still fails.
 
     Args:
-        failed: What fails.
-        ask: Asks one Case.
-        supports: Whether the kernel takes a Problem.
         seconds: No Case is asked after so long.
         clock: For tests.
         explained: Whether the cause of what fails explains the Record of another Case, too.
@@ -230,7 +227,6 @@ class FailureLog:
 
         Args:
             unit: Whose Case fails.
-            host: The kernel's.
             ask: What the kernel answers to a Case.
             planning: Says what it takes.
         """

@@ -223,7 +223,6 @@ def rename_kernels(answers: Iterable[Answer], names: Mapping[str, str]) -> tuple
     """Return ``answers`` of a tree's kernels under the names of those that are here.
 
     Args:
-        answers: Of that side.
         names: The name of a kernel there → here; others keep theirs.
     """
     return tuple(

@@ -71,7 +71,6 @@ class Distribution:
     """A way to draw q, k and v, or scores.
 
     Attributes:
-        name: Its name on the command line.
         summary: What it provokes, in one line.
         draw: The drawing itself: (Draws, Sizes) → q, k, v.
         scores: (Draws, Sizes) → the scores of a softmax, of the same character as the logits of
@@ -92,8 +91,6 @@ def draw(name: str, sizes: Sizes, seed: int) -> Drawn:
 
     Args:
         name: A name of ``DISTRIBUTIONS``; raises UnknownName with the valid names.
-        sizes: Sizes of the tensors.
-        seed: Which draw.
 
     Returns:
         q ``(batch, heads, query, head_dim)``, k ``(batch, kv_heads, kv, head_dim)`` and

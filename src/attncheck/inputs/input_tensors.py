@@ -49,7 +49,6 @@ class Inputs:
     """The tensors of one Problem, in its storage dtype.
 
     Attributes:
-        problem: What they are inputs of.
         q: ``(batch, heads, query, head_dim)``.
         k: ``(batch, kv_heads, kv, head_dim)``.
         v: ``(batch, kv_heads, kv, value_dim)``.

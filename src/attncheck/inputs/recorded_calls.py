@@ -54,10 +54,6 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         name: ``call-7``, or the module that made it and its how manieth call it was:
             ``blocks.0.attention/0``. Printable, and not blank.
         batch: Sequences; more axes than four are folded into this one.
-        heads: Query heads.
-        kv_heads: Key and value heads.
-        query: Query length.
-        kv: Key and value length.
         head_dim: Columns of q and k.
         value_dim: Columns of v.
         dtype: Of q, k and v: fp32, fp16 or bf16.
@@ -101,7 +97,6 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     Attributes:
         version: Of this schema.
-        calls: In the order in which they were made.
     """
 
     version: int

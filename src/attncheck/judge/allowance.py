@@ -25,7 +25,6 @@ class Sample:
     """Statistical bounds of some rows, float64.
 
     Attributes:
-        rows: Which.
         probable_out: Bound of |error| with probability 1 − 1e-6 over the whole Problem,
             ``(heads, rows, value_dim)``.
         probable_lse: The same of LSE, ``(heads, rows)``.
@@ -67,7 +66,6 @@ class Share:
     """The largest |error| ÷ allowance over some elements of one tensor; above 1 is beyond it.
 
     Attributes:
-        tensor: Which one.
         size: |got − exact| ÷ allowance; infinite where an element has no allowance or is NaN.
         place: Where it is largest.
         got, exact, allowance: Of that element.
@@ -103,7 +101,6 @@ def share_of(
     """The largest share over the elements counted; None where none is.
 
     Args:
-        tensor: Which one this is.
         got: What the kernel gave, in the axes of ``core.outputs.AXES``.
         exact: The exact result, float64, same shape.
         allowance: float64, same shape.

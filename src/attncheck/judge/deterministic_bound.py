@@ -52,7 +52,6 @@ def deterministic_bound(
 
     Args:
         conditions: Of the rows.
-        arithmetic: What the kernel declares.
         scores: ``score_error`` of both.
         mod: Where the Problem has a score mod.
 

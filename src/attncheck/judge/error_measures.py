@@ -31,7 +31,6 @@ class ErrorMeasures:
         max_at: Index of the largest error, of the first element that is not finite if there is
             one; None when no element is counted.
         bias: Mean signed error; NaN when an element is not finite.
-        elements: How many were counted.
         nonfinite: How many are NaN or infinite.
     """
 

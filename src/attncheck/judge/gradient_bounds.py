@@ -106,9 +106,7 @@ class Sums:
         """B36: what the bound is made of before the sum is rounded, ``(heads, count, dim)``.
 
         Args:
-            arithmetic: What the kernel declares.
             accumulator: What adds it up.
-            scale: Factor of the sum.
             operand: Relative error of y.
             steps: Of a truncating accumulator, where they do not follow on each other.
         """
@@ -173,8 +171,6 @@ class RowGradients:
     """Largest errors of these rows' gradients, float64.
 
     Attributes:
-        rows: Which rows.
-        scale: Factor of q·k.
         dq: Bound of |error|, ``(heads, rows, head_dim)``; 0 in rows that see no key, infinite where
             nothing is known.
         dq_terms: What it is made of, by name; they sum to it.
@@ -209,7 +205,6 @@ def row_gradients(
 
     Args:
         known: Of the rows.
-        arithmetic: What the kernel declares.
         scores: ``score_error`` of both.
         saved: How far the kernel's own out and LSE are off in these rows.
         mod: Where the Problem has a score mod.
@@ -403,15 +398,7 @@ HEADS = "rounding of heads"
 
 
 class KeyGradients:
-    """Sums of the parts of all rows of a Problem, every row of every head once, in any order.
-
-    Args:
-        arithmetic: What the kernel declares.
-        batch: Sequences.
-        heads: Query heads of each.
-        kv_heads: Key heads of each.
-        query: Rows of each head.
-    """
+    """Sums of the parts of all rows of a Problem, every row of every head once, in any order."""
 
     def __init__(
         self, arithmetic: Arithmetic, *, batch: int, heads: int, kv_heads: int, query: int

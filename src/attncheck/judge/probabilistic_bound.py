@@ -57,7 +57,6 @@ class ProbabilisticBound:
         lse: ``(heads, rows)``.
         sd_out: Predicted root mean square of the error of out.
         sd_lse: The same of LSE.
-        certain: The deterministic bound.
     """
 
     out: Tensor
@@ -84,7 +83,6 @@ def probabilistic_bound(
 
     Args:
         conditions: Of the rows.
-        arithmetic: What the kernel declares.
         scores: ``score_error`` of both.
         mod: Where the Problem has a score mod.
         elements: Of out in the whole Problem.

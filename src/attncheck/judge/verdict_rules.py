@@ -50,8 +50,6 @@ class Finding:
 
     Attributes:
         status: ``fail``, ``inconclusive`` or ``warn``.
-        rule: Which rule.
-        text: One line.
         tensor: Which one it is about; of both, out.
         at: The element that shows it best; None where no single one does.
     """
@@ -68,7 +66,6 @@ class Compared:
     """One tensor beside the exact one, in the axes of ``core.outputs.AXES``.
 
     Attributes:
-        name: Which one.
         got: What the kernel gave.
         exact, allowance: float64.
         alive: bool: elements of rows that see a key; of dk and dv those of keys that a row sees.

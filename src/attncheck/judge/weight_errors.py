@@ -200,7 +200,6 @@ def part_shares(errors: ExponentErrors, by: Tensor) -> dict[str, Tensor]:
     """Share that each part of the exponents' errors has of a row's, ``(heads, rows, 1)``.
 
     Args:
-        errors: Of the exponents.
         by: ``(heads, rows, kv)``, what each key counts.
     """
     parts = {"scores": errors.product, "score mod": errors.own, "exponent": errors.exponent}

@@ -26,7 +26,6 @@ class Plan:
 
     Attributes:
         scale: Factor of q·k, an fp32 number.
-        mask: The traced mask.
         score: The traced score mod; None leaves scores as they are.
         slope: Its derivative with respect to the score.
         captured: Which numbers it reads from tensors, of which it is differentiable too; None: it

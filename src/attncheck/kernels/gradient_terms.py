@@ -48,7 +48,6 @@ def row_deltas(
         lse: fp32 ``(batch, heads, query)``, contiguous.
         dlse: Its gradient, the same; None for 0.
         block: Rows of a program, a power of two.
-        warps: Warps of a program.
 
     Returns:
         fp32 ``(batch, heads, query)``; 0 for a row whose LSE is −∞, whatever its gradients are.

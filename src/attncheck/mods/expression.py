@@ -124,7 +124,6 @@ class Node:
     Attributes:
         op: A leaf (``input``, ``number``, ``tensor``, ``true``, ``false``) or a name of
             ``OPERATIONS``.
-        kind: What the value is.
         operands: Positions of the operands among the nodes, all earlier than this one.
         name: The input's name; the dtype of a tensor, of a cast, or of a number that was a tensor
             of one element ("" for a Python number, which promotes differently).
@@ -297,7 +296,6 @@ def node_dtypes(
     torch itself promotes, on its meta device, where nothing is computed. Indices are int64.
 
     Args:
-        expression: A mask or score mod.
         score: The dtype of the score that comes in.
 
     Raises:

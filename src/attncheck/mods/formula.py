@@ -59,7 +59,6 @@ def mask_formula_code(text: str, dimensions: Dimensions) -> str:
     """Return Python on torch tensors that computes the mask ``text``.
 
     Args:
-        text: One line.
         dimensions: The index ranges at which its whole numbers must fit in 32 bits.
 
     Raises:

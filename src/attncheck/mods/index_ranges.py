@@ -61,7 +61,6 @@ def check_index_ranges(
       score is not known here, and not refused.
 
     Args:
-        expression: A mask or score mod.
         dimensions: b < batch, h < heads, q_idx < query, kv_idx < kv.
         name: What an error calls the mod.
 

@@ -60,7 +60,6 @@ class Interval:
     """Intervals of real numbers.
 
     Attributes:
-        pairs: An array of ``Pair``.
         format: What the numbers are held in; None of whole and of Python numbers.
     """
 
@@ -168,7 +167,6 @@ class Rounding:
     number that the format holds stays as it is if ``ulps`` is at most 1/2.
 
     Attributes:
-        format: Of the result.
         ulps: 0.5 for a correctly rounded operation.
     """
 

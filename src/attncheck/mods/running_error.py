@@ -73,9 +73,6 @@ class RunningError:
             products: The exact scores that come in, float64 ``(heads, rows, kv)``.
             radius: How far a kernel's may be off, of that shape.
             b: Sequence of each; index tensors broadcast to that shape.
-            h: Head.
-            q_idx: Query row.
-            kv_idx: Key.
         """
         arguments = (products, b, h, q_idx, kv_idx)
         nothing = torch.zeros((), dtype=torch.float64, device=products.device)

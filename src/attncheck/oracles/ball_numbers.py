@@ -271,7 +271,6 @@ class ProvenError:
     """Upper bounds of |result − exact|, float64 on the CPU; ∞ where nothing is proven.
 
     Attributes:
-        rows: Which rows.
         out: ``(heads, rows, value_dim)``; of a softmax ``(heads, rows, kv)``.
         lse: ``(heads, rows)``; 0 where both are −∞.
     """
@@ -287,7 +286,6 @@ def proven_error(outputs: Outputs, exact: Result[Balls], rows: Rows) -> ProvenEr
     Args:
         outputs: Of the whole Problem, float64, with LSE.
         exact: What ``enclosed`` gave of ``rows``.
-        rows: Which rows.
     """
     assert outputs.lse is not None, "an oracle always gives LSE"
     heads, query = slice(rows.heads.start, rows.heads.stop), rows.query.cpu()
@@ -309,7 +307,6 @@ def enclose_rows(numbers: Ball, inputs: Inputs, rows: Rows) -> Result[Balls]:
     Args:
         numbers: Balls, with what evaluates a score mod.
         inputs: Of an attention or a softmax, on any device.
-        rows: Which rows.
 
     Returns:
         Out ``(1, heads, rows, value_dim)``, of a softmax ``(1, heads, rows, kv)``, and natural-log

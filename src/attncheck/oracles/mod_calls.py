@@ -176,7 +176,6 @@ def _over_all_axes(mod: Callable[..., Tensor], scores: int) -> Callable[..., Ten
     """``mod`` of 0-d arguments, mapped over (batch, heads, query, kv).
 
     Args:
-        mod: The callable.
         scores: How many of its leading arguments have all four axes (the score: 1, else 0).
     """
     # Innermost axis first, so that the outermost vmap is over the batch.

@@ -122,8 +122,6 @@ class Numbers(Protocol[A]):
             score_mod: A FlexAttention callable that reads float tensors.
             scores: Before it, ``(batch, heads, query, kv)``.
             indices: Theirs.
-            factors: Of that shape.
-            attended: Bool, likewise: no other score is summed, NaN or not.
 
         Returns:
             ``(1, 1, 1, numbers)``: one tensor after the other, each flattened row-major.

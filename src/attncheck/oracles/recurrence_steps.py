@@ -116,7 +116,6 @@ def rows_with_weight(numbers: Numbers[A], attended: Tensor, sink: A | None) -> T
     """Mark the rows that have anything to weigh: bool ``(batch, heads, query, 1)``.
 
     Args:
-        numbers: The number system.
         attended: Bool ``(batch, heads, query, kv)``.
         sink: As ``sink_of`` gives it.
     """
@@ -132,7 +131,6 @@ def initial_maximum_and_sum(
     −∞ and 0; with a sink, which is a score like any, the sink and 1.
 
     Args:
-        numbers: The number system.
         shape: ``(batch, heads, rows, 1)``, of both.
         sink: Broadcasts to it.
     """
@@ -237,10 +235,7 @@ class Scores(Generic[A]):
     """Scores of one Inputs, any rows and keys of it.
 
     Attributes:
-        numbers: The number system.
         inputs: Their mask, score mod and scale are used; the tensors are passed.
-        mask_mod: The original mask.
-        score_mod: The original score mod.
     """
 
     numbers: Numbers[A]
@@ -263,8 +258,6 @@ class Scores(Generic[A]):
         Args:
             q: ``(batch, heads, query, head_dim)``, the rows of ``query``.
             k: ``(batch, heads, kv, head_dim)``, the rows of ``kv``, repeated for each head.
-            query: Their query indices.
-            kv: Their key indices.
         """
         problem = self.inputs.problem
         b, h = range(problem.batch), range(problem.heads)
@@ -276,7 +269,6 @@ class Scores(Generic[A]):
         Args:
             q: ``(batch, heads, query, head_dim)`` of the sizes of ``indices``.
             k: ``(batch, heads, kv, head_dim)``.
-            indices: Where they lie.
         """
         return self._after(self._products(q, k), indices)
 

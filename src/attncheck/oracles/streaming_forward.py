@@ -336,7 +336,6 @@ class Run:
     """Keys of a tile.
 
     Attributes:
-        keys: Which.
         partial: Whether some row of the tile does not see some of them.
     """
 

@@ -149,7 +149,6 @@ def is_countable(
         keys: How many they are.
         top: Their score.
         others: What the keys below them move, in units of V.
-        errors: Of the kernel's weights.
         exact: Where a sum of values loses nothing.
     """
     error, added = relative_error(problem, top, errors), errors.addition(problem)

@@ -258,7 +258,6 @@ def store_inputs(
     In fp8 each batch and key head has descales of its own, powers of two.
 
     Args:
-        problem: What they are inputs of.
         q: ``(batch, heads, query, head_dim)``.
         k: ``(batch, kv_heads, kv, head_dim)``.
         v: ``(batch, kv_heads, kv, value_dim)``.

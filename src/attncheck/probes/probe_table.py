@@ -52,8 +52,6 @@ class Probe:
     All of it is pure: no kernel, no oracle. ``docs/reference/probes.md`` proves what each shows.
 
     Attributes:
-        name: The question of a Case.
-        summary: What it shows, in one line.
         fill: (Problem, parameters) → its Inputs on the CPU; the Problem is ``problem``'s.
         unable: Why there are no such inputs of a Problem, in one line; None if there are.
         allowed: The numbers that each parameter may have, the most telling first.

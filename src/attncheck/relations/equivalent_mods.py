@@ -51,8 +51,6 @@ def _equal_masks(
     are the same function of the indices, but the kernel may visit other tiles.
 
     Args:
-        name: Of the relation.
-        summary: Of the relation.
         plain: The mask that has no arguments.
         other: The other, which has one: ``window`` or ``prefix``.
         numbers: Those that make it the same, by Problem, smallest first.

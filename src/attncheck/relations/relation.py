@@ -45,7 +45,6 @@ class Results:
     Attributes:
         inputs: Of each run.
         outputs: Of each run.
-        parameters: Of the question.
         errors: How far each run's out ``(batch, heads, query, value_dim)``, LSE ``(batch, heads,
             query)`` and gradients may be from the exact result; None where bits are compared.
     """
@@ -77,7 +76,6 @@ class Relation:
     All of it is pure: no kernel, no oracle, no judge.
 
     Attributes:
-        name: The question of a Case.
         summary: What must hold, in one line: a failure quotes it.
         runs: (inputs, parameters) → the inputs of each run of the kernel, in order; of other
             Problems too. The arguments are not changed; runs may share tensors.
@@ -254,13 +252,8 @@ class Finding:
     """Elements that are not what they must be.
 
     Attributes:
-        tensor: Which one.
         place: The worst element, or of bits the first, in the axes of ``judgement.AXES``.
-        value: What it is.
-        expected: What it should be.
         allowed: How far the two may be apart; 0 where bits are compared.
-        count: Wrong elements.
-        compared: Elements compared.
         what: Of which run, and what came before it; empty where that is plain.
     """
 
@@ -295,8 +288,6 @@ def compare_bits(tensor: TensorName, value: torch.Tensor, expected: torch.Tensor
     """Return the elements of which any bit differs, NaNs and the signs of zeros included.
 
     Args:
-        tensor: Its name.
-        value: What a kernel gave.
         expected: What it must be, same shape and dtype.
     """
     bits = _SAME_SIZE[value.element_size()]
@@ -315,8 +306,6 @@ def compare_values(
     0 + (−0) is +0: a sum that starts at 0 cannot return the −0 that it was given.
 
     Args:
-        tensor: Its name.
-        value: What a kernel gave.
         expected: What it must be: one number for all, or same shape.
         where: bool, same shape: the elements to compare; None compares all.
     """
@@ -334,8 +323,6 @@ def compare_within(
     """Return the elements that are further apart than ``allowed``, led by the worst of them.
 
     Args:
-        tensor: Its name.
-        value: What a kernel gave.
         expected: What it must be, same shape; compared in float64. Equal infinities agree.
         allowed: How far the two may be apart, same shape; NaN allows nothing.
     """
@@ -385,7 +372,6 @@ def compare_outputs(
     """Return the first tensor that is not as expected; LSE and gradients where both have them.
 
     Args:
-        value: Of the last run.
         expected: In the same axes.
         errors: How far each of the runs that the two are made of may be from the exact result, in
             these axes: together they may be apart by the sum. None: every bit must agree.

@@ -34,8 +34,6 @@ class Cell:
     """A piece of text in a table; may be foreign, as every text of a document may.
 
     Attributes:
-        text: What is shown.
-        look: How.
         spoken: The same in words, for those who hear the page; empty where the text says it.
         code: Whether it is a name that somebody types.
     """
@@ -62,7 +60,6 @@ class Column:
     """A column of a table.
 
     Attributes:
-        heading: Above it.
         words: Whether it holds words, which begin in line; numbers end in line.
         spare: Where a terminal is narrow, columns of 1 go first, then those of 2, and so on; those
             of 0 stay.
@@ -105,8 +102,6 @@ class Table:
     """Rows under headings.
 
     Attributes:
-        columns: See ``Column``.
-        rows: See ``Row``.
         groups: Headings of what rows share: columns on a page, a line above rows on a terminal.
         keys: How many columns, from the left, say what a row is: where a terminal is too narrow for
             the others, they are shown in several tables, which all begin with these. 0 for none.
@@ -131,7 +126,6 @@ class Picture:
     """Lines of signs that stand as they are.
 
     Attributes:
-        title: What they show.
         lines: Of one length; cut where the terminal ends.
         cut_note: What to say then; ``{shown}`` and ``{all}`` are columns.
     """
@@ -203,7 +197,6 @@ class Chart:
     """Curves on two logarithmic axes.
 
     Attributes:
-        title: What is drawn.
         description: The same for those who do not see it, with the largest value.
         x, y: Axes.
         x_name: What the x axis counts.
@@ -225,10 +218,8 @@ class Card:
     """A failure in full.
 
     Attributes:
-        kernel: Whose.
         heading: What is wrong, in a line.
         meaning: What that means, for readers who see it for the first time.
-        facts: Labels and texts.
         map: Where the errors are; None where that says nothing.
         command: What shows it again.
         script: Text of a script that asks the same; empty where there is none to show.
@@ -260,8 +251,6 @@ class Section:
     """Blocks under a title.
 
     Attributes:
-        title: Above them.
-        blocks: In reading order.
         name: Stands in a page's list of sections.
         folded: Whether a page of HTML shows the title alone until somebody opens it.
         facets: As of a Row.
@@ -292,10 +281,8 @@ class Document:
         verdict: Comes last on a terminal and first on a page; None where there is none.
         verdict_first: Whether it comes first on a terminal too.
         counters: Names, numbers and looks that a page begins with.
-        command: The command line that made it.
         facts: Where and when, a line each.
         filters: Facets that a page of HTML can be narrowed by, each with its values.
-        sections: In reading order.
         notes: How to read it, and the arithmetic that was assumed.
         closing: What it comes to, the last lines.
     """

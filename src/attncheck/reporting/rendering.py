@@ -83,7 +83,6 @@ def render(
     """Return ``report`` in ``fmt``, the same on every machine (no colours).
 
     Args:
-        report: Of any kind.
         fmt: One of ``FORMATS``, of a gate of ``GATE_FORMATS``.
         document: Makes its page, where there is another than that of its kind.
 
@@ -189,7 +188,6 @@ def write_gate(
     """Write the files of a gate into ``directory``, and ``repro/ID.py`` of each script.
 
     Args:
-        report: What was found.
         directory: Made if need be.
         scripts: The text of a standalone script by the id of its failure.
 

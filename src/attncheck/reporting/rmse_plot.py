@@ -59,10 +59,7 @@ class Mark:
     """One kernel in one cell.
 
     Attributes:
-        kernel: Its name.
-        operation: The column it stands in.
         reach: From where to where on the x axis it may spread.
-        status: Its verdict, or ``error``.
         rmse: NaN where it raised.
         floor: RMSE of the exact result correctly rounded; NaN where it raised.
         ideal: RMSE of the ideal kernel at its tiles; NaN where it raised.

@@ -176,7 +176,6 @@ class Pass:
 
     Attributes:
         kernel: Whose hooks are called.
-        problem: Of the inputs.
         tile: The kernel's tiling.
         q, k, v: As a product reads them, in fp32, up to a whole number of tiles.
         factors: What scores and outputs are multiplied by.

@@ -41,7 +41,6 @@ class Candidate:
 
     Attributes:
         kernel: What the user called it; errors quote it.
-        target: The object.
         name: What reports are to call it.
         entry: How a table names the object; a file is relative to the working directory.
         capabilities: Its table; None where nobody has written one.

@@ -78,7 +78,6 @@ class Flash(Subject):
     """A forward of ours for any mask and score mod; interpreted where there is no GPU.
 
     Attributes:
-        hopper: Its tiles on a GPU.
         max_num_imprecise_acc: As in ``kernels.launch.Launch``.
     """
 

@@ -42,7 +42,6 @@ class KnownFailure:
 
     Attributes:
         test: ``test_causal.py::test_attention_is_exact``.
-        kernel: A kernel's name, as it is asked for.
         reason: Whose fault it is, in one line.
         case: The smallest Case that fails.
         dtypes, families: Only these; empty for all. In a test of another dtype the Case is asked

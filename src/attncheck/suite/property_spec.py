@@ -189,8 +189,6 @@ def variations(
     half. They follow from ``case`` alone: a failure of one of them shrinks as ``case`` does.
 
     Args:
-        case: What was drawn.
-        count: How many.
         fits: (question, Problem) → whether it may be asked.
         lengths: Whether lengths may be others, where the mask's numbers allow it.
         distributions: To choose from (default: all).

@@ -109,7 +109,6 @@ class Options:
         kernels: As typed, in this order; empty for the default.
         device: ``cpu`` or ``cuda``; empty for the default.
         dtypes: Only these; empty for all.
-        tier: How hard.
         known_failures: The file; empty for that beside the properties.
         report: Folder for a report; empty for none.
         timeout: Seconds that one call may take; 0 for the usual ones.

@@ -47,7 +47,6 @@ class Kernel:
 
     Attributes:
         name: What it was asked for by.
-        subject: The kernel.
     """
 
     name: str
@@ -65,7 +64,6 @@ class Param:
     """Part of the suite that one test is: what stands in the brackets of its id.
 
     Attributes:
-        kernel: The kernel.
         dtype: Empty where a test is about none.
         family: The mask family; empty as dtype.
         refused: Why the kernel takes no such problem; empty where it takes some.

@@ -299,8 +299,6 @@ def detect_capabilities(
         make: How it is called.
         conventions: Those that it may have: the first by which it is right, else by which it gives
             an answer at all.
-        options: What is known of it.
-        device: ``cpu`` or ``cuda``.
         advance: Called with a word before each question; what it raises ends the probe.
         executor: How to call the kernel; in this process by default.
     """
@@ -328,10 +326,7 @@ class Detection:
 
     Args:
         make: As of ``detect_capabilities``, as are the next four.
-        options: What is known of it.
-        device: ``cpu`` or ``cuda``.
         advance: Called before each question.
-        executor: How to call it.
         brief: Whether verdicts alone are needed: half the time.
     """
 

@@ -125,8 +125,6 @@ class SceneResult:
     Attributes:
         out: Float64 ``(heads, query, dim)`` of the first sequence.
         lse: Float64 ``(heads, query)``; None where it gives none.
-        arithmetic: What it declares there.
-        tiling: The same.
     """
 
     out: torch.Tensor
@@ -140,10 +138,6 @@ class SceneRunner:
     """One kernel in one dtype, and how it is called.
 
     Attributes:
-        subject: The kernel.
-        dtype: A name of ``formats.DTYPES``.
-        device: ``cpu`` or ``cuda``.
-        executor: How it is called.
         calls: How many scenes it has answered.
     """
 

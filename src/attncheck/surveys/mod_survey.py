@@ -106,7 +106,6 @@ class ModBackends:
     """A mod by all backends.
 
     Attributes:
-        name: Its name.
         kind: ``mask`` or ``score mod``.
         expression: What was traced; empty where it cannot be.
         backends: mpmath, then the kernels; none where it cannot be traced.
@@ -145,9 +144,6 @@ def compare_backends(
     Args:
         mods: Callables by name, their tensors on ``device``; or a Python file, imported with
             tensors on ``device``.
-        subjects: Kernels.
-        device: ``cpu`` or ``cuda``.
-        dimensions: The index ranges.
         executor: How to call kernels; in this process by default.
 
     Raises:
@@ -243,8 +239,6 @@ def mpmath_backend(
 
     Args:
         expression: What should be ``mod``.
-        mod: The callable.
-        dimensions: The index ranges.
         device: Where its tensors are.
         scores: What a score mod gets (default: the same as for kernels).
     """
@@ -336,11 +330,7 @@ def survey_mods(
 
     Args:
         mods: By name; those that ``refusals`` names first belong to a usage error.
-        subjects: The kernels.
         file: The mods' file's own name.
-        dimensions: The index ranges.
-        device: ``cpu`` or ``cuda``.
-        command: The command line, for the report.
         done: Called with the name of each mod as it is done.
     """
     records = []
@@ -431,7 +421,6 @@ def refusals(
     """Return why each mod that cannot be compared cannot, in a line with its name and place.
 
     Args:
-        mods: By name.
         file: Their file's own name.
         dimensions: The index ranges: none may lead outside a captured tensor.
         device: Where the tensors are that they capture.

@@ -98,8 +98,6 @@ def oracle_plan(
         variants: Names of ``cases.variants.VARIANTS``, or ``sharp``; none: those of ``default``.
         distributions: Names; none: all. Of softmax those that it has.
         dtype: Of the inputs.
-        shape: As typed.
-        seed: Which draw.
         default: Names of variants.
 
     Raises UnknownName or ProblemError for what cannot be, before anything is computed.
@@ -156,7 +154,6 @@ def survey_oracles(
     Args:
         problems: The plan's name for the variant, and the Problem.
         digits: Decimal digits of the exact side, at least 17.
-        command: The command line, for the report.
         done: Called with a word on each Problem as it is done.
 
     Raises:
@@ -232,7 +229,6 @@ def distances(
     """Return one Record for each float64 oracle.
 
     Args:
-        case: What was computed.
         variant: The plan's name for the mask and score mod.
         by_oracle: What each oracle gives, by its name.
         exact: The result in many digits.

@@ -266,7 +266,6 @@ def read_smallest_weight(runner: SceneRunner, *, tall: bool = True) -> SmallestW
     Every group of keys has its maximum. Row 1 has all weights smaller by √½.
 
     Args:
-        runner: The kernel.
         tall: Whether values are large enough for the smallest weights of fp32 to show; otherwise
             2^15, which fp16 holds too.
 

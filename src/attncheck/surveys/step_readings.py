@@ -50,7 +50,6 @@ def read_exponential(runner: SceneRunner, held: Grid, *, rounded: bool) -> Expon
     """The largest error of a weight in [1/2, 1) that shows; None where none would.
 
     Args:
-        runner: The kernel.
         held: How P is held.
         rounded: Whether that is a format to which P is rounded, and not all that exp2 gives.
 
@@ -331,7 +330,6 @@ class Sentinel:
     Attributes:
         above: Natural score that the sentinel is not below; None where hidden keys never weighed.
         below: The same from the other side.
-        empty: What a row gives that sees nothing: ``0``, ``NaN``, ``a mean``; empty: not measured.
     """
 
     above: float | None = None

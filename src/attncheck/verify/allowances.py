@@ -97,7 +97,6 @@ def budget(evidence: Evidence, arithmetic: Arithmetic, place: Place) -> dict[str
     """Return the parts of one element's allowance, by the names of ``docs/explanation/bounds.md``.
 
     Args:
-        evidence: The Case.
         arithmetic: What the allowance is for.
         place: An element of out, or with ``dim`` −1 a row of LSE.
     """
@@ -395,9 +394,6 @@ def gradient_allowance(
     traced or may be infinite, and in what a row touches whose own out or LSE is not finite.
 
     Args:
-        evidence: The Case.
-        arithmetic: Of the kernel.
-        outputs: Of the kernel.
         lse_bound: The deterministic bound of LSE, ``(batch, heads, query)``, where the kernel does
             not expose it and it is known already.
     """

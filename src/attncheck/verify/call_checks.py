@@ -75,14 +75,7 @@ class Unanswered(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class CheckedKernel:
-    """One kernel and the Case that it is checked on.
-
-    Attributes:
-        subject: The kernel.
-        case: The Case.
-        device: ``cpu`` or ``cuda``.
-        executor: How to call the kernel.
-    """
+    """One kernel and the Case that it is checked on."""
 
     subject: Subject
     case: Case
@@ -411,10 +404,7 @@ def judge_call(
     how many calls were compared. A check that could look at nothing is ``inconclusive``.
 
     Args:
-        subject: The kernel.
         case: A Case whose question is a name in ``CHECKS``.
-        executor: How to call the kernel.
-        device: ``cpu`` or ``cuda``.
 
     Returns:
         A Failure where there are no outputs to look at; ``refused`` for a check of streams on a

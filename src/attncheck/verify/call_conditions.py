@@ -289,7 +289,6 @@ class ConditionedCall:
         """Call it ``calls`` times in all; return what it gave first or, with ``last``, last.
 
         Args:
-            subject: The kernel.
             call: As prepared on what ``copied`` gave.
             inputs: What that is a copy of.
             first: What the first call gave, in memory of its own.
@@ -392,7 +391,6 @@ def under_conditions(
     """Within, calls are made ``under`` these conditions; what was seen is in its ``notes``.
 
     Args:
-        under: The conditions.
         device: Where the kernel runs.
         first: What the process was before the first of all calls; where it is None, what it is now.
         earlier: Of a sequence, what its calls before this one left.

@@ -30,7 +30,6 @@ class Evidence:
     """The facts that a kernel's outputs on a Case are held against.
 
     Attributes:
-        case: The Case.
         device: ``cpu`` or ``cuda``, where kernels run and the truth was computed.
         inputs: The tensors that the kernel and the oracle read.
         truth: The exact result in float64: out ``(batch, heads, query, value_dim)``, LSE

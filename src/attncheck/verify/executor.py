@@ -96,7 +96,6 @@ class Origin:
     """The source of inputs, so that another process draws the same.
 
     Attributes:
-        case: The Case.
         run: Which of the runs that its question asks for; 0 where there is one.
     """
 
@@ -109,7 +108,6 @@ class Execution:
     """The outcome of a call: outputs, and what the kernel declares of them.
 
     Attributes:
-        outputs: Of its first call.
         seconds: Median time of one call; None when it was not timed.
         tiling: What it declares of its tiles.
         arithmetic: The arithmetic that it declares, or that is assumed of it.
@@ -160,8 +158,6 @@ class Executor(Protocol):
         """``subject`` on ``inputs``; never raises what the kernel raised.
 
         Args:
-            subject: The kernel.
-            inputs: What it reads.
             origin: Where they are from: for who draws them anew elsewhere.
             timed: Whether it is called until its median time is known.
             under: How it is called.

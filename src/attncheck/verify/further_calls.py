@@ -38,7 +38,6 @@ def late_call(subject: Subject, inputs: Inputs, turn: int) -> Outputs:
     for which this stream does not wait has written nothing when its outputs are read.
 
     Args:
-        subject: The kernel.
         inputs: What it is to read; they are there when this is called.
         turn: Which further call it is, from 1 on.
     """
@@ -192,7 +191,6 @@ class RepeatedCall:
         outputs: What it gave.
         forward: Whether out or LSE had other bits than the first call's.
         gradients: Whether a gradient had; dcaptured aside.
-        where: The first element that had, in one line; empty where none.
     """
 
     outputs: Outputs

@@ -58,10 +58,7 @@ def judge_relation(
     else the runs may be as far apart as the judge's bounds of each allow.
 
     Args:
-        subject: The kernel.
         case: A Case whose question is a name in ``relations.RELATIONS``.
-        executor: How to call the kernel.
-        device: ``cpu`` or ``cuda``.
 
     Returns:
         A Failure where there are no outputs; ``refused`` for a kernel that does not take the

@@ -136,7 +136,6 @@ class KernelConnection:
 
         Args:
             kind: Of the question.
-            words: Its JSON.
             seconds: Until it is killed.
             most: Bytes beside JSON that an answer may have.
 

@@ -142,9 +142,6 @@ def run_on_evidence(
 
     Args:
         record: What is known before the kernel runs, of ``new_record``.
-        subject: The kernel.
-        evidence: The Case.
-        executor: How to call the kernel.
         timed: As of ``run_case``.
         brief: As of ``run_case``.
 

@@ -75,7 +75,6 @@ def sanitized(
 
     Args:
         kernel: As of ``subjects.load.load``; imported in that process alone.
-        cases: Small ones.
         tool: A name in ``TOOLS``.
         convention: How the kernel is called, as of ``load``.
         device: Where; on a CPU it has nothing to see.

@@ -97,7 +97,6 @@ class Journal:
         """The journal at ``path``, which is made if need be, its folder too.
 
         Args:
-            path: Where.
             header: What makes two runs the same: command (without ``--shard``), tier, kernels, the
                 fingerprint of the environment, …, and ``shard`` (``2/4``, empty for the whole); and
                 ``started`` and ``typed``, the command line, which do not.
@@ -156,7 +155,6 @@ class Journal:
         """Its result is on the disk when this returns; only then may anybody be told.
 
         Args:
-            done: The result.
             quarantined: Whether it says only that the unit was lost too often.
 
         Raises:

@@ -141,7 +141,6 @@ class Worker:
         echo: ``echoes``.
 
     Attributes:
-        pid: Its number.
         replies: Descriptor that answers come from; non-blocking.
         stdout, stderr: What it prints.
         echoes: Whether the first of that is shown on standard error.
@@ -209,7 +208,6 @@ class Worker:
         """Return the answer to ``frame``.
 
         Args:
-            frame: The request.
             seconds: Until it is late.
             most: Bytes beside JSON that an answer may have.
             what: That is asked, for the message of one that is late.

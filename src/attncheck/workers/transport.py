@@ -62,12 +62,7 @@ class Frame:
 
 
 class Sender:
-    """Sends frames to a descriptor, each with the next number.
-
-    Args:
-        descriptor: To write to.
-        key: The key of both sides.
-    """
+    """Sends frames to a descriptor, each with the next number."""
 
     def __init__(self, descriptor: int, key: bytes) -> None:
         self._descriptor, self._key = descriptor, key
@@ -77,7 +72,6 @@ class Sender:
         """Send it whole.
 
         Args:
-            frame: What to send.
             ready: Returns when something can be written, or raises; None where writing waits.
 
         Raises:
@@ -106,12 +100,7 @@ class Sender:
 
 
 class Receiver:
-    """Receives frames from a descriptor, each with the next number.
-
-    Args:
-        descriptor: To read from.
-        key: The key of both sides.
-    """
+    """Receives frames from a descriptor, each with the next number."""
 
     def __init__(self, descriptor: int, key: bytes) -> None:
         self._descriptor, self._key = descriptor, key

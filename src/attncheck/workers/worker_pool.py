@@ -111,7 +111,6 @@ class WorkerSetup(msgspec.Struct, kw_only=True):
 
     Attributes:
         work: Factory of its Work, ``module:function``.
-        options: Of that.
     """
 
     work: str
@@ -230,7 +229,6 @@ class WorkerPool(ABC, Generic[H]):
 
     Args:
         setup: What each is told first.
-        limits: Of time.
     """
 
     def __init__(self, setup: WorkerSetup, limits: Limits) -> None:
@@ -323,7 +321,6 @@ class LocalPool(WorkerPool[Worker]):
         places: Where each works: one process each, at most.
         setup: What each is told first.
         mark: With which their own marks begin.
-        limits: Of time.
     """
 
     def __init__(

@@ -1,24 +1,19 @@
 """Callables drawn at random over the vocabulary: the trace gives their float64 values exactly."""
 
 import functools
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 from hypothesis import find, given, settings
 from hypothesis import strategies as st
 from tests.mods.sample_mods import planted
+from torch import Tensor
 
 from attncheck.core.formats import FORMATS
 from attncheck.core.mod_spec import Dimensions
 from attncheck.mods.operation_errors import Arithmetic
 from attncheck.mods.running_error import RunningError
 from attncheck.mods.trace import count_disagreements, trace_mask, trace_score
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
 
 DIMENSIONS = Dimensions(batch=2, heads=3, query=13, kv=21)
 TABLE = torch.arange(3 * 64, dtype=torch.float32).reshape(3, 64).cos()

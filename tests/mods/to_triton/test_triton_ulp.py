@@ -2,8 +2,6 @@
 
 # ruff: noqa: N803  # Triton: constexprs in capitals
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -44,7 +44,6 @@ class Repair:
     """One repair.
 
     Attributes:
-        description: For a report.
         methods: What it replaces, in groups of names that belong together.
         uses: Further names of the interpreter that it cannot do without.
         adds: Replaced names that some versions of triton do not have at all.

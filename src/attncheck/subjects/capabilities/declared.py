@@ -43,15 +43,8 @@ class Declared(Subject):
     refusal contradicts nothing.
 
     Args:
-        inner: The kernel without its table.
-        capabilities: The table.
-        name: What reports call it.
         limits: Of a table that was found: what it says, in a line. Empty of one that is declared.
         admitted: Ids of Problems that are asked although the table has no place for them.
-
-    Attributes:
-        inner: As passed.
-        capabilities: As passed.
     """
 
     def __init__(

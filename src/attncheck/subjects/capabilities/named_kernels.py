@@ -17,9 +17,7 @@ class _BuiltIn:
     """A class of a subject, imported when one is made.
 
     Attributes:
-        summary: That of the subject, in one line.
         module: Where it is.
-        name: Its name there.
         arguments: What it is made with.
     """
 

@@ -37,7 +37,6 @@ class ModKey:
     """All that is made of a Problem's mods depends on: Problems of other dtypes and seeds share it.
 
     Attributes:
-        kind: Class of the Problem.
         specs: The mods.
         dimensions: Ranges of their indices.
         device: Where their captured tensors are.

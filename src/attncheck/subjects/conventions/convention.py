@@ -149,7 +149,6 @@ class Request:
     """A Problem to be passed, and what its arguments depend on besides.
 
     Attributes:
-        problem: What to compute.
         able: Meanings that the function takes.
         bottom_right: Whether causal masks and windows are aligned so.
         options: What else was said of the function.
@@ -261,7 +260,6 @@ class Signature:
 
         Args:
             function: A callable; a ``torch.nn.Module`` is its ``forward``.
-            keywords: The convention's.
 
         Returns:
             What it takes; all, where nothing says it (functions written in C). Or why it does not
@@ -362,7 +360,6 @@ class Convention:
 
     Attributes:
         name: What it is called on the command line.
-        summary: One line.
         parameters: Beside q, k and v, in their order.
         layout: The axes of the tensors of a Problem that can be passed.
         bind: What becomes of a Problem's mask, score mod and scale: arguments by meaning, or why

@@ -88,8 +88,6 @@ class GradientCall:
     Args:
         options: How gradients are had.
         layout: The function's axes.
-        inputs: Of the Problem.
-        passed: Keywords of the call.
         parameters: What each of them is in the convention.
         dead: Rows that see no key, where something is said of them.
         natural_lse: LSE as the function gives it → in attncheck's axes, natural.

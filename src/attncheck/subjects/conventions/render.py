@@ -22,8 +22,6 @@ def render_call(
     """``def call(kernel, q, k, v)`` in attncheck's axes; None where an argument cannot be said.
 
     Args:
-        arguments: What is passed, by name.
-        layout: The kernel's axes.
         base2: Whether its LSE is of base 2.
         drops_lse: Whether an LSE that it gives is left out.
         infinite: Whether LSE may be ∞ where a row sees no key; it is -∞ then.
