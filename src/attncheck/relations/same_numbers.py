@@ -69,7 +69,7 @@ def _compare_around(results: Results) -> Finding | None:
     before, _, after = results.outputs
     errors = results.errors
     finding = compare_outputs(after, before, errors and [errors[0], errors[2]])
-    return finding and replace(finding, what=f"{describe_turn(results.inputs, 2)}, repeats call 1")
+    return finding and replace(finding, what=f"{describe_turn(results.inputs, 2)}, is call 1 again")
 
 
 CALL_ORDER = Relation(

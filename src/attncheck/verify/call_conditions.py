@@ -206,9 +206,10 @@ class EarlierCalls:
     def overwritten(self) -> str:
         """Return what of that has changed since; empty where nothing."""
         for number, (its, copy) in enumerate(self.returned, 1):
-            where = compare_bits(its, copy, len(self.returned)).where
-            if where:
-                return f"what call {number} had returned is written over: {where}"
+            changed = compare_bits(its, copy, len(self.returned)).where
+            if changed:
+                where = changed.rpartition(" in ")[0]
+                return f"writes over what call {number} had returned: {where}"
         return ""
 
     def add(self, outputs: Outputs) -> None:

@@ -281,6 +281,7 @@ class Placed:
 
     @property
     def inside(self) -> torch.Tensor:
+        """What lies between the bands."""
         return self.buffer[self.start : self.end]
 
     @property
