@@ -266,7 +266,7 @@ def _chosen(
     changes: Iterable[Change], kernels: Sequence[str], cases: Sequence[str]
 ) -> tuple[Change, ...]:
     """Raises UnknownName for a kernel or case that none of them is about."""
-    from attncheck.core.errors import UnknownName
+    from attncheck.core.errors import require_known
 
     changes = tuple(changes)
     about: tuple[tuple[str, Sequence[str], Callable[[Change], str]], ...]
@@ -275,8 +275,7 @@ def _chosen(
         known = tuple(dict.fromkeys(of(change) for change in changes))
         for name in names:
             # A misspelt name would leave nothing to compare, and pass.
-            if name not in known:
-                raise UnknownName(what, name, known)
+            require_known(what, [name], known)
     return tuple(
         change
         for change in changes

@@ -27,7 +27,7 @@ from attncheck.cli.resumable_run import (
     worker_places,
 )
 from attncheck.cli.standard_output import Interrupts, show_report, standard_output
-from attncheck.core.errors import UnknownName, UsageError, parse_seconds
+from attncheck.core.errors import UsageError, parse_seconds, require_known
 from attncheck.core.sanitize_text import one_line, shortened
 
 if TYPE_CHECKING:
@@ -193,8 +193,7 @@ def _selection(options: FaultOptions, device: str, tier: str) -> FaultSelection:
     from attncheck.verify.environment import prepare
 
     hosts = dict.fromkeys((*HOSTS, "all"))
-    if options.host not in hosts:
-        raise UnknownName("host", options.host, hosts)
+    require_known("host", [options.host], hosts)
     # In another file nobody knows hosts or categories of the catalogue.
     if file := _kernel_file(options):
         if options.categories or options.controls or options.host != "all":

@@ -119,11 +119,10 @@ def _show_gate(
 
 
 def _show(interrupts: Interrupts, loaded: Report, fmt: str, directory: str | None) -> None:
-    from attncheck.core.errors import UnknownName
+    from attncheck.core.errors import require_known
     from attncheck.reporting import rendering
 
-    if fmt not in rendering.FORMATS:
-        raise UnknownName("format of this report", fmt, rendering.FORMATS)
+    require_known("format of this report", [fmt], rendering.FORMATS)
     if directory is not None:
         with interrupts.writing(directory):
             rendering.write_report(loaded, directory, "report")

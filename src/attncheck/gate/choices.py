@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from attncheck.cases.tier import Tier, tier_named
-from attncheck.core.errors import UnknownName, UsageError
+from attncheck.core.errors import UsageError, require_known
 from attncheck.core.formats import DTYPES
 from attncheck.gate.other_commit import CommitTree
 from attncheck.records.baseline_entries import baseline_text
@@ -95,9 +95,7 @@ def parse_stages(names: Sequence[str], without: Sequence[str] = ()) -> tuple[Sta
         UnknownName: for one that there is not.
         UsageError: where none is left.
     """
-    for name in (*names, *without):
-        if name not in STAGES:
-            raise UnknownName("stage", name, STAGES)
+    require_known("stage", (*names, *without), STAGES)
     # In the order of STAGES whatever was typed: units and reports are sorted by it.
     left = tuple(s for s in STAGES if (not names or s in names) and s not in without)
     if not left:
@@ -107,9 +105,7 @@ def parse_stages(names: Sequence[str], without: Sequence[str] = ()) -> tuple[Sta
 
 def _dtypes(names: Sequence[str]) -> tuple[str, ...]:
     measured = [name for name, dtype in DTYPES.items() if dtype.measured]
-    for name in names:
-        if name not in measured:
-            raise UnknownName("dtype", name, measured)
+    require_known("dtype", names, measured)
     # In the table's order, so that a plan does not depend on what was typed first.
     return tuple(name for name in measured if name in names)
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from attncheck.core.errors import ProblemError, UnknownName
+from attncheck.core.errors import ProblemError, look_up
 from attncheck.core.judgement import Judgement
 from attncheck.inputs import input_tensors
 from attncheck.inputs.problem import Case
@@ -390,9 +390,7 @@ CHECKS: dict[str, Check] = {
 
 def check_named(name: str) -> Check:
     """Return the check called ``name``; raises UnknownName with the valid names."""
-    if name not in CHECKS:
-        raise UnknownName("check", name, CHECKS)
-    return CHECKS[name]
+    return look_up("check", name, CHECKS)
 
 
 def judge_call(

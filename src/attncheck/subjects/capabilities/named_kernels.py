@@ -6,7 +6,7 @@ import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from attncheck.core.errors import UnknownName
+from attncheck.core.errors import require_known
 
 if TYPE_CHECKING:
     from attncheck.subjects.capabilities.subject import Subject
@@ -131,6 +131,5 @@ def builtin_names() -> tuple[str, ...]:
 
 def subject_named(name: str) -> Subject:
     """Return a new subject called ``name``; raises UnknownName with the valid names."""
-    if name not in BUILTIN:
-        raise UnknownName("kernel", name, BUILTIN)
+    require_known("kernel", [name], BUILTIN)
     return BUILTIN[name]()
