@@ -23,23 +23,18 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class Measurements:
-    """Contents of the files.
+    """Contents of the files."""
 
-    Attributes:
-        answers: Of all stages.
-        by_record: Environments by the ids that Records have.
-        environments: Environments by ``baseline_entries.environment_id``.
-        entries: What a baseline would keep, right or wrong.
-        problems: What each case is, in a few words, by its id.
-        complete: Whether everything was asked that was to be.
-    """
-
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)  # of all stages
+    # Environments by the ids that Records have.
     by_record: dict[str, Environment] = field(default_factory=dict)
+    # Environments by ``baseline_entries.environment_id``.
     environments: dict[str, Environment] = field(default_factory=dict)
+    # What a baseline would keep, right or wrong.
     entries: dict[Key, Entry] = field(default_factory=dict)
+    # What each case is, in a few words, by its id.
     problems: dict[str, str] = field(default_factory=dict)
-    complete: bool = True
+    complete: bool = True  # whether everything was asked that was to be
 
 
 def baseline_path(typed: str | None) -> Path:

@@ -226,19 +226,12 @@ _LONGEST = 90  # where no second length fails, to which it would be shrunk
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoFailure:
-    """A wrong answer, and the way to it.
+    """A wrong answer, and the way to it."""
 
-    Attributes:
-        first: The first answer that was wrong.
-        smallest: The answer to the smallest Case that still fails.
-        before: Problems that were answered until then, the first wrong one too.
-        after: Those that it took to shrink it.
-    """
-
-    first: Record
-    smallest: Record
-    before: int
-    after: int
+    first: Record  # the first answer that was wrong
+    smallest: Record  # the answer to the smallest Case that still fails
+    before: int  # problems that were answered until then, the first wrong one too
+    after: int  # those that it took to shrink it
 
 
 def search_with_hypothesis(

@@ -135,20 +135,14 @@ class GateOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateRun:
-    """One run of the gate.
+    """One run of the gate."""
 
-    Attributes:
-        kernels: As asked for.
-        shard: ``2/4``; empty for the whole.
-        units: The first work.
-    """
-
-    kernels: tuple[str, ...]
+    kernels: tuple[str, ...]  # as asked for
     device: str
     choices: Choices
-    shard: str
+    shard: str  # ``2/4``; empty for the whole
     head: dict[str, Any]
-    units: tuple[Unit, ...]
+    units: tuple[Unit, ...]  # the first work
 
 
 @verb.command

@@ -24,28 +24,19 @@ Value = str | int | float | bool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """Options of a gate run, the same for each of its kernels.
-
-    Attributes:
-        dtypes: Only these; empty for all that a kernel takes.
-        isolated: Whether kernels run in processes of their own.
-        timeout: Seconds that one call of a kernel may take; 0 for as many as is usual.
-        failures: Folder in which failures are kept; empty for none.
-        sanitizer: Whether a few problems are asked under compute-sanitizer.
-        tree: The files of another commit, whose kernels are measured too; None for none.
-        held: What a baseline holds, and is asked again; None without one.
-    """
+    """Options of a gate run, the same for each of its kernels."""
 
     tier: Tier
     stages: tuple[Stage, ...] = STAGES
-    dtypes: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ()  # only these; empty for all that a kernel takes
     seed: int = 0
-    isolated: bool = True
-    timeout: float = 0.0
-    failures: str = ""
-    sanitizer: bool = False
+    isolated: bool = True  # whether kernels run in processes of their own
+    timeout: float = 0.0  # seconds that one call of a kernel may take; 0 for as many as is usual
+    failures: str = ""  # folder in which failures are kept; empty for none
+    sanitizer: bool = False  # whether a few problems are asked under compute-sanitizer
+    # The files of another commit, whose kernels are measured too; None for none.
     tree: CommitTree | None = None
-    held: BaselineCases | None = None
+    held: BaselineCases | None = None  # what a baseline holds, and is asked again; None without one
 
     @classmethod
     def of(cls, options: Mapping[str, Value]) -> Choices:
@@ -116,14 +107,10 @@ def _words(value: Value) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaselineCases:
-    """The cases of a baseline, which a gate asks again.
+    """The cases of a baseline, which a gate asks again."""
 
-    Attributes:
-        digest: Of the baseline: another one makes another plan.
-        cases: Kernel, architecture, variant and Case, each as JSON has it.
-    """
-
-    digest: str
+    digest: str  # of the baseline: another one makes another plan
+    # Kernel, architecture, variant and Case, each as JSON has it.
     cases: tuple[tuple[str, str, str, dict[str, Any]], ...]
 
     @classmethod

@@ -131,17 +131,11 @@ def _run_tool(command: Sequence[str], path: Path, seconds: float) -> tuple[str, 
 
 @dataclass(slots=True)
 class _Report:
-    """The output while one case ran.
+    """The output while one case ran."""
 
-    Attributes:
-        begun: Whether it began.
-        ended: What its process said at its end: ``ok``, ``refused …`` or ``error …``.
-        errors: The tool's errors, a line each.
-    """
-
-    begun: bool = False
-    ended: str = ""
-    errors: list[str] = field(default_factory=list)
+    begun: bool = False  # whether it began
+    ended: str = ""  # what its process said at its end: ``ok``, ``refused …`` or ``error …``
+    errors: list[str] = field(default_factory=list)  # the tool's errors, a line each
 
 
 @dataclass(slots=True)

@@ -14,17 +14,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _BuiltIn:
-    """A class of a subject, imported when one is made.
-
-    Attributes:
-        module: Where it is.
-        arguments: What it is made with.
-    """
+    """A class of a subject, imported when one is made."""
 
     summary: str
-    module: str
+    module: str  # where it is
     name: str
-    arguments: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()  # what it is made with
 
     def __call__(self) -> Subject:
         """Return a new subject."""
