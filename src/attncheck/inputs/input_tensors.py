@@ -49,30 +49,25 @@ class Descale:
 class Inputs:
     """The tensors of one Problem, in its storage dtype.
 
-    Attributes:
-        q: ``(batch, heads, query, head_dim)``.
-        k: ``(batch, kv_heads, kv, head_dim)``.
-        v: ``(batch, kv_heads, kv, value_dim)``.
-        descale: Of fp8 alone: the number meant is the stored one times its descale.
-        x: Of a softmax alone: its scores ``(batch, heads, query, kv)``; q, k and v are empty then,
-            their last axis is 0.
-        sink: Of a Problem with one: each head's logit, fp32 ``(heads,)``, natural, in every dtype.
-        dout: Of a backward: the loss's gradient with respect to out, as out in shape and dtype.
-        dlse: Of a backward whose loss depends on LSE (natural log): its gradient with respect to
-            it, fp32 ``(batch, heads, query)`` in every dtype.
-
     Raises:
         ProblemError: for a tensor whose shape or dtype is not the Problem's.
     """
 
     problem: Problem
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
+    q: torch.Tensor  # ``(batch, heads, query, head_dim)``
+    k: torch.Tensor  # ``(batch, kv_heads, kv, head_dim)``
+    v: torch.Tensor  # ``(batch, kv_heads, kv, value_dim)``
+    # Of fp8 alone: the number meant is the stored one times its descale.
     descale: Descale | None = None
+    # Of a softmax alone: its scores ``(batch, heads, query, kv)``; q, k and v are empty then,
+    # their last axis is 0.
     x: torch.Tensor | None = None
+    # Of a Problem with one: each head's logit, fp32 ``(heads,)``, natural, in every dtype.
     sink: torch.Tensor | None = None
+    # Of a backward: the loss's gradient with respect to out, as out in shape and dtype.
     dout: torch.Tensor | None = None
+    # Of a backward whose loss depends on LSE (natural log): its gradient with respect to it, fp32
+    # ``(batch, heads, query)`` in every dtype.
     dlse: torch.Tensor | None = None
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from attncheck.core.errors import ProblemError, UnknownName
+from attncheck.core.errors import ProblemError, require_known
 from attncheck.core.formats import DTYPES, FORMATS, Dtype, dtype_named, fp32
 from attncheck.core.mod_spec import FULL, GENERATOR, NONE, Dimensions, Spec
 from attncheck.core.paged_layout import Paging
@@ -135,8 +135,7 @@ class Problem:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.operation not in OPERATIONS:
-            raise UnknownName("operation", self.operation, OPERATIONS)
+        require_known("operation", [self.operation], OPERATIONS)
         dtype_named(self.dtype)
         distribution_named(self.distribution)
         self._default("kv_heads", self.heads)
