@@ -39,8 +39,8 @@ LARGEST_HEAD_DIM = 256
 USUAL_SCALE = float("nan")
 """This object stands for 1/√head_dim; a Problem that is made has that number in its place."""
 SINK_LOGITS = ("", "above", "below", "equal", "absent")
-"""Where sinks lie: drawn among a row's scores, far above or below them all, at 0, which is the score
-of any key that is orthogonal to q, or at −∞. Not at +∞: less the largest it is NaN in any softmax."""
+"""Where sinks lie: drawn among a row's scores, far above or below them all, at 0, which is the
+score of a key of zeros, or at −∞. Not at +∞: less the largest score it is NaN in any softmax."""
 _LARGEST_SEED = 2**63 - 1
 _SIZES = ("batch", "heads", "kv_heads", "query", "kv", "head_dim", "value_dim")
 # What an attention call has and a softmax has not, with what stands in its place.

@@ -220,7 +220,7 @@ SCORES: dict[str, Entry[ScoreMod]] = {
     "none": Entry(summary="the score itself", build=check.from_arguments(lambda: none)),
     "alibi": Entry(summary="adds 2^(−8(h+1)/heads) · (j − i)", build=_alibi),
     "alibi_by_sequence": Entry(
-        summary="adds 2^(−8(h+1)/heads − b) · (j − i), b counted to 8: other slopes in each sequence",
+        summary="adds 2^(−8(h+1)/heads − b) · (j − i), b counted to 8: slopes of each sequence",
         build=_alibi_by_sequence,
     ),
     "softcap": Entry(
