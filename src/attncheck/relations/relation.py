@@ -40,18 +40,13 @@ Unfit = Callable[["Problem"], "str | None"]
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Results:
-    """All that a relation's rule may look at.
+    """All that a relation's rule may look at."""
 
-    Attributes:
-        inputs: Of each run.
-        outputs: Of each run.
-        errors: How far each run's out ``(batch, heads, query, value_dim)``, LSE ``(batch, heads,
-            query)`` and gradients may be from the exact result; None where bits are compared.
-    """
-
-    inputs: Sequence[Inputs]
-    outputs: Sequence[Outputs]
+    inputs: Sequence[Inputs]  # of each run
+    outputs: Sequence[Outputs]  # of each run
     parameters: Parameters
+    # How far each run's out ``(batch, heads, query, value_dim)``, LSE ``(batch, heads, query)``
+    # and gradients may be from the exact result; None where bits are compared.
     errors: Errors
 
     def number(self, name: str) -> int:
@@ -74,44 +69,39 @@ class Relation:
     """Something that holds between what a right kernel gives in several runs, without an oracle.
 
     All of it is pure: no kernel, no oracle, no judge.
-
-    Attributes:
-        summary: What must hold, in one line: a failure quotes it.
-        runs: (inputs, parameters) → the inputs of each run of the kernel, in order; of other
-            Problems too. The arguments are not changed; runs may share tensors.
-        rule: Results of the runs → what is wrong, or None. By default the last of two runs must
-            give what the first gives. What runs may be apart follows from what each may be off by.
-            The value of a Finding is an element of the last run.
-        promise: What a kernel must promise for bits to be compared; empty where every right
-            kernel's agree; ``bounds`` where no kernel's need to. A kernel that does not promise it
-            is compared within bounds. Bits of two runs are compared only of a kernel that promises
-            ``repeat``.
-        needs_lse: Ask it only of kernels that give LSE.
-        only_promised: Ask it only of a kernel that promises one of these: the last run's inputs
-            have no bounds, and the first run's are taken for those of both where bits are not
-            compared. What it finds of a kernel that does not make ``promise`` is a warning.
-        spacious: Its inputs take gibibytes, of addresses or of a GPU: where there is not so much
-            memory it is not asked, and no kernel is blamed.
-        in_turn: Its runs are calls of one sequence, in one process: a call finds in memory what the
-            calls before have left, and what they returned stays theirs. A call that is beyond the
-            judge's bounds is a finding too, where the first one is not.
-        relaunched: The last run is by another launch of the kernel, the one that the parameter
-            ``launch`` counts (``Subject.launches``); asked only of a kernel that has any.
-        unfit: Why the relation does not apply to a Problem, in one line; None if it does.
-        allowed: The numbers that each parameter may have for a Problem, smallest first.
     """
 
     name: str
-    summary: str
+    summary: str  # what must hold, in one line: a failure quotes it
+    # (inputs, parameters) → the inputs of each run of the kernel, in order; of other Problems
+    # too. The arguments are not changed; runs may share tensors.
     runs: Callable[[Inputs, Parameters], tuple[Inputs, ...]]
+    # Results of the runs → what is wrong, or None. By default the last of two runs must give what
+    # the first gives. What runs may be apart follows from what each may be off by. The value of a
+    # Finding is an element of the last run.
     rule: Callable[[Results], Finding | None] = _last_equals_first
+    # What a kernel must promise for bits to be compared; empty where every right kernel's agree;
+    # ``bounds`` where no kernel's need to. A kernel that does not promise it is compared within
+    # bounds. Bits of two runs are compared only of a kernel that promises ``repeat``.
     promise: Promise | Literal["", "bounds"] = ""
-    needs_lse: bool = False
+    needs_lse: bool = False  # ask it only of kernels that give LSE
+    # Ask it only of a kernel that promises one of these: the last run's inputs have no bounds,
+    # and the first run's are taken for those of both where bits are not compared. What it finds
+    # of a kernel that does not make ``promise`` is a warning.
     only_promised: frozenset[Promise] = frozenset()
+    # Its runs are calls of one sequence, in one process: a call finds in memory what the calls
+    # before have left, and what they returned stays theirs. A call that is beyond the judge's
+    # bounds is a finding too, where the first one is not.
     in_turn: bool = False
+    # The last run is by another launch of the kernel, the one that the parameter ``launch``
+    # counts (``Subject.launches``); asked only of a kernel that has any.
     relaunched: bool = False
+    # Its inputs take gibibytes, of addresses or of a GPU: where there is not so much memory it is
+    # not asked, and no kernel is blamed.
     spacious: bool = False
+    # Why the relation does not apply to a Problem, in one line; None if it does.
     unfit: Unfit = fits_all
+    # The numbers that each parameter may have for a Problem, smallest first.
     allowed: Callable[[Problem], Allowed] = no_parameters
 
     def check(self, problem: Problem, parameters: Parameters) -> None:
@@ -249,22 +239,17 @@ def describe_turn(inputs: Sequence[Inputs], run: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Elements that are not what they must be.
-
-    Attributes:
-        place: The worst element, or of bits the first, in the axes of ``judgement.AXES``.
-        allowed: How far the two may be apart; 0 where bits are compared.
-        what: Of which run, and what came before it; empty where that is plain.
-    """
+    """Elements that are not what they must be."""
 
     tensor: TensorName
+    # The worst element, or of bits the first, in the axes of ``judgement.AXES``.
     place: tuple[int, ...]
     value: float
     expected: float
-    allowed: float = 0.0
+    allowed: float = 0.0  # how far the two may be apart; 0 where bits are compared
     count: int
     compared: int
-    what: str = ""
+    what: str = ""  # of which run, and what came before it; empty where that is plain
 
     @property
     def message(self) -> str:

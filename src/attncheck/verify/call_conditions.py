@@ -51,18 +51,13 @@ _AXES = 4  # of a tensor with rows: (batch, heads, length, dim)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """Memory that is no part of the inputs: around them, and between the elements of a view.
+    """Memory that is no part of the inputs: around them, and between the elements of a view."""
 
-    Attributes:
-        contents: What lies there, beside the inputs that ``of`` names; beside all others
-            ``numbers``.
-        of: Names of inputs with commas between them; empty for all.
-        apart: Name of an input whose rows lie further apart, with its heads beside each other
-            within a row; empty for none. What is between them is no part of it either.
-    """
-
+    # What lies there, beside the inputs that ``of`` names; beside all others ``numbers``.
     contents: Contents = "numbers"
-    of: str = ""
+    of: str = ""  # names of inputs with commas between them; empty for all
+    # Name of an input whose rows lie further apart, with its heads beside each other within a
+    # row; empty for none. What is between them is no part of it either.
     apart: str = ""
 
 
@@ -126,34 +121,28 @@ def _fill(part: torch.Tensor, like: torch.Tensor, contents: Contents) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallConditions:
-    """Under which a call is made, in numbers, words and flags alone: it travels as JSON.
+    """Under which a call is made, in numbers, words and flags alone: it travels as JSON."""
 
-    Attributes:
-        fill: What lies in memory that the kernel allocates, and in the guard bands around it: one
-            of two patterns of which no byte agrees; empty for whatever is there.
-        calls: How often it is called; the bits of each further call are compared with the first's.
-        elsewhere: Whether each further call is on a copy at another address, with other work on the
-            GPU or another number of torch's threads.
-        late: Whether each further call is on a stream of its own, ordered by it alone; in turns
-            that stream is late, and all others are. Of a GPU alone.
-        last: Whether what the last call gave is what the execution gives, in place of the first's.
-        state: Whether what a further call changes in its process is looked at.
-        window: Calls in a window in which leaks are looked for; 0 where they are not.
-        surroundings: What lies beside its inputs, in place of guard bands; None for nothing in
-            particular.
-        turn: Which call of a sequence it is, from 1 on: what is free of the memory of the calls
-            before is filled and given away again, and what they returned must stay what it is. 0
-            for a call by itself.
-    """
-
+    # What lies in memory that the kernel allocates, and in the guard bands around it: one of two
+    # patterns of which no byte agrees; empty for whatever is there.
     fill: Fill = ""
+    # How often it is called; the bits of each further call are compared with the first's.
     calls: int = 1
+    # Whether each further call is on a copy at another address, with other work on the GPU or
+    # another number of torch's threads.
     elsewhere: bool = False
+    # Whether each further call is on a stream of its own, ordered by it alone; in turns that
+    # stream is late, and all others are. Of a GPU alone.
     late: bool = False
+    # Whether what the last call gave is what the execution gives, in place of the first's.
     last: bool = False
-    state: bool = False
-    window: int = 0
+    state: bool = False  # whether what a further call changes in its process is looked at
+    window: int = 0  # calls in a window in which leaks are looked for; 0 where they are not
+    # What lies beside its inputs, in place of guard bands; None for nothing in particular.
     surroundings: Surroundings | None = None
+    # Which call of a sequence it is, from 1 on: what is free of the memory of the calls before is
+    # filled and given away again, and what they returned must stay what it is. 0 for a call by
+    # itself.
     turn: int = 0
 
 
@@ -163,44 +152,29 @@ _RETURNED: set[StorageWeakRef] = set()
 
 @dataclass(slots=True, kw_only=True)
 class CallNotes:
-    """Observations around a call that only who made it could make: words and numbers alone.
+    """Observations around a call that only who made it could make: words and numbers alone."""
 
-    Attributes:
-        wrong: What is wrong, in one line, with the rule it breaks; empty where nothing.
-        rule: A name of ``judgement.Rule``.
-        unchecked: Why something could not be looked at, in one line; empty where all was.
-        unguarded: Names of outputs with no guard bands around them, separated by commas.
-        unpoisoned: The same of outputs that may have held anything before the kernel wrote them.
-        further: Calls that were compared with the first.
-        differing: Of these those with other bits of out or LSE.
-        gradients_differing: Of these those with other bits of gradients; of dcaptured nothing is
-            said, which kernels add up in whatever order.
-        where: The first element that differed, in one line.
-        remark: What is odd, and breaks no rule.
-    """
-
-    wrong: str = ""
-    rule: str = ""
-    unchecked: str = ""
-    unguarded: str = ""
+    wrong: str = ""  # what is wrong, in one line, with the rule it breaks; empty where nothing
+    rule: str = ""  # a name of ``judgement.Rule``
+    unchecked: str = ""  # why something could not be looked at, in one line; empty where all was
+    unguarded: str = ""  # names of outputs with no guard bands around them, separated by commas
+    # The same of outputs that may have held anything before the kernel wrote them.
     unpoisoned: str = ""
-    further: int = 0
-    differing: int = 0
+    further: int = 0  # calls that were compared with the first
+    differing: int = 0  # of these those with other bits of out or LSE
+    # Of these those with other bits of gradients; of dcaptured nothing is said, which kernels add
+    # up in whatever order.
     gradients_differing: int = 0
-    where: str = ""
-    remark: str = ""
+    where: str = ""  # the first element that differed, in one line
+    remark: str = ""  # what is odd, and breaks no rule
 
 
 @dataclass(slots=True)
 class EarlierCalls:
-    """What earlier calls of a sequence leave to the next ones.
-
-    Attributes:
-        memory: That was theirs.
-        returned: What each returned, held as its caller may hold it, and a copy made at once.
-    """
+    """What earlier calls of a sequence leave to the next ones."""
 
     memory: list[Placed] = field(default_factory=list)
+    # What each returned, held as its caller may hold it, and a copy made at once.
     returned: list[tuple[Outputs, Outputs]] = field(default_factory=list)
 
     def overwritten(self) -> str:

@@ -48,21 +48,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """The reason why there are no outputs.
+    """The reason why there are no outputs."""
 
-    Attributes:
-        kind: ``error`` when the kernel raised; ``refused`` when it said, only as it was called,
-            that it does not take its inputs (``subject.Refused``); ``contract`` when what it
-            returned is not what was asked for, ``alias`` when that lies in the memory of its
-            inputs, ``mutation`` when it wrote to them; ``oom`` when no memory was left; ``crash``
-            and ``timeout`` when its process died or did not answer in time.
-        message: One line.
-        trace: The traceback, for who asks for it.
-    """
-
+    # ``error`` when the kernel raised; ``refused`` when it said, only as it was called, that it
+    # does not take its inputs (``subject.Refused``); ``contract`` when what it returned is not
+    # what was asked for, ``alias`` when that lies in the memory of its inputs, ``mutation`` when
+    # it wrote to them; ``oom`` when no memory was left; ``crash`` and ``timeout`` when its
+    # process died or did not answer in time.
     kind: str
-    message: str
-    trace: str = ""
+    message: str  # one line
+    trace: str = ""  # the traceback, for who asks for it
 
 
 def out_of_memory(error: Exception) -> bool:
@@ -93,36 +88,24 @@ _MOST_REPEATS = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """The source of inputs, so that another process draws the same.
-
-    Attributes:
-        run: Which of the runs that its question asks for; 0 where there is one.
-    """
+    """The source of inputs, so that another process draws the same."""
 
     case: Case
-    run: int = 0
+    run: int = 0  # which of the runs that its question asks for; 0 where there is one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """The outcome of a call: outputs, and what the kernel declares of them.
-
-    Attributes:
-        seconds: Median time of one call; None when it was not timed.
-        tiling: What it declares of its tiles.
-        arithmetic: The arithmetic that it declares, or that is assumed of it.
-        notes: What was seen around the call.
-        left: ``obligations.inputs_digest`` of what it read, afterwards; empty where nobody asked.
-        compiling: Seconds of its calls that compilers took; 0 where nobody listened.
-    """
+    """The outcome of a call: outputs, and what the kernel declares of them."""
 
     outputs: Outputs
-    seconds: float | None
-    tiling: Tiling | None
-    arithmetic: Arithmetic
-    notes: CallNotes = dataclasses.field(default_factory=CallNotes)
+    seconds: float | None  # median time of one call; None when it was not timed
+    tiling: Tiling | None  # what it declares of its tiles
+    arithmetic: Arithmetic  # the arithmetic that it declares, or that is assumed of it
+    notes: CallNotes = dataclasses.field(default_factory=CallNotes)  # what was seen around the call
+    # ``obligations.inputs_digest`` of what it read, afterwards; empty where nobody asked.
     left: str = ""
-    compiling: float = 0.0
+    compiling: float = 0.0  # seconds of its calls that compilers took; 0 where nobody listened
 
 
 class Executor(Protocol):
