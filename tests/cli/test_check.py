@@ -257,7 +257,10 @@ def test_a_kernel_of_attnchecks_own(check, tmp_path):
         (("mine.py::two",), "is function: it must be a Subject, or be a function of query"),
         (("mine.py::kernel", "--convention", "ragged"), "'ragged' is not known: choose from flash"),
         (("mine.py::kernel", "--convention", "native"), "is function: it must be a Subject."),
-        (("mine.py::kernel", "--question", "why"), "question 'why' is not known: choose from caus"),
+        (
+            ("mine.py::kernel", "--question", "why"),
+            "question 'why' is not known: choose from calls",
+        ),
         (("mine.py::kernel", "--question", "plian"), "is not known: did you mean 'plain'? Choose"),
         (("mine.py::kernel", "--dtype", "bf61"), "dtype 'bf61' is not known: did you mean 'bf16'?"),
         (("mine.py::kernel", "--convention", "sdap"), "did you mean 'sdpa'?"),

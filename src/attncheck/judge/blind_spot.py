@@ -151,21 +151,16 @@ class _Exposed:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _AllowedRows:
-    """Rows, their exact softmax weights, and the allowances that were applied to them.
-
-    Attributes:
-        weights: P, ``(heads, rows, kv)``; 0 where not seen.
-        out_allowance: ``(heads, rows, value_dim)``; infinite where nothing is judged.
-        lse_allowance: ``(heads, rows)``; infinite where nothing is judged, and where the kernel
-            does not expose LSE.
-        slope: Derivative of the score mod at the products, ``(heads, rows, kv)``; None where it is
-            not known.
-    """
+    """Rows, their exact softmax weights, and the allowances that were applied to them."""
 
     known: Conditions
-    weights: Tensor
-    out_allowance: Tensor
+    weights: Tensor  # P, ``(heads, rows, kv)``; 0 where not seen
+    out_allowance: Tensor  # ``(heads, rows, value_dim)``; infinite where nothing is judged
+    # ``(heads, rows)``; infinite where nothing is judged, and where the kernel does not expose
+    # LSE.
     lse_allowance: Tensor
+    # Derivative of the score mod at the products, ``(heads, rows, kv)``; None where it is not
+    # known.
     slope: Tensor | None
 
     @classmethod

@@ -42,14 +42,11 @@ class BlockMask:
 
     ``batch'`` and ``heads'`` are 1 where the mask does not depend on b or h.
 
-    Attributes:
-        kinds: EMPTY, PARTIAL or FULL, uint8 ``(batch', heads', query_blocks, kv_blocks)``.
-
     Raises:
         ProblemError: for sizes that are not positive, or that give other numbers of blocks.
     """
 
-    kinds: Tensor
+    kinds: Tensor  # EMPTY, PARTIAL or FULL, uint8 ``(batch', heads', query_blocks, kv_blocks)``
     query: int
     kv: int
     block_query: int

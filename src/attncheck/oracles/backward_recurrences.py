@@ -188,26 +188,16 @@ def _query_blocks(
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _QueryBlock(Generic[A]):
-    """Rows of a query block.
-
-    Attributes:
-        q: ``(batch, heads, rows, head_dim)``.
-        dout: ``(batch, heads, rows, value_dim)``.
-        lse: A column, 0 for rows that attend to nothing.
-        terms: A column: dLSE − delta.
-        dq: Of the key blocks so far, without the scale.
-        attends: Whether a row attends to any of their keys; a bool column.
-        captured: Of the numbers that the score mod reads, where those have gradients.
-    """
+    """Rows of a query block."""
 
     at: range
-    q: A
-    dout: A
-    lse: A
-    terms: A
-    dq: A
-    attends: Tensor
-    captured: A | None = None
+    q: A  # ``(batch, heads, rows, head_dim)``
+    dout: A  # ``(batch, heads, rows, value_dim)``
+    lse: A  # a column, 0 for rows that attend to nothing
+    terms: A  # a column: dLSE − delta
+    dq: A  # of the key blocks so far, without the scale
+    attends: Tensor  # whether a row attends to any of their keys; a bool column
+    captured: A | None = None  # of the numbers that the score mod reads, where those have gradients
 
     def add(
         self, numbers: Numbers[A], scores: Scores[A], mine: Sequence[A], block: range

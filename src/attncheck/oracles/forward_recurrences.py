@@ -114,17 +114,11 @@ def flash1_forward(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Block(Generic[A]):
-    """Results of one query block after some key blocks.
+    """Results of one query block after some key blocks."""
 
-    Attributes:
-        out: The paper's O, attention over the keys so far: ``(batch, heads, rows, value_dim)``.
-        total: Its l, the sum of exponentials relative to m: ``(batch, heads, rows, 1)``.
-        largest: Its m, the largest score: ``(batch, heads, rows, 1)``.
-    """
-
-    out: A
-    total: A
-    largest: A
+    out: A  # the paper's O, attention over the keys so far: ``(batch, heads, rows, value_dim)``
+    total: A  # its l, the sum of exponentials relative to m: ``(batch, heads, rows, 1)``
+    largest: A  # its m, the largest score: ``(batch, heads, rows, 1)``
 
     @classmethod
     def nothing(cls, numbers: Numbers[A], inputs: Inputs, rows: range) -> _Block[A]:

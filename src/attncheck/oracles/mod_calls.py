@@ -27,19 +27,12 @@ _NOT_BROADCAST = (RuntimeError, IndexError, TypeError, ValueError)
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Indices:
-    """Indices of a tile.
+    """Indices of a tile."""
 
-    Attributes:
-        b: ``(batch, 1, 1, 1)``.
-        h: Query heads, ``(1, heads, 1, 1)``.
-        q_idx: ``(1, 1, query, 1)``.
-        kv_idx: ``(1, 1, 1, kv)``.
-    """
-
-    b: Tensor
-    h: Tensor
-    q_idx: Tensor
-    kv_idx: Tensor
+    b: Tensor  # ``(batch, 1, 1, 1)``
+    h: Tensor  # query heads, ``(1, heads, 1, 1)``
+    q_idx: Tensor  # ``(1, 1, query, 1)``
+    kv_idx: Tensor  # ``(1, 1, 1, kv)``
 
     @classmethod
     def of(

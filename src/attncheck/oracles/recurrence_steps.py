@@ -25,16 +25,13 @@ A = TypeVar("A", bound="Array")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Result(Generic[A]):
-    """Unrounded results; in float64 the same numbers as Outputs.
+    """Unrounded results; in float64 the same numbers as Outputs."""
 
-    Attributes:
-        out: ``(batch, heads, query, value_dim)``; of softmax ``(batch, heads, query, kv)``. Rows
-            that attend to no key are 0.
-        lse: Natural-log LSE, ``(batch, heads, query, 1)``: a column, like every array of numbers.
-            Rows that attend to no key are −∞.
-    """
-
+    # ``(batch, heads, query, value_dim)``; of softmax ``(batch, heads, query, kv)``. Rows that
+    # attend to no key are 0.
     out: A
+    # Natural-log LSE, ``(batch, heads, query, 1)``: a column, like every array of numbers. Rows
+    # that attend to no key are −∞.
     lse: A
 
     def rounded(self, numbers: Numbers[A]) -> Outputs:
@@ -44,23 +41,14 @@ class Result(Generic[A]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gradients(Generic[A]):
-    """Unrounded gradients of a loss, and the Result that they belong to.
+    """Unrounded gradients of a loss, and the Result that they belong to."""
 
-    Attributes:
-        result: Of the forward.
-        dq: ``(batch, heads, query, head_dim)``; 0 of rows that attend to no key.
-        dk: ``(batch, kv_heads, kv, head_dim)``; 0 of keys that no row attends to.
-        dv: ``(batch, kv_heads, kv, value_dim)``; likewise.
-        dsink: ``(1, heads, 1, 1)``, of a Problem with a sink.
-        dcaptured: ``(1, 1, 1, numbers)``, of a Problem with dcaptured.
-    """
-
-    result: Result[A]
-    dq: A
-    dk: A
-    dv: A
-    dsink: A | None = None
-    dcaptured: A | None = None
+    result: Result[A]  # of the forward
+    dq: A  # ``(batch, heads, query, head_dim)``; 0 of rows that attend to no key
+    dk: A  # ``(batch, kv_heads, kv, head_dim)``; 0 of keys that no row attends to
+    dv: A  # ``(batch, kv_heads, kv, value_dim)``; likewise
+    dsink: A | None = None  # ``(1, heads, 1, 1)``, of a Problem with a sink
+    dcaptured: A | None = None  # ``(1, 1, 1, numbers)``, of a Problem with dcaptured
 
     def rounded(self, numbers: Numbers[A]) -> Outputs:
         """The nearest float64 Outputs, with out and LSE."""
@@ -213,33 +201,21 @@ SOFTMAXES: dict[str, Softmax] = {"naive": naive, "safe": safe, "online": online}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sloped(Generic[A]):
-    """A tile of scores with what a backward needs of them, ``(batch, heads, query, kv)``.
+    """A tile of scores with what a backward needs of them, ``(batch, heads, query, kv)``."""
 
-    Attributes:
-        scores: −∞ where not attended.
-        attended: Bool.
-        slopes: The score mod's derivative, 0 where not attended.
-        products: What the score mod was given.
-        indices: Where the tile lies.
-    """
-
-    scores: A
-    attended: Tensor
-    slopes: A
-    products: A
-    indices: Indices
+    scores: A  # −∞ where not attended
+    attended: Tensor  # bool
+    slopes: A  # the score mod's derivative, 0 where not attended
+    products: A  # what the score mod was given
+    indices: Indices  # where the tile lies
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores(Generic[A]):
-    """Scores of one Inputs, any rows and keys of it.
-
-    Attributes:
-        inputs: Their mask, score mod and scale are used; the tensors are passed.
-    """
+    """Scores of one Inputs, any rows and keys of it."""
 
     numbers: Numbers[A]
-    inputs: Inputs
+    inputs: Inputs  # their mask, score mod and scale are used; the tensors are passed
     mask_mod: MaskMod
     score_mod: ScoreMod
 

@@ -96,18 +96,14 @@ def column_shifts(problem: Problem) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Code:
-    """Columns of V that hold a 1 for each key, so that sums count keys.
+    """Columns of V that hold a 1 for each key, so that sums count keys."""
 
-    Attributes:
-        name: ``direct`` (a column each), ``two digits``, ``digit 0``, ``digit 1``, ``marked`` or
-            ``columns``.
-        base: Columns that a digit has.
-        digits: int64 ``(digits, kv)``: the column of a key, counted from the digit's own first one;
-            −1 where the key has none.
-    """
-
+    # ``direct`` (a column each), ``two digits``, ``digit 0``, ``digit 1``, ``marked`` or
+    # ``columns``.
     name: str
-    base: int
+    base: int  # columns that a digit has
+    # int64 ``(digits, kv)``: the column of a key, counted from the digit's own first one; −1
+    # where the key has none.
     digits: torch.Tensor
 
 

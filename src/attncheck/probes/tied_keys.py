@@ -36,24 +36,16 @@ _SEVERAL = 8  # bf16 roundings: a smaller difference is described as one of roun
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Rows that cannot be what they must be.
+    """Rows that cannot be what they must be."""
 
-    Attributes:
-        tensor: ``out`` or ``lse``.
-        place: The first wrong row and its key: (batch, head, query, key); key −1 where the answer
-            does not tell one.
-        dim: Column of out where the row is furthest off; −1 in LSE.
-        value: What it is there.
-        expected: What it should be.
-        what: What is wrong with the row, in words: ``key 7 is missing``.
-    """
-
-    tensor: str
+    tensor: str  # ``out`` or ``lse``
+    # The first wrong row and its key: (batch, head, query, key); key −1 where the answer does not
+    # tell one.
     place: tuple[int, int, int, int]
-    dim: int
-    value: float
-    expected: float
-    what: str
+    dim: int  # column of out where the row is furthest off; −1 in LSE
+    value: float  # what it is there
+    expected: float  # what it should be
+    what: str  # what is wrong with the row, in words: ``key 7 is missing``
     count: int
     compared: int
 

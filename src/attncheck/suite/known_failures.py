@@ -13,7 +13,7 @@ import pytest
 
 from attncheck.cases.mask_samples import SOFTMAX
 from attncheck.cases.strategies.families import MASK_FAMILIES
-from attncheck.core.errors import UnknownName, UsageError
+from attncheck.core.errors import UnknownName, UsageError, require_known
 from attncheck.core.formats import DTYPES
 from attncheck.inputs.problem import Case
 from attncheck.records.record import FAILED_STATUSES
@@ -113,9 +113,7 @@ def read_known_failures(path: Path) -> tuple[KnownFailure, ...]:
 
 
 def _entry(data: Mapping[str, Any], where: str) -> KnownFailure:
-    for name in data:
-        if name not in _FIELDS:
-            raise UnknownName(f"{where}: key", name, _FIELDS)
+    require_known(f"{where}: key", data, _FIELDS)
     for name in _NEEDED:
         if not data.get(name):
             raise UsageError(f"{where}: {name} is missing.")

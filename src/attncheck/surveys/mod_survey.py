@@ -82,41 +82,26 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """One backend's meaning of a mod, compared.
+    """One backend's meaning of a mod, compared."""
 
-    Attributes:
-        name: ``mpmath``, or a kernel's.
-        status: ``unknown`` where it differs nowhere, but somewhere nothing can be said (∞ − ∞).
-        compared: How many index tuples.
-        differing: At how many of them it differs.
-        difference: The first; None where there is none.
-        reason: Why it is unsupported, or what went wrong, in one line.
-    """
-
-    name: str
+    name: str  # ``mpmath``, or a kernel's
+    # ``unknown`` where it differs nowhere, but somewhere nothing can be said (∞ − ∞).
     status: Literal["equal", "different", "unknown", "unsupported", "error"]
-    compared: int = 0
-    differing: int = 0
-    difference: Difference | None = None
-    reason: str = ""
+    compared: int = 0  # how many index tuples
+    differing: int = 0  # at how many of them it differs
+    difference: Difference | None = None  # the first; None where there is none
+    reason: str = ""  # why it is unsupported, or what went wrong, in one line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModBackends:
-    """A mod by all backends.
-
-    Attributes:
-        kind: ``mask`` or ``score mod``.
-        expression: What was traced; empty where it cannot be.
-        backends: mpmath, then the kernels; none where it cannot be traced.
-        reason: Why it cannot be traced, or indexes outside a tensor, in one line.
-    """
+    """A mod by all backends."""
 
     name: str
-    kind: str
-    expression: str = ""
-    backends: tuple[Backend, ...] = ()
-    reason: str = ""
+    kind: str  # ``mask`` or ``score mod``
+    expression: str = ""  # what was traced; empty where it cannot be
+    backends: tuple[Backend, ...] = ()  # mpmath, then the kernels; none where it cannot be traced
+    reason: str = ""  # why it cannot be traced, or indexes outside a tensor, in one line
 
     @property
     def agree(self) -> bool:

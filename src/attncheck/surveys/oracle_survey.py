@@ -17,7 +17,7 @@ import numpy as np
 
 from attncheck import oracles
 from attncheck.cases.variants import SHARP, VARIANTS, plan_cells
-from attncheck.core.errors import UnknownName, UsageError
+from attncheck.core.errors import UsageError, require_known
 from attncheck.core.judgement import Place
 from attncheck.inputs import input_tensors
 from attncheck.inputs.distributions import DISTRIBUTIONS
@@ -105,8 +105,7 @@ def oracle_plan(
     variants_by_name = VARIANTS | {SHARP.name: SHARP}
     cells: list[Cell] = []
     for name in variants or default:
-        if name not in variants_by_name:
-            raise UnknownName("variant", name, variants_by_name)
+        require_known("variant", [name], variants_by_name)
         names = tuple(distributions or DISTRIBUTIONS)
         existing = tuple(d for d in names if variants_by_name[name].exists(dtype, d))
         # By name it must exist: the Problem says why it does not.

@@ -350,15 +350,12 @@ def where_seen(error: ScoreModError, known: Conditions) -> ScoreModError:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GradientAllowance:
-    """Largest errors of gradients that rounding can explain, float64.
+    """Largest errors of gradients that rounding can explain, float64."""
 
-    Attributes:
-        bounds: By the gradient's name, in its own axes; exactly 0 in rows that see no key and for
-            keys that no row sees, infinite where nothing is known.
-        terms: What each is made of, by the names of ``docs/explanation/bounds.md``.
-    """
-
+    # By the gradient's name, in its own axes; exactly 0 in rows that see no key and for keys that
+    # no row sees, infinite where nothing is known.
     bounds: dict[TensorName, Tensor]
+    # What each is made of, by the names of ``docs/explanation/bounds.md``.
     terms: dict[TensorName, dict[str, Tensor]]
 
     def compared(self, outputs: Outputs, evidence: Evidence) -> list[Compared]:

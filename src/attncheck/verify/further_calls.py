@@ -185,17 +185,11 @@ _equal = torch.equal
 
 @dataclass(frozen=True, slots=True)
 class RepeatedCall:
-    """One further call.
+    """One further call."""
 
-    Attributes:
-        outputs: What it gave.
-        forward: Whether out or LSE had other bits than the first call's.
-        gradients: Whether a gradient had; dcaptured aside.
-    """
-
-    outputs: Outputs
-    forward: bool = False
-    gradients: bool = False
+    outputs: Outputs  # what it gave
+    forward: bool = False  # whether out or LSE had other bits than the first call's
+    gradients: bool = False  # whether a gradient had; dcaptured aside
     where: str = ""
 
 

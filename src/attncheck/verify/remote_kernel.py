@@ -46,23 +46,15 @@ _REQUESTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadlines:
-    """Seconds that a kernel's process may take.
+    """Seconds that a kernel's process may take."""
 
-    Attributes:
-        start: To start Python and import torch, before anything of the kernel's runs.
-        load: To import the kernel.
-        call: To answer one question: to draw the inputs and call the kernel.
-        imports: So many more the first time in a process: torch imports half of itself then.
-        compile: To do the same for the first time with these shapes and mods on a GPU.
-        close: To end by itself.
-    """
-
-    start: float = 120.0
-    load: float = 120.0
-    call: float = 60.0
+    start: float = 120.0  # to start Python and import torch, before anything of the kernel's runs
+    load: float = 120.0  # to import the kernel
+    call: float = 60.0  # to answer one question: to draw the inputs and call the kernel
+    # So many more the first time in a process: torch imports half of itself then.
     imports: float = 30.0
-    compile: float = 180.0
-    close: float = 5.0
+    compile: float = 180.0  # to do the same for the first time with these shapes and mods on a GPU
+    close: float = 5.0  # to end by itself
 
     @classmethod
     def of(cls, seconds: float | None) -> Self:

@@ -75,14 +75,10 @@ class Journal:
     """A journal that is open for writing; no other process can open it meanwhile.
 
     Not for several threads at once. Use it in a ``with``, or call ``close``.
-
-    Attributes:
-        path: Where it is.
-        content: What it says, from all sessions.
     """
 
-    path: Path
-    content: JournalContent
+    path: Path  # where it is
+    content: JournalContent  # what it says, from all sessions
 
     def __init__(self, path: Path, descriptor: int, content: JournalContent, disk: Disk) -> None:
         """For ``open``."""

@@ -48,17 +48,11 @@ class Closed(AttncheckError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """One message.
+    """One message."""
 
-    Attributes:
-        kind: What it is, at most 16 ASCII letters.
-        words: A JSON object.
-        data: What is no JSON.
-    """
-
-    kind: str
-    words: dict[str, Any]
-    data: bytes | bytearray = b""
+    kind: str  # what it is, at most 16 ASCII letters
+    words: dict[str, Any]  # a JSON object
+    data: bytes | bytearray = b""  # what is no JSON
 
 
 class Sender:

@@ -38,13 +38,9 @@ _KERNELS = "kernels"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """A project's kernels.
+    """A project's kernels."""
 
-    Attributes:
-        path: The file; relative entries are relative to its folder.
-    """
-
-    path: Path | None = None
+    path: Path | None = None  # the file; relative entries are relative to its folder
     kernels: Mapping[str, Capabilities] = field(default_factory=dict)
 
     @property
