@@ -276,7 +276,6 @@ def compare_answers(
 
     Args:
         before: Of the earlier kernels; their names are those of the later ones.
-        after: Of the later ones.
         environments: Of both, by the ids that their Records have.
         complete: As of ``compare_runs``.
     """

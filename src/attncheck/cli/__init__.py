@@ -63,25 +63,12 @@ def attncheck() -> None:
     """Is the difference between your attention kernel and exact attention only rounding?"""
 
 
-attncheck.add_command(check)
-attncheck.add_command(gate)
-attncheck.add_command(faults)
-attncheck.add_command(repro)
-attncheck.add_command(probe)
-attncheck.add_command(fingerprint)
-attncheck.add_command(init)
-attncheck.add_command(config)
-attncheck.add_command(baseline)
-attncheck.add_command(rmse)
-attncheck.add_command(list_)
-attncheck.add_command(doctor)
-attncheck.add_command(demo)
-attncheck.add_command(oracles)
-attncheck.add_command(mods)
-attncheck.add_command(blocks)
-attncheck.add_command(merge)
-attncheck.add_command(report)
-attncheck.add_command(completion)
+_VERBS = (
+    *(check, gate, faults, repro, probe, fingerprint, init, config, baseline, rmse, list_, doctor),
+    *(demo, oracles, mods, blocks, merge, report, completion),
+)
+for _verb in _VERBS:
+    attncheck.add_command(_verb)
 
 
 def main() -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from attncheck.cli.options import format_option
-from attncheck.cli.standard_output import Group, Verb, standard_output
+from attncheck.cli import verb
+from attncheck.cli.standard_output import Group, standard_output
 from attncheck.core.errors import UsageError
 from attncheck.core.sanitize_text import one_line
 
@@ -23,23 +23,18 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class Measurements:
-    """Contents of the files.
+    """Contents of the files."""
 
-    Attributes:
-        answers: Of all stages.
-        by_record: Environments by the ids that Records have.
-        environments: Environments by ``baseline_entries.environment_id``.
-        entries: What a baseline would keep, right or wrong.
-        problems: What each case is, in a few words, by its id.
-        complete: Whether everything was asked that was to be.
-    """
-
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)  # of all stages
+    # Environments by the ids that Records have.
     by_record: dict[str, Environment] = field(default_factory=dict)
+    # Environments by ``baseline_entries.environment_id``.
     environments: dict[str, Environment] = field(default_factory=dict)
+    # What a baseline would keep, right or wrong.
     entries: dict[Key, Entry] = field(default_factory=dict)
+    # What each case is, in a few words, by its id.
     problems: dict[str, str] = field(default_factory=dict)
-    complete: bool = True
+    complete: bool = True  # whether everything was asked that was to be
 
 
 def baseline_path(typed: str | None) -> Path:
@@ -120,26 +115,30 @@ def baseline() -> None:
     """
 
 
-_sources = click.argument("sources", nargs=-1, required=True, metavar="SOURCE…")
-_file = click.option(
-    "--baseline",
-    "file",
-    metavar="FILE",
-    help="The baseline (default: attncheck-baseline.json of the project).",
-)
-_kernels = click.option(
-    "--kernel", "kernels", multiple=True, metavar="NAME", help="Only of this kernel; repeatable."
-)
-_cases = click.option(
-    "--case", "cases", multiple=True, metavar="ID", help="Only of this case; repeatable."
-)
+def _sources() -> Any:
+    return verb.argument("SOURCE…", nargs=-1, required=True)
 
 
-@baseline.command(cls=Verb)
-@_sources
-@_file
-@click.option("--force", is_flag=True, help="Replace a baseline that is there.")
-def write(*, sources: tuple[str, ...], file: str | None, force: bool) -> int:
+def _file() -> Any:
+    text = "The baseline (default: attncheck-baseline.json of the project)."
+    return verb.option("--baseline", "FILE", text)
+
+
+def _kernels() -> Any:
+    return verb.several("--kernel", "NAME", "Only of this kernel; repeatable.")
+
+
+def _cases() -> Any:
+    return verb.several("--case", "ID", "Only of this case; repeatable.")
+
+
+@verb.command
+def write(
+    *,
+    sources: tuple[str, ...] = _sources(),
+    file: str | None = _file(),
+    force: bool = verb.flag("--force", "Replace a baseline that is there."),
+) -> int:
     """Make the file, of what the kernels of SOURCE can do.
 
     What fails cannot be kept: a baseline excuses no wrong answer. Commit the file.
@@ -160,23 +159,15 @@ def write(*, sources: tuple[str, ...], file: str | None, force: bool) -> int:
     return 0
 
 
-@baseline.command(cls=Verb)
-@_sources
-@_file
-@_kernels
-@_cases
-@click.option(
-    "--strict-baseline", "strict", is_flag=True, help="Exit code 1 for what is better or gone, too."
-)
-@format_option()
+@verb.command
 def diff(
     *,
-    sources: tuple[str, ...],
-    file: str | None,
-    kernels: tuple[str, ...],
-    cases: tuple[str, ...],
-    strict: bool,
-    fmt: str,
+    sources: tuple[str, ...] = _sources(),
+    file: str | None = _file(),
+    kernels: tuple[str, ...] = _kernels(),
+    cases: tuple[str, ...] = _cases(),
+    strict: bool = verb.flag("--strict-baseline", "Exit code 1 for what is better or gone, too."),
+    fmt: str = verb.fmt(),
 ) -> int:
     """Show what the kernels of SOURCE can do, compared with the baseline.
 
@@ -200,19 +191,14 @@ def diff(
     return int(any(change.standing in bad for change in changes))
 
 
-@baseline.command(cls=Verb)
-@_sources
-@_file
-@_kernels
-@_cases
-@click.option("--reason", default="", metavar="TEXT", help="Why; it must be said of what is worse.")
+@verb.command
 def accept(
     *,
-    sources: tuple[str, ...],
-    file: str | None,
-    kernels: tuple[str, ...],
-    cases: tuple[str, ...],
-    reason: str,
+    sources: tuple[str, ...] = _sources(),
+    file: str | None = _file(),
+    kernels: tuple[str, ...] = _kernels(),
+    cases: tuple[str, ...] = _cases(),
+    reason: str = verb.option("--reason", "TEXT", "Why; it must be said of what is worse.", ""),
 ) -> int:
     """Take over what has become of SOURCE's kernels: all, or by --kernel and --case.
 
@@ -259,6 +245,10 @@ def accept(
     return 0
 
 
+for _verb in (write, diff, accept):
+    baseline.add_command(_verb)
+
+
 def _changes(path: Path, measured: Measurements) -> tuple[Change, ...]:
     from attncheck.baseline.comparison import compare_runs
     from attncheck.records.baseline_entries import read_baseline
@@ -271,7 +261,7 @@ def _chosen(
     changes: Iterable[Change], kernels: Sequence[str], cases: Sequence[str]
 ) -> tuple[Change, ...]:
     """Raises UnknownName for a kernel or case that none of them is about."""
-    from attncheck.core.errors import UnknownName
+    from attncheck.core.errors import require_known
 
     changes = tuple(changes)
     about: tuple[tuple[str, Sequence[str], Callable[[Change], str]], ...]
@@ -280,8 +270,7 @@ def _chosen(
         known = tuple(dict.fromkeys(of(change) for change in changes))
         for name in names:
             # A misspelt name would leave nothing to compare, and pass.
-            if name not in known:
-                raise UnknownName(what, name, known)
+            require_known(what, [name], known)
     return tuple(
         change
         for change in changes

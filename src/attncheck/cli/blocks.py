@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import click
 
+from attncheck.cli import verb
 from attncheck.cli.options import typed_command
-from attncheck.cli.standard_output import Interrupts, Verb, standard_output
+from attncheck.cli.standard_output import Interrupts, standard_output
 
 DEFAULT_LENGTH, MOST = 4096, 2**20
 DEFAULT_BLOCK = "128x128"
@@ -13,57 +14,26 @@ DEFAULT_BLOCK = "128x128"
 _SIZE = click.IntRange(1, MOST)
 
 
-@click.command(cls=Verb)
-@click.argument("mask", metavar="MASK")
-@click.option(
-    "--query",
-    type=_SIZE,
-    default=DEFAULT_LENGTH,
-    show_default=True,
-    metavar="N",
-    help="Rows of the mask.",
-)
-@click.option("--kv", type=_SIZE, metavar="N", help="Keys of the mask (default: as many as rows).")
-@click.option(
-    "--batch",
-    type=_SIZE,
-    default=1,
-    show_default=True,
-    metavar="N",
-    help="Sequences, for a mask that reads b.",
-)
-@click.option(
-    "--heads",
-    type=_SIZE,
-    default=1,
-    show_default=True,
-    metavar="N",
-    help="Query heads, for a mask that reads h.",
-)
-@click.option(
-    "--block",
-    "sizes",
-    multiple=True,
-    metavar="ROWSxKEYS",
-    help=f"Size of a tile, any numbers (repeatable; default: {DEFAULT_BLOCK}).",
-)
-@click.option(
-    "--map", "mapped", is_flag=True, help="Also draw the tiles of the first sequence and head."
-)
-@click.option("--json", "as_json", is_flag=True, help="JSON on standard output, nothing else.")
-@click.make_pass_decorator(Interrupts, ensure=True)
-def blocks(  # noqa: PLR0913  # one parameter per option
+@verb.command
+def blocks(
     interrupts: Interrupts,
-    /,
     *,
-    mask: str,
-    query: int,
-    kv: int | None,
-    batch: int,
-    heads: int,
-    sizes: tuple[str, ...],
-    mapped: bool,
-    as_json: bool,
+    mask: str = verb.argument("MASK"),
+    query: int = verb.option("--query", "N", "Rows of the mask.", DEFAULT_LENGTH, type=_SIZE),
+    kv: int | None = verb.option(
+        "--kv", "N", "Keys of the mask (default: as many as rows).", type=_SIZE
+    ),
+    batch: int = verb.option("--batch", "N", "Sequences, for a mask that reads b.", 1, type=_SIZE),
+    heads: int = verb.option(
+        "--heads", "N", "Query heads, for a mask that reads h.", 1, type=_SIZE
+    ),
+    sizes: tuple[str, ...] = verb.several(
+        "--block",
+        "ROWSxKEYS",
+        f"Size of a tile, any numbers (repeatable; default: {DEFAULT_BLOCK}).",
+    ),
+    mapped: bool = verb.flag("--map", "Also draw the tiles of the first sequence and head."),
+    as_json: bool = verb.as_json(),
 ) -> None:
     """Count the tiles that a mask leaves empty, partial and full.
 

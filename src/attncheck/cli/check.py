@@ -14,16 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from attncheck.cli.options import (
-    device_option,
-    format_option,
-    in_process_option,
-    out_option,
-    start_worker,
-    timeout_option,
-    typed_command,
-)
-from attncheck.cli.standard_output import Interrupts, Verb, standard_output
+from attncheck.cli import verb
+from attncheck.cli.options import start_worker, typed_command
+from attncheck.cli.standard_output import Interrupts, standard_output
 from attncheck.core.errors import parse_seconds
 
 if TYPE_CHECKING:
@@ -38,75 +31,48 @@ _SECONDS_BETWEEN_LOOKS = 0.3
 _MOST_DEATHS = 2  # of the kernel's process, after which no more is asked
 
 
-@click.command(cls=Verb)
-@click.argument("spec", metavar="SPEC")
-@click.option(
-    "--convention",
-    metavar="NAME",
-    help="How the kernel is called: sdpa (like F.scaled_dot_product_attention), flash_attn (like "
-    "flash_attn_func), varlen (like flash_attn_varlen_func), flex (like flex_attention), "
-    "paged (like flash_attn_with_kvcache on pages) or native (a Subject). Default: the one that "
-    "its signature shows.",
-)
-@click.option(
-    "--dtype",
-    "dtypes",
-    multiple=True,
-    metavar="NAME",
-    help="fp32, tf32, fp16, bf16, e4m3 or e5m2 (repeatable; default: bf16).",
-)
-@click.option(
-    "--head-dim",
-    "head_dims",
-    multiple=True,
-    type=click.IntRange(1, 256),
-    metavar="N",
-    help="A head_dim that the kernel takes (repeatable; default: 64, 80, 96 and 128).",
-)
-@click.option(
-    "--question",
-    "names",
-    multiple=True,
-    metavar="NAME",
-    help="Ask this one alone, by the name it has in the report (repeatable).",
-)
-@click.option(
-    "--last-failed",
-    is_flag=True,
-    help="Ask what failed in the last report of this kernel alone; all where nothing did.",
-)
-@click.option(
-    "--watch", is_flag=True, help="Ask again whenever a file beside the kernel's has changed."
-)
-@device_option(
-    "Where the kernel runs (default: cuda where there is a GPU; on a cpu Triton kernels are "
-    "interpreted)."
-)
-@timeout_option
-@in_process_option
-@format_option()
-@out_option("check.json and check.md")
-@click.option("-q", "--quiet", is_flag=True, help="Verdict, cause and problem alone; no progress.")
-@click.option("-v", "--verbose", is_flag=True, help="Every question, and the worst in full.")
-@click.make_pass_decorator(Interrupts, ensure=True)
-def check(  # noqa: PLR0913  # one parameter per option
+@verb.command
+def check(
     interrupts: Interrupts,
-    /,
     *,
-    spec: str,
-    convention: str | None,
-    dtypes: tuple[str, ...],
-    head_dims: tuple[int, ...],
-    names: tuple[str, ...],
-    last_failed: bool,
-    watch: bool,
-    device: str | None,
-    timeout: str | None,
-    in_process: bool,
-    fmt: str,
-    directory: str,
-    quiet: bool,
-    verbose: bool,
+    spec: str = verb.argument("SPEC"),
+    convention: str | None = verb.option(
+        "--convention",
+        "NAME",
+        "How the kernel is called: sdpa (like F.scaled_dot_product_attention), flash_attn (like "
+        "flash_attn_func), varlen (like flash_attn_varlen_func), flex (like flex_attention), "
+        "paged (like flash_attn_with_kvcache on pages) or native (a Subject). Default: the one "
+        "that its signature shows.",
+    ),
+    dtypes: tuple[str, ...] = verb.several(
+        "--dtype", "NAME", "fp32, tf32, fp16, bf16, e4m3 or e5m2 (repeatable; default: bf16)."
+    ),
+    head_dims: tuple[int, ...] = verb.several(
+        "--head-dim",
+        "N",
+        "A head_dim that the kernel takes (repeatable; default: 64, 80, 96 and 128).",
+        type=click.IntRange(1, 256),
+    ),
+    names: tuple[str, ...] = verb.several(
+        "--question", "NAME", "Ask this one alone, by the name it has in the report (repeatable)."
+    ),
+    last_failed: bool = verb.flag(
+        "--last-failed",
+        "Ask what failed in the last report of this kernel alone; all where nothing did.",
+    ),
+    watch: bool = verb.flag(
+        "--watch", "Ask again whenever a file beside the kernel's has changed."
+    ),
+    device: str | None = verb.device(
+        "Where the kernel runs (default: cuda where there is a GPU; on a cpu Triton kernels are "
+        "interpreted)."
+    ),
+    timeout: str | None = verb.timeout(),
+    in_process: bool = verb.in_process(),
+    fmt: str = verb.fmt(),
+    directory: str = verb.out("check.json and check.md"),
+    quiet: bool = verb.flag("-q --quiet", "Verdict, cause and problem alone; no progress."),
+    verbose: bool = verb.flag("-v --verbose", "Every question, and the worst in full."),
 ) -> int:
     """Ask one kernel what wrong kernels answer wrongly: exact probes, then a dozen problems.
 
@@ -129,7 +95,7 @@ def check(  # noqa: PLR0913  # one parameter per option
     from attncheck.reporting import rendering
     from attncheck.reporting.check_document import check_document, check_summary
     from attncheck.reporting.exit_codes import check_exit_code
-    from attncheck.verify.environment import default_device, prepare, require_device
+    from attncheck.verify.environment import prepare, usable_device
     from attncheck.verify.kernel_hosts import open_kernel
     from attncheck.verify.remote_kernel import Deadlines
     from attncheck.verify.verify import assemble_report
@@ -137,7 +103,7 @@ def check(  # noqa: PLR0913  # one parameter per option
 
     interrupts.check()  # the imports above take a while, and may have swallowed one
     rendering.check_format(fmt)
-    require_device(device := device or default_device())
+    device = usable_device(device)
     questions = _questions(dtypes, head_dims, names)
     prepare(device)  # before the file's own Triton functions are decorated
     command = typed_command(argument=spec)
@@ -199,7 +165,8 @@ def _checked(
 
     from attncheck.surveys.claims import claimed_questions, on_terms
 
-    claims = _claims(interrupts, subject, spec, device, quiet=quiet)
+    fresh = questions[0].case.question == "state"
+    claims = _claims(interrupts, subject, spec, device, quiet=quiet, fresh=fresh)
     if claims is not None and not claims.timeout:
         terms = claims.terms(**options)
         subject = on_terms(subject, terms)
@@ -298,16 +265,22 @@ def _questions(
 
 
 def _claims(
-    interrupts: Interrupts, subject: Subject, spec: str, device: str, *, quiet: bool
+    interrupts: Interrupts, subject: Subject, spec: str, device: str, *, quiet: bool, fresh: bool
 ) -> Claims | None:
-    """What a plain function was found to take; None of any other kernel."""
+    """What a plain function was found to take; None of any other kernel.
+
+    Where the question after it needs a new process (``fresh``), that one starts meanwhile.
+    """
     from attncheck.cli.progress import progress
     from attncheck.surveys.claims import CLAIM_TRIALS, find_claims
+    from attncheck.verify.remote_kernel import RemoteSubject
 
     with progress(CLAIM_TRIALS, quiet=quiet) as advance:
 
         def next_trial(what: str) -> None:
             interrupts.check()
+            if fresh and isinstance(subject, RemoteSubject):
+                subject.connection.start_next()
             advance(what)
 
         return find_claims(subject, kernel=spec, device=device, advance=next_trial)

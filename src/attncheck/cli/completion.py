@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.shell_completion import CompletionItem, get_completion_class, shell_complete
 
-from attncheck.cli.standard_output import Verb, standard_output
+from attncheck.cli import verb
+from attncheck.cli.standard_output import standard_output
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -18,9 +19,11 @@ _VARIABLE = "_ATTNCHECK_COMPLETE"
 _CONVENTIONS = ("flash_attn", "flex", "native", "paged", "sdpa", "varlen")
 
 
-@click.command(cls=Verb)
-@click.argument("shell", type=click.Choice(_SHELLS))
-def completion(*, shell: str) -> None:
+@verb.command
+def completion(
+    *,
+    shell: str = verb.argument("", type=click.Choice(_SHELLS)),
+) -> None:
     """Print the script by which a SHELL completes verbs, options, kernels, dtypes and so on.
 
     bash: eval "$(attncheck completion bash)" in ~/.bashrc; zsh likewise in ~/.zshrc; fish:

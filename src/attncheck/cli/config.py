@@ -6,14 +6,17 @@ from pathlib import Path
 
 import click
 
-from attncheck.cli.standard_output import Verb, standard_output
+from attncheck.cli import verb
+from attncheck.cli.standard_output import standard_output
 
 _USAGE = 2
 
 
-@click.command(cls=Verb)
-@click.argument("files", metavar="[FILE]…", nargs=-1)
-def config(files: tuple[str, ...]) -> int:
+@verb.command
+def config(
+    *,
+    files: tuple[str, ...] = verb.argument("[FILE]…", nargs=-1),
+) -> int:
     """Read the tables of kernels strictly, and say every mistake in a line.
 
     FILE is a pyproject.toml or an attncheck.toml (default: the nearest that names kernels, here or

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from attncheck.cli.options import device_option, quiet_option
-from attncheck.cli.standard_output import Interrupts, Verb, standard_output
+from attncheck.cli import verb
+from attncheck.cli.standard_output import Interrupts, standard_output
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -68,13 +68,17 @@ _STORY = {
 }
 
 
-@click.command(cls=Verb)
-@device_option("Where it runs (default: cuda where there is a GPU, else in Triton's interpreter).")
-@click.option("--kernel-file", metavar="FILE", help="Write the wrong kernel there, and stop.")
-@quiet_option
-@click.make_pass_decorator(Interrupts, ensure=True)
+@verb.command
 def demo(
-    interrupts: Interrupts, /, *, device: str | None, kernel_file: str | None, quiet: bool
+    interrupts: Interrupts,
+    *,
+    device: str | None = verb.device(
+        "Where it runs (default: cuda where there is a GPU, else in Triton's interpreter)."
+    ),
+    kernel_file: str | None = verb.option(
+        "--kernel-file", "FILE", "Write the wrong kernel there, and stop."
+    ),
+    quiet: bool = verb.quiet(),
 ) -> int:
     """See a wrong kernel caught: it passes the usual test, and fails in one minute.
 
@@ -85,12 +89,11 @@ def demo(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in attncheck check
     from attncheck.core.files import check_names
     from attncheck.subjects.load import load_subject
-    from attncheck.verify.environment import default_device, prepare, require_device
+    from attncheck.verify.environment import prepare, usable_device
 
     interrupts.check()  # the imports above take a while, and may have swallowed one
     start = time.monotonic()
-    device = device or default_device()
-    require_device(device)
+    device = usable_device(device)
     prepare(device)  # before Triton is imported
     check_names(_folder(), ["a.json"], what="failures", instead="working directory")
     _say(_STORY["head"].format(lines=len(source().splitlines()), file=_FILE), gap=False)
@@ -223,19 +226,12 @@ _LONGEST = 90  # where no second length fails, to which it would be shrunk
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoFailure:
-    """A wrong answer, and the way to it.
+    """A wrong answer, and the way to it."""
 
-    Attributes:
-        first: The first answer that was wrong.
-        smallest: The answer to the smallest Case that still fails.
-        before: Problems that were answered until then, the first wrong one too.
-        after: Those that it took to shrink it.
-    """
-
-    first: Record
-    smallest: Record
-    before: int
-    after: int
+    first: Record  # the first answer that was wrong
+    smallest: Record  # the answer to the smallest Case that still fails
+    before: int  # problems that were answered until then, the first wrong one too
+    after: int  # those that it took to shrink it
 
 
 def search_with_hypothesis(
@@ -244,9 +240,6 @@ def search_with_hypothesis(
     """Return the failure that Hypothesis finds and shrinks; None where it finds nothing.
 
     Args:
-        name: What the kernel is asked for by.
-        subject: The kernel.
-        device: ``cpu`` or ``cuda``.
         most: Problems that are drawn, where none fails.
 
     Raises:

@@ -6,14 +6,17 @@ import json
 
 import click
 
-from attncheck.cli.standard_output import Verb, standard_output
+from attncheck.cli import verb
+from attncheck.cli.standard_output import standard_output
 
 INFRASTRUCTURE = 3
 
 
-@click.command(cls=Verb)
-@click.option("--json", "as_json", is_flag=True, help="JSON on standard output, nothing else.")
-def doctor(*, as_json: bool) -> int:
+@verb.command
+def doctor(
+    *,
+    as_json: bool = verb.as_json(),
+) -> int:
     """Versions, devices, and a small self-test of what runs here. Exit code 3 if one fails."""
     from attncheck.surveys.machine_checkup import check_machine
 

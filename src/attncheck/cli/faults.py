@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from attncheck.cli.options import apply_options, device_option, quiet_option, typed_command
+from attncheck.cli import verb
+from attncheck.cli.options import typed_command
 from attncheck.cli.progress import progress, time_left
 from attncheck.cli.resumable_run import (
     JOURNAL,
@@ -25,8 +26,8 @@ from attncheck.cli.resumable_run import (
     started_now,
     worker_places,
 )
-from attncheck.cli.standard_output import Interrupts, Verb, standard_output
-from attncheck.core.errors import UnknownName, UsageError, parse_seconds
+from attncheck.cli.standard_output import Interrupts, show_report, standard_output
+from attncheck.core.errors import UsageError, parse_seconds, require_known
 from attncheck.core.sanitize_text import one_line, shortened
 
 if TYPE_CHECKING:
@@ -43,29 +44,72 @@ _PER_RUN = frozenset({"started", "typed"})  # of a journal's header: no part of 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultOptions:
-    """Options as typed, by their names below."""
+    """Options as typed."""
 
-    host: str
-    names: tuple[str, ...]
-    categories: tuple[str, ...]
-    tier: str | None
-    device: str | None
-    file: str | None
-    command: str | None
-    replace: str | None
-    convention: str
-    small: bool
-    dtypes: tuple[str, ...]
-    jobs: int | None
-    json_file: str | None
-    md_file: str | None
-    controls: bool | None
-    listed: bool
-    fresh: bool
-    max_time: str | None
-    directory: str
-    quiet: bool
-    verbose: bool
+    host: str = verb.option(
+        "--host", "NAME", "In which kernel faults are planted: triton, ideal or all.", "all"
+    )
+    names: tuple[str, ...] = verb.several("--fault", "ID", "Only this one (repeatable).")
+    categories: tuple[str, ...] = verb.several(
+        "--category", "NAME", "Only faults of this category (repeatable)."
+    )
+    tier: str | None = verb.option(
+        "--tier",
+        "NAME",
+        "How hard the gate asks: smoke, pr or nightly (default: smoke on a cpu, pr on cuda).",
+    )
+    device: str | None = verb.device(
+        "Where kernels run (default: cuda where there is a GPU; on a cpu Triton kernels are "
+        "interpreted)."
+    )
+    file: str | None = verb.option(
+        "--kernel-file",
+        "FILE.py",
+        'Score on faults of your own: FAULTS = {"id": kernel, …} of the file, or its public '
+        "functions and Subjects, each of which is wrong.",
+    )
+    command: str | None = verb.option(
+        "--pytest",
+        "ARGS",
+        'Score your own tests: what follows pytest, such as "tests/ -k attn". They run once '
+        "with a right kernel in place of your function, then once with each fault.",
+    )
+    replace: str | None = verb.option(
+        "--replace", "package.module:NAME", "With --pytest: the function that they test."
+    )
+    convention: str = verb.option(
+        "--convention",
+        "NAME",
+        "With --pytest: how the function is called (default: what it shows).",
+        "",
+    )
+    small: bool = verb.flag(
+        "--sensitivity",
+        "How small a fault is still seen: of the softmax scale, of one weight, of few bits.",
+    )
+    dtypes: tuple[str, ...] = verb.several(
+        "--dtype", "NAME", "With --sensitivity: only in this dtype (repeatable)."
+    )
+    jobs: int | None = verb.option(
+        "--jobs",
+        "N",
+        "Faults at work at the same time (default: by cores and GPUs, at most 4 for each).",
+        type=click.IntRange(1, 256),
+    )
+    json_file: str | None = verb.option("--json", "FILE", "Write the report as JSON.")
+    md_file: str | None = verb.option("--md", "FILE", "Write the report as Markdown.")
+    controls: bool | None = verb.option(
+        "--controls/--no-controls",
+        "",
+        "Whether changes that are no faults are asked too (default: where no fault or "
+        "category is named).",
+    )
+    listed: bool = verb.flag("--list", "Show the faults, and run none.")
+    fresh: bool = verb.flag("--fresh", "Forget an unfinished run, in place of going on.")
+    max_time: str | None = verb.option("--max-time", "TIME", "Stop then, such as 10m; resumable.")
+    directory: str = verb.option("--out", "DIR", "Folder for the journal.", "reports/faults")
+    quiet: bool = verb.quiet()
+    verbose: bool = verb.flag("-v --verbose", "Each score in a line as it is known.")
 
     @property
     def outputs(self) -> list[tuple[Path, str]]:
@@ -79,109 +123,8 @@ class FaultOptions:
         return typed_command(files={"--kernel-file", "--json", "--md"})
 
 
-_WHICH = (
-    click.option(
-        "--host",
-        default="all",
-        show_default=True,
-        metavar="NAME",
-        help="In which kernel faults are planted: triton, ideal or all.",
-    ),
-    click.option(
-        "--fault", "names", multiple=True, metavar="ID", help="Only this one (repeatable)."
-    ),
-    click.option(
-        "--category",
-        "categories",
-        multiple=True,
-        metavar="NAME",
-        help="Only faults of this category (repeatable).",
-    ),
-    click.option(
-        "--tier",
-        metavar="NAME",
-        help="How hard the gate asks: smoke, pr or nightly (default: smoke on a cpu, pr on cuda).",
-    ),
-    device_option(
-        "Where kernels run (default: cuda where there is a GPU; on a cpu Triton kernels are "
-        "interpreted)."
-    ),
-)
-_OF_WHOM = (
-    click.option(
-        "--kernel-file",
-        "file",
-        metavar="FILE.py",
-        help='Score on faults of your own: FAULTS = {"id": kernel, …} of the file, or its public '
-        "functions and Subjects, each of which is wrong.",
-    ),
-    click.option(
-        "--pytest",
-        "command",
-        metavar="ARGS",
-        help='Score your own tests: what follows pytest, such as "tests/ -k attn". They run once '
-        "with a right kernel in place of your function, then once with each fault.",
-    ),
-    click.option(
-        "--replace",
-        metavar="package.module:NAME",
-        help="With --pytest: the function that they test.",
-    ),
-    click.option(
-        "--convention",
-        default="",
-        metavar="NAME",
-        help="With --pytest: how the function is called (default: what it shows).",
-    ),
-    click.option(
-        "--sensitivity",
-        "small",
-        is_flag=True,
-        help="How small a fault is still seen: of the softmax scale, of one weight, of few bits.",
-    ),
-    click.option(
-        "--dtype",
-        "dtypes",
-        multiple=True,
-        metavar="NAME",
-        help="With --sensitivity: only in this dtype (repeatable).",
-    ),
-)
-_RUN = (
-    click.option(
-        "--jobs",
-        type=click.IntRange(1, 256),
-        metavar="N",
-        help="Faults at work at the same time (default: by cores and GPUs, at most 4 for each).",
-    ),
-    click.option("--json", "json_file", metavar="FILE", help="Write the report as JSON."),
-    click.option("--md", "md_file", metavar="FILE", help="Write the report as Markdown."),
-    click.option(
-        "--controls/--no-controls",
-        default=None,
-        help="Whether changes that are no faults are asked too (default: where no fault or "
-        "category is named).",
-    ),
-    click.option("--list", "listed", is_flag=True, help="Show the faults, and run none."),
-    click.option("--fresh", is_flag=True, help="Forget an unfinished run, in place of going on."),
-    click.option("--max-time", metavar="TIME", help="Stop then, such as 10m; resumable."),
-    click.option(
-        "--out",
-        "directory",
-        default="reports/faults",
-        show_default=True,
-        metavar="DIR",
-        help="Folder for the journal.",
-    ),
-    quiet_option,
-    click.option("-v", "--verbose", is_flag=True, help="Each score in a line as it is known."),
-)
-
-
-@click.command(cls=Verb)
-@apply_options((*_WHICH, *_OF_WHOM, *_RUN))
-@click.make_pass_decorator(Interrupts, ensure=True)
-def faults(interrupts: Interrupts, /, **typed: Any) -> int:
+@verb.command
+def faults(interrupts: Interrupts, options: FaultOptions) -> int:
     """Score the gate: plant faults that real kernels had, and see which it catches.
 
     Each is planted in a copy of a kernel of ours, and asked everything that `attncheck gate` asks,
@@ -194,7 +137,6 @@ def faults(interrupts: Interrupts, /, **typed: Any) -> int:
     from attncheck.core.files import check_names
 
     interrupts.check()  # imports take a while, and may have swallowed one
-    options = FaultOptions(**typed)
     # A run takes hours: where its report goes is tried before.
     for path, _ in options.outputs:
         check_names(path.parent, [path.name], instead="file")
@@ -229,10 +171,9 @@ def _list(options: FaultOptions) -> int:
 def _device_and_tier(options: FaultOptions) -> tuple[str, str]:
     """Device and tier, also where nobody says; raises UsageError for what is not there."""
     from attncheck.cases.tier import default_tier, tier_named
-    from attncheck.verify.environment import default_device, require_device
+    from attncheck.verify.environment import usable_device
 
-    device = options.device or default_device()
-    require_device(device)
+    device = usable_device(options.device)
     return device, tier_named(options.tier or default_tier(device)).name
 
 
@@ -252,8 +193,7 @@ def _selection(options: FaultOptions, device: str, tier: str) -> FaultSelection:
     from attncheck.verify.environment import prepare
 
     hosts = dict.fromkeys((*HOSTS, "all"))
-    if options.host not in hosts:
-        raise UnknownName("host", options.host, hosts)
+    require_known("host", [options.host], hosts)
     # In another file nobody knows hosts or categories of the catalogue.
     if file := _kernel_file(options):
         if options.categories or options.controls or options.host != "all":
@@ -468,9 +408,6 @@ def _run(
 
     Args:
         typed: What was typed: where the journal is, how long, whether anew, what is told.
-        selection: What is to be done; what the journal has is not done again.
-        head: What the journal begins with.
-        how: As ``run_with_journal`` and ``workers.pool.run_units`` have it.
 
     Raises:
         UsageError: for a time or a folder that cannot be.
@@ -550,11 +487,9 @@ class FaultProgress:
 def _write_and_show(interrupts: Interrupts, report: msgspec.Struct, options: FaultOptions) -> int:
     """Write each file in its format, then show the table; return the report's exit code."""
     from attncheck.core.files import write_texts
-    from attncheck.reporting import exit_codes, rendering
+    from attncheck.reporting import rendering
 
     for path, fmt in options.outputs:
         with interrupts.writing(str(path.parent)):
             write_texts({path.name: rendering.render(report, fmt)}, path.parent, instead="file")
-    with standard_output():
-        rendering.show(report)
-    return exit_codes.exit_code(report)
+    return show_report(report)

@@ -18,14 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from attncheck.cli.options import (
-    apply_options,
-    device_option,
-    format_option,
-    in_process_option,
-    timeout_option,
-    typed_command,
-)
+from attncheck.cli import verb
+from attncheck.cli.options import typed_command
 from attncheck.cli.progress import time_left
 from attncheck.cli.resumable_run import (
     JOURNAL,
@@ -37,7 +31,7 @@ from attncheck.cli.resumable_run import (
     started_now,
     worker_places,
 )
-from attncheck.cli.standard_output import Interrupts, Verb, standard_output
+from attncheck.cli.standard_output import Interrupts, standard_output
 from attncheck.core.errors import UnknownName, UsageError, parse_seconds
 from attncheck.core.sanitize_text import one_line, shortened
 from attncheck.records.record import FAILED_STATUSES
@@ -61,156 +55,98 @@ _OF_SOURCES = frozenset({"sources", "started", "seed", "typed"})
 _SCRIPTS, _SCRIPT_SECONDS = 5, 120
 _FEWEST, _LEAST = 10, 0.05  # results, and the share of all, from which the rest is estimated
 
-_OPTIONS = (
-    click.argument("kernels", nargs=-1, metavar="[KERNEL]…"),
-    click.option(
-        "--tier", metavar="NAME", help="smoke, pr or nightly (default: smoke on a cpu, pr on cuda)."
-    ),
-    device_option(
-        "Where kernels run (default: cuda where there is a GPU; on a cpu Triton kernels are "
-        "interpreted)."
-    ),
-    click.option(
-        "--dtype",
-        "dtypes",
-        multiple=True,
-        metavar="NAME",
-        help="fp32, tf32, fp16, bf16, e4m3 or e5m2 (repeatable; default: all that a kernel takes).",
-    ),
-    click.option(
-        "--convention",
-        default="",
-        metavar="NAME",
-        help="How the kernels are called (default: the first that fits, or as configured).",
-    ),
-    click.option(
-        "--stage",
-        "stages",
-        multiple=True,
-        metavar="NAME",
-        help="contract, probes, bounds, properties, memory, determinism or baseline (repeatable; "
-        "default: all).",
-    ),
-    click.option("--skip", "skipped", multiple=True, metavar="NAME", help="Leave a stage out."),
-    click.option("-x", "--exitfirst", is_flag=True, help="Stop at the first failure."),
-    click.option(
-        "--jobs",
-        type=click.IntRange(1, 256),
-        metavar="N",
-        help="Kernels at work at the same time (default: by cores and GPUs, at most 4 for each).",
-    ),
-    timeout_option,
-    click.option("--max-time", metavar="TIME", help="Stop then, such as 10m; resumable."),
-    click.option(
-        "--seed",
-        type=click.IntRange(0, 10**18),
-        metavar="N",
-        help="Which numbers are drawn (default: others each time in tier nightly, else the same).",
-    ),
-    click.option("--shard", default="", metavar="I/N", help="Ask the I-th of N parts."),
-    click.option(
-        "--changed-since",
-        metavar="REF",
-        help="Only kernels whose sources git says have changed since then.",
-    ),
-    click.option(
-        "--against",
-        metavar="REF",
-        help="Ask the kernels of another commit too; fail where these are worse.",
-    ),
-    click.option("--baseline", metavar="FILE", help="Fail where a kernel is worse than it was."),
-    click.option("--strict", is_flag=True, help="Warnings and inconclusive answers fail too."),
-    click.option("--strict-baseline", is_flag=True, help="What is better or gone fails too."),
-    click.option(
-        "--flaky",
-        type=click.IntRange(min=0),
-        default=0,
-        show_default=True,
-        metavar="N",
-        help="Answers that may be flaky.",
-    ),
-    click.option(
-        "--sanitizer",
-        is_flag=True,
-        help="A few small problems under NVIDIA's compute-sanitizer too, where it is installed.",
-    ),
-    click.option(
-        "--cluster", metavar="ADDRESS", help="A Ray cluster to work on: auto, local, or an address."
-    ),
-    click.option("--fresh", is_flag=True, help="Forget an unfinished run, in place of going on."),
-    in_process_option,
-    format_option("table, json, csv, md, html, junit, sarif or github"),
-    click.option(
-        "--out",
-        "directory",
-        default="reports/gate",
-        show_default=True,
-        metavar="DIR",
-        help="Folder for the journal and the reports.",
-    ),
-    click.option("-q", "--quiet", is_flag=True, help="No progress."),
-    click.option("-v", "--verbose", is_flag=True, help="Each failure in a line as it is found."),
-)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateOptions:
-    """Options as typed, by their names above."""
+    """Options as typed."""
 
-    kernels: tuple[str, ...] = ()
-    tier: str | None = None
-    device: str | None = None
-    dtypes: tuple[str, ...] = ()
-    convention: str = ""
-    stages: tuple[str, ...] = ()
-    skipped: tuple[str, ...] = ()
-    exitfirst: bool = False
-    jobs: int | None = None
-    timeout: str | None = None
-    max_time: str | None = None
-    seed: int | None = None
-    shard: str = ""
-    changed_since: str | None = None
-    against: str | None = None
-    baseline: str | None = None
-    strict: bool = False
-    strict_baseline: bool = False
-    flaky: int = 0
-    sanitizer: bool = False
-    cluster: str | None = None
-    fresh: bool = False
-    in_process: bool = False
-    fmt: str = "table"
-    directory: str = "reports/gate"
-    quiet: bool = False
-    verbose: bool = False
+    kernels: tuple[str, ...] = verb.argument("[KERNEL]…", nargs=-1)
+    tier: str | None = verb.option(
+        "--tier", "NAME", "smoke, pr or nightly (default: smoke on a cpu, pr on cuda)."
+    )
+    device: str | None = verb.device(
+        "Where kernels run (default: cuda where there is a GPU; on a cpu Triton kernels are "
+        "interpreted)."
+    )
+    dtypes: tuple[str, ...] = verb.several(
+        "--dtype",
+        "NAME",
+        "fp32, tf32, fp16, bf16, e4m3 or e5m2 (repeatable; default: all that a kernel takes).",
+    )
+    convention: str = verb.option(
+        "--convention",
+        "NAME",
+        "How the kernels are called (default: the first that fits, or as configured).",
+        "",
+    )
+    stages: tuple[str, ...] = verb.several(
+        "--stage",
+        "NAME",
+        "contract, probes, bounds, properties, memory, determinism or baseline (repeatable; "
+        "default: all).",
+    )
+    skipped: tuple[str, ...] = verb.several("--skip", "NAME", "Leave a stage out.")
+    exitfirst: bool = verb.flag("-x --exitfirst", "Stop at the first failure.")
+    jobs: int | None = verb.option(
+        "--jobs",
+        "N",
+        "Kernels at work at the same time (default: by cores and GPUs, at most 4 for each).",
+        type=click.IntRange(1, 256),
+    )
+    timeout: str | None = verb.timeout()
+    max_time: str | None = verb.option("--max-time", "TIME", "Stop then, such as 10m; resumable.")
+    seed: int | None = verb.option(
+        "--seed",
+        "N",
+        "Which numbers are drawn (default: others each time in tier nightly, else the same).",
+        type=click.IntRange(0, 10**18),
+    )
+    shard: str = verb.option("--shard", "I/N", "Ask the I-th of N parts.", "")
+    changed_since: str | None = verb.option(
+        "--changed-since", "REF", "Only kernels whose sources git says have changed since then."
+    )
+    against: str | None = verb.option(
+        "--against", "REF", "Ask the kernels of another commit too; fail where these are worse."
+    )
+    baseline: str | None = verb.option(
+        "--baseline", "FILE", "Fail where a kernel is worse than it was."
+    )
+    strict: bool = verb.flag("--strict", "Warnings and inconclusive answers fail too.")
+    strict_baseline: bool = verb.flag("--strict-baseline", "What is better or gone fails too.")
+    flaky: int = verb.option(
+        "--flaky", "N", "Answers that may be flaky.", 0, type=click.IntRange(min=0)
+    )
+    sanitizer: bool = verb.flag(
+        "--sanitizer",
+        "A few small problems under NVIDIA's compute-sanitizer too, where it is installed.",
+    )
+    cluster: str | None = verb.option(
+        "--cluster", "ADDRESS", "A Ray cluster to work on: auto, local, or an address."
+    )
+    fresh: bool = verb.flag("--fresh", "Forget an unfinished run, in place of going on.")
+    in_process: bool = verb.in_process()
+    fmt: str = verb.fmt("table, json, csv, md, html, junit, sarif or github")
+    directory: str = verb.option(
+        "--out", "DIR", "Folder for the journal and the reports.", "reports/gate"
+    )
+    quiet: bool = verb.quiet()
+    verbose: bool = verb.flag("-v --verbose", "Each failure in a line as it is found.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateRun:
-    """One run of the gate.
+    """One run of the gate."""
 
-    Attributes:
-        kernels: As asked for.
-        device: Of all of them.
-        choices: What is asked.
-        shard: ``2/4``; empty for the whole.
-        head: What the journal begins with.
-        units: The first work.
-    """
-
-    kernels: tuple[str, ...]
+    kernels: tuple[str, ...]  # as asked for
     device: str
     choices: Choices
-    shard: str
+    shard: str  # ``2/4``; empty for the whole
     head: dict[str, Any]
-    units: tuple[Unit, ...]
+    units: tuple[Unit, ...]  # the first work
 
 
-@click.command(cls=Verb)
-@apply_options(_OPTIONS)
-@click.make_pass_decorator(Interrupts, ensure=True)
-def gate(interrupts: Interrupts, /, **typed: Any) -> int:
+@verb.command
+def gate(interrupts: Interrupts, options: GateOptions) -> int:
     """Ask kernels everything that a change of them needs: is every answer right, and repeatable?
 
     KERNEL is FILE.py::NAME, package.module:NAME, a kernel of `attncheck list`, or a name of
@@ -226,7 +162,6 @@ def gate(interrupts: Interrupts, /, **typed: Any) -> int:
     from attncheck.reporting.rendering import GATE_FORMATS, check_format
 
     interrupts.check()  # the imports above take a while, and may have swallowed one
-    options = GateOptions(**typed)
     check_format(options.fmt, GATE_FORMATS)
     parse_seconds(options.max_time, "--max-time")
     parse_seconds(options.timeout, "--timeout")
@@ -260,12 +195,6 @@ def plan_run(
     """Plan what is to be done; raises UsageError for what cannot be.
 
     With a baseline or a tree the stage baseline has to be part of it: something is to be compared.
-
-    Args:
-        options: What was typed.
-        kernels: Which.
-        tree: Files of another commit.
-        baseline: What the kernels are compared with.
     """
     # Extras of the package: most verbs need neither.
     if missing := [name for name in ("hypothesis", "pytest") if find_spec(name) is None]:
@@ -276,15 +205,14 @@ def plan_run(
     from attncheck.gate.plan import describe_units, replay_units
     from attncheck.gate.sources import source_fingerprint
     from attncheck.subjects.conventions.declarations import convention_named
-    from attncheck.verify.environment import default_device, require_device
+    from attncheck.verify.environment import usable_device
     from attncheck.workers.units import Shard
 
     # A misspelt name is said now, and not by every worker.
     if options.convention:
         convention_named(options.convention)
     shard = str(Shard.parse(options.shard))
-    device = options.device or default_device()
-    require_device(device)
+    device = usable_device(options.device)
     tier = tier_named(options.tier or default_tier(device))
     # Such a tier looks at other problems every night; a seed repeats one.
     draws_anew = tier.random and options.seed is None

@@ -7,42 +7,35 @@ from typing import TYPE_CHECKING
 
 import click
 
-from attncheck.cli.options import device_option, quiet_option
+from attncheck.cli import verb
 from attncheck.cli.probe import NOTHING_TAKEN, convention_option, name_of, run_probe
-from attncheck.cli.standard_output import Interrupts, Verb, standard_output
+from attncheck.cli.standard_output import Interrupts, standard_output
 
 if TYPE_CHECKING:
     from attncheck.subjects.load import Candidate
     from attncheck.surveys.capability_detection import DetectedCapabilities
 
 
-@click.command(cls=Verb)
-@click.argument("spec", metavar="SPEC")
-@click.option("--name", metavar="NAME", help="What the kernel is called (default: as in SPEC).")
-@click.option(
-    "--file",
-    "file",
-    metavar="FILE",
-    help="Where its table goes (default: the nearest attncheck.toml or pyproject.toml).",
-)
-@click.option("--force", is_flag=True, help="Replace a table of this name.")
-@click.option("--dry-run", is_flag=True, help="Show the table, and write nothing.")
-@convention_option
-@device_option("Where the kernel is tried (default: cuda where there is a GPU).")
-@quiet_option
-@click.make_pass_decorator(Interrupts, ensure=True)
-def init(  # noqa: PLR0913  # one parameter per option
+@verb.command
+def init(
     interrupts: Interrupts,
-    /,
     *,
-    spec: str,
-    name: str | None,
-    file: str | None,
-    force: bool,
-    dry_run: bool,
-    convention: str | None,
-    device: str | None,
-    quiet: bool,
+    spec: str = verb.argument("SPEC"),
+    name: str | None = verb.option(
+        "--name", "NAME", "What the kernel is called (default: as in SPEC)."
+    ),
+    file: str | None = verb.option(
+        "--file",
+        "FILE",
+        "Where its table goes (default: the nearest attncheck.toml or pyproject.toml).",
+    ),
+    force: bool = verb.flag("--force", "Replace a table of this name."),
+    dry_run: bool = verb.flag("--dry-run", "Show the table, and write nothing."),
+    convention: str | None = convention_option(),
+    device: str | None = verb.device(
+        "Where the kernel is tried (default: cuda where there is a GPU)."
+    ),
+    quiet: bool = verb.quiet(),
 ) -> int:
     """Write what a kernel takes, as `attncheck probe` finds it, into a file of the project.
 

@@ -7,27 +7,27 @@ from typing import Any
 
 import click
 
-from attncheck.cli.standard_output import Verb, standard_output
+from attncheck.cli import verb
+from attncheck.cli.standard_output import standard_output
 
 
-@click.command("list", cls=Verb)
-@click.option(
-    "--support",
-    is_flag=True,
-    help="Also what supports what: each kernel's variants on this device (loads torch).",
-)
-@click.option(
-    "--json",
-    "as_json",
-    is_flag=True,
-    help="JSON on standard output, nothing else; its `support` and `device` only with --support.",
-)
-@click.option(
-    "--device",
-    type=click.Choice(["cpu", "cuda"]),
-    help="Of --support. Default: cuda where there is a GPU.",
-)
-def list_(*, support: bool, as_json: bool, device: str | None) -> None:
+@verb.command
+def list_(
+    *,
+    support: bool = verb.flag(
+        "--support", "Also what supports what: each kernel's variants on this device (loads torch)."
+    ),
+    as_json: bool = verb.flag(
+        "--json",
+        "JSON on standard output, nothing else; its `support` and `device` only with --support.",
+    ),
+    device: str | None = verb.option(
+        "--device",
+        "",
+        "Of --support. Default: cuda where there is a GPU.",
+        type=click.Choice(["cpu", "cuda"]),
+    ),
+) -> None:
     """Kernels, variants, dtypes, distributions, masks and score mods; what supports what."""
     # A device is looked for where one is needed alone: that loads torch, which takes seconds.
     if support or device == "cuda":
@@ -46,11 +46,9 @@ def _usable_device(device: str | None) -> str:
     """Return ``device``, or what torch finds; raises UsageError for one that is not here."""
     if device == "cpu":
         return device
-    from attncheck.verify.environment import default_device, require_device
+    from attncheck.verify.environment import usable_device
 
-    device = device or default_device()
-    require_device(device)
-    return device
+    return usable_device(device)
 
 
 def _echo(catalogue: dict[str, Any]) -> None:

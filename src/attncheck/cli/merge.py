@@ -6,16 +6,19 @@ from pathlib import Path
 
 import click
 
-from attncheck.cli.standard_output import Interrupts, Verb, standard_output
+from attncheck.cli import verb
+from attncheck.cli.standard_output import Interrupts, standard_output
 
 INCOMPLETE = 3
 
 
-@click.command(cls=Verb)
-@click.argument("journals", nargs=-1, required=True, metavar="JOURNAL...")
-@click.option("--out", "target", required=True, metavar="FILE", help="The merged journal.")
-@click.make_pass_decorator(Interrupts, ensure=True)
-def merge(interrupts: Interrupts, /, *, journals: tuple[str, ...], target: str) -> int:
+@verb.command
+def merge(
+    interrupts: Interrupts,
+    *,
+    journals: tuple[str, ...] = verb.argument("JOURNAL...", nargs=-1, required=True),
+    target: str = verb.option("--out", "FILE", "The merged journal.", required=True),
+) -> int:
     """Join the journals that the shards of one gate have written, one results.jsonl each.
 
     They must be parts of the same run: of the same command but for --shard, on equal machines. A

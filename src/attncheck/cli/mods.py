@@ -7,15 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from attncheck.cli.options import (
-    device_option,
-    format_option,
-    not_applicable,
-    open_kernels,
-    quiet_option,
-    typed_command,
-)
-from attncheck.cli.standard_output import Interrupts, Verb, standard_output
+from attncheck.cli import verb
+from attncheck.cli.options import not_applicable, open_kernels, typed_command
+from attncheck.cli.standard_output import Interrupts, show_report
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,39 +20,28 @@ if TYPE_CHECKING:
 DEFAULT_SHAPE = "2x2x40/48"
 
 
-@click.command(cls=Verb)
-@click.argument("file", metavar="FILE.py[::NAME]")
-@click.option(
-    "--kernel",
-    "kernels",
-    multiple=True,
-    metavar="NAME",
-    help="A kernel of `attncheck list`, or FILE.py::NAME (repeatable; default: all built in that "
-    "take score mods).",
-)
-@click.option(
-    "--shape",
-    default=DEFAULT_SHAPE,
-    show_default=True,
-    metavar="BxHxL",
-    help="Ranges of b, h, q_idx and kv_idx; 2x4x40/48 is 40 queries on 48 keys.",
-)
-@device_option(
-    "Where kernels run and captured tensors are made (default: cuda where there is a GPU)."
-)
-@format_option()
-@quiet_option
-@click.make_pass_decorator(Interrupts, ensure=True)
+@verb.command
 def mods(
     interrupts: Interrupts,
-    /,
     *,
-    file: str,
-    kernels: tuple[str, ...],
-    shape: str,
-    device: str | None,
-    fmt: str,
-    quiet: bool,
+    file: str = verb.argument("FILE.py[::NAME]"),
+    kernels: tuple[str, ...] = verb.several(
+        "--kernel",
+        "NAME",
+        "A kernel of `attncheck list`, or FILE.py::NAME (repeatable; default: all built in that "
+        "take score mods).",
+    ),
+    shape: str = verb.option(
+        "--shape",
+        "BxHxL",
+        "Ranges of b, h, q_idx and kv_idx; 2x4x40/48 is 40 queries on 48 keys.",
+        DEFAULT_SHAPE,
+    ),
+    device: str | None = verb.device(
+        "Where kernels run and captured tensors are made (default: cuda where there is a GPU)."
+    ),
+    fmt: str = verb.fmt(),
+    quiet: bool = verb.quiet(),
 ) -> int:
     """Compare what mpmath and each kernel make of a file's FlexAttention mods with the callables.
 
@@ -70,14 +53,12 @@ def mods(
     """
     from attncheck.cli.progress import progress
     from attncheck.reporting import rendering
-    from attncheck.reporting.exit_codes import exit_code
     from attncheck.surveys.mod_survey import dimensions_of, mods_of_file, survey_mods
-    from attncheck.verify.environment import default_device, require_device
+    from attncheck.verify.environment import usable_device
 
     interrupts.check()  # the imports above take a while, and may have swallowed one
     rendering.check_format(fmt)
-    device = device or default_device()
-    require_device(device)
+    device = usable_device(device)
     dimensions = dimensions_of(shape)
     subjects = _subjects(kernels, device)
     file_mods = mods_of_file(file, device)
@@ -85,12 +66,7 @@ def mods(
     name = Path(file.partition("::")[0]).name
     # All that cannot be traced is said before the first comparison, which takes longer.
     _refuse(file_mods, name, dimensions, device)
-    with progress(len(file_mods), quiet=quiet) as advance:
-
-        def done(mod: str) -> None:
-            interrupts.check()
-            advance(mod)
-
+    with progress(len(file_mods), quiet=quiet, check=interrupts.check) as advance:
         report = survey_mods(
             file_mods,
             subjects,
@@ -98,11 +74,9 @@ def mods(
             dimensions=dimensions,
             device=device,
             command=typed_command(files={"--kernel"}, argument=file),
-            done=done,
+            done=advance,
         )
-    with standard_output():
-        rendering.show(report, fmt)
-    return exit_code(report)
+    return show_report(report, fmt)
 
 
 def _refuse(

@@ -1,4 +1,4 @@
-"""Options that several verbs have, and what was typed."""
+"""What was typed, and the kernels that it names."""
 
 from __future__ import annotations
 
@@ -6,41 +6,18 @@ import math
 import shlex
 import sys
 from contextlib import ExitStack, contextmanager
-from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import click
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping
 
     from attncheck.subjects.capabilities.subject import Subject
     from attncheck.workers.process import Worker
 
 _SECONDS_TO_END = 5.0  # of a process that was killed, where a driver holds on to it
-
-F = TypeVar("F", bound="Callable[..., Any]")
-
-seed_option = click.option(
-    "--seed",
-    type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    help="Which draw of the inputs.",
-)
-
-quiet_option = click.option("-q", "--quiet", is_flag=True, help="No progress.")
-
-timeout_option = click.option(
-    "--timeout", metavar="TIME", help="Of one call of a kernel, such as 90s."
-)
-
-in_process_option = click.option(
-    "--in-process",
-    is_flag=True,
-    help="For a debugger: call kernels in the judge's process, where they can break it.",
-)
 
 
 def start_worker(kernel: str, *, in_process: bool) -> Worker | None:
@@ -56,45 +33,6 @@ def start_worker(kernel: str, *, in_process: bool) -> Worker | None:
     worker = Worker(KERNEL_SERVER, echo=True)
     click.get_current_context().call_on_close(lambda: worker.kill(_SECONDS_TO_END))
     return worker
-
-
-def apply_options(options: Sequence[Callable[[F], F]]) -> Callable[[F], F]:
-    """A decorator of all ``options``, in the order in which ``--help`` shows them."""
-    # Reversed: a decorator further down is applied first, and shown last.
-    return lambda function: reduce(lambda made, option: option(made), reversed(options), function)
-
-
-def device_option(what: str) -> Callable[[F], F]:
-    """``--device``; ``what`` runs there, and the rest of the sentence is said of it."""
-    return click.option("--device", type=click.Choice(["cpu", "cuda"]), help=what)
-
-
-def format_option(names: str = "table, json, md, csv or html") -> Callable[[F], F]:
-    """``--format`` of standard output, one of ``names``.
-
-    The names are words for the help alone: what is not a format is refused by ``rendering``,
-    which is loaded when a report is shown and not for ``--help``.
-    """
-    return click.option(
-        "--format",
-        "fmt",
-        default="table",
-        show_default=True,
-        metavar="FORMAT",
-        help=f"Of standard output: {names}.",
-    )
-
-
-def out_option(files: str) -> Callable[[F], F]:
-    """``--out``: the folder, ``reports`` unless told, for ``files``."""
-    return click.option(
-        "--out",
-        "directory",
-        default="reports",
-        show_default=True,
-        metavar="DIR",
-        help=f"Folder for {files}.",
-    )
 
 
 def typed_command(*, files: Collection[str] = (), argument: str = "") -> str:
@@ -138,8 +76,6 @@ def open_kernels(
 
     Args:
         workers: Of each kernel the process that was started for it (``start_worker``).
-        device: ``cpu`` or ``cuda``.
-        in_process: Whether all are loaded and called in this process.
         seconds: That one call may take.
 
     Raises:

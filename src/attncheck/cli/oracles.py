@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from attncheck.cli.options import format_option, quiet_option, seed_option, typed_command
-from attncheck.cli.standard_output import Interrupts, Verb, standard_output
+from attncheck.cli import verb
+from attncheck.cli.options import typed_command
+from attncheck.cli.standard_output import Interrupts, show_report
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,69 +23,50 @@ LEAST_DIGITS, MOST_DIGITS = 17, 1000
 """fp64 numbers have 17 decimal digits; beyond a thousand nobody waits."""
 
 
-@click.command(cls=Verb)
-@click.option(
-    "--distribution",
-    "distributions",
-    multiple=True,
-    metavar="NAME",
-    help="Of the inputs (repeatable; default: all).",
-)
-@click.option(
-    "--variant",
-    "variants",
-    multiple=True,
-    metavar="NAME",
-    help="A variant of `attncheck list`, or sharp: every score times 16 (repeatable; default: "
-    "full, causal, sharp and softmax; with --certify alibi and softcap too).",
-)
-@click.option(
-    "--certify",
-    is_flag=True,
-    help="Prove the errors on Arb's balls, beside what the judge allows a kernel (needs "
-    "python-flint: attncheck[exact]).",
-)
-@click.option(
-    "--dtype",
-    metavar="NAME",
-    help=f"Of the inputs; the oracles compute in fp64 (default: {DEFAULT_DTYPE}; with --certify "
-    f"{CERTIFIED_DTYPE}, of which least is allowed).",
-)
-@click.option(
-    "--shape",
-    metavar="BxHxLxD",
-    help=f"As for `attncheck rmse`; small, since many digits are slow (default: {DEFAULT_SHAPE}; "
-    f"with --certify {CERTIFIED_SHAPE}).",
-)
-@click.option(
-    "--digits",
-    type=click.IntRange(LEAST_DIGITS, MOST_DIGITS),
-    help=f"Decimal digits of the exact side (default: {DEFAULT_DIGITS}); not with --certify.",
-)
-@seed_option
-@format_option()
-@click.option(
-    "--out",
-    "directory",
-    metavar="DIR",
-    help="Folder for oracles.json and oracles.md, or certificates.json and .md, if any.",
-)
-@quiet_option
-@click.make_pass_decorator(Interrupts, ensure=True)
-def oracles(  # noqa: PLR0913  # one parameter per option
+@verb.command
+def oracles(
     interrupts: Interrupts,
-    /,
     *,
-    distributions: tuple[str, ...],
-    variants: tuple[str, ...],
-    certify: bool,
-    dtype: str | None,
-    shape: str | None,
-    digits: int | None,
-    seed: int,
-    fmt: str,
-    directory: str | None,
-    quiet: bool,
+    distributions: tuple[str, ...] = verb.several(
+        "--distribution", "NAME", "Of the inputs (repeatable; default: all)."
+    ),
+    variants: tuple[str, ...] = verb.several(
+        "--variant",
+        "NAME",
+        "A variant of `attncheck list`, or sharp: every score times 16 (repeatable; default: "
+        "full, causal, sharp and softmax; with --certify alibi and softcap too).",
+    ),
+    certify: bool = verb.flag(
+        "--certify",
+        "Prove the errors on Arb's balls, beside what the judge allows a kernel (needs "
+        "python-flint: attncheck[exact]).",
+    ),
+    dtype: str | None = verb.option(
+        "--dtype",
+        "NAME",
+        f"Of the inputs; the oracles compute in fp64 (default: {DEFAULT_DTYPE}; with --certify "
+        f"{CERTIFIED_DTYPE}, of which least is allowed).",
+    ),
+    shape: str | None = verb.option(
+        "--shape",
+        "BxHxLxD",
+        f"As for `attncheck rmse`; small, since many digits are slow (default: {DEFAULT_SHAPE}; "
+        f"with --certify {CERTIFIED_SHAPE}).",
+    ),
+    digits: int | None = verb.option(
+        "--digits",
+        "",
+        f"Decimal digits of the exact side (default: {DEFAULT_DIGITS}); not with --certify.",
+        type=click.IntRange(LEAST_DIGITS, MOST_DIGITS),
+    ),
+    seed: int = verb.seed(),
+    fmt: str = verb.fmt(),
+    directory: str | None = verb.option(
+        "--out",
+        "DIR",
+        "Folder for oracles.json and oracles.md, or certificates.json and .md, if any.",
+    ),
+    quiet: bool = verb.quiet(),
 ) -> int:
     """Measure each fp64 oracle's distance from the exact result, computed in many digits.
 
@@ -101,7 +83,6 @@ def oracles(  # noqa: PLR0913  # one parameter per option
     from attncheck.cli.progress import progress
     from attncheck.core.errors import UsageError
     from attncheck.reporting import rendering
-    from attncheck.reporting.exit_codes import exit_code
     from attncheck.surveys.oracle_survey import CERTIFIED_VARIANTS, DEFAULT_VARIANTS, oracle_plan
 
     # Ignored in silence, it would look as if the proof had so many digits.
@@ -129,18 +110,11 @@ def oracles(  # noqa: PLR0913  # one parameter per option
     if directory is not None:
         # Now: the survey takes minutes, and its report would be lost.
         rendering.check_writable(directory, name)
-    with progress(len(cells), quiet=quiet) as advance:
-
-        def done(what: str) -> None:
-            interrupts.check()
-            advance(what)
-
+    with progress(len(cells), quiet=quiet, check=interrupts.check) as advance:
         named = [(cell.variant, cell.problem) for cell in cells]
-        report = survey(named, command=typed_command(), done=done)
+        report = survey(named, command=typed_command(), done=advance)
     if directory is not None:
         with interrupts.writing(directory):
             # No CSV: a cell has several oracles, and rows of a CSV one.
             rendering.write_report(report, directory, name, formats=("json", "md"))
-    with standard_output():
-        rendering.show(report, fmt)
-    return exit_code(report)
+    return show_report(report, fmt)

@@ -7,12 +7,12 @@ import os
 import re
 import sys
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from attncheck.cli.options import device_option, quiet_option
-from attncheck.cli.standard_output import Interrupts, Verb, standard_output
+from attncheck.cli import verb
+from attncheck.cli.standard_output import Interrupts, standard_output
 
 if TYPE_CHECKING:
     from attncheck.reporting.document import Document, Look
@@ -24,29 +24,22 @@ NOTHING_TAKEN = 5
 
 _QUESTIONS = 70  # about: how far a probe is
 
-convention_option = click.option(
-    "--convention",
-    metavar="NAME",
-    help="How the kernel is called (default: the one by which it is right).",
-)
+
+def convention_option() -> Any:
+    """``--convention`` of a kernel that is tried."""
+    text = "How the kernel is called (default: the one by which it is right)."
+    return verb.option("--convention", "NAME", text)
 
 
-@click.command(cls=Verb)
-@click.argument("spec", metavar="SPEC")
-@convention_option
-@device_option("Where the kernel runs (default: cuda where there is a GPU).")
-@click.option("--json", "as_json", is_flag=True, help="JSON on standard output, nothing else.")
-@quiet_option
-@click.make_pass_decorator(Interrupts, ensure=True)
+@verb.command
 def probe(
     interrupts: Interrupts,
-    /,
     *,
-    spec: str,
-    convention: str | None,
-    device: str | None,
-    as_json: bool,
-    quiet: bool,
+    spec: str = verb.argument("SPEC"),
+    convention: str | None = convention_option(),
+    device: str | None = verb.device("Where the kernel runs (default: cuda where there is a GPU)."),
+    as_json: bool = verb.as_json(),
+    quiet: bool = verb.quiet(),
 ) -> int:
     """Try tiny problems on a kernel, and propose the table of what it takes.
 
@@ -93,11 +86,10 @@ def run_probe(
     from attncheck.core.errors import UsageError
     from attncheck.subjects.load import load_candidate
     from attncheck.surveys.capability_detection import detect_capabilities
-    from attncheck.verify.environment import default_device, prepare, require_device
+    from attncheck.verify.environment import prepare, usable_device
 
     interrupts.check()
-    device = device or default_device()
-    require_device(device)
+    device = usable_device(device)
     prepare(device)  # before the file's own Triton functions are decorated
     kernel = load_candidate(spec, convention)
     first = kernel.adopted(convention)  # says why it cannot be
@@ -106,14 +98,9 @@ def run_probe(
         raise UsageError(f"kernel {spec!r} cannot run on {device}: {absent}.")
     conventions = (convention,) if convention else kernel.conventions()
 
-    with progress(_QUESTIONS, quiet=quiet) as advance:
-
-        def next_question(what: str) -> None:
-            interrupts.check()
-            advance(what)
-
+    with progress(_QUESTIONS, quiet=quiet, check=interrupts.check) as advance:
         detected = detect_capabilities(
-            kernel.adopted, conventions, kernel.options(), device=device, advance=next_question
+            kernel.adopted, conventions, kernel.options(), device=device, advance=advance
         )
     return device, kernel, detected
 

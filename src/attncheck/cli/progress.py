@@ -26,17 +26,20 @@ class RunCounter(Protocol):
 
 
 @contextmanager
-def progress(total: int, *, quiet: bool) -> Iterator[Callable[..., None]]:
+def progress(
+    total: int, *, quiet: bool, check: Callable[[], None] = lambda: None
+) -> Iterator[Callable[..., None]]:
     """Yield ``advance(what, show)``, to be called once for each of ``total`` pieces of work.
 
     Everything goes to standard error, so that standard output is the report alone. What ``show``
-    writes, if anything, stands above the bar.
+    writes, if anything, stands above the bar. Each call begins with ``check``, which may raise.
     """
     start, count = time.monotonic(), 0
     with _shown(quiet=quiet, estimates=True) as (update, _, bar):
 
         def advance(what: str, show: Callable[[], None] | None = None) -> None:
             nonlocal count
+            check()
             count += 1
             if show is not None:
                 # Both may be one terminal: the bar goes away, and comes back below.

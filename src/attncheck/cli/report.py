@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from attncheck.cli.standard_output import Interrupts, Verb, standard_output
+from attncheck.cli import verb
+from attncheck.cli.standard_output import Interrupts, standard_output
 
 if TYPE_CHECKING:
     from attncheck.records.record import Report
@@ -17,32 +18,21 @@ if TYPE_CHECKING:
 _LARGEST_SCRIPT = 2**20  # bytes of one that is taken over into a page
 
 
-@click.command(cls=Verb)
-@click.argument("source", metavar="SOURCE")
-@click.option(
-    "--format",
-    "fmt",
-    default="table",
-    show_default=True,
-    metavar="FORMAT",
-    help="Of standard output: table, json, csv, md, html, junit, sarif or github.",
-)
-@click.option(
-    "--out",
-    "directory",
-    metavar="DIR",
-    help="Write all files of the report there (default: none).",
-)
-@click.option(
-    "--schema",
-    metavar="KIND",
-    is_eager=True,
-    expose_value=False,
-    callback=lambda context, _, kind: _print_schema(context, kind) if kind else None,
-    help="Print the JSON Schema of a kind of report, such as check or gate, and end.",
-)
-@click.make_pass_decorator(Interrupts, ensure=True)
-def report(interrupts: Interrupts, /, *, source: str, fmt: str, directory: str | None) -> int:
+@verb.command
+def report(
+    interrupts: Interrupts,
+    *,
+    source: str = verb.argument("SOURCE"),
+    fmt: str = verb.option(
+        "--format",
+        "FORMAT",
+        "Of standard output: table, json, csv, md, html, junit, sarif or github.",
+        "table",
+    ),
+    directory: str | None = verb.option(
+        "--out", "DIR", "Write all files of the report there (default: none)."
+    ),
+) -> int:
     """Show again what a run found.
 
     SOURCE is the journal of a gate (results.jsonl), its gate.json, or the report of attncheck rmse
@@ -61,6 +51,18 @@ def report(interrupts: Interrupts, /, *, source: str, fmt: str, directory: str |
     else:
         _show(interrupts, loaded, fmt, directory)
     return 0
+
+
+report.params.append(
+    click.Option(
+        ["--schema"],
+        metavar="KIND",
+        is_eager=True,
+        expose_value=False,
+        callback=lambda context, _, kind: _print_schema(context, kind) if kind else None,
+        help="Print the JSON Schema of a kind of report, such as check or gate, and end.",
+    )
+)
 
 
 def _print_schema(context: click.Context, kind: str) -> None:
@@ -117,11 +119,10 @@ def _show_gate(
 
 
 def _show(interrupts: Interrupts, loaded: Report, fmt: str, directory: str | None) -> None:
-    from attncheck.core.errors import UnknownName
+    from attncheck.core.errors import require_known
     from attncheck.reporting import rendering
 
-    if fmt not in rendering.FORMATS:
-        raise UnknownName("format of this report", fmt, rendering.FORMATS)
+    require_known("format of this report", [fmt], rendering.FORMATS)
     if directory is not None:
         with interrupts.writing(directory):
             rendering.write_report(loaded, directory, "report")

@@ -9,13 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from attncheck.cli.options import (
-    device_option,
-    in_process_option,
-    start_worker,
-    timeout_option,
-)
-from attncheck.cli.standard_output import Interrupts, Verb, standard_output
+from attncheck.cli import verb
+from attncheck.cli.options import start_worker
+from attncheck.cli.standard_output import Interrupts, standard_output
 from attncheck.core.errors import parse_seconds
 
 if TYPE_CHECKING:
@@ -26,56 +22,39 @@ if TYPE_CHECKING:
     from attncheck.verify.kernel_hosts import KernelHost
 
 
-@click.command(cls=Verb)
-@click.argument("wanted", metavar="ID|FILE")
-@click.option(
-    "--kernel",
-    metavar="SPEC",
-    help="Ask this kernel: a name, FILE.py::NAME or package.module:NAME (default: the one that "
-    "failed).",
-)
-@click.option(
-    "--convention",
-    metavar="NAME",
-    help="How the kernel is called (default: as it was, or the one that fits).",
-)
-@device_option("Where the kernel runs (default: where it did).")
-@timeout_option
-@in_process_option
-@click.option(
-    "--reports",
-    default="reports",
-    show_default=True,
-    metavar="DIR",
-    help="Folder in which an ID is looked up.",
-)
-@click.option(
-    "--script",
-    metavar="FILE",
-    help="Write a Python script that asks the same without attncheck: it needs torch and the "
-    "kernel alone.",
-)
-@click.option(
-    "--plot",
-    "plots",
-    multiple=True,
-    metavar="FILE",
-    help="Draw where the error is, to FILE.png or FILE.svg (repeatable; needs attncheck[plot]).",
-)
-@click.make_pass_decorator(Interrupts, ensure=True)
-def repro(  # noqa: PLR0913  # one parameter per option
+@verb.command
+def repro(
     interrupts: Interrupts,
-    /,
     *,
-    wanted: str,
-    kernel: str | None,
-    convention: str | None,
-    device: str | None,
-    timeout: str | None,
-    in_process: bool,
-    reports: str,
-    script: str | None,
-    plots: tuple[str, ...],
+    wanted: str = verb.argument("ID|FILE"),
+    kernel: str | None = verb.option(
+        "--kernel",
+        "SPEC",
+        "Ask this kernel: a name, FILE.py::NAME or package.module:NAME (default: the one that "
+        "failed).",
+    ),
+    convention: str | None = verb.option(
+        "--convention",
+        "NAME",
+        "How the kernel is called (default: as it was, or the one that fits).",
+    ),
+    device: str | None = verb.device("Where the kernel runs (default: where it did)."),
+    timeout: str | None = verb.timeout(),
+    in_process: bool = verb.in_process(),
+    reports: str = verb.option(
+        "--reports", "DIR", "Folder in which an ID is looked up.", "reports"
+    ),
+    script: str | None = verb.option(
+        "--script",
+        "FILE",
+        "Write a Python script that asks the same without attncheck: it needs torch and the "
+        "kernel alone.",
+    ),
+    plots: tuple[str, ...] = verb.several(
+        "--plot",
+        "FILE",
+        "Draw where the error is, to FILE.png or FILE.svg (repeatable; needs attncheck[plot]).",
+    ),
 ) -> int:
     """Ask a kernel the very same question again, and say what is wrong with its answer.
 

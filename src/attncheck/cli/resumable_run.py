@@ -90,12 +90,6 @@ def run_with_journal(  # one run, said once
 
     Args:
         units: What is to be done; what the journal has is not done again.
-        head: What the journal begins with.
-        counter: Follows the run, for its progress.
-        directory: Of the journal.
-        resume: Whether to go on with a journal that is there.
-        quiet: Whether no progress is shown.
-        verbose: Whether all that is new is shown.
         check: Raises UsageError where nothing can be done; called once it is known that the journal
             is this run's.
         how: What else ``workers.pool.run_units`` takes.

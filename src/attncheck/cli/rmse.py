@@ -8,26 +8,14 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 from click.core import ParameterSource
 
-from attncheck.cli.options import (
-    apply_options,
-    device_option,
-    format_option,
-    in_process_option,
-    not_applicable,
-    open_kernels,
-    out_option,
-    quiet_option,
-    seed_option,
-    start_worker,
-    timeout_option,
-    typed_command,
-)
-from attncheck.cli.standard_output import Interrupts, Verb, standard_output
+from attncheck.cli import verb
+from attncheck.cli.options import not_applicable, open_kernels, start_worker, typed_command
+from attncheck.cli.standard_output import Interrupts, standard_output
 from attncheck.core.errors import parse_seconds
 
 if TYPE_CHECKING:
@@ -48,134 +36,92 @@ _MEASURES = (
     *("backward", "seed", "device", "timeout", "in_process", "explained", "max_time", "quiet"),
 )
 
-_OPTIONS = (
-    click.option(
-        "--kernel",
-        "kernels",
-        multiple=True,
-        metavar="NAME",
-        help="A kernel of `attncheck list`, or FILE.py::NAME (repeatable; default: all built in).",
-    ),
-    click.option(
-        "--variant",
-        "variants",
-        multiple=True,
-        metavar="NAME",
-        help="A mask and score mod, or softmax, or all (repeatable; default: the first eight of "
-        "`attncheck list`).",
-    ),
-    click.option(
-        "--mask",
-        metavar="MASK",
-        help="In place of the variants: a mask of your own, FILE.py::NAME, or one of the library "
-        "that needs no numbers.",
-    ),
-    click.option(
-        "--score",
-        metavar="SCORE",
-        help="In place of the variants: a score mod of your own, or of the library, likewise.",
-    ),
-    click.option(
-        "--inputs",
-        "recording",
-        metavar="FILE",
-        help="Inputs that attncheck.capture() recorded (safetensors), with their masks and scales, "
-        "in place of variants, shapes and distributions.",
-    ),
-    click.option(
-        "--dtype",
-        "dtypes",
-        multiple=True,
-        metavar="NAME",
-        help="fp32, tf32, fp16, bf16, e4m3 or e5m2 (repeatable; default: bf16, or as recorded).",
-    ),
-    click.option(
-        "--shape",
-        "shapes",
-        multiple=True,
-        metavar="BxHxLxD",
-        help="Such as 1x4x256x64; 2x16/4x1024/4096x128/64 also sets kv heads, kv length and "
-        "value dim (repeatable; default: 1x4x256x64 on a CPU, 2x16x4096x128 on a GPU).",
-    ),
-    click.option(
-        "--distribution",
-        "distributions",
-        multiple=True,
-        metavar="NAME",
-        help="Of the inputs (repeatable; default: normal).",
-    ),
-    click.option(
-        "--backward",
-        is_flag=True,
-        help="Also dQ, dK and dV, of a loss whose gradient is drawn; not in fp8, of softmax or of "
-        "pages. Times are of forward and backward together.",
-    ),
-    seed_option,
-    device_option(
-        "Where kernels run (default: cuda where there is a GPU; on a cpu Triton kernels are "
-        "interpreted)."
-    ),
-    timeout_option,
-    in_process_option,
-    format_option(),
-    out_option("rmse.json, rmse.md and rmse.csv"),
-    click.option(
-        "--plot",
-        "plots",
-        multiple=True,
-        metavar="FILE",
-        help="Also draw the RMSE of every kernel, to FILE.png or FILE.svg (repeatable; needs "
-        "attncheck[plot]).",
-    ),
-    click.option(
-        "--from",
-        "sources",
-        multiple=True,
-        metavar="FILE",
-        help="Measure nothing: show the report that an earlier run wrote, rmse.json, again "
-        "(repeatable: the parts of a run as one); files only where --out or --plot says so.",
-    ),
-    click.option("--max-time", metavar="TIME", help="Stop then, such as 10m, with what there is."),
-    click.option(
-        "--explain",
-        "explained",
-        metavar="CELL",
-        help="In place of the table: the verdict on KERNEL/VARIANT[/HEADS[/DTYPE]] term by term.",
-    ),
-    quiet_option,
-)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RmseOptions:
-    """Options as typed, by their names above."""
+    """Options as typed."""
 
-    kernels: tuple[str, ...]
-    variants: tuple[str, ...]
-    mask: str | None
-    score: str | None
-    recording: str | None
-    dtypes: tuple[str, ...]
-    shapes: tuple[str, ...]
-    distributions: tuple[str, ...]
-    backward: bool
-    seed: int
-    device: str | None
-    timeout: str | None
-    in_process: bool
-    fmt: str
-    directory: str
-    plots: tuple[str, ...]
-    sources: tuple[str, ...]
-    max_time: str | None
-    explained: str | None
-    quiet: bool
+    kernels: tuple[str, ...] = verb.several(
+        "--kernel",
+        "NAME",
+        "A kernel of `attncheck list`, or FILE.py::NAME (repeatable; default: all built in).",
+    )
+    variants: tuple[str, ...] = verb.several(
+        "--variant",
+        "NAME",
+        "A mask and score mod, or softmax, or all (repeatable; default: the first eight of "
+        "`attncheck list`).",
+    )
+    mask: str | None = verb.option(
+        "--mask",
+        "MASK",
+        "In place of the variants: a mask of your own, FILE.py::NAME, or one of the library "
+        "that needs no numbers.",
+    )
+    score: str | None = verb.option(
+        "--score",
+        "SCORE",
+        "In place of the variants: a score mod of your own, or of the library, likewise.",
+    )
+    recording: str | None = verb.option(
+        "--inputs",
+        "FILE",
+        "Inputs that attncheck.capture() recorded (safetensors), with their masks and scales, "
+        "in place of variants, shapes and distributions.",
+    )
+    dtypes: tuple[str, ...] = verb.several(
+        "--dtype",
+        "NAME",
+        "fp32, tf32, fp16, bf16, e4m3 or e5m2 (repeatable; default: bf16, or as recorded).",
+    )
+    shapes: tuple[str, ...] = verb.several(
+        "--shape",
+        "BxHxLxD",
+        "Such as 1x4x256x64; 2x16/4x1024/4096x128/64 also sets kv heads, kv length and "
+        "value dim (repeatable; default: 1x4x256x64 on a CPU, 2x16x4096x128 on a GPU).",
+    )
+    distributions: tuple[str, ...] = verb.several(
+        "--distribution", "NAME", "Of the inputs (repeatable; default: normal)."
+    )
+    backward: bool = verb.flag(
+        "--backward",
+        "Also dQ, dK and dV, of a loss whose gradient is drawn; not in fp8, of softmax or of "
+        "pages. Times are of forward and backward together.",
+    )
+    seed: int = verb.seed()
+    device: str | None = verb.device(
+        "Where kernels run (default: cuda where there is a GPU; on a cpu Triton kernels are "
+        "interpreted)."
+    )
+    timeout: str | None = verb.timeout()
+    in_process: bool = verb.in_process()
+    fmt: str = verb.fmt()
+    directory: str = verb.out("rmse.json, rmse.md and rmse.csv")
+    plots: tuple[str, ...] = verb.several(
+        "--plot",
+        "FILE",
+        "Also draw the RMSE of every kernel, to FILE.png or FILE.svg (repeatable; needs "
+        "attncheck[plot]).",
+    )
+    sources: tuple[str, ...] = verb.several(
+        "--from",
+        "FILE",
+        "Measure nothing: show the report that an earlier run wrote, rmse.json, again "
+        "(repeatable: the parts of a run as one); files only where --out or --plot says so.",
+    )
+    max_time: str | None = verb.option(
+        "--max-time", "TIME", "Stop then, such as 10m, with what there is."
+    )
+    explained: str | None = verb.option(
+        "--explain",
+        "CELL",
+        "In place of the table: the verdict on KERNEL/VARIANT[/HEADS[/DTYPE]] term by term.",
+    )
+    quiet: bool = verb.quiet()
 
 
-@click.command(cls=Verb)
-@apply_options(_OPTIONS)
-@click.make_pass_decorator(Interrupts, ensure=True)
-def rmse(interrupts: Interrupts, /, **typed: Any) -> int:
+@verb.command
+def rmse(interrupts: Interrupts, options: RmseOptions) -> int:
     """Measure each kernel's RMSE against exact attention in fp64.
 
     Every error also stands beside the two that bound what can be asked: the rounding floor (the
@@ -192,7 +138,7 @@ def rmse(interrupts: Interrupts, /, **typed: Any) -> int:
     Exit code 1 when a verdict is fail or a kernel raised, 3 when --max-time was too short, 5 when
     no cell could be measured, 130 after Ctrl-C.
     """
-    options, rows = RmseOptions(**typed), None
+    rows = None
     # Of none where nothing is measured: that is refused below, and they end.
     workers = {each: start_worker(each, in_process=options.in_process) for each in options.kernels}
     from attncheck.reporting import exit_codes, rendering
@@ -252,13 +198,12 @@ def _measured(
         The Report, and its rows where they have been shown.
     """
     from attncheck.subjects.capabilities import named_kernels
-    from attncheck.verify.environment import default_device, prepare, require_device
+    from attncheck.verify.environment import prepare, usable_device
 
     parse_seconds(options.max_time, "--max-time")
     # Whatever is not given one may take hours: it is measured, and not searched for hangs.
     seconds = parse_seconds(options.timeout, "--timeout") or math.inf
-    device = options.device or default_device()
-    require_device(device)
+    device = usable_device(options.device)
     if any(":" in kernel for kernel in options.kernels):
         prepare(device)  # before the file's own Triton functions are decorated
     kernels = workers or dict.fromkeys(named_kernels.builtin_names())

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
+    import msgspec
+
 _OURS = "attncheck.standard_output"
 
 
@@ -49,6 +51,15 @@ def standard_output() -> Iterator[None]:
         discard(stream)
         reason = error.strerror or str(error)
         raise AttncheckError(f"standard output cannot be written to: {reason}.") from None
+
+
+def show_report(report: msgspec.Struct, fmt: str = "table") -> int:
+    """Show a report of any kind; return the exit code that it deserves."""
+    from attncheck.reporting import exit_codes, rendering
+
+    with standard_output():
+        rendering.show(report, fmt)
+    return exit_codes.exit_code(report)
 
 
 def discard(stream: TextIO | None) -> None:
@@ -139,10 +150,6 @@ class Interrupts:
     The first one raises KeyboardInterrupt and is remembered, since what comes of that may be
     something else: a half imported module raises an ImportError, or foreign code swallows it.
     A second one ends the process at once.
-
-    Attributes:
-        raised: Whether the run was told to end.
-        message: What to say then.
     """
 
     def __init__(self) -> None:

@@ -24,24 +24,19 @@ if TYPE_CHECKING:
 class Accumulator:
     """Way in which a sum of products is added up.
 
-    Attributes:
-        name: What reports call it.
-        block: Products added in one step, aligned to the largest; None where every addition is
-            rounded to nearest on its own, in any order. A step takes consecutive products, from a
-            multiple of ``block`` on.
-        alignment: Fraction bits that an aligned product keeps.
-        result: Significant bits after a step: truncated where ``block`` is given, else rounded.
-        format: Of the sum.
-
     Raises:
         ValueError: A number is no integer of at least 1.
     """
 
-    name: str
+    name: str  # what reports call it
+    # Products added in one step, aligned to the largest; None where every addition is rounded to
+    # nearest on its own, in any order. A step takes consecutive products, from a multiple of
+    # ``block`` on.
     block: int | None = None
-    alignment: int = 24
+    alignment: int = 24  # fraction bits that an aligned product keeps
+    # Significant bits after a step: truncated where ``block`` is given, else rounded.
     result: int = 24
-    format: Format = FORMATS["fp32"]
+    format: Format = FORMATS["fp32"]  # of the sum
 
     def __post_init__(self) -> None:
         for name in ("block", "alignment", "result"):
@@ -127,37 +122,6 @@ HOPPER_FP8 = Accumulator(name="13-bit, 32 products a step", block=32, alignment=
 class Arithmetic:
     """The profile of a kernel.
 
-    Attributes:
-        products: Format in which a product reads its operands; of tf32 kernels tf32.
-        truncates: Whether tf32 operands are truncated, as tensor cores do, or rounded to nearest.
-        scores: Accumulator of q·k.
-        values: Accumulator of P·V.
-        weights: Format of P as P·V reads it; fp32 where P is not rounded.
-        weights_scale: What P is multiplied by before it is rounded.
-        lazy_rescale: Log2 units by which the running maximum may lag.
-        sums_rounded_weights: Whether the row sum takes the rounded P: a legitimate design.
-        normalised_weights: Whether P is divided by the row sum before it is rounded, as kernels do
-            that are not fused.
-        divides_each_step: Whether O is divided by the row sum after every tile, as in
-            FlashAttention-1, also where the row sees nothing of the tile.
-        scaled_query: Format to which a kernel rounds scale · q before the product; None where it
-            does not.
-        rounds_value_products: Format to which a backward that is not fused rounds dO · v before
-            Σ dO · O is taken off; None where it stays as it was computed.
-        sums_rounded_heads: Whether a backward rounds the gradients of k and v to the output format
-            for each query head, and adds those that share a key head afterwards.
-        rereads_weights: Whether a fused backward multiplies dO · v − δ by the P that it has rounded
-            for the gradient of v.
-        dkv_parts: Most parts in which a backward adds the gradients of k and v up in the output
-            format, each head and tile of rows one; 1 where they are rounded once.
-        dq_parts: The same of the gradient of q, each tile of keys one.
-        exp2_ulps: Largest error of its exp2, in units in the last place of ``computes``.
-        tanh_error: Largest relative error of its tanh (2^-11 of tanh.approx).
-        block_kv: Fewest keys of a step; the least that is usual where it is not known.
-        splits: Most parts that are computed apart and merged through LSE.
-        output: Format of out.
-        computes: Format of everything else: scores, exponents, row sums, LSE.
-
     Raises:
         ProblemError: P times its scale can pass the largest number of its format, which is a fault
             and no error that could be bounded.
@@ -165,28 +129,43 @@ class Arithmetic:
         ValueError: A number is out of its range.
     """
 
-    products: Format
+    products: Format  # format in which a product reads its operands; of tf32 kernels tf32
+    # Whether tf32 operands are truncated, as tensor cores do, or rounded to nearest.
     truncates: bool = False
-    scores: Accumulator = FP32
-    values: Accumulator = FP32
-    weights: Format
-    weights_scale: float = 1.0
-    lazy_rescale: float = 0.0
+    scores: Accumulator = FP32  # accumulator of q·k
+    values: Accumulator = FP32  # accumulator of P·V
+    weights: Format  # format of P as P·V reads it; fp32 where P is not rounded
+    weights_scale: float = 1.0  # what P is multiplied by before it is rounded
+    lazy_rescale: float = 0.0  # Log2 units by which the running maximum may lag
+    # Whether the row sum takes the rounded P: a legitimate design.
     sums_rounded_weights: bool = False
+    # Whether P is divided by the row sum before it is rounded, as kernels do that are not fused.
     normalised_weights: bool = False
+    # Whether O is divided by the row sum after every tile, as in FlashAttention-1, also where the
+    # row sees nothing of the tile.
     divides_each_step: bool = False
+    # Format to which a kernel rounds scale · q before the product; None where it does not.
     scaled_query: Format | None = None
+    # Format to which a backward that is not fused rounds dO · v before Σ dO · O is taken off;
+    # None where it stays as it was computed.
     rounds_value_products: Format | None = None
+    # Whether a backward rounds the gradients of k and v to the output format for each query head,
+    # and adds those that share a key head afterwards.
     sums_rounded_heads: bool = False
+    # Whether a fused backward multiplies dO · v − δ by the P that it has rounded for the gradient
+    # of v.
     rereads_weights: bool = False
+    # Most parts in which a backward adds the gradients of k and v up in the output format, each
+    # head and tile of rows one; 1 where they are rounded once.
     dkv_parts: int = 1
-    dq_parts: int = 1
+    dq_parts: int = 1  # the same of the gradient of q, each tile of keys one
     # CUDA documents exp2f within 2 ulps.
-    exp2_ulps: float = 2.0
-    tanh_error: float = 2.0**-11
-    block_kv: int = 16
-    splits: int = 1
-    output: Format
+    exp2_ulps: float = 2.0  # largest error of its exp2, in units in the last place of ``computes``
+    tanh_error: float = 2.0**-11  # largest relative error of its tanh (2^-11 of tanh.approx)
+    block_kv: int = 16  # fewest keys of a step; the least that is usual where it is not known
+    splits: int = 1  # most parts that are computed apart and merged through LSE
+    output: Format  # format of out
+    # Format of everything else: scores, exponents, row sums, LSE.
     computes: Format = FORMATS["fp32"]
 
     def __post_init__(self) -> None:
@@ -313,7 +292,6 @@ def default_arithmetic(dtype: Dtype, capability: tuple[int, int] | None = None) 
     """Return the arithmetic that is assumed of a kernel that declares nothing.
 
     Args:
-        dtype: Of the Problem.
         capability: CUDA compute capability; None on a CPU.
 
     An fp8 P is taken to be rounded as it is, without a scale: the poorest usual design. One that

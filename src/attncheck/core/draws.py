@@ -75,12 +75,9 @@ class Draws:
 
     Element i of a stream (in C order) depends on the seed, the name and i alone: a longer draw
     begins with the shorter one.
-
-    Attributes:
-        seed: Any whole number.
     """
 
-    seed: int
+    seed: int  # any whole number
 
     def integers(self, stream: str, shape: tuple[int, ...], bound: int) -> Integers:
         """Whole numbers from 0 to ``bound`` − 1, for a ``bound`` from 1 to 2**32 − 1.

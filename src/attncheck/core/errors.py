@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable, Mapping
 
+T = TypeVar("T")
 
 _NEAR = 0.8  # of the letters of two names are the same in order, so that one is the other misspelt
 
@@ -28,6 +29,19 @@ class UnknownName(UsageError):
         near = did_you_mean(name, names)
         choose = f"{near} Choose" if near else "choose"
         super().__init__(f"{kind} {name!r} is not known: {choose} from {', '.join(names)}.")
+
+
+def require_known(kind: str, names: Iterable[object], valid: Collection[object]) -> None:
+    """Raise UnknownName for the first of ``names`` that is not ``valid``."""
+    for name in names:
+        if name not in valid:
+            raise UnknownName(kind, name, valid)
+
+
+def look_up(kind: str, name: str, table: Mapping[str, T]) -> T:
+    """Return the entry of ``table`` called ``name``; raise UnknownName with the valid names."""
+    require_known(kind, [name], table)
+    return table[name]
 
 
 def did_you_mean(name: object, valid: Iterable[str]) -> str:

@@ -26,8 +26,6 @@ def check_names(
 
     Args:
         directory: Where; it may have to be made.
-        names: Of the files.
-        what: They are, for the message of an error.
         instead: What to choose another of then.
     """
     directory = Path(directory)
@@ -69,7 +67,6 @@ def write_files(
 
     Args:
         files: What they hold, by name, which may have one folder before it.
-        directory: Where.
         what: They are, for the message of an error.
         instead: What to choose another of then.
 

@@ -20,22 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """A binary floating-point format.
-
-    Attributes:
-        name: Its short name here.
-        torch_name: Attribute of ``torch`` for its storage; tf32 values are stored as float32.
-        significand: Significant bits, the implicit one included.
-        min_exponent: Exponent of the smallest normal number, 2**min_exponent.
-        max: Largest finite number.
-        saturates: Whether a GPU's conversion clamps to ``max`` where IEEE gives infinity.
-    """
+    """A binary floating-point format."""
 
     name: str
-    torch_name: str
-    significand: int
-    min_exponent: int
-    max: float
+    torch_name: str  # attribute of ``torch`` for its storage; tf32 values are stored as float32
+    significand: int  # significant bits, the implicit one included
+    min_exponent: int  # exponent of the smallest normal number, 2**min_exponent
+    max: float  # largest finite number
+    # Whether a GPU's conversion clamps to ``max`` where IEEE gives infinity.
     saturates: bool = False
 
     @property
@@ -86,27 +78,18 @@ FORMATS: dict[str, Format] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dtype:
-    """Meaning of a Problem's ``dtype``, place by place.
-
-    Attributes:
-        name: Name on the command line.
-        storage: Format of q, k and v as stored.
-        products: Format in which a matrix product reads its operands.
-        weights: Format of the softmax weights P as the product P·V reads them.
-        weights_scale: What P is multiplied by before it is rounded to the weights' format. P is at
-            most 1, so in fp8 the largest power of two within range wastes the fewest small weights
-            (256 for e4m3: FlashAttention-3's 2^8); a power of two, so that no other bit moves.
-        output: Format of out. LSE is fp32 throughout.
-        measured: Whether kernels are measured in it; fp64 is for the exact side alone.
-    """
+    """Meaning of a Problem's ``dtype``, place by place."""
 
     name: str
-    storage: Format
-    products: Format
-    weights: Format
+    storage: Format  # format of q, k and v as stored
+    products: Format  # format in which a matrix product reads its operands
+    weights: Format  # format of the softmax weights P as the product P·V reads them
+    # What P is multiplied by before it is rounded to the weights' format. P is at most 1, so in
+    # fp8 the largest power of two within range wastes the fewest small weights (256 for e4m3:
+    # FlashAttention-3's 2^8); a power of two, so that no other bit moves.
     weights_scale: float = 1.0
-    output: Format
-    measured: bool = True
+    output: Format  # Format of out. LSE is fp32 throughout.
+    measured: bool = True  # whether kernels are measured in it; fp64 is for the exact side alone
 
     @property
     def scaled(self) -> bool:

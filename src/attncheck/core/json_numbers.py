@@ -45,7 +45,6 @@ def read_json(source: Path | str, kind: str, largest: int) -> Any:
     """Return the data of JSON: of the file of a Path, or of a str itself.
 
     Args:
-        source: Where.
         kind: What it should be, for the message: ``report``.
         largest: Bytes of the largest that is read.
 

@@ -96,12 +96,8 @@ class Worst(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """The element that a verdict rests on; without one that of the largest abs(error) ÷ allowance.
 
     Attributes:
-        tensor: Which one.
-        at: Where.
         tile: The tile it lies in by the kernel's declared tiling (``query tile 3, rows 192–255``);
             empty where none is declared.
-        got: What the kernel gave.
-        exact: The exact result.
         allowance: The deterministic bound of |got − exact|; of a relation those of both sides, or
             0 where bits are compared.
         budget: What the allowance is made of, by the names of ``docs/explanation/bounds.md``; sums

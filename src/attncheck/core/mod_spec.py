@@ -132,30 +132,25 @@ Check: TypeAlias = "Callable[[str, Argument, Dimensions], None]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry(Generic[Mod]):
-    """One mask or score mod of the library, or one way to compose them.
+    """One mask or score mod of the library, or one way to compose them."""
 
-    Attributes:
-        summary: What it does, in a line.
-        build: (arguments by name, dimensions, device) → callable; None for a composition.
-        compose: The callables of the parts, and its arguments as keywords → callable; None for
-            anything else.
-        arguments: Its numbers, or its text, by name, each with the check that it must pass.
-        together: (name, arguments by name, dimensions) → None: raises ProblemError where arguments
-            that are right one by one do not fit together.
-        within: Compositions only: (arguments by name, dimensions) → the dimensions that its parts
-            are called with.
-        most_parts: How many parts a composition takes at most (at least one).
-        additive: Scores only: what is added does not depend on the score. A composition is
-            additive when its parts are (``is_additive``).
-    """
-
-    summary: str
+    summary: str  # what it does, in a line
+    # (arguments by name, dimensions, device) → callable; None for a composition.
     build: Callable[[Values, Dimensions, str], Mod] | None = None
+    # The callables of the parts, and its arguments as keywords → callable; None for anything
+    # else.
     compose: Callable[..., Mod] | None = None
+    # Its numbers, or its text, by name, each with the check that it must pass.
     arguments: Mapping[str, Check] = field(default_factory=dict)
+    # (name, arguments by name, dimensions) → None: raises ProblemError where arguments that are
+    # right one by one do not fit together.
     together: Callable[[str, Values, Dimensions], None] = lambda _name, _values, _dims: None
+    # Compositions only: (arguments by name, dimensions) → the dimensions that its parts are
+    # called with.
     within: Callable[[Values, Dimensions], Dimensions] = lambda _values, dims: dims
-    most_parts: float = math.inf
+    most_parts: float = math.inf  # how many parts a composition takes at most (at least one)
+    # Scores only: what is added does not depend on the score. A composition is additive when its
+    # parts are (``is_additive``).
     additive: bool = True
 
 
@@ -175,8 +170,6 @@ def check_spec(
     Args:
         kind: What an error calls it.
         entries: By name.
-        spec: Its name, arguments and parts.
-        dims: The index ranges.
     """
     if spec.name not in entries:
         refuse_recorded(kind, spec.name)

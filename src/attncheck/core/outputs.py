@@ -18,26 +18,21 @@ class Outputs:
     """Results of one attention call, and where a Problem asks for them of its backward.
 
     Gradients are those of a loss, whose gradients with respect to out and LSE are Inputs.
-
-    Attributes:
-        out: ``(batch, heads, query, value_dim)``. Rows that see no key are 0.
-        lse: Natural-log log-sum-exp of the visible scores, ``(batch, heads, query)``; −inf for
-            rows that see no key. None where a kernel does not expose it.
-        dq: ``(batch, heads, query, head_dim)``. None without a backward, as all that follow.
-        dk: ``(batch, kv_heads, kv, head_dim)``: the sum over the heads that share a key head.
-        dv: ``(batch, kv_heads, kv, value_dim)``; likewise.
-        dsink: ``(heads,)``, of a Problem with a sink.
-        dcaptured: ``(numbers,)``, of a Problem with dcaptured: of every number of the float tensors
-            that the score mod reads, one tensor after the other in the order of reading, each
-            flattened row-major.
     """
 
-    out: torch.Tensor
+    out: torch.Tensor  # ``(batch, heads, query, value_dim)``. Rows that see no key are 0.
+    # Natural-log log-sum-exp of the visible scores, ``(batch, heads, query)``; −inf for rows that
+    # see no key. None where a kernel does not expose it.
     lse: torch.Tensor | None = None
+    # ``(batch, heads, query, head_dim)``. None without a backward, as all that follow.
     dq: torch.Tensor | None = None
+    # ``(batch, kv_heads, kv, head_dim)``: the sum over the heads that share a key head.
     dk: torch.Tensor | None = None
-    dv: torch.Tensor | None = None
-    dsink: torch.Tensor | None = None
+    dv: torch.Tensor | None = None  # ``(batch, kv_heads, kv, value_dim)``; likewise
+    dsink: torch.Tensor | None = None  # ``(heads,)``, of a Problem with a sink
+    # ``(numbers,)``, of a Problem with dcaptured: of every number of the float tensors that the
+    # score mod reads, one tensor after the other in the order of reading, each flattened
+    # row-major.
     dcaptured: torch.Tensor | None = None
 
     def tensors(self) -> dict[TensorName, torch.Tensor]:

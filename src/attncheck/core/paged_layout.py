@@ -17,18 +17,14 @@ _LARGEST_SEED = 2**63 - 1
 class Paging:
     """Keys and values in pages that stand in any order, as a serving engine keeps them.
 
-    Attributes:
-        size: Keys in a page, 1–4096.
-        seed: Which order of pages in memory, free ones between them.
-        shared: How many leading pages all sequences share, as a common prompt: what they hold is
-            the same, and lies in memory once. 0 for none.
-
     Raises:
         ProblemError: for a number that cannot be.
     """
 
-    size: int
-    seed: int = 0
+    size: int  # keys in a page, 1–4096
+    seed: int = 0  # which order of pages in memory, free ones between them
+    # How many leading pages all sequences share, as a common prompt: what they hold is the same,
+    # and lies in memory once. 0 for none.
     shared: int = 0
 
     def __post_init__(self) -> None:

@@ -44,7 +44,6 @@ def import_file(path: Path, what: str) -> ModuleType:
     for its own import alone.
 
     Args:
-        path: The file.
         what: Whose file it is, which begins every error: ``kernel 'mine.py::Mine'``.
 
     Raises:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from attncheck.cases.tier import Tier, tier_named
-from attncheck.core.errors import UnknownName, UsageError
+from attncheck.core.errors import UsageError, require_known
 from attncheck.core.formats import DTYPES
 from attncheck.gate.other_commit import CommitTree
 from attncheck.records.baseline_entries import baseline_text
@@ -24,31 +24,19 @@ Value = str | int | float | bool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """Options of a gate run, the same for each of its kernels.
-
-    Attributes:
-        tier: How much.
-        stages: Which stages, in their order.
-        dtypes: Only these; empty for all that a kernel takes.
-        seed: Which draw.
-        isolated: Whether kernels run in processes of their own.
-        timeout: Seconds that one call of a kernel may take; 0 for as many as is usual.
-        failures: Folder in which failures are kept; empty for none.
-        sanitizer: Whether a few problems are asked under compute-sanitizer.
-        tree: The files of another commit, whose kernels are measured too; None for none.
-        held: What a baseline holds, and is asked again; None without one.
-    """
+    """Options of a gate run, the same for each of its kernels."""
 
     tier: Tier
     stages: tuple[Stage, ...] = STAGES
-    dtypes: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ()  # only these; empty for all that a kernel takes
     seed: int = 0
-    isolated: bool = True
-    timeout: float = 0.0
-    failures: str = ""
-    sanitizer: bool = False
+    isolated: bool = True  # whether kernels run in processes of their own
+    timeout: float = 0.0  # seconds that one call of a kernel may take; 0 for as many as is usual
+    failures: str = ""  # folder in which failures are kept; empty for none
+    sanitizer: bool = False  # whether a few problems are asked under compute-sanitizer
+    # The files of another commit, whose kernels are measured too; None for none.
     tree: CommitTree | None = None
-    held: BaselineCases | None = None
+    held: BaselineCases | None = None  # what a baseline holds, and is asked again; None without one
 
     @classmethod
     def of(cls, options: Mapping[str, Value]) -> Choices:
@@ -98,9 +86,7 @@ def parse_stages(names: Sequence[str], without: Sequence[str] = ()) -> tuple[Sta
         UnknownName: for one that there is not.
         UsageError: where none is left.
     """
-    for name in (*names, *without):
-        if name not in STAGES:
-            raise UnknownName("stage", name, STAGES)
+    require_known("stage", (*names, *without), STAGES)
     # In the order of STAGES whatever was typed: units and reports are sorted by it.
     left = tuple(s for s in STAGES if (not names or s in names) and s not in without)
     if not left:
@@ -110,9 +96,7 @@ def parse_stages(names: Sequence[str], without: Sequence[str] = ()) -> tuple[Sta
 
 def _dtypes(names: Sequence[str]) -> tuple[str, ...]:
     measured = [name for name, dtype in DTYPES.items() if dtype.measured]
-    for name in names:
-        if name not in measured:
-            raise UnknownName("dtype", name, measured)
+    require_known("dtype", names, measured)
     # In the table's order, so that a plan does not depend on what was typed first.
     return tuple(name for name in measured if name in names)
 
@@ -123,14 +107,10 @@ def _words(value: Value) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaselineCases:
-    """The cases of a baseline, which a gate asks again.
+    """The cases of a baseline, which a gate asks again."""
 
-    Attributes:
-        digest: Of the baseline: another one makes another plan.
-        cases: Kernel, architecture, variant and Case, each as JSON has it.
-    """
-
-    digest: str
+    digest: str  # of the baseline: another one makes another plan
+    # Kernel, architecture, variant and Case, each as JSON has it.
     cases: tuple[tuple[str, str, str, dict[str, Any]], ...]
 
     @classmethod

@@ -78,7 +78,6 @@ def build_report(
     """Return the GateReport of a journal.
 
     Args:
-        content: What the journal holds.
         command: The command line, without paths; what the journal says of it unless told.
         baseline: The name of a file, and what it says: what the kernels are beside. The kernels of
             another commit, where it asked some, are in the journal itself.

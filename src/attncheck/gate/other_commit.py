@@ -58,39 +58,26 @@ _OURS = "attncheck"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherKernel:
-    """A kernel in the tree of another commit.
+    """A kernel in the tree of another commit."""
 
-    Attributes:
-        kernel: What it is called there: as here, but for a file that was named by its whole path.
-        folder: The working directory that relates to the tree as ours does to the repository.
-        paths: What is to stand first where Python looks for modules, in this order: without them a
-            package that is installed from here in place would be found here.
-        missing: Why the kernel cannot be there, in one line; empty where nothing speaks against it.
-    """
-
-    kernel: str
-    folder: str
+    kernel: str  # what it is called there: as here, but for a file that was named by its whole path
+    folder: str  # the working directory that relates to the tree as ours does to the repository
+    # What is to stand first where Python looks for modules, in this order: without them a package
+    # that is installed from here in place would be found here.
     paths: tuple[str, ...]
+    # Why the kernel cannot be there, in one line; empty where nothing speaks against it.
     missing: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitTree:
-    """The files of a commit.
+    """The files of a commit."""
 
-    Attributes:
-        ref: What somebody typed.
-        commit: Forty hexadecimal digits.
-        repository: The folder that it is of.
-        root: Where its files lie.
-        here: The working directory, relative to the repository.
-    """
-
-    ref: str
-    commit: str
-    repository: Path
-    root: Path
-    here: Path
+    ref: str  # what somebody typed
+    commit: str  # forty hexadecimal digits
+    repository: Path  # the folder that it is of
+    root: Path  # where its files lie
+    here: Path  # the working directory, relative to the repository
 
     def spelled(self) -> str:
         """Return it as text, for another process; ``read`` reads it."""
@@ -223,7 +210,6 @@ def rename_kernels(answers: Iterable[Answer], names: Mapping[str, str]) -> tuple
     """Return ``answers`` of a tree's kernels under the names of those that are here.
 
     Args:
-        answers: Of that side.
         names: The name of a kernel there → here; others keep theirs.
     """
     return tuple(

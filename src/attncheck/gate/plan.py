@@ -94,8 +94,6 @@ def replay_units(
         kernels: As asked for.
         folder: Where ``attncheck repro`` finds failures.
         device: Only those that failed there.
-        convention: Of the kernels.
-        tier: Of the units.
         stages: Only those that belong to these.
         dtypes: Only these; empty for all.
     """

@@ -46,7 +46,6 @@ class Planning(KernelSupport):
     Attributes:
         unit: The one that asks what it is: its kernel, convention, device, tier.
         choices: What the run asks.
-        environment: Fingerprint of where.
         refused: What of the plan it does not take: an answer each.
     """
 
@@ -135,9 +134,6 @@ class CachingExecutor:
     """An executor of one kernel that remembers what it said of each Problem; not that it failed.
 
     A plan asks about the same problems many times, and each question crosses a process boundary.
-
-    Args:
-        executor: That asks the kernel.
     """
 
     _MOST = 20_000

@@ -237,8 +237,6 @@ def _recorded_call(name: str, args: _Arguments, out: Tensor) -> tuple[Call, dict
     """Return the call and copies of its tensors q, k, v and, where there is one, mask, on the CPU.
 
     Args:
-        name: Name of the call.
-        args: What it was called with.
         out: Its result. Its dtype is what q, k and v were cast to, if autocast is on.
 
     Raises:

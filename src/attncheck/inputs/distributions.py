@@ -68,22 +68,16 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distribution:
-    """A way to draw q, k and v, or scores.
-
-    Attributes:
-        name: Its name on the command line.
-        summary: What it provokes, in one line.
-        draw: The drawing itself: (Draws, Sizes) → q, k, v.
-        scores: (Draws, Sizes) → the scores of a softmax, of the same character as the logits of
-            q and k; None where only q, k and v make sense.
-        generic: Whether rounding errors in it are as good as random: no two keys or rows alike, no
-            number that is exact on purpose.
-    """
+    """A way to draw q, k and v, or scores."""
 
     name: str
-    summary: str
-    draw: Callable[[Draws, Sizes], Drawn]
+    summary: str  # what it provokes, in one line
+    draw: Callable[[Draws, Sizes], Drawn]  # the drawing itself: (Draws, Sizes) → q, k, v
+    # (Draws, Sizes) → the scores of a softmax, of the same character as the logits of q and k;
+    # None where only q, k and v make sense.
     scores: Callable[[Draws, Sizes], Floats] | None = None
+    # Whether rounding errors in it are as good as random: no two keys or rows alike, no number
+    # that is exact on purpose.
     generic: bool = True
 
 
@@ -92,8 +86,6 @@ def draw(name: str, sizes: Sizes, seed: int) -> Drawn:
 
     Args:
         name: A name of ``DISTRIBUTIONS``; raises UnknownName with the valid names.
-        sizes: Sizes of the tensors.
-        seed: Which draw.
 
     Returns:
         q ``(batch, heads, query, head_dim)``, k ``(batch, kv_heads, kv, head_dim)`` and

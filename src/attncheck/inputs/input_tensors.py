@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _CHUNK = 1 << 18
 _LN2 = 0.6931471805599453
 _FP32 = ("sink", "dlse")  # in every dtype
+_SINKS = {"above": 2.0**10, "below": -(2.0**10), "equal": 0.0, "absent": -math.inf}
 _LARGEST_SINK = 2.0**100  # beside scores that nearly overflow; in log2 units a number of fp32 still
 
 
@@ -48,31 +49,25 @@ class Descale:
 class Inputs:
     """The tensors of one Problem, in its storage dtype.
 
-    Attributes:
-        problem: What they are inputs of.
-        q: ``(batch, heads, query, head_dim)``.
-        k: ``(batch, kv_heads, kv, head_dim)``.
-        v: ``(batch, kv_heads, kv, value_dim)``.
-        descale: Of fp8 alone: the number meant is the stored one times its descale.
-        x: Of a softmax alone: its scores ``(batch, heads, query, kv)``; q, k and v are empty then,
-            their last axis is 0.
-        sink: Of a Problem with one: each head's logit, fp32 ``(heads,)``, natural, in every dtype.
-        dout: Of a backward: the loss's gradient with respect to out, as out in shape and dtype.
-        dlse: Of a backward whose loss depends on LSE (natural log): its gradient with respect to
-            it, fp32 ``(batch, heads, query)`` in every dtype.
-
     Raises:
         ProblemError: for a tensor whose shape or dtype is not the Problem's.
     """
 
     problem: Problem
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
+    q: torch.Tensor  # ``(batch, heads, query, head_dim)``
+    k: torch.Tensor  # ``(batch, kv_heads, kv, head_dim)``
+    v: torch.Tensor  # ``(batch, kv_heads, kv, value_dim)``
+    # Of fp8 alone: the number meant is the stored one times its descale.
     descale: Descale | None = None
+    # Of a softmax alone: its scores ``(batch, heads, query, kv)``; q, k and v are empty then,
+    # their last axis is 0.
     x: torch.Tensor | None = None
+    # Of a Problem with one: each head's logit, fp32 ``(heads,)``, natural, in every dtype.
     sink: torch.Tensor | None = None
+    # Of a backward: the loss's gradient with respect to out, as out in shape and dtype.
     dout: torch.Tensor | None = None
+    # Of a backward whose loss depends on LSE (natural log): its gradient with respect to it, fp32
+    # ``(batch, heads, query)`` in every dtype.
     dlse: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -229,7 +224,9 @@ def round_inputs(exact: Inputs, problem: Problem) -> Inputs:
 
 
 def _sink(problem: Problem) -> torch.Tensor:
-    """fp32 logits ``(heads,)`` that matter: spread around what a row's scores may add up to."""
+    """fp32 logits ``(heads,)``: spread around what a row's scores may add up to, unless named."""
+    if problem.sink_logits:
+        return torch.full((problem.heads,), _SINKS[problem.sink_logits])
     amplitude = problem.scale * math.sqrt(problem.head_dim)
     normal = Draws(problem.seed).normal("sink", (problem.heads,))
     usual = _LN2 * (problem.kv.bit_length() - 1)  # ln kv, in products alone: the same bits anywhere

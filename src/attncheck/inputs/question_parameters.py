@@ -41,13 +41,7 @@ def no_parameters(problem: Problem) -> Allowed:
 
 
 def check_parameters(question: str, parameters: Parameters, allowed: Allowed) -> None:
-    """Raise ProblemError unless ``parameters`` are those ``allowed``, each one of its numbers.
-
-    Args:
-        question: Name of the relation or probe.
-        parameters: Its parameters, by name.
-        allowed: The parameters that the Problem allows, and the numbers of each.
-    """
+    """Raise ProblemError unless ``parameters`` are those ``allowed``, each one of its numbers."""
     # One too few is refused as well: a default would change what an old report means.
     if set(parameters) != set(allowed):
         needed = ", ".join(allowed) or "none"

@@ -26,7 +26,7 @@ import torch
 from attncheck.core.errors import ProblemError
 from attncheck.core.mod_spec import FULL, NONE, Entry, Spec
 from attncheck.inputs.distributions import DISTRIBUTIONS, Distribution
-from attncheck.inputs.problem import Problem
+from attncheck.inputs.problem import USUAL_SCALE, Problem
 from attncheck.mods.masks import MASKS
 from attncheck.mods.scores import SCORES, table_reader
 
@@ -48,37 +48,24 @@ MaskKind = Literal["none", "causal", "causal_bottom_right", "bool", "additive"]
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One call of ``scaled_dot_product_attention``.
+    """One call of ``scaled_dot_product_attention``."""
 
-    Attributes:
-        name: ``call-7``, or the module that made it and its how manieth call it was:
-            ``blocks.0.attention/0``. Printable, and not blank.
-        batch: Sequences; more axes than four are folded into this one.
-        heads: Query heads.
-        kv_heads: Key and value heads.
-        query: Query length.
-        kv: Key and value length.
-        head_dim: Columns of q and k.
-        value_dim: Columns of v.
-        dtype: Of q, k and v: fp32, fp16 or bf16.
-        mask: ``none``; ``causal`` (is_causal: row i sees keys up to i); ``causal_bottom_right``
-            (torch's ``causal_lower_right``); ``bool`` (True: seen) or ``additive``.
-        scale: As it was given; None for the default, 1/√head_dim.
-        dropout: dropout_p. What was dropped is not known: a kernel is judged without.
-    """
-
+    # ``call-7``, or the module that made it and its how manieth call it was:
+    # ``blocks.0.attention/0``. Printable, and not blank.
     name: str
-    batch: Size
+    batch: Size  # sequences; more axes than four are folded into this one
     heads: Size
     kv_heads: Size
     query: Size
     kv: Size
-    head_dim: Size
-    value_dim: Size
-    dtype: Dtype
+    head_dim: Size  # columns of q and k
+    value_dim: Size  # columns of v
+    dtype: Dtype  # of q, k and v: fp32, fp16 or bf16
+    # ``none``; ``causal`` (is_causal: row i sees keys up to i); ``causal_bottom_right`` (torch's
+    # ``causal_lower_right``); ``bool`` (True: seen) or ``additive``.
     mask: MaskKind
-    scale: float | None = None
-    dropout: float = 0.0
+    scale: float | None = None  # as it was given; None for the default, 1/√head_dim
+    dropout: float = 0.0  # dropout_p. What was dropped is not known: a kernel is judged without.
 
     @property
     def shapes(self) -> dict[str, tuple[int, int, int, int]]:
@@ -97,14 +84,9 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The metadata.
+    """The metadata."""
 
-    Attributes:
-        version: Of this schema.
-        calls: In the order in which they were made.
-    """
-
-    version: int
+    version: int  # of this schema
     calls: list[Call]
 
 
@@ -115,8 +97,6 @@ def tensor_name(call: int, tensor: str) -> str:
 
 def sizes_problem(call: Call) -> Problem:
     """A Problem of the call's sizes, dtype and scale; raises ProblemError where there is none."""
-    if call.scale is not None and not call.scale > 0:  # Problem takes 0 for the default
-        raise ProblemError(f"scale={call.scale!r} must be a positive number in the range of fp32.")
     return Problem(
         batch=call.batch,
         heads=call.heads,
@@ -126,29 +106,21 @@ def sizes_problem(call: Call) -> Problem:
         head_dim=call.head_dim,
         value_dim=call.value_dim,
         dtype=call.dtype,
-        scale=call.scale or 0.0,
+        scale=USUAL_SCALE if call.scale is None else call.scale,
     )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Recording:
-    """One recorded call.
+    """One recorded call."""
 
-    Attributes:
-        file: Name of the file it was read from, without its folder.
-        call: What is said of it.
-        q: ``(batch, heads, query, head_dim)``.
-        k: ``(batch, kv_heads, kv, head_dim)``.
-        v: ``(batch, kv_heads, kv, value_dim)``.
-        mask: ``(batch or 1, heads or 1, query or 1, kv or 1)``: bool (True: seen), or what is
-            added to the scores; None where the call's kind of mask needs no tensor.
-    """
-
-    file: str
-    call: Call
-    q: Tensor
-    k: Tensor
-    v: Tensor
+    file: str  # name of the file it was read from, without its folder
+    call: Call  # what is said of it
+    q: Tensor  # ``(batch, heads, query, head_dim)``
+    k: Tensor  # ``(batch, kv_heads, kv, head_dim)``
+    v: Tensor  # ``(batch, kv_heads, kv, value_dim)``
+    # ``(batch or 1, heads or 1, query or 1, kv or 1)``: bool (True: seen), or what is added to
+    # the scores; None where the call's kind of mask needs no tensor.
     mask: Tensor | None = None
 
     @cached_property

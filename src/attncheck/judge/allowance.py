@@ -22,43 +22,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Sample:
-    """Statistical bounds of some rows, float64.
-
-    Attributes:
-        rows: Which.
-        probable_out: Bound of |error| with probability 1 − 1e-6 over the whole Problem,
-            ``(heads, rows, value_dim)``.
-        probable_lse: The same of LSE, ``(heads, rows)``.
-        sd_out: Predicted root mean square of the error, as ``probable_out``.
-        sd_lse: The same of LSE.
-        lost_out: The part of out's bound that is for numbers below the normal range, which hardware
-            may take for 0, as ``probable_out``; None for nothing.
-    """
+    """Statistical bounds of some rows, float64."""
 
     rows: Rows
+    # Bound of |error| with probability 1 − 1e-6 over the whole Problem, ``(heads, rows,
+    # value_dim)``.
     probable_out: Tensor
-    probable_lse: Tensor
-    sd_out: Tensor
-    sd_lse: Tensor
+    probable_lse: Tensor  # the same of LSE, ``(heads, rows)``
+    sd_out: Tensor  # predicted root mean square of the error, as ``probable_out``
+    sd_lse: Tensor  # the same of LSE
+    # The part of out's bound that is for numbers below the normal range, which hardware may take
+    # for 0, as ``probable_out``; None for nothing.
     lost_out: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Allowance:
-    """Largest errors that rounding can explain; infinite in rows that nothing is known of.
+    """Largest errors that rounding can explain; infinite in rows that nothing is known of."""
 
-    Attributes:
-        out: ``(batch, heads, query, value_dim)``, float64; exactly 0 in rows that see no key.
-        lse: ``(batch, heads, query)``, float64; likewise.
-        samples: The rows examined more closely.
-        jumps: Seen (row, key) pairs whose score lies within its error of a jump of the score mod.
-        oracle_share: Largest proven error of the float64 oracle ÷ allowance, over what is finite.
-    """
-
-    out: Tensor
-    lse: Tensor
-    samples: list[Sample] = field(default_factory=list)
+    out: Tensor  # ``(batch, heads, query, value_dim)``, float64; exactly 0 in rows that see no key
+    lse: Tensor  # ``(batch, heads, query)``, float64; likewise
+    samples: list[Sample] = field(default_factory=list)  # the rows examined more closely
+    # Seen (row, key) pairs whose score lies within its error of a jump of the score mod.
     jumps: int = 0
+    # Largest proven error of the float64 oracle ÷ allowance, over what is finite.
     oracle_share: float = 0.0
 
 
@@ -67,7 +54,6 @@ class Share:
     """The largest |error| ÷ allowance over some elements of one tensor; above 1 is beyond it.
 
     Attributes:
-        tensor: Which one.
         size: |got − exact| ÷ allowance; infinite where an element has no allowance or is NaN.
         place: Where it is largest.
         got, exact, allowance: Of that element.
@@ -103,7 +89,6 @@ def share_of(
     """The largest share over the elements counted; None where none is.
 
     Args:
-        tensor: Which one this is.
         got: What the kernel gave, in the axes of ``core.outputs.AXES``.
         exact: The exact result, float64, same shape.
         allowance: float64, same shape.

@@ -80,10 +80,8 @@ def blind_spot(
         rows: Of each of the allowance's samples, in order, the exact quantities and the score mod's
             derivative at the products, ``(heads, rows, kv)``. Where there is a mod and no
             derivative, errors of scores are not examined; without a mod None will do.
-        allowance: What was allowed.
         generic: Whether the inputs are drawn without structure, so that the probabilistic bound
             was applied beside the deterministic one.
-        exposes_lse: Whether the kernel gives LSE.
 
     None where no row sees a key and has a finite allowance.
     """
@@ -153,22 +151,16 @@ class _Exposed:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _AllowedRows:
-    """Rows, their exact softmax weights, and the allowances that were applied to them.
-
-    Attributes:
-        known: The exact quantities.
-        weights: P, ``(heads, rows, kv)``; 0 where not seen.
-        out_allowance: ``(heads, rows, value_dim)``; infinite where nothing is judged.
-        lse_allowance: ``(heads, rows)``; infinite where nothing is judged, and where the kernel
-            does not expose LSE.
-        slope: Derivative of the score mod at the products, ``(heads, rows, kv)``; None where it is
-            not known.
-    """
+    """Rows, their exact softmax weights, and the allowances that were applied to them."""
 
     known: Conditions
-    weights: Tensor
-    out_allowance: Tensor
+    weights: Tensor  # P, ``(heads, rows, kv)``; 0 where not seen
+    out_allowance: Tensor  # ``(heads, rows, value_dim)``; infinite where nothing is judged
+    # ``(heads, rows)``; infinite where nothing is judged, and where the kernel does not expose
+    # LSE.
     lse_allowance: Tensor
+    # Derivative of the score mod at the products, ``(heads, rows, kv)``; None where it is not
+    # known.
     slope: Tensor | None
 
     @classmethod

@@ -27,19 +27,13 @@ _ROUNDING = "rounding of P"
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class DeterministicBound:
-    """Bounds of |error|, float64; infinite where there is none, 0 in rows that see no key.
+    """Bounds of |error|, float64; infinite where there is none, 0 in rows that see no key."""
 
-    Attributes:
-        out: ``(heads, rows, value_dim)``.
-        lse: ``(heads, rows)``.
-        out_terms: What ``out`` is made of, by name, each of its shape; they sum to it.
-        lse_terms: What ``lse`` is made of.
-    """
-
-    out: Tensor
-    lse: Tensor
+    out: Tensor  # ``(heads, rows, value_dim)``
+    lse: Tensor  # ``(heads, rows)``
+    # What ``out`` is made of, by name, each of its shape; they sum to it.
     out_terms: dict[str, Tensor]
-    lse_terms: dict[str, Tensor]
+    lse_terms: dict[str, Tensor]  # what ``lse`` is made of
 
 
 def deterministic_bound(
@@ -52,7 +46,6 @@ def deterministic_bound(
 
     Args:
         conditions: Of the rows.
-        arithmetic: What the kernel declares.
         scores: ``score_error`` of both.
         mod: Where the Problem has a score mod.
 
@@ -227,19 +220,12 @@ def _weighted_size(moved: WeightErrors, values: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Step:
-    """One step of a coarse accumulator.
+    """One step of a coarse accumulator."""
 
-    Attributes:
-        sum: Its exact part of out, ``(heads, rows, value_dim)``.
-        size: Σ |terms| of what a kernel adds, likewise.
-        largest: No term of the step is larger.
-        sees_key: Whether a row sees a key of it, float64 ``(heads, rows, 1)``.
-    """
-
-    sum: Tensor
-    size: Tensor
-    largest: Tensor
-    sees_key: Tensor
+    sum: Tensor  # its exact part of out, ``(heads, rows, value_dim)``
+    size: Tensor  # Σ |terms| of what a kernel adds, likewise
+    largest: Tensor  # no term of the step is larger
+    sees_key: Tensor  # whether a row sees a key of it, float64 ``(heads, rows, 1)``
 
 
 def _steps(

@@ -23,24 +23,16 @@ RESOLUTION = 3 * 2.0**-53
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorMeasures:
-    """Errors over the elements counted.
+    """Errors over the elements counted."""
 
-    Attributes:
-        rmse: Root mean square error; infinite when an element is not finite.
-        max_error: Largest absolute error; infinite when an element is not finite.
-        max_at: Index of the largest error, of the first element that is not finite if there is
-            one; None when no element is counted.
-        bias: Mean signed error; NaN when an element is not finite.
-        elements: How many were counted.
-        nonfinite: How many are NaN or infinite.
-    """
-
-    rmse: float
-    max_error: float
+    rmse: float  # root mean square error; infinite when an element is not finite
+    max_error: float  # largest absolute error; infinite when an element is not finite
+    # Index of the largest error, of the first element that is not finite if there is one; None
+    # when no element is counted.
     max_at: tuple[int, ...] | None
-    bias: float
+    bias: float  # mean signed error; NaN when an element is not finite
     elements: int
-    nonfinite: int
+    nonfinite: int  # how many are NaN or infinite
 
 
 def measure_errors(values: Tensor, truth: Tensor, counted: Tensor) -> ErrorMeasures:
@@ -217,15 +209,10 @@ def ulp_percentiles(error: Tensor, truth: Tensor, output: Format) -> tuple[float
 
 @dataclass(frozen=True, slots=True)
 class RelativeError:
-    """Errors in units.
+    """Errors in units."""
 
-    Attributes:
-        size: Root of the mean over rows of mean square error ÷ square of the unit.
-        freedom: Degrees of freedom of its square, as of a χ² distribution.
-    """
-
-    size: float
-    freedom: float
+    size: float  # root of the mean over rows of mean square error ÷ square of the unit
+    freedom: float  # degrees of freedom of its square, as of a χ² distribution
 
 
 def row_squares(values: Tensor, truth: Tensor, counted: Tensor) -> Tensor:

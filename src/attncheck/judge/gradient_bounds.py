@@ -39,27 +39,17 @@ _AROUND = 7
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Sums:
-    """Sums Σ x_t y_t and their errors, float64; nonnegative but for ``shift`` and ``exact``.
+    """Sums Σ x_t y_t and their errors, float64; nonnegative but for ``shift`` and ``exact``."""
 
-    Attributes:
-        moved: Σ of the largest errors of x times |y|, ``(heads, count, dim)``.
-        size: Σ |x y|, x without its error.
-        shift: What the saved out makes of the sum, exactly; None where that touches nothing.
-        exact: The exact sum; None where it is not needed.
-        parts: What ``moved`` is made of, in proportion, each ``(heads, count)``.
-        term_count: Terms that are summed, ``(heads, count)``.
-        lost: What is taken for 0 below the normal range, ``(heads, count)``.
-        unknown: bool ``(heads, count)``: nothing is known of some term.
-    """
-
-    moved: Tensor
-    size: Tensor
+    moved: Tensor  # Σ of the largest errors of x times |y|, ``(heads, count, dim)``
+    size: Tensor  # Σ |x y|, x without its error
+    # What the saved out makes of the sum, exactly; None where that touches nothing.
     shift: Tensor | None
-    exact: Tensor | None
-    parts: dict[str, Tensor]
-    term_count: Tensor
-    lost: Tensor
-    unknown: Tensor
+    exact: Tensor | None  # the exact sum; None where it is not needed
+    parts: dict[str, Tensor]  # what ``moved`` is made of, in proportion, each ``(heads, count)``
+    term_count: Tensor  # terms that are summed, ``(heads, count)``
+    lost: Tensor  # what is taken for 0 below the normal range, ``(heads, count)``
+    unknown: Tensor  # bool ``(heads, count)``: nothing is known of some term
 
     def spread(self, to: Tensor, count: int) -> Sums:
         """Return the sums of ``count`` heads: each one's added to number ``to``."""
@@ -106,9 +96,7 @@ class Sums:
         """B36: what the bound is made of before the sum is rounded, ``(heads, count, dim)``.
 
         Args:
-            arithmetic: What the kernel declares.
             accumulator: What adds it up.
-            scale: Factor of the sum.
             operand: Relative error of y.
             steps: Of a truncating accumulator, where they do not follow on each other.
         """
@@ -170,28 +158,19 @@ def mask_unknown(
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class RowGradients:
-    """Largest errors of these rows' gradients, float64.
-
-    Attributes:
-        rows: Which rows.
-        scale: Factor of q·k.
-        dq: Bound of |error|, ``(heads, rows, head_dim)``; 0 in rows that see no key, infinite where
-            nothing is known.
-        dq_terms: What it is made of, by name; they sum to it.
-        dk: Their part of dk, before the scale, ``(heads, kv, head_dim)``, each head its own.
-        dv: Their part of dv, ``(heads, kv, value_dim)``.
-        dsink: Their part of the sink's gradient, ``(heads, 1, 1)``; None without a sink.
-        dcaptured: Their part of those of captured numbers, ``(numbers, 1, 1)``; None where the
-            score mod reads none, or they have no gradients.
-    """
+    """Largest errors of these rows' gradients, float64."""
 
     rows: Rows
     scale: float
+    # Bound of |error|, ``(heads, rows, head_dim)``; 0 in rows that see no key, infinite where
+    # nothing is known.
     dq: Tensor
-    dq_terms: dict[str, Tensor]
-    dk: Sums
-    dv: Sums
-    dsink: Sums | None
+    dq_terms: dict[str, Tensor]  # what it is made of, by name; they sum to it
+    dk: Sums  # their part of dk, before the scale, ``(heads, kv, head_dim)``, each head its own
+    dv: Sums  # their part of dv, ``(heads, kv, value_dim)``
+    dsink: Sums | None  # their part of the sink's gradient, ``(heads, 1, 1)``; None without a sink
+    # Their part of those of captured numbers, ``(numbers, 1, 1)``; None where the score mod reads
+    # none, or they have no gradients.
     dcaptured: Sums | None = None
 
 
@@ -209,7 +188,6 @@ def row_gradients(
 
     Args:
         known: Of the rows.
-        arithmetic: What the kernel declares.
         scores: ``score_error`` of both.
         saved: How far the kernel's own out and LSE are off in these rows.
         mod: Where the Problem has a score mod.
@@ -403,15 +381,7 @@ HEADS = "rounding of heads"
 
 
 class KeyGradients:
-    """Sums of the parts of all rows of a Problem, every row of every head once, in any order.
-
-    Args:
-        arithmetic: What the kernel declares.
-        batch: Sequences.
-        heads: Query heads of each.
-        kv_heads: Key heads of each.
-        query: Rows of each head.
-    """
+    """Sums of the parts of all rows of a Problem, every row of every head once, in any order."""
 
     def __init__(
         self, arithmetic: Arithmetic, *, batch: int, heads: int, kv_heads: int, query: int

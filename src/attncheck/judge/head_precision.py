@@ -65,25 +65,19 @@ has been calibrated there. Other formats have none."""
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class HeadPrecision:
-    """Accuracy of every head, ``(batch, heads)``; NaN where a head has too few outputs to judge.
+    """Accuracy of every head, ``(batch, heads)``; NaN where a head has too few outputs to judge."""
 
-    Attributes:
-        z: Root mean square of error ÷ predicted standard deviation over the sampled elements.
-        rmse: RMSE of the kernel.
-        single: RMSE ÷ that of the ideal kernel at the kernel's own tiling or the default one.
-        spread: RMSE ÷ the largest of the ensemble's; None without an ensemble.
-        lost: Largest error by underflow in each head: errors no larger than it show nothing.
-        enough: bool: heads with ``FEWEST`` outputs or more.
-        needs_ensemble: Whether some head is beyond a gate, so that the verdict rests on how ideal
-            kernels at several tilings do.
-    """
-
+    # Root mean square of error ÷ predicted standard deviation over the sampled elements.
     z: Tensor
-    rmse: Tensor
+    rmse: Tensor  # RMSE of the kernel
+    # RMSE ÷ that of the ideal kernel at the kernel's own tiling or the default one.
     single: Tensor
-    lost: Tensor
-    enough: Tensor
+    lost: Tensor  # largest error by underflow in each head: errors no larger than it show nothing
+    enough: Tensor  # bool: heads with ``FEWEST`` outputs or more
+    # Whether some head is beyond a gate, so that the verdict rests on how ideal kernels at
+    # several tilings do.
     needs_ensemble: bool
+    # RMSE ÷ the largest of the ensemble's; None without an ensemble.
     spread: Tensor | None = None
 
     def with_ensemble(

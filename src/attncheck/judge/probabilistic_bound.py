@@ -50,20 +50,12 @@ MISSED = 1e-6
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ProbabilisticBound:
-    """Bounds of |error| that hold with probability 1 − ``MISSED``, and what to expect; float64.
+    """Bounds of |error| that hold with probability 1 − ``MISSED``, and what to expect; float64."""
 
-    Attributes:
-        out: ``(heads, rows, value_dim)``; never beyond the deterministic bound.
-        lse: ``(heads, rows)``.
-        sd_out: Predicted root mean square of the error of out.
-        sd_lse: The same of LSE.
-        certain: The deterministic bound.
-    """
-
-    out: Tensor
-    lse: Tensor
-    sd_out: Tensor
-    sd_lse: Tensor
+    out: Tensor  # ``(heads, rows, value_dim)``; never beyond the deterministic bound
+    lse: Tensor  # ``(heads, rows)``
+    sd_out: Tensor  # predicted root mean square of the error of out
+    sd_lse: Tensor  # the same of LSE
     certain: DeterministicBound
 
 
@@ -84,7 +76,6 @@ def probabilistic_bound(
 
     Args:
         conditions: Of the rows.
-        arithmetic: What the kernel declares.
         scores: ``score_error`` of both.
         mod: Where the Problem has a score mod.
         elements: Of out in the whole Problem.
@@ -178,24 +169,19 @@ def _rounded_operands(conditions: Conditions, arithmetic: Arithmetic, moves: Ten
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _ScoreStatistics:
-    """Errors of the exponents, float64 ``(heads, rows, kv)``, 0 where not seen.
+    """Errors of the exponents, float64 ``(heads, rows, kv)``, 0 where not seen."""
 
-    Attributes:
-        deviation: Standard deviation of a weight's relative error, times what the exponential
-            makes of λ of them.
-        steady: Signed errors that are the same throughout a row but for a factor in [−1, 1]:
-            of the constant scale · log2 e, and of truncation.
-        slope: Of the score mod, with its sign: 1 where there is none.
-        common: Relative standard deviation of the whole row's, ``(heads, rows)``: it cancels in
-            out and not in LSE.
-        sigmas: λ.
-    """
-
+    # Standard deviation of a weight's relative error, times what the exponential makes of λ of
+    # them.
     deviation: Tensor
+    # Signed errors that are the same throughout a row but for a factor in [−1, 1]: of the
+    # constant scale · log2 e, and of truncation.
     steady: list[Tensor]
-    slope: Tensor
+    slope: Tensor  # of the score mod, with its sign: 1 where there is none
+    # Relative standard deviation of the whole row's, ``(heads, rows)``: it cancels in out and not
+    # in LSE.
     common: Tensor
-    sigmas: float
+    sigmas: float  # λ
 
 
 def _score_statistics(

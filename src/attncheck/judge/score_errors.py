@@ -29,16 +29,12 @@ class ScoreError:
     """Errors of scale · q·k, float64 ``(heads, rows, kv)``; infinite where it may overflow.
 
     Of a sink, the last key: those of bringing it into the units of the scores.
-
-    Attributes:
-        radius: Largest |computed − exact|.
-        variance: Of what is random of it.
-        bias: Signed: a systematic error is −β · bias with one β in [0, 1] for a whole row
-            (truncation); None where nothing truncates.
     """
 
-    radius: Tensor
-    variance: Tensor
+    radius: Tensor  # largest |computed − exact|
+    variance: Tensor  # of what is random of it
+    # Signed: a systematic error is −β · bias with one β in [0, 1] for a whole row (truncation);
+    # None where nothing truncates.
     bias: Tensor | None = None
 
 
@@ -268,23 +264,14 @@ def _lost(q: Tensor, k: Tensor, unit: Tensor, significand: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ExponentErrors:
-    """Errors of the exponents, float64 ``(heads, rows, kv)``, 0 where not seen; what makes them up.
+    """Errors of the exponents and their parts, float64 ``(heads, rows, kv)``, 0 where not seen."""
 
-    Attributes:
-        product: Of scale · q·k, after the score mod.
-        own: The score mod's own.
-        exponent: Of everything between a score and its weight.
-        arrival: ``exponent`` of the score that is the maximum, ``(heads, rows, 1)``.
-        highest: How far the computed maximum is from the exact one at most, likewise.
-        unbounded: bool ``(heads, rows)``: nothing is known of a score, or it may overflow.
-    """
-
-    product: Tensor
-    own: Tensor
-    exponent: Tensor
-    arrival: Tensor
-    highest: Tensor
-    unbounded: Tensor
+    product: Tensor  # of scale · q·k, after the score mod
+    own: Tensor  # the score mod's own
+    exponent: Tensor  # of everything between a score and its weight
+    arrival: Tensor  # ``exponent`` of the score that is the maximum, ``(heads, rows, 1)``
+    highest: Tensor  # how far the computed maximum is from the exact one at most, likewise
+    unbounded: Tensor  # bool ``(heads, rows)``: nothing is known of a score, or it may overflow
 
     @property
     def total(self) -> Tensor:

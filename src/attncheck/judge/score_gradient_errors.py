@@ -31,19 +31,15 @@ _DIFFERENCES = 3  # dP − δ + dLSE, in any order
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class SavedErrors:
-    """Errors of a kernel's own out and LSE in some rows, float64.
+    """Errors of a kernel's own out and LSE in some rows, float64."""
 
-    Attributes:
-        out_error: ``(heads, rows, value_dim)``. ``measured``: what the kernel gave less what is
-            exact, with its sign. Otherwise a bound of its magnitude.
-        lse_error: ``(heads, rows)``, likewise, its sign not used; of a kernel that does not expose
-            LSE the forward's bound.
-        measured: Whether ``out_error`` is the error itself.
-    """
-
+    # ``(heads, rows, value_dim)``. ``measured``: what the kernel gave less what is exact, with
+    # its sign. Otherwise a bound of its magnitude.
     out_error: Tensor
+    # ``(heads, rows)``, likewise, its sign not used; of a kernel that does not expose LSE the
+    # forward's bound.
     lse_error: Tensor
-    measured: bool = True
+    measured: bool = True  # whether ``out_error`` is the error itself
 
     def delta_shift(self, known: GradientConditions) -> Tensor:
         """Change of delta by the error of out, ``(heads, rows, 1)``; 0 where not measured."""
@@ -77,25 +73,15 @@ def zero_elsewhere(
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class RecomputedWeights:
-    """P of a backward, float64 ``(heads, rows, kv)``; 0 where not seen, and in unbounded rows.
+    """P of a backward, float64 ``(heads, rows, kv)``; 0 where not seen, and in unbounded rows."""
 
-    Attributes:
-        exact: P.
-        moved: Largest |computed P − P| before it is rounded.
-        rounded: Largest error of rounding it to its format.
-        parts: What the error of its logarithm is made of, by name.
-        live: bool: seen, of a row that something is known of.
-        unbounded: bool ``(heads, rows)``: nothing is known of the row.
-        exposed: bool: the keys that are then not known: seen, or perhaps seen after rounding.
-    """
-
-    exact: Tensor
-    moved: Tensor
-    rounded: Tensor
-    parts: dict[str, Tensor]
-    live: Tensor
-    unbounded: Tensor
-    exposed: Tensor
+    exact: Tensor  # P
+    moved: Tensor  # largest |computed P − P| before it is rounded
+    rounded: Tensor  # largest error of rounding it to its format
+    parts: dict[str, Tensor]  # what the error of its logarithm is made of, by name
+    live: Tensor  # bool: seen, of a row that something is known of
+    unbounded: Tensor  # bool ``(heads, rows)``: nothing is known of the row
+    exposed: Tensor  # bool: the keys that are then not known: seen, or perhaps seen after rounding
 
     def without(self, keys: Tensor) -> RecomputedWeights:
         """Return these, rows with one of ``keys`` unbounded; bool ``(heads, rows, kv)``."""
@@ -189,21 +175,15 @@ def _rounded_weights(arithmetic: Arithmetic, upper: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ScoreGradients:
-    """dX and how far it may be off, float64 ``(heads, rows, kv)``; 0 where P is.
+    """dX and how far it may be off, float64 ``(heads, rows, kv)``; 0 where P is."""
 
-    Attributes:
-        shift: What the saved out makes of it, exactly, with its sign (B33).
-        size: |dX| or |dX + shift|, the larger.
-        error: Largest |computed − dX| or |computed − (dX + shift)|, as delta is computed, before it
-            is rounded (B34).
-        rounded: Largest error of rounding it to its format (B35).
-        parts: What ``error`` and ``rounded`` are made of, by name; they sum to them.
-    """
-
-    shift: Tensor
-    size: Tensor
+    shift: Tensor  # what the saved out makes of it, exactly, with its sign (B33)
+    size: Tensor  # |dX| or |dX + shift|, the larger
+    # Largest |computed − dX| or |computed − (dX + shift)|, as delta is computed, before it is
+    # rounded (B34).
     error: Tensor
-    rounded: Tensor
+    rounded: Tensor  # largest error of rounding it to its format (B35)
+    # What ``error`` and ``rounded`` are made of, by name; they sum to them.
     parts: dict[str, Tensor]
 
 

@@ -239,7 +239,6 @@ def first_tighter_profile(result: KernelResult, allowances: Mapping[str, Tensor]
     """Return the first of other, tighter profiles whose bound LSE satisfies too; else "".
 
     Args:
-        result: What the kernel gave.
         allowances: A profile in words → its allowance of LSE, ``(batch, heads, query)``.
     """
     both = result.forward()

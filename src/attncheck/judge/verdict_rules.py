@@ -46,21 +46,13 @@ _EMPTY_ELEMENTS: dict[TensorName, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Something wrong or odd, by one rule.
+    """Something wrong or odd, by one rule."""
 
-    Attributes:
-        status: ``fail``, ``inconclusive`` or ``warn``.
-        rule: Which rule.
-        text: One line.
-        tensor: Which one it is about; of both, out.
-        at: The element that shows it best; None where no single one does.
-    """
-
-    status: Literal["fail", "inconclusive", "warn"]
+    status: Literal["fail", "inconclusive", "warn"]  # ``fail``, ``inconclusive`` or ``warn``
     rule: Rule
     text: str
-    tensor: TensorName = "out"
-    at: Place | None = None
+    tensor: TensorName = "out"  # which one it is about; of both, out
+    at: Place | None = None  # the element that shows it best; None where no single one does
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -68,7 +60,6 @@ class Compared:
     """One tensor beside the exact one, in the axes of ``core.outputs.AXES``.
 
     Attributes:
-        name: Which one.
         got: What the kernel gave.
         exact, allowance: float64.
         alive: bool: elements of rows that see a key; of dk and dv those of keys that a row sees.

@@ -25,25 +25,16 @@ _SMALL = 0.125
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class WeightErrors:
-    """Softmax weights and how far they move, float64 ``(heads, rows, kv)``, 0 where not seen.
+    """Softmax weights and how far they move, float64 ``(heads, rows, kv)``, 0 where not seen."""
 
-    Attributes:
-        exact: P.
-        upper: Largest P that the errors of the exponents make (B11).
-        relative: Numbers c_j ≥ 0 with |ΔO| ≤ Σ c_j |v_j − O| (B10); infinite or NaN where large.
-        changed: Largest |ΔP|, which are such numbers too (B12).
-        rounded: Largest error of rounding P to its format (B13).
-        floor: Half the subnormal spacing of P's format, ``(heads, rows, 1)``.
-        total_error: Largest |Δ log Σ exp|, ``(heads, rows, 1)``.
-    """
-
-    exact: Tensor
-    upper: Tensor
+    exact: Tensor  # P
+    upper: Tensor  # largest P that the errors of the exponents make (B11)
+    # Numbers c_j ≥ 0 with |ΔO| ≤ Σ c_j |v_j − O| (B10); infinite or NaN where large.
     relative: Tensor
-    changed: Tensor
-    rounded: Tensor
-    floor: Tensor
-    total_error: Tensor
+    changed: Tensor  # largest |ΔP|, which are such numbers too (B12)
+    rounded: Tensor  # largest error of rounding P to its format (B13)
+    floor: Tensor  # half the subnormal spacing of P's format, ``(heads, rows, 1)``
+    total_error: Tensor  # largest |Δ log Σ exp|, ``(heads, rows, 1)``
 
     @property
     def lost(self) -> Tensor:
@@ -138,17 +129,11 @@ def _floor(
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class SumError:
-    """Relative errors of the row sum, ``(heads, rows, 1)``.
+    """Relative errors of the row sum, ``(heads, rows, 1)``."""
 
-    Attributes:
-        added: Of adding it up (B14).
-        rounded: Of summing rounded weights; None where the unrounded ones are summed.
-        division: (1 + it) · O is what the last step makes of O at most (B14).
-    """
-
-    added: Tensor
-    rounded: Tensor | None
-    division: Tensor
+    added: Tensor  # of adding it up (B14)
+    rounded: Tensor | None  # of summing rounded weights; None where the unrounded ones are summed
+    division: Tensor  # (1 + it) · O is what the last step makes of O at most (B14)
 
 
 def row_sum_error(conditions: Conditions, arithmetic: Arithmetic, moved: WeightErrors) -> SumError:
@@ -200,7 +185,6 @@ def part_shares(errors: ExponentErrors, by: Tensor) -> dict[str, Tensor]:
     """Share that each part of the exponents' errors has of a row's, ``(heads, rows, 1)``.
 
     Args:
-        errors: Of the exponents.
         by: ``(heads, rows, kv)``, what each key counts.
     """
     parts = {"scores": errors.product, "score mod": errors.own, "exponent": errors.exponent}

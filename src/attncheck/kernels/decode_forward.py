@@ -72,7 +72,6 @@ def decode_forward(
             ``(pages, kv_heads, size, head_dim)``.
         v: ``(batch, kv_heads, kv, value_dim)``, or as k with ``pages``.
         scale: Factor of q·k, an fp32 number.
-        mask: The traced mask.
         score: The traced score mod; None leaves scores as they are.
         launch: ``splits``, of which there may be more than blocks of keys, tile sizes and the like.
             ``block_query`` counts packed rows, a block of them a program; ``causal`` has no effect.

@@ -59,7 +59,6 @@ def flash1_forward(
         k: ``(batch, kv_heads, kv, head_dim)``; kv_heads divides heads.
         v: ``(batch, kv_heads, kv, value_dim)``.
         scale: Factor of q·k, an fp32 number.
-        mask: The traced mask.
         score: The traced score mod; None leaves scores as they are.
         launch: Tile sizes and the like; ``free`` has no effect.
         descale: In fp8, what the stored numbers are to be multiplied by.

@@ -22,38 +22,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Plan:
-    """What both passes are asked besides tensors: see ``flash2_forward`` and ``flash2_backward``.
+    """Arguments of both passes besides tensors: see ``flash2_forward`` and ``flash2_backward``."""
 
-    Attributes:
-        scale: Factor of q·k, an fp32 number.
-        mask: The traced mask.
-        score: The traced score mod; None leaves scores as they are.
-        slope: Its derivative with respect to the score.
-        captured: Which numbers it reads from tensors, of which it is differentiable too; None: it
-            is not. The kernels read an fp32 tensor of several numbers that is contiguous where it
-            lies; another, and a single number, as it was when the mod was made for them: a learnt
-            one needs a plan for every step.
-        launch: Of the forward.
-        by_rows: Launch of dQ (default: the forward's).
-        by_keys: Of dK and dV (default: that of dQ).
-        tiles: The tiles that the forward visits; None visits all, as below.
-        tiles_by_rows: Those of dQ.
-        tiles_by_keys: Those of dK and dV.
-        atomic: Whether dQ is added up in memory, in whatever order.
-    """
-
-    scale: float
+    scale: float  # factor of q·k, an fp32 number
     mask: TritonMod
-    launch: Launch
-    score: TritonMod | None = None
-    slope: TritonMod | None = None
+    launch: Launch  # of the forward
+    score: TritonMod | None = None  # the traced score mod; None leaves scores as they are
+    slope: TritonMod | None = None  # its derivative with respect to the score
+    # Which numbers it reads from tensors, of which it is differentiable too; None: it is not. The
+    # kernels read an fp32 tensor of several numbers that is contiguous where it lies; another,
+    # and a single number, as it was when the mod was made for them: a learnt one needs a plan for
+    # every step.
     captured: CapturedReads | None = None
-    by_rows: Launch | None = None
-    by_keys: Launch | None = None
-    tiles: VisitList | None = None
-    tiles_by_rows: VisitList | None = None
-    tiles_by_keys: VisitList | None = None
-    atomic: bool = False
+    by_rows: Launch | None = None  # launch of dQ (default: the forward's)
+    by_keys: Launch | None = None  # of dK and dV (default: that of dQ)
+    tiles: VisitList | None = None  # the tiles that the forward visits; None visits all, as below
+    tiles_by_rows: VisitList | None = None  # those of dQ
+    tiles_by_keys: VisitList | None = None  # those of dK and dV
+    atomic: bool = False  # whether dQ is added up in memory, in whatever order
 
 
 def attention(

@@ -82,7 +82,6 @@ def flash2_forward(
             view of memory that holds the keys of a column in a row, which is how a tensor core
             wants it.
         scale: Factor of q·k, an fp32 number.
-        mask: The traced mask.
         score: The traced score mod; None leaves scores as they are.
         launch: Tile sizes and the like; ``causal`` has no effect.
         descale: In fp8, what the stored numbers are to be multiplied by.

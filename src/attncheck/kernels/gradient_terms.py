@@ -48,7 +48,6 @@ def row_deltas(
         lse: fp32 ``(batch, heads, query)``, contiguous.
         dlse: Its gradient, the same; None for 0.
         block: Rows of a program, a power of two.
-        warps: Warps of a program.
 
     Returns:
         fp32 ``(batch, heads, query)``; 0 for a row whose LSE is −∞, whatever its gradients are.
@@ -137,16 +136,12 @@ def _sink_gradient(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CapturedReads:
-    """What a score mod reads from float tensors, as ``mods.captured_reads.trace_reads`` has it.
+    """What a score mod reads from float tensors, as ``mods.captured_reads.trace_reads`` has it."""
 
-    Attributes:
-        reads: Of each read the derivative of the score mod with respect to the number read; which
-            number of its tensor that is; and where that tensor's numbers begin among all.
-        numbers: How many there are of all tensors.
-    """
-
+    # Of each read the derivative of the score mod with respect to the number read; which number
+    # of its tensor that is; and where that tensor's numbers begin among all.
     reads: tuple[tuple[TritonMod, TritonMod, int], ...]
-    numbers: int
+    numbers: int  # how many there are of all tensors
 
     def function(self) -> Any:
         """Return what a kernel calls for a tile: a ``@triton.jit`` function.

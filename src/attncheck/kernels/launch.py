@@ -64,18 +64,15 @@ class VisitList:
     They are listed by runs, consecutive tiles of one kind: where the next tile is follows from the
     last, so that its loads may be on their way before anything of a list is read.
 
-    Attributes:
-        runs: int32 ``(batch, heads, query_blocks, most, 2)``: 2 · the first tile's key block, plus
-            1 where each tile lies wholly inside and every row of it sees every key; and how many
-            tiles. Ascending, then zeros.
-        counts: int32 ``(batch, heads, query_blocks)``: how many runs are there.
-        beyond: The key block behind the last one that is listed for any block.
-
     Batch and heads may be 1, for all of them. Blocks are those of the launch.
     """
 
+    # int32 ``(batch, heads, query_blocks, most, 2)``: 2 · the first tile's key block, plus 1
+    # where each tile lies wholly inside and every row of it sees every key; and how many tiles.
+    # Ascending, then zeros.
     runs: torch.Tensor
-    counts: torch.Tensor
+    counts: torch.Tensor  # int32 ``(batch, heads, query_blocks)``: how many runs are there
+    # The key block behind the last one that is listed for any block.
     beyond: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -116,17 +113,13 @@ class VisitList:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KernelPages:
-    """Where the pages of a paged cache are.
+    """Where the pages of a paged cache are."""
 
-    Attributes:
-        table: int32 ``(batch, most_pages)``: the numbers of each sequence's pages in order. Key j
-            of sequence b is in slot j % size of page ``table[b, j // size]``; what comes after a
-            sequence's last page may be read, and masked: it must be the number of some page.
-        size: Keys in a page.
-    """
-
+    # int32 ``(batch, most_pages)``: the numbers of each sequence's pages in order. Key j of
+    # sequence b is in slot j % size of page ``table[b, j // size]``; what comes after a
+    # sequence's last page may be read, and masked: it must be the number of some page.
     table: torch.Tensor
-    size: int
+    size: int  # keys in a page
 
     def arguments(self) -> tuple[torch.Tensor | int, ...]:
         """The table and its stride along the batch."""

@@ -25,7 +25,6 @@ class Launch:
     Attributes:
         block_rows, block_columns: Tile sizes, powers of two. A row of at most ``block_columns`` is
             read once.
-        warps: Warps per program.
         stages: Tiles of a row that are on their way at once, through shared memory; 1: only the one
             at hand, through registers and the first-level cache.
         aligned: Rows that do not start on a 16-byte boundary are read and written from their first
@@ -48,7 +47,6 @@ def softmax(x: torch.Tensor, kind: str, launch: Launch) -> tuple[torch.Tensor, t
     Args:
         x: ``(rows, columns)`` or ``(batch, heads, query, kv)`` in fp32, fp16 or bf16, any strides.
         kind: A name of ``KINDS``.
-        launch: Tile sizes and the like.
 
     Returns:
         out, contiguous, of x's shape and dtype, and the natural-log LSE of each row in fp32. A row

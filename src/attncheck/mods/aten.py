@@ -144,10 +144,7 @@ def translate_aten(
     """Add the ATen operation ``name`` to ``graph``: its position, or None if it is not known.
 
     Args:
-        graph: What the operation is added to.
         name: Its name without namespace and overload.
-        args: Its arguments; tensors are Operands.
-        kwargs: Its keyword arguments, likewise.
         result: Dtype of its result on the example.
 
     Raises:

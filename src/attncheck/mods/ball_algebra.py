@@ -39,7 +39,6 @@ def to_ball(expression: Expression, bits: int) -> Callable[..., BallArray]:
     """Return a score mod as a function of arrays: ``f(scores, b, h, q_idx, kv_idx)``.
 
     Args:
-        expression: A traced score mod.
         bits: Of the midpoints of what it computes.
 
     Returns:

@@ -42,18 +42,11 @@ class BlockMask:
 
     ``batch'`` and ``heads'`` are 1 where the mask does not depend on b or h.
 
-    Attributes:
-        kinds: EMPTY, PARTIAL or FULL, uint8 ``(batch', heads', query_blocks, kv_blocks)``.
-        query: Rows.
-        kv: Keys.
-        block_query: Rows of a tile.
-        block_kv: Keys of a tile.
-
     Raises:
         ProblemError: for sizes that are not positive, or that give other numbers of blocks.
     """
 
-    kinds: Tensor
+    kinds: Tensor  # EMPTY, PARTIAL or FULL, uint8 ``(batch', heads', query_blocks, kv_blocks)``
     query: int
     kv: int
     block_query: int
@@ -159,7 +152,6 @@ def block_mask(
 
     Args:
         mask_mod: Called with index tensors that broadcast; mapped over them if it cannot.
-        dimensions: Ranges of its indices.
         block_query: Rows of a tile, any positive number.
         block_kv: Keys of a tile, likewise.
         device: Where the indices are made and the tables stay; the mask's captured tensors too.

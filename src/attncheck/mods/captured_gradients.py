@@ -21,19 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Leaf:
-    """A read of a captured tensor at one place of a score mod's text.
+    """A read of a captured tensor at one place of a score mod's text."""
 
-    Attributes:
-        tensor: The captured one.
-        places: The indices that it is read at; None of a tensor of one number.
-        read: What it reads there, in the shape that the indices broadcast to.
-        value: The same in the score's dtype, for each score; the mod computes with it.
-    """
-
-    tensor: Tensor
-    places: Any
-    read: Tensor
-    value: Tensor
+    tensor: Tensor  # the captured one
+    places: Any  # the indices that it is read at; None of a tensor of one number
+    read: Tensor  # what it reads there, in the shape that the indices broadcast to
+    value: Tensor  # the same in the score's dtype, for each score; the mod computes with it
 
     def add(self, gradients: Tensor, to: Tensor) -> None:
         """Add ``gradients``, one a score, to those of the numbers read; ``to`` is like tensor."""
@@ -138,14 +131,10 @@ class _Reads(TorchFunctionMode):
     """While it lasts, what is read of captured float tensors is as the score is, with a gradient.
 
     A captured tensor is one that no call made and that is no argument.
-
-    Attributes:
-        arguments: The mod's own, the score first.
-        leaves: The reads so far.
     """
 
-    arguments: tuple[Tensor, ...]
-    leaves: list[Leaf] = field(default_factory=list)
+    arguments: tuple[Tensor, ...]  # the mod's own, the score first
+    leaves: list[Leaf] = field(default_factory=list)  # the reads so far
 
     def __post_init__(self) -> None:
         super().__init__()

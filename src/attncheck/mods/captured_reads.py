@@ -40,20 +40,14 @@ _REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CapturedRead:
-    """One place in a score mod's text where it reads a float tensor.
+    """One place in a score mod's text where it reads a float tensor."""
 
-    Attributes:
-        tensor: The tensor itself, as captured.
-        start: Where its numbers begin among all: one tensor after the other, as the trace meets
-            them, each flattened row-major.
-        place: Which of them is read, a whole number: of (score, b, h, q_idx, kv_idx).
-        slope: ∂ score_mod / ∂ the number read, of (score, b, h, q_idx, kv_idx).
-    """
-
-    tensor: Tensor
+    tensor: Tensor  # the tensor itself, as captured
+    # Where its numbers begin among all: one tensor after the other, as the trace meets them, each
+    # flattened row-major.
     start: int
-    place: Expression
-    slope: Expression
+    place: Expression  # which of them is read, a whole number: of (score, b, h, q_idx, kv_idx)
+    slope: Expression  # ∂ score_mod / ∂ the number read, of (score, b, h, q_idx, kv_idx)
 
 
 def trace_reads(score_mod: ScoreMod, device: str = "cpu") -> tuple[CapturedRead, ...]:

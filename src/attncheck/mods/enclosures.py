@@ -131,15 +131,10 @@ _MONOTONE = frozenset({"add", "sub", "mul", "neg", "minimum", "maximum"})
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Truth:
-    """Truth values as far as they are known: bool arrays, nowhere both False.
+    """Truth values as far as they are known: bool arrays, nowhere both False."""
 
-    Attributes:
-        yes: Where it may be true.
-        no: Where it may be false.
-    """
-
-    yes: Values
-    no: Values
+    yes: Values  # where it may be true
+    no: Values  # where it may be false
 
     @classmethod
     def of(cls, values: Values) -> Truth:

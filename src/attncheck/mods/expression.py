@@ -49,18 +49,12 @@ class Operation:
     """An operation of the vocabulary.
 
     Its derivative is torch's own: ``trace.trace_derivative`` traces autograd.
-
-    Attributes:
-        arity: How many operands; −1 for ``index``: a tensor, and one index a dimension.
-        kind: Of the result; empty for the kind that the operands are promoted to.
-        torch: What torch computes, of tensors and numbers.
-        sign: How it is written between its two operands, if it is.
     """
 
-    arity: int
-    kind: Kind | Literal[""]
-    torch: Callable[..., Any]
-    sign: str = ""
+    arity: int  # how many operands; −1 for ``index``: a tensor, and one index a dimension
+    kind: Kind | Literal[""]  # of the result; empty for the kind that the operands are promoted to
+    torch: Callable[..., Any]  # what torch computes, of tensors and numbers
+    sign: str = ""  # how it is written between its two operands, if it is
 
 
 OPERATIONS: dict[str, Operation] = {
@@ -119,51 +113,34 @@ def kind_of(dtype: torch.dtype) -> Kind:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One value of an expression, without its number.
+    """One value of an expression, without its number."""
 
-    Attributes:
-        op: A leaf (``input``, ``number``, ``tensor``, ``true``, ``false``) or a name of
-            ``OPERATIONS``.
-        kind: What the value is.
-        operands: Positions of the operands among the nodes, all earlier than this one.
-        name: The input's name; the dtype of a tensor, of a cast, or of a number that was a tensor
-            of one element ("" for a Python number, which promotes differently).
-        slot: Position in ``Expression.captured`` of a number or tensor.
-        rank: Dimensions of a tensor, or of a number that was one.
-    """
-
+    # A leaf (``input``, ``number``, ``tensor``, ``true``, ``false``) or a name of ``OPERATIONS``.
     op: str
     kind: Kind
+    # Positions of the operands among the nodes, all earlier than this one.
     operands: tuple[int, ...] = ()
+    # The input's name; the dtype of a tensor, of a cast, or of a number that was a tensor of one
+    # element ("" for a Python number, which promotes differently).
     name: str = ""
-    slot: int = -1
-    rank: int = 0
+    slot: int = -1  # position in ``Expression.captured`` of a number or tensor
+    rank: int = 0  # dimensions of a tensor, or of a number that was one
 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """An expression without its captured values: what a compiled kernel depends on.
+    """An expression without its captured values: what a compiled kernel depends on."""
 
-    Attributes:
-        inputs: Names of the arguments, in the callable's order.
-        nodes: The values in an order of evaluation; the last one is the result.
-    """
-
-    inputs: tuple[str, ...]
-    nodes: tuple[Node, ...]
+    inputs: tuple[str, ...]  # names of the arguments, in the callable's order
+    nodes: tuple[Node, ...]  # the values in an order of evaluation; the last one is the result
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Expression:
-    """A traced mask or score mod.
+    """A traced mask or score mod."""
 
-    Attributes:
-        structure: The graph; hashable, equal for mods that differ in their numbers only.
-        captured: The numbers and tensors that the graph's slots stand for.
-    """
-
-    structure: Structure
-    captured: tuple[Captured, ...]
+    structure: Structure  # the graph; hashable, equal for mods that differ in their numbers only
+    captured: tuple[Captured, ...]  # the numbers and tensors that the graph's slots stand for
 
     def evaluate(self, *inputs: Tensor) -> Tensor:
         """Return the mod's value on tensors in the callable's order, with torch's own promotion.
@@ -213,15 +190,12 @@ class Expression:
 
 @dataclass(frozen=True, slots=True)
 class Algebra(Generic[Value]):
-    """Leaves and operations of an evaluation, as functions.
+    """Leaves and operations of an evaluation, as functions."""
 
-    Attributes:
-        leaf: (node, what it stands for) → value. A leaf stands for the input, the captured number
-            or tensor, or True or False.
-        operations: By name: (node, *values of its operands) → value.
-    """
-
+    # (node, what it stands for) → value. A leaf stands for the input, the captured number or
+    # tensor, or True or False.
     leaf: Callable[[Node, Any], Value]
+    # By name: (node, *values of its operands) → value.
     operations: Mapping[str, Callable[..., Value]]
 
     @classmethod
@@ -297,7 +271,6 @@ def node_dtypes(
     torch itself promotes, on its meta device, where nothing is computed. Indices are int64.
 
     Args:
-        expression: A mask or score mod.
         score: The dtype of the score that comes in.
 
     Raises:

@@ -59,7 +59,6 @@ def mask_formula_code(text: str, dimensions: Dimensions) -> str:
     """Return Python on torch tensors that computes the mask ``text``.
 
     Args:
-        text: One line.
         dimensions: The index ranges at which its whole numbers must fit in 32 bits.
 
     Raises:
@@ -101,21 +100,13 @@ def _compile_text(name: str, arguments: tuple[str, ...], code: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """A part of a text, understood.
+    """A part of a text, understood."""
 
-    Attributes:
-        kind: What it gives.
-        code: Python that computes it on tensors.
-        range: A whole number's smallest and largest value.
-        value: The number, if it is one whatever the indices.
-        scored: Whether it reads the score.
-    """
-
-    kind: Literal["truth value", "whole number", "real number"]
-    code: str
-    range: tuple[int, int] = (0, 0)
-    value: float | None = None
-    scored: bool = False
+    kind: Literal["truth value", "whole number", "real number"]  # what it gives
+    code: str  # Python that computes it on tensors
+    range: tuple[int, int] = (0, 0)  # a whole number's smallest and largest value
+    value: float | None = None  # the number, if it is one whatever the indices
+    scored: bool = False  # whether it reads the score
 
 
 def _refusal(node: ast.expr, fact: str, remedy: str) -> ProblemError:

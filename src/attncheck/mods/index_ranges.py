@@ -61,7 +61,6 @@ def check_index_ranges(
       score is not known here, and not refused.
 
     Args:
-        expression: A mask or score mod.
         dimensions: b < batch, h < heads, q_idx < query, kv_idx < kv.
         name: What an error calls the mod.
 
@@ -272,16 +271,11 @@ _CORNERS: dict[str, Callable[..., float]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """The outcome of a search.
+    """The outcome of a search."""
 
-    Attributes:
-        range: The extremes of the values, as far as they were looked at.
-        value: The first wrong one; None where there is none.
-        place: Where that is, (b, h, q_idx, kv_idx); an index that the node does not read is 0.
-    """
-
-    range: Range
-    value: float | None = None
+    range: Range  # the extremes of the values, as far as they were looked at
+    value: float | None = None  # the first wrong one; None where there is none
+    # Where that is, (b, h, q_idx, kv_idx); an index that the node does not read is 0.
     place: tuple[int, ...] = ()
 
     def __str__(self) -> str:

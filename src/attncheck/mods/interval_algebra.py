@@ -57,14 +57,10 @@ def to_interval(expression: Expression, arithmetic: Arithmetic) -> Callable[...,
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Interval:
-    """Intervals of real numbers.
-
-    Attributes:
-        pairs: An array of ``Pair``.
-        format: What the numbers are held in; None of whole and of Python numbers.
-    """
+    """Intervals of real numbers."""
 
     pairs: Values
+    # What the numbers are held in; None of whole and of Python numbers.
     format: Format | None = None
 
     @classmethod
@@ -166,14 +162,10 @@ class Rounding:
     An ulp of x is at most 2u·|x|, u the unit roundoff. What is below the smallest normal number may
     be flushed to 0; what is above the largest may become infinite. No rounding changes a sign. A
     number that the format holds stays as it is if ``ulps`` is at most 1/2.
-
-    Attributes:
-        format: Of the result.
-        ulps: 0.5 for a correctly rounded operation.
     """
 
     format: Format
-    ulps: float
+    ulps: float  # 0.5 for a correctly rounded operation
 
     def __call__(self, x: Pair) -> Pair:
         """Return where the rounded result of an exact one in ``x`` lies."""

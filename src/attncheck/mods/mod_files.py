@@ -130,17 +130,11 @@ def load_score(reference: str) -> Spec:
 
 @dataclass(frozen=True, slots=True)
 class _FileMod:
-    """A mod of a file as it was at one time.
+    """A mod of a file as it was at one time."""
 
-    Attributes:
-        reference: ``file.py::name``.
-        what: ``mask`` or ``score mod``.
-        version: Of the file.
-    """
-
-    reference: str
-    what: ModKind
-    version: tuple[int, int]
+    reference: str  # ``file.py::name``
+    what: ModKind  # ``mask`` or ``score mod``
+    version: tuple[int, int]  # of the file
 
     @property
     def name(self) -> str:

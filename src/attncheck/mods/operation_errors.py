@@ -18,18 +18,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arithmetic:
-    """Declared errors of an implementation's operations.
+    """Declared errors of an implementation's operations."""
 
-    Attributes:
-        format: Of the score that comes in; what torch computes in a narrower one may be computed
-            there, nothing is computed in a wider one.
-        ulps: Largest error of each operation on exact operands, in units in the last place; what
-            is not there is exact.
-        argument_ulps: How far its operand may be rounded before, likewise.
-    """
-
+    # Of the score that comes in; what torch computes in a narrower one may be computed there,
+    # nothing is computed in a wider one.
     format: Format
+    # Largest error of each operation on exact operands, in units in the last place; what is not
+    # there is exact.
     ulps: Mapping[str, float]
+    # How far its operand may be rounded before, likewise.
     argument_ulps: Mapping[str, float] = field(default_factory=dict)
 
     def format_of(self, dtype: torch.dtype | None) -> Format | None:

@@ -31,21 +31,15 @@ _FREE_SHARE = 4  # one page in so many is free, and two more
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class PageTable:
-    """The page of memory of each page of each sequence.
+    """The page of memory of each page of each sequence."""
 
-    Attributes:
-        table: int32 ``(batch, most)``: the page of keys ``j · size`` to ``(j + 1) · size − 1`` of
-            sequence b is ``table[b, j]``. Entries beyond a sequence's last page are free pages:
-            they may be read, and what they hold may not be used.
-        pages: Pages of memory, the free ones included; the last one is free.
-        size: Keys in a page.
-        lengths: Keys of each sequence.
-    """
-
+    # int32 ``(batch, most)``: the page of keys ``j · size`` to ``(j + 1) · size − 1`` of sequence
+    # b is ``table[b, j]``. Entries beyond a sequence's last page are free pages: they may be
+    # read, and what they hold may not be used.
     table: Tensor
-    pages: int
-    size: int
-    lengths: tuple[int, ...]
+    pages: int  # pages of memory, the free ones included; the last one is free
+    size: int  # keys in a page
+    lengths: tuple[int, ...]  # keys of each sequence
 
     @property
     def own(self) -> Tensor:

@@ -73,9 +73,6 @@ class RunningError:
             products: The exact scores that come in, float64 ``(heads, rows, kv)``.
             radius: How far a kernel's may be off, of that shape.
             b: Sequence of each; index tensors broadcast to that shape.
-            h: Head.
-            q_idx: Query row.
-            kv_idx: Key.
         """
         arguments = (products, b, h, q_idx, kv_idx)
         nothing = torch.zeros((), dtype=torch.float64, device=products.device)
@@ -97,22 +94,14 @@ class RunningError:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Around:
-    """A value and how far from it a kernel's may lie; shapes that broadcast.
+    """A value and how far from it a kernel's may lie; shapes that broadcast."""
 
-    Attributes:
-        raw: The oracle's, as torch computes it; a Python number stays one, for torch's promotion.
-        value: The same as a tensor, of any dtype.
-        radius: float64, how far a kernel's may be off; of a truth value 1 where it may be the other
-            one.
-        jump: bool, whether it may lie on the other side of a jump; the radius holds there too.
-        format: What it is held in; None of whole and of Python numbers.
-    """
-
-    raw: Any
-    value: Tensor
+    raw: Any  # the oracle's, as torch computes it; a Python number stays one, for torch's promotion
+    value: Tensor  # the same as a tensor, of any dtype
+    # float64, how far a kernel's may be off; of a truth value 1 where it may be the other one.
     radius: Tensor
-    jump: Tensor
-    format: Format | None = None
+    jump: Tensor  # bool, whether it may lie on the other side of a jump; the radius holds there too
+    format: Format | None = None  # what it is held in; None of whole and of Python numbers
 
     @property
     def real(self) -> Tensor:

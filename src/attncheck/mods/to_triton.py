@@ -39,21 +39,17 @@ _INT32_LARGEST = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TritonMod:
-    """A mod as a kernel takes it.
+    """A mod as a kernel takes it."""
 
-    Attributes:
-        function: ``mask_mod(b, h, q_idx, kv_idx, captured)`` or ``score_mod(score, b, h, q_idx,
-            kv_idx, captured)``, a ``@triton.jit`` function; the same object for every expression
-            of one structure. It may be called at indices beyond query and kv: what it reads
-            there is inside the captured tensors. The result broadcasts to the indices.
-        captured: What to pass as ``captured``: for each slot a number, or a tensor's pointer
-            followed by its sizes.
-        source: The text of the function.
-    """
-
+    # ``mask_mod(b, h, q_idx, kv_idx, captured)`` or ``score_mod(score, b, h, q_idx, kv_idx,
+    # captured)``, a ``@triton.jit`` function; the same object for every expression of one
+    # structure. It may be called at indices beyond query and kv: what it reads there is inside
+    # the captured tensors. The result broadcasts to the indices.
     function: Any
+    # What to pass as ``captured``: for each slot a number, or a tensor's pointer followed by its
+    # sizes.
     captured: tuple[Captured, ...]
-    source: str
+    source: str  # the text of the function
 
 
 def to_triton(expression: Expression, device: str | torch.device | None = None) -> TritonMod:

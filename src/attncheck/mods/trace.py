@@ -311,11 +311,6 @@ def count_disagreements(
     Scores are compared exactly, in float64.
 
     Args:
-        expression: What was traced.
-        mod: What it was traced from.
-        dimensions: The index ranges.
-        samples: How many tuples to draw.
-        seed: Which draw.
         device: Where the tensors are that both capture.
 
     Raises:

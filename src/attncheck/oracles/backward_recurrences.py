@@ -44,7 +44,6 @@ def row_terms(numbers: Numbers[A], out: A, dout: A, dlse: A, keys: Tensor) -> A:
     A row that attends to no key has an out of 0 whatever dO holds, NaN too.
 
     Args:
-        numbers: The number system.
         out: ``(batch, heads, query, value_dim)``, as ``dout``.
         dout: The loss's gradient with respect to it.
         dlse: And to LSE, a column.
@@ -78,7 +77,6 @@ def dense_backward(numbers: Numbers[A], inputs: Inputs) -> Gradients[A]:
     What a key or row that no one attends to holds, NaN too, has no part in anything.
 
     Args:
-        numbers: The number system.
         inputs: With a loss; raises ProblemError without one.
 
     Returns:
@@ -117,7 +115,6 @@ def flash2_backward(
     all blocks; dLSE is a part of it. No block is skipped: a mask only hides.
 
     Args:
-        numbers: The number system.
         inputs: As for ``dense_backward``, which this equals up to rounding.
         block_query: Rows of a query block (the paper's B_r).
         block_kv: Keys of a key block (the paper's B_c).
@@ -191,27 +188,16 @@ def _query_blocks(
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _QueryBlock(Generic[A]):
-    """Rows of a query block.
-
-    Attributes:
-        at: Which.
-        q: ``(batch, heads, rows, head_dim)``.
-        dout: ``(batch, heads, rows, value_dim)``.
-        lse: A column, 0 for rows that attend to nothing.
-        terms: A column: dLSE − delta.
-        dq: Of the key blocks so far, without the scale.
-        attends: Whether a row attends to any of their keys; a bool column.
-        captured: Of the numbers that the score mod reads, where those have gradients.
-    """
+    """Rows of a query block."""
 
     at: range
-    q: A
-    dout: A
-    lse: A
-    terms: A
-    dq: A
-    attends: Tensor
-    captured: A | None = None
+    q: A  # ``(batch, heads, rows, head_dim)``
+    dout: A  # ``(batch, heads, rows, value_dim)``
+    lse: A  # a column, 0 for rows that attend to nothing
+    terms: A  # a column: dLSE − delta
+    dq: A  # of the key blocks so far, without the scale
+    attends: Tensor  # whether a row attends to any of their keys; a bool column
+    captured: A | None = None  # of the numbers that the score mod reads, where those have gradients
 
     def add(
         self, numbers: Numbers[A], scores: Scores[A], mine: Sequence[A], block: range

@@ -47,15 +47,10 @@ _MINUS_INFINITY = flint.arb.neg_inf()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Balls:
-    """An array of balls; operators are elementwise, broadcast, and round to ``bits``.
+    """An array of balls; operators are elementwise, broadcast, and round to ``bits``."""
 
-    Attributes:
-        array: ``(batch, heads, rows, columns)``, objects that are ``flint.arb``.
-        bits: Of a midpoint.
-    """
-
-    array: BallArray
-    bits: int
+    array: BallArray  # ``(batch, heads, rows, columns)``, objects that are ``flint.arb``
+    bits: int  # of a midpoint
 
     def __add__(self, other: Self) -> Self:
         return self._combined(operator.add, other.array)
@@ -268,17 +263,11 @@ _ERROR = each_ball(error_bound, 2)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProvenError:
-    """Upper bounds of |result − exact|, float64 on the CPU; ∞ where nothing is proven.
-
-    Attributes:
-        rows: Which rows.
-        out: ``(heads, rows, value_dim)``; of a softmax ``(heads, rows, kv)``.
-        lse: ``(heads, rows)``; 0 where both are −∞.
-    """
+    """Upper bounds of |result − exact|, float64 on the CPU; ∞ where nothing is proven."""
 
     rows: Rows
-    out: Tensor
-    lse: Tensor
+    out: Tensor  # ``(heads, rows, value_dim)``; of a softmax ``(heads, rows, kv)``
+    lse: Tensor  # ``(heads, rows)``; 0 where both are −∞
 
 
 def proven_error(outputs: Outputs, exact: Result[Balls], rows: Rows) -> ProvenError:
@@ -287,7 +276,6 @@ def proven_error(outputs: Outputs, exact: Result[Balls], rows: Rows) -> ProvenEr
     Args:
         outputs: Of the whole Problem, float64, with LSE.
         exact: What ``enclosed`` gave of ``rows``.
-        rows: Which rows.
     """
     assert outputs.lse is not None, "an oracle always gives LSE"
     heads, query = slice(rows.heads.start, rows.heads.stop), rows.query.cpu()
@@ -309,7 +297,6 @@ def enclose_rows(numbers: Ball, inputs: Inputs, rows: Rows) -> Result[Balls]:
     Args:
         numbers: Balls, with what evaluates a score mod.
         inputs: Of an attention or a softmax, on any device.
-        rows: Which rows.
 
     Returns:
         Out ``(1, heads, rows, value_dim)``, of a softmax ``(1, heads, rows, kv)``, and natural-log

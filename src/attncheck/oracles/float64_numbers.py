@@ -23,15 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Nonfinite:
-    """Values whose non-finite part is set apart, since 0·NaN and 0·∞ are NaN.
+    """Values whose non-finite part is set apart, since 0·NaN and 0·∞ are NaN."""
 
-    Attributes:
-        finite: The values, 0 where they are NaN or infinite; ``(…, kv, value_dim)``.
-        marks: 1.0 where they are NaN, +∞ or −∞, side by side; ``(…, kv, 3·value_dim)``.
-    """
-
-    finite: Tensor
-    marks: Tensor
+    finite: Tensor  # the values, 0 where they are NaN or infinite; ``(…, kv, value_dim)``
+    marks: Tensor  # 1.0 where they are NaN, +∞ or −∞, side by side; ``(…, kv, 3·value_dim)``
 
     @classmethod
     def among(cls, values: Tensor) -> Self | None:

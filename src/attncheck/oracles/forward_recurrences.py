@@ -47,7 +47,6 @@ def dense_attention(numbers: Numbers[A], inputs: Inputs, softmax: Softmax = safe
     A row that attends to no key gives 0 and an LSE of −∞, or its head's sink where there are sinks.
 
     Args:
-        numbers: The number system.
         inputs: q ``(batch, heads, query, head_dim)``; k and v with kv_heads, head h reads head
             h // (heads / kv_heads).
         softmax: One of ``softmax.SOFTMAXES``.
@@ -66,7 +65,6 @@ def dense_softmax(numbers: Numbers[A], inputs: Inputs, softmax: Softmax = safe) 
     """The softmax of ``inputs.scores()`` over their last axis; a score of −∞ has weight 0.
 
     Args:
-        numbers: The number system.
         inputs: Of a Problem whose operation is softmax; raises ProblemError for attention.
         softmax: One of ``softmax.SOFTMAXES``.
 
@@ -89,7 +87,6 @@ def flash1_forward(
     size; no block is skipped: a mask only hides. A sink is in l and m before the first block.
 
     Args:
-        numbers: The number system.
         inputs: As for ``dense_attention``, which this equals up to rounding.
         block_query: Rows of a query block (the paper's B_r).
         block_kv: Keys of a key block (the paper's B_c).
@@ -117,17 +114,11 @@ def flash1_forward(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Block(Generic[A]):
-    """Results of one query block after some key blocks.
+    """Results of one query block after some key blocks."""
 
-    Attributes:
-        out: The paper's O, attention over the keys so far: ``(batch, heads, rows, value_dim)``.
-        total: Its l, the sum of exponentials relative to m: ``(batch, heads, rows, 1)``.
-        largest: Its m, the largest score: ``(batch, heads, rows, 1)``.
-    """
-
-    out: A
-    total: A
-    largest: A
+    out: A  # the paper's O, attention over the keys so far: ``(batch, heads, rows, value_dim)``
+    total: A  # its l, the sum of exponentials relative to m: ``(batch, heads, rows, 1)``
+    largest: A  # its m, the largest score: ``(batch, heads, rows, 1)``
 
     @classmethod
     def nothing(cls, numbers: Numbers[A], inputs: Inputs, rows: range) -> _Block[A]:
@@ -174,7 +165,6 @@ def flash2_forward(
     skipped: a mask only hides. A sink is in l and m before the first key block.
 
     Args:
-        numbers: The number system.
         inputs: As for ``dense_attention``, which this equals up to rounding.
         block_query: Rows of a query block (the paper's B_r).
         block_kv: Keys of a key block (the paper's B_c).
@@ -213,7 +203,6 @@ def flash2_rows(
     """Out and LSE of some rows, from their key blocks: lines 4 to 15 of the algorithm.
 
     Args:
-        numbers: The number system.
         blocks: Scores ``(batch, heads, rows, keys)``, what is attended (bool, of that shape) and
             values ``(batch, heads, keys, value_dim)``, one block of keys after another.
         shape: Of out: ``(batch, heads, rows, value_dim)``.
@@ -250,7 +239,6 @@ def split_forward(numbers: Numbers[A], inputs: Inputs, *, splits: int) -> Result
     attention.
 
     Args:
-        numbers: The number system.
         inputs: As for ``dense_attention``, which this equals up to rounding.
         splits: How many, contiguous and as equal as can be; beyond the number of keys some are
             empty.
@@ -330,10 +318,7 @@ def one_head(numbers: Numbers[A], inputs: Inputs, head: int, query: Tensor) -> R
     """Rows ``query`` of one (batch, head) pair, by FlashAttention-2's recurrence in any numbers.
 
     Args:
-        numbers: The number system.
-        inputs: On its device.
         head: batch · heads + head.
-        query: int64 indices of the rows.
 
     Returns:
         Out ``(1, 1, rows, value_dim)`` and natural-log LSE ``(1, 1, rows, 1)``.

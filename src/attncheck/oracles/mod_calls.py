@@ -27,19 +27,12 @@ _NOT_BROADCAST = (RuntimeError, IndexError, TypeError, ValueError)
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Indices:
-    """Indices of a tile.
+    """Indices of a tile."""
 
-    Attributes:
-        b: ``(batch, 1, 1, 1)``.
-        h: Query heads, ``(1, heads, 1, 1)``.
-        q_idx: ``(1, 1, query, 1)``.
-        kv_idx: ``(1, 1, 1, kv)``.
-    """
-
-    b: Tensor
-    h: Tensor
-    q_idx: Tensor
-    kv_idx: Tensor
+    b: Tensor  # ``(batch, 1, 1, 1)``
+    h: Tensor  # query heads, ``(1, heads, 1, 1)``
+    q_idx: Tensor  # ``(1, 1, query, 1)``
+    kv_idx: Tensor  # ``(1, 1, 1, kv)``
 
     @classmethod
     def of(
@@ -176,7 +169,6 @@ def _over_all_axes(mod: Callable[..., Tensor], scores: int) -> Callable[..., Ten
     """``mod`` of 0-d arguments, mapped over (batch, heads, query, kv).
 
     Args:
-        mod: The callable.
         scores: How many of its leading arguments have all four axes (the score: 1, else 0).
     """
     # Innermost axis first, so that the outermost vmap is over the batch.

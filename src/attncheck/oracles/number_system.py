@@ -122,8 +122,6 @@ class Numbers(Protocol[A]):
             score_mod: A FlexAttention callable that reads float tensors.
             scores: Before it, ``(batch, heads, query, kv)``.
             indices: Theirs.
-            factors: Of that shape.
-            attended: Bool, likewise: no other score is summed, NaN or not.
 
         Returns:
             ``(1, 1, 1, numbers)``: one tensor after the other, each flattened row-major.
@@ -147,13 +145,9 @@ class Evaluate(Protocol):
 
 
 class Reads(Protocol):
-    """Reads of captured float tensors by a score mod, in a number system.
+    """Reads of captured float tensors by a score mod, in a number system."""
 
-    Attributes:
-        numbers: How many numbers they hold together.
-    """
-
-    numbers: int
+    numbers: int  # how many numbers they hold together
 
     def __call__(self, *arguments: NDArray[Any]) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
         """Yield of each read which number it reads, and the score mod's derivative by it.

@@ -25,16 +25,13 @@ A = TypeVar("A", bound="Array")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Result(Generic[A]):
-    """Unrounded results; in float64 the same numbers as Outputs.
+    """Unrounded results; in float64 the same numbers as Outputs."""
 
-    Attributes:
-        out: ``(batch, heads, query, value_dim)``; of softmax ``(batch, heads, query, kv)``. Rows
-            that attend to no key are 0.
-        lse: Natural-log LSE, ``(batch, heads, query, 1)``: a column, like every array of numbers.
-            Rows that attend to no key are −∞.
-    """
-
+    # ``(batch, heads, query, value_dim)``; of softmax ``(batch, heads, query, kv)``. Rows that
+    # attend to no key are 0.
     out: A
+    # Natural-log LSE, ``(batch, heads, query, 1)``: a column, like every array of numbers. Rows
+    # that attend to no key are −∞.
     lse: A
 
     def rounded(self, numbers: Numbers[A]) -> Outputs:
@@ -44,23 +41,14 @@ class Result(Generic[A]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gradients(Generic[A]):
-    """Unrounded gradients of a loss, and the Result that they belong to.
+    """Unrounded gradients of a loss, and the Result that they belong to."""
 
-    Attributes:
-        result: Of the forward.
-        dq: ``(batch, heads, query, head_dim)``; 0 of rows that attend to no key.
-        dk: ``(batch, kv_heads, kv, head_dim)``; 0 of keys that no row attends to.
-        dv: ``(batch, kv_heads, kv, value_dim)``; likewise.
-        dsink: ``(1, heads, 1, 1)``, of a Problem with a sink.
-        dcaptured: ``(1, 1, 1, numbers)``, of a Problem with dcaptured.
-    """
-
-    result: Result[A]
-    dq: A
-    dk: A
-    dv: A
-    dsink: A | None = None
-    dcaptured: A | None = None
+    result: Result[A]  # of the forward
+    dq: A  # ``(batch, heads, query, head_dim)``; 0 of rows that attend to no key
+    dk: A  # ``(batch, kv_heads, kv, head_dim)``; 0 of keys that no row attends to
+    dv: A  # ``(batch, kv_heads, kv, value_dim)``; likewise
+    dsink: A | None = None  # ``(1, heads, 1, 1)``, of a Problem with a sink
+    dcaptured: A | None = None  # ``(1, 1, 1, numbers)``, of a Problem with dcaptured
 
     def rounded(self, numbers: Numbers[A]) -> Outputs:
         """The nearest float64 Outputs, with out and LSE."""
@@ -116,7 +104,6 @@ def rows_with_weight(numbers: Numbers[A], attended: Tensor, sink: A | None) -> T
     """Mark the rows that have anything to weigh: bool ``(batch, heads, query, 1)``.
 
     Args:
-        numbers: The number system.
         attended: Bool ``(batch, heads, query, kv)``.
         sink: As ``sink_of`` gives it.
     """
@@ -132,7 +119,6 @@ def initial_maximum_and_sum(
     −∞ and 0; with a sink, which is a score like any, the sink and 1.
 
     Args:
-        numbers: The number system.
         shape: ``(batch, heads, rows, 1)``, of both.
         sink: Broadcasts to it.
     """
@@ -215,36 +201,21 @@ SOFTMAXES: dict[str, Softmax] = {"naive": naive, "safe": safe, "online": online}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sloped(Generic[A]):
-    """A tile of scores with what a backward needs of them, ``(batch, heads, query, kv)``.
+    """A tile of scores with what a backward needs of them, ``(batch, heads, query, kv)``."""
 
-    Attributes:
-        scores: −∞ where not attended.
-        attended: Bool.
-        slopes: The score mod's derivative, 0 where not attended.
-        products: What the score mod was given.
-        indices: Where the tile lies.
-    """
-
-    scores: A
-    attended: Tensor
-    slopes: A
-    products: A
-    indices: Indices
+    scores: A  # −∞ where not attended
+    attended: Tensor  # bool
+    slopes: A  # the score mod's derivative, 0 where not attended
+    products: A  # what the score mod was given
+    indices: Indices  # where the tile lies
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores(Generic[A]):
-    """Scores of one Inputs, any rows and keys of it.
-
-    Attributes:
-        numbers: The number system.
-        inputs: Their mask, score mod and scale are used; the tensors are passed.
-        mask_mod: The original mask.
-        score_mod: The original score mod.
-    """
+    """Scores of one Inputs, any rows and keys of it."""
 
     numbers: Numbers[A]
-    inputs: Inputs
+    inputs: Inputs  # their mask, score mod and scale are used; the tensors are passed
     mask_mod: MaskMod
     score_mod: ScoreMod
 
@@ -263,8 +234,6 @@ class Scores(Generic[A]):
         Args:
             q: ``(batch, heads, query, head_dim)``, the rows of ``query``.
             k: ``(batch, heads, kv, head_dim)``, the rows of ``kv``, repeated for each head.
-            query: Their query indices.
-            kv: Their key indices.
         """
         problem = self.inputs.problem
         b, h = range(problem.batch), range(problem.heads)
@@ -276,7 +245,6 @@ class Scores(Generic[A]):
         Args:
             q: ``(batch, heads, query, head_dim)`` of the sizes of ``indices``.
             k: ``(batch, heads, kv, head_dim)``.
-            indices: Where they lie.
         """
         return self._after(self._products(q, k), indices)
 

@@ -102,7 +102,7 @@ class _Tiles:
     def _largest_score(self) -> float:
         """Bound of |scale·q·k| over all rows and keys, by Cauchy–Schwarz, and of the sinks."""
         norms = [torch.linalg.vector_norm(tensor, dim=-1).amax() for tensor in (self.q, self.k)]
-        of_keys = self.problem.scale * float(norms[0] * norms[1])
+        of_keys = abs(self.problem.scale) * float(norms[0] * norms[1])
         return of_keys if self.sink is None else max(of_keys, float(self.sink.abs().amax()))
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
@@ -271,21 +271,14 @@ def exponential(shifted: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocks:
-    """Sizes of the tiles.
+    """Sizes of the tiles."""
 
-    Attributes:
-        rows: Query rows of one batched product, all its heads together: enough to fill the device.
-        query: Query rows of one head in a tile, at least (a causal diagonal wastes half of it).
-        query_most: The same, at most, where few heads leave ``rows`` unfilled.
-        kv: Keys of a tile; ``rows`` · ``kv`` · 8 bytes is the score buffer.
-        cell: Keys that a mask is classified by; tiles begin and end at multiples of it.
-    """
-
+    # Query rows of one batched product, all its heads together: enough to fill the device.
     rows: int
-    query: int
-    query_most: int
-    kv: int
-    cell: int
+    query: int  # query rows of one head in a tile, at least (a causal diagonal wastes half of it)
+    query_most: int  # the same, at most, where few heads leave ``rows`` unfilled
+    kv: int  # keys of a tile; ``rows`` · ``kv`` · 8 bytes is the score buffer
+    cell: int  # keys that a mask is classified by; tiles begin and end at multiples of it
 
 
 _CPU = Blocks(rows=1024, query=256, query_most=512, kv=512, cell=64)
@@ -309,17 +302,11 @@ def backward_blocks_for(device: torch.device) -> Blocks:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Heads of one tile: all kv heads of several sequences, or some of one.
+    """Heads of one tile: all kv heads of several sequences, or some of one."""
 
-    Attributes:
-        batch: Sequences.
-        kv: Key heads.
-        group: Query heads a key head.
-    """
-
-    batch: range
-    kv: range
-    group: int
+    batch: range  # sequences
+    kv: range  # key heads
+    group: int  # query heads a key head
 
     @property
     def query(self) -> range:
@@ -333,15 +320,10 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Keys of a tile.
-
-    Attributes:
-        keys: Which.
-        partial: Whether some row of the tile does not see some of them.
-    """
+    """Keys of a tile."""
 
     keys: range
-    partial: bool
+    partial: bool  # whether some row of the tile does not see some of them
 
 
 def query_blocks(problem: Problem, blocks: Blocks) -> list[range]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
-from attncheck.core.errors import UnknownName
+from attncheck.core.errors import look_up
 from attncheck.inputs.problem import Case
 from attncheck.inputs.question_parameters import Parameters
 from attncheck.probes.probe_table import ALL_PROBES, Probe
@@ -34,9 +34,7 @@ PROBES: dict[str, Probe] = {probe.name: probe for probe in ALL_PROBES}
 
 def probe_named(name: str) -> Probe:
     """Return the probe called ``name``; raise UnknownName with the valid names."""
-    if name not in PROBES:
-        raise UnknownName("probe", name, PROBES)
-    return PROBES[name]
+    return look_up("probe", name, PROBES)
 
 
 def case(name: str, problem: Problem, parameters: Parameters | None = None) -> Case:

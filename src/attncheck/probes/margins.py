@@ -41,25 +41,19 @@ _DIVIDED_EXACTLY = 2  # keys: every row sum on the way to theirs is a power of t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightErrors:
-    """What a kernel's arithmetic says of its weights, and of sums of values.
+    """What a kernel's arithmetic says of its weights, and of sums of values."""
 
-    Attributes:
-        exp2_ulps: Largest error of its exp2, in units in the last place of fp32.
-        cut: Largest part of P that is cut off where its format is not rounded to, but truncated,
-            as tensor cores read tf32: a weight a little below 1 is then one step of tf32 below it.
-        divides: Whether P may be divided before it is rounded: by the row sum, by that of a split
-            or by what a tile has brought it to. Then it is no power of two where the keys are.
-        scale: What P is multiplied by before it is rounded.
-        values: In which values are added up.
-        unit: Unit roundoff of everything else, no less than fp32's.
-    """
-
+    # Largest error of its exp2, in units in the last place of fp32.
     exp2_ulps: float = HARDWARE_ULPS
+    # Largest part of P that is cut off where its format is not rounded to, but truncated, as
+    # tensor cores read tf32: a weight a little below 1 is then one step of tf32 below it.
     cut: float = 0.0
+    # Whether P may be divided before it is rounded: by the row sum, by that of a split or by what
+    # a tile has brought it to. Then it is no power of two where the keys are.
     divides: bool = True
-    scale: float = 1.0
-    values: Accumulator = FP32
-    unit: float = _U
+    scale: float = 1.0  # what P is multiplied by before it is rounded
+    values: Accumulator = FP32  # in which values are added up
+    unit: float = _U  # unit roundoff of everything else, no less than fp32's
 
     @classmethod
     def of(cls, arithmetic: Arithmetic) -> WeightErrors:
@@ -149,7 +143,6 @@ def is_countable(
         keys: How many they are.
         top: Their score.
         others: What the keys below them move, in units of V.
-        errors: Of the kernel's weights.
         exact: Where a sum of values loses nothing.
     """
     error, added = relative_error(problem, top, errors), errors.addition(problem)

@@ -96,18 +96,14 @@ def column_shifts(problem: Problem) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Code:
-    """Columns of V that hold a 1 for each key, so that sums count keys.
+    """Columns of V that hold a 1 for each key, so that sums count keys."""
 
-    Attributes:
-        name: ``direct`` (a column each), ``two digits``, ``digit 0``, ``digit 1``, ``marked`` or
-            ``columns``.
-        base: Columns that a digit has.
-        digits: int64 ``(digits, kv)``: the column of a key, counted from the digit's own first one;
-            −1 where the key has none.
-    """
-
+    # ``direct`` (a column each), ``two digits``, ``digit 0``, ``digit 1``, ``marked`` or
+    # ``columns``.
     name: str
-    base: int
+    base: int  # columns that a digit has
+    # int64 ``(digits, kv)``: the column of a key, counted from the digit's own first one; −1
+    # where the key has none.
     digits: torch.Tensor
 
 
@@ -258,7 +254,6 @@ def store_inputs(
     In fp8 each batch and key head has descales of its own, powers of two.
 
     Args:
-        problem: What they are inputs of.
         q: ``(batch, heads, query, head_dim)``.
         k: ``(batch, kv_heads, kv, head_dim)``.
         v: ``(batch, kv_heads, kv, value_dim)``.

@@ -52,8 +52,6 @@ class Probe:
     All of it is pure: no kernel, no oracle. ``docs/reference/probes.md`` proves what each shows.
 
     Attributes:
-        name: The question of a Case.
-        summary: What it shows, in one line.
         fill: (Problem, parameters) → its Inputs on the CPU; the Problem is ``problem``'s.
         unable: Why there are no such inputs of a Problem, in one line; None if there are.
         allowed: The numbers that each parameter may have, the most telling first.
@@ -82,6 +80,8 @@ class Probe:
             return "it has a sink, and counts are of keys alone"
         if problem.backward:
             return "it says nothing of gradients"
+        if problem.scale <= 0:
+            return f"its logits rise with q, and scale={problem.scale:g} does not"
         return self.unable(problem)
 
     def check(self, problem: Problem, parameters: Parameters) -> None:

@@ -36,26 +36,16 @@ _SEVERAL = 8  # bf16 roundings: a smaller difference is described as one of roun
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Rows that cannot be what they must be.
+    """Rows that cannot be what they must be."""
 
-    Attributes:
-        tensor: ``out`` or ``lse``.
-        place: The first wrong row and its key: (batch, head, query, key); key −1 where the answer
-            does not tell one.
-        dim: Column of out where the row is furthest off; −1 in LSE.
-        value: What it is there.
-        expected: What it should be.
-        what: What is wrong with the row, in words: ``key 7 is missing``.
-        count: Wrong rows.
-        compared: Rows compared.
-    """
-
-    tensor: str
+    tensor: str  # ``out`` or ``lse``
+    # The first wrong row and its key: (batch, head, query, key); key −1 where the answer does not
+    # tell one.
     place: tuple[int, int, int, int]
-    dim: int
-    value: float
-    expected: float
-    what: str
+    dim: int  # column of out where the row is furthest off; −1 in LSE
+    value: float  # what it is there
+    expected: float  # what it should be
+    what: str  # what is wrong with the row, in words: ``key 7 is missing``
     count: int
     compared: int
 
@@ -84,7 +74,6 @@ class TiedRows:
     """What rows must give by counting; axes ``(batch, heads, rows[, value_dim | kv])``, float64.
 
     Attributes:
-        query: Which rows.
         tied: bool: the keys of the largest score that a row sees.
         keys: How many they are; 0 in rows that see none.
         sums: Σ of their values.
@@ -110,13 +99,7 @@ class TiedRows:
 def iterate_tied_rows(
     inputs: Inputs, visible: VisibleKeys, *, errors: WeightErrors = USUAL_WEIGHT_ERRORS
 ) -> Iterator[TiedRows]:
-    """Yield all rows, some at a time.
-
-    Args:
-        inputs: Of a probe.
-        visible: What the mask shows.
-        errors: Of the kernel's weights.
-    """
+    """Yield all rows, some at a time."""
     problem = inputs.problem
     q, k, v = inputs.promoted()
     k, v = (x.repeat_interleave(problem.group, dim=1) for x in (k, v))
@@ -206,10 +189,7 @@ def check_tied_keys(
     left out where a right kernel's rounding could use more than a quarter.
 
     Args:
-        inputs: Of a probe.
         outputs: What a kernel gave, finite in every row that sees a key.
-        visible: What the mask shows.
-        errors: Of the kernel's weights.
     """
     first: tuple[Row, str, TiedRows] | None = None
     count = compared = 0

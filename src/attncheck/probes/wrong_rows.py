@@ -29,23 +29,14 @@ _GUESSES = 9  # numbers of keys to try where LSE does not tell: four too few to 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _WrongRow:
-    """A row whose count is wrong, float64.
+    """A row whose count is wrong, float64."""
 
-    Attributes:
-        out: What the kernel gave, ``(value_dim,)``, in units of V.
-        values: V of its key head in the same units, whole numbers, ``(kv, value_dim)``.
-        score: scale · q·k of every key, seen or not, ``(kv,)``.
-        tied: bool ``(kv,)``: the keys that should share its weight.
-        keys: How many they are.
-        used: How many keys share it by the kernel's LSE; 0 where it exposes none.
-    """
-
-    out: torch.Tensor
-    values: torch.Tensor
-    score: torch.Tensor
-    tied: torch.Tensor
-    keys: int
-    used: float
+    out: torch.Tensor  # what the kernel gave, ``(value_dim,)``, in units of V
+    values: torch.Tensor  # V of its key head in the same units, whole numbers, ``(kv, value_dim)``
+    score: torch.Tensor  # scale · q·k of every key, seen or not, ``(kv,)``
+    tied: torch.Tensor  # bool ``(kv,)``: the keys that should share its weight
+    keys: int  # how many they are
+    used: float  # how many keys share it by the kernel's LSE; 0 where it exposes none
 
 
 def describe_wrong_row(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from attncheck.core import json_numbers
-from attncheck.core.errors import UnknownName, UsageError
+from attncheck.core.errors import UsageError, require_known
 from attncheck.records.fault_scores import FaultReport, OwnTestsReport, SensitivityReport
 from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import Report
@@ -63,8 +63,7 @@ def report_schema(kind: str) -> dict[str, Any]:
 
     A number that JSON has no word for is a string: ``"nan"``, ``"inf"`` or ``"-inf"``.
     """
-    if kind not in REPORTS:
-        raise UnknownName("kind of report", kind, REPORTS)
+    require_known("kind of report", [kind], REPORTS)
     words: dict[str, Any] = {"enum": ["nan", "inf", "-inf"]}
 
     def with_words(part: Any) -> Any:

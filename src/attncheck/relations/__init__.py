@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attncheck.core.errors import UnknownName
+from attncheck.core.errors import look_up
 from attncheck.relations import closed_forms as closed
 from attncheck.relations import equivalent_mods as mods
 from attncheck.relations import gradient_relations as gradients
@@ -48,6 +48,4 @@ RELATIONS: dict[str, Relation] = {
 
 def relation_named(name: str) -> Relation:
     """Return the relation called ``name``; raise UnknownName with the valid names."""
-    if name not in RELATIONS:
-        raise UnknownName("relation", name, RELATIONS)
-    return RELATIONS[name]
+    return look_up("relation", name, RELATIONS)

@@ -30,13 +30,7 @@ _DISTANCE = {"alibi", "relative_bias"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Excerpt:
-    """What is taken of a Problem: none of the ranges is empty.
-
-    Attributes:
-        sequences: Of the batch.
-        rows: Query rows.
-        keys: Keys and values.
-    """
+    """What is taken of a Problem: none of the ranges is empty."""
 
     sequences: range
     rows: range

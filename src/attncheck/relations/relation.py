@@ -40,19 +40,13 @@ Unfit = Callable[["Problem"], "str | None"]
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Results:
-    """All that a relation's rule may look at.
+    """All that a relation's rule may look at."""
 
-    Attributes:
-        inputs: Of each run.
-        outputs: Of each run.
-        parameters: Of the question.
-        errors: How far each run's out ``(batch, heads, query, value_dim)``, LSE ``(batch, heads,
-            query)`` and gradients may be from the exact result; None where bits are compared.
-    """
-
-    inputs: Sequence[Inputs]
-    outputs: Sequence[Outputs]
+    inputs: Sequence[Inputs]  # of each run
+    outputs: Sequence[Outputs]  # of each run
     parameters: Parameters
+    # How far each run's out ``(batch, heads, query, value_dim)``, LSE ``(batch, heads, query)``
+    # and gradients may be from the exact result; None where bits are compared.
     errors: Errors
 
     def number(self, name: str) -> int:
@@ -75,41 +69,39 @@ class Relation:
     """Something that holds between what a right kernel gives in several runs, without an oracle.
 
     All of it is pure: no kernel, no oracle, no judge.
-
-    Attributes:
-        name: The question of a Case.
-        summary: What must hold, in one line: a failure quotes it.
-        runs: (inputs, parameters) → the inputs of each run of the kernel, in order; of other
-            Problems too. The arguments are not changed; runs may share tensors.
-        rule: Results of the runs → what is wrong, or None. By default the last of two runs must
-            give what the first gives. What runs may be apart follows from what each may be off by.
-            The value of a Finding is an element of the last run.
-        promise: What a kernel must promise for bits to be compared; empty where every right
-            kernel's agree; ``bounds`` where no kernel's need to. A kernel that does not promise it
-            is compared within bounds. Bits of two runs are compared only of a kernel that promises
-            ``repeat``.
-        needs_lse: Ask it only of kernels that give LSE.
-        only_promised: Ask it only of a kernel that promises one of these: the last run's inputs
-            have no bounds, and the first run's are taken for those of both where bits are not
-            compared. What it finds of a kernel that does not make ``promise`` is a warning.
-        spacious: Its inputs take gibibytes, of addresses or of a GPU: where there is not so much
-            memory it is not asked, and no kernel is blamed.
-        relaunched: The last run is by another launch of the kernel, the one that the parameter
-            ``launch`` counts (``Subject.launches``); asked only of a kernel that has any.
-        unfit: Why the relation does not apply to a Problem, in one line; None if it does.
-        allowed: The numbers that each parameter may have for a Problem, smallest first.
     """
 
     name: str
-    summary: str
+    summary: str  # what must hold, in one line: a failure quotes it
+    # (inputs, parameters) → the inputs of each run of the kernel, in order; of other Problems
+    # too. The arguments are not changed; runs may share tensors.
     runs: Callable[[Inputs, Parameters], tuple[Inputs, ...]]
+    # Results of the runs → what is wrong, or None. By default the last of two runs must give what
+    # the first gives. What runs may be apart follows from what each may be off by. The value of a
+    # Finding is an element of the last run.
     rule: Callable[[Results], Finding | None] = _last_equals_first
+    # What a kernel must promise for bits to be compared; empty where every right kernel's agree;
+    # ``bounds`` where no kernel's need to. A kernel that does not promise it is compared within
+    # bounds. Bits of two runs are compared only of a kernel that promises ``repeat``.
     promise: Promise | Literal["", "bounds"] = ""
-    needs_lse: bool = False
+    needs_lse: bool = False  # ask it only of kernels that give LSE
+    # Ask it only of a kernel that promises one of these: the last run's inputs have no bounds,
+    # and the first run's are taken for those of both where bits are not compared. What it finds
+    # of a kernel that does not make ``promise`` is a warning.
     only_promised: frozenset[Promise] = frozenset()
+    # Its runs are calls of one sequence, in one process: a call finds in memory what the calls
+    # before have left, and what they returned stays theirs. A call that is beyond the judge's
+    # bounds is a finding too, where the first one is not.
+    in_turn: bool = False
+    # The last run is by another launch of the kernel, the one that the parameter ``launch``
+    # counts (``Subject.launches``); asked only of a kernel that has any.
     relaunched: bool = False
+    # Its inputs take gibibytes, of addresses or of a GPU: where there is not so much memory it is
+    # not asked, and no kernel is blamed.
     spacious: bool = False
+    # Why the relation does not apply to a Problem, in one line; None if it does.
     unfit: Unfit = fits_all
+    # The numbers that each parameter may have for a Problem, smallest first.
     allowed: Callable[[Problem], Allowed] = no_parameters
 
     def check(self, problem: Problem, parameters: Parameters) -> None:
@@ -232,30 +224,32 @@ def change_tensors(
     return {name: change(tensors[name]) for name in names if name in tensors}
 
 
+def describe_turn(inputs: Sequence[Inputs], run: int) -> str:
+    """Return which call of a sequence a run is and what came before it, in a few words."""
+    own, before = inputs[run].problem, inputs[run - 1].problem
+    what = f"a {'longer' if before.kv > own.kv else 'shorter'} one ({before.shape})"
+    if before.shape == own.shape:
+        what = "other numbers of the same shapes"
+        what += f" under {before.mask}" if before.mask != own.mask else ""
+    return f"call {run + 1}, after {what}"
+
+
 # ------------------------------------------------------------------ comparing what they give
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Elements that are not what they must be.
-
-    Attributes:
-        tensor: Which one.
-        place: The worst element, or of bits the first, in the axes of ``judgement.AXES``.
-        value: What it is.
-        expected: What it should be.
-        allowed: How far the two may be apart; 0 where bits are compared.
-        count: Wrong elements.
-        compared: Elements compared.
-    """
+    """Elements that are not what they must be."""
 
     tensor: TensorName
+    # The worst element, or of bits the first, in the axes of ``judgement.AXES``.
     place: tuple[int, ...]
     value: float
     expected: float
-    allowed: float = 0.0
+    allowed: float = 0.0  # how far the two may be apart; 0 where bits are compared
     count: int
     compared: int
+    what: str = ""  # of which run, and what came before it; empty where that is plain
 
     @property
     def message(self) -> str:
@@ -265,8 +259,9 @@ class Finding:
         value, expected = f"{self.value:.9g}", f"{self.expected:.9g}"
         tolerance = f" ± {self.allowed:.2g}" if self.allowed else " bit for bit"
         verb = "differs" if self.count == 1 else "differ"
+        what = f"{self.what}: " if self.what else ""
         return (
-            f"{self.tensor}[{place}] = {value}, but should be {expected}{tolerance} "
+            f"{what}{self.tensor}[{place}] = {value}, but should be {expected}{tolerance} "
             f"({self.count} of {self.compared} elements {verb})"
         )
 
@@ -278,8 +273,6 @@ def compare_bits(tensor: TensorName, value: torch.Tensor, expected: torch.Tensor
     """Return the elements of which any bit differs, NaNs and the signs of zeros included.
 
     Args:
-        tensor: Its name.
-        value: What a kernel gave.
         expected: What it must be, same shape and dtype.
     """
     bits = _SAME_SIZE[value.element_size()]
@@ -298,8 +291,6 @@ def compare_values(
     0 + (−0) is +0: a sum that starts at 0 cannot return the −0 that it was given.
 
     Args:
-        tensor: Its name.
-        value: What a kernel gave.
         expected: What it must be: one number for all, or same shape.
         where: bool, same shape: the elements to compare; None compares all.
     """
@@ -317,8 +308,6 @@ def compare_within(
     """Return the elements that are further apart than ``allowed``, led by the worst of them.
 
     Args:
-        tensor: Its name.
-        value: What a kernel gave.
         expected: What it must be, same shape; compared in float64. Equal infinities agree.
         allowed: How far the two may be apart, same shape; NaN allows nothing.
     """
@@ -368,7 +357,6 @@ def compare_outputs(
     """Return the first tensor that is not as expected; LSE and gradients where both have them.
 
     Args:
-        value: Of the last run.
         expected: In the same axes.
         errors: How far each of the runs that the two are made of may be from the exact result, in
             these axes: together they may be apart by the sum. None: every bit must agree.

@@ -80,7 +80,6 @@ def check_summary(
     """``report`` for a terminal: verdict, cause and problem, and what did not pass.
 
     Args:
-        report: All Records.
         command: The command line, with its folders, for the reader is the one who typed it.
         quiet: Whether that is all: verdict, cause and problem.
         verbose: Whether every question is shown, and the worst in full.

@@ -364,15 +364,10 @@ _ENDS = (".py", "/__init__.py")
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A line of a file of the working directory.
+    """A line of a file of the working directory."""
 
-    Attributes:
-        path: Relative to it, with ``/``; empty where no file is known.
-        line: From 1.
-    """
-
-    path: str
-    line: int = 1
+    path: str  # relative to it, with ``/``; empty where no file is known
+    line: int = 1  # from 1
 
 
 def locate(kernel: str, root: Path | None = None) -> Location:

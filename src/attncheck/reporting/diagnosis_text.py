@@ -105,11 +105,9 @@ def diagnosis_text(  # what a Record does not know of itself
     """Describe what one kernel answered, as lines of plain text.
 
     Args:
-        record: The answer.
         kernel: As it was asked for.
         device: Where; empty where that is not known.
         question_summary: What the Case asks, in one line.
-        test: The property's test.
         reproduce: The command that asks again.
     """
     facts = failure_facts(

@@ -31,20 +31,13 @@ LEFT, RIGHT, TOP, BOTTOM = 46.0, 352.0, 12.0, 208.0
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A piece of text in a table; may be foreign, as every text of a document may.
-
-    Attributes:
-        text: What is shown.
-        look: How.
-        spoken: The same in words, for those who hear the page; empty where the text says it.
-        code: Whether it is a name that somebody types.
-    """
+    """A piece of text in a table; may be foreign, as every text of a document may."""
 
     text: str
     look: Look = "plain"
     # A sign or a colour alone says nothing to a screen reader.
-    spoken: str = ""
-    code: bool = False
+    spoken: str = ""  # the same in words, for those who hear the page; empty where the text says it
+    code: bool = False  # whether it is a name that somebody types
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,62 +52,44 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a table.
-
-    Attributes:
-        heading: Above it.
-        words: Whether it holds words, which begin in line; numbers end in line.
-        spare: Where a terminal is narrow, columns of 1 go first, then those of 2, and so on; those
-            of 0 stay.
-        cut: Whether its texts may be cut where the page is narrow.
-        wrap: Whether its texts go on below where the page is narrow: of a last column of words.
-        most: Columns of a terminal that its texts take at most.
-        least: Those that it takes at least, so that rows shown one by one stand in line.
-    """
+    """A column of a table."""
 
     heading: str
-    words: bool = False
+    words: bool = False  # whether it holds words, which begin in line; numbers end in line
+    # Where a terminal is narrow, columns of 1 go first, then those of 2, and so on; those of 0
+    # stay.
     # Numbers that cannot be read in part are left out whole; words can be cut.
     spare: int = 0
-    cut: bool = False
+    cut: bool = False  # whether its texts may be cut where the page is narrow
+    # Whether its texts go on below where the page is narrow: of a last column of words.
     wrap: bool = False
     # One long foreign name must not push every number off the terminal.
-    most: int = 10_000
-    least: int = 0
+    most: int = 10_000  # columns of a terminal that its texts take at most
+    least: int = 0  # those that it takes at least, so that rows shown one by one stand in line
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of a table.
+    """A row of a table."""
 
-    Attributes:
-        cells: One for each column; fewer where there is no more to say.
-        remarks: What the cells alone would hide.
-        group: What neighbouring rows share, one text for each of the table's ``groups``.
-        facets: Names and values by which a page can be narrowed to it.
-    """
-
-    cells: tuple[Cell, ...]
-    remarks: tuple[Note, ...] = ()
+    cells: tuple[Cell, ...]  # one for each column; fewer where there is no more to say
+    remarks: tuple[Note, ...] = ()  # what the cells alone would hide
+    # What neighbouring rows share, one text for each of the table's ``groups``.
     group: tuple[str, ...] = ()
+    # Names and values by which a page can be narrowed to it.
     facets: FacetValues = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows under headings.
-
-    Attributes:
-        columns: See ``Column``.
-        rows: See ``Row``.
-        groups: Headings of what rows share: columns on a page, a line above rows on a terminal.
-        keys: How many columns, from the left, say what a row is: where a terminal is too narrow for
-            the others, they are shown in several tables, which all begin with these. 0 for none.
-    """
+    """Rows under headings."""
 
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
+    # Headings of what rows share: columns on a page, a line above rows on a terminal.
     groups: tuple[str, ...] = ()
+    # How many columns, from the left, say what a row is: where a terminal is too narrow for the
+    # others, they are shown in several tables, which all begin with these. 0 for none.
     # Without them nobody could tell which row of the second table is which.
     keys: int = 0
 
@@ -128,17 +103,11 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """Lines of signs that stand as they are.
-
-    Attributes:
-        title: What they show.
-        lines: Of one length; cut where the terminal ends.
-        cut_note: What to say then; ``{shown}`` and ``{all}`` are columns.
-    """
+    """Lines of signs that stand as they are."""
 
     title: str
-    lines: tuple[str, ...]
-    cut_note: str = ""
+    lines: tuple[str, ...]  # of one length; cut where the terminal ends
+    cut_note: str = ""  # what to say then; ``{shown}`` and ``{all}`` are columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +172,6 @@ class Chart:
     """Curves on two logarithmic axes.
 
     Attributes:
-        title: What is drawn.
         description: The same for those who do not see it, with the largest value.
         x, y: Axes.
         x_name: What the x axis counts.
@@ -222,34 +190,20 @@ class Chart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """A failure in full.
-
-    Attributes:
-        kernel: Whose.
-        heading: What is wrong, in a line.
-        meaning: What that means, for readers who see it for the first time.
-        facts: Labels and texts.
-        map: Where the errors are; None where that says nothing.
-        command: What shows it again.
-        script: Text of a script that asks the same; empty where there is none to show.
-        script_file: Where that lies.
-        others: Ids of what fails alike.
-        other_count: How many of those there are.
-        facets: As of a Row.
-    """
+    """A failure in full."""
 
     kernel: str
-    heading: str
-    meaning: str = ""
+    heading: str  # what is wrong, in a line
+    meaning: str = ""  # what that means, for readers who see it for the first time
     facts: tuple[tuple[str, str], ...] = ()
-    map: HeatMap | None = None
-    command: str = ""
-    script: str = ""
+    map: HeatMap | None = None  # where the errors are; None where that says nothing
+    command: str = ""  # what shows it again
+    script: str = ""  # text of a script that asks the same; empty where there is none to show
     # Too large a script is left out of the page, and then only this names it.
-    script_file: str = ""
-    others: str = ""
-    other_count: int = 0
-    facets: FacetValues = field(default_factory=dict)
+    script_file: str = ""  # where that lies
+    others: str = ""  # ids of what fails alike
+    other_count: int = 0  # how many of those there are
+    facets: FacetValues = field(default_factory=dict)  # as of a Row
 
 
 Block: TypeAlias = Note | Facts | Table | Picture | Card | Chart
@@ -257,21 +211,13 @@ Block: TypeAlias = Note | Facts | Table | Picture | Card | Chart
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Blocks under a title.
-
-    Attributes:
-        title: Above them.
-        blocks: In reading order.
-        name: Stands in a page's list of sections.
-        folded: Whether a page of HTML shows the title alone until somebody opens it.
-        facets: As of a Row.
-    """
+    """Blocks under a title."""
 
     title: str
     blocks: tuple[Block, ...]
-    name: str = ""
-    folded: bool = False
-    facets: FacetValues = field(default_factory=dict)
+    name: str = ""  # stands in a page's list of sections
+    folded: bool = False  # whether a page of HTML shows the title alone until somebody opens it
+    facets: FacetValues = field(default_factory=dict)  # as of a Row
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,28 +231,18 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """A page.
+    """A page."""
 
-    Attributes:
-        title: Of a page that is read elsewhere.
-        verdict: Comes last on a terminal and first on a page; None where there is none.
-        verdict_first: Whether it comes first on a terminal too.
-        counters: Names, numbers and looks that a page begins with.
-        command: The command line that made it.
-        facts: Where and when, a line each.
-        filters: Facets that a page of HTML can be narrowed by, each with its values.
-        sections: In reading order.
-        notes: How to read it, and the arithmetic that was assumed.
-        closing: What it comes to, the last lines.
-    """
-
-    title: str
+    title: str  # of a page that is read elsewhere
+    # Comes last on a terminal and first on a page; None where there is none.
     verdict: Verdict | None = None
-    verdict_first: bool = False
+    verdict_first: bool = False  # whether it comes first on a terminal too
+    # Names, numbers and looks that a page begins with.
     counters: tuple[tuple[str, int, Look], ...] = ()
     command: str = ""
-    facts: tuple[str, ...] = ()
+    facts: tuple[str, ...] = ()  # where and when, a line each
+    # Facets that a page of HTML can be narrowed by, each with its values.
     filters: FacetValues = field(default_factory=dict)
     sections: tuple[Section, ...] = ()
-    notes: tuple[Note, ...] = ()
-    closing: tuple[Note, ...] = ()
+    notes: tuple[Note, ...] = ()  # how to read it, and the arithmetic that was assumed
+    closing: tuple[Note, ...] = ()  # what it comes to, the last lines

@@ -88,7 +88,6 @@ def gate_document(
     """``report`` for a terminal or a summary.
 
     Args:
-        report: What was found.
         most: Failures that are shown in full.
         where: Where the others are.
     """
@@ -113,7 +112,6 @@ def gate_page(report: GateReport, scripts: Mapping[str, str] | None = None) -> D
     """``report`` as a page of its own: the failures first, with drawings and scripts.
 
     Args:
-        report: What was found.
         scripts: The text of a standalone script by the id of its failure.
     """
     verdict = gate_verdict(report)

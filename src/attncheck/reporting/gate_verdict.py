@@ -47,35 +47,24 @@ _TESTED: frozenset[Status] = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """Conditions that fail a gate besides what is wrong.
+    """Conditions that fail a gate besides what is wrong."""
 
-    Attributes:
-        strict: Whether ``warn`` and ``inconclusive`` do.
-        strict_baseline: Whether a case that is better than its baseline does, or gone: it is to be
-            accepted.
-        flaky: Answers that may be flaky.
-    """
-
-    strict: bool = False
+    strict: bool = False  # whether ``warn`` and ``inconclusive`` do
+    # Whether a case that is better than its baseline does, or gone: it is to be accepted.
     strict_baseline: bool = False
-    flaky: int = 0
+    flaky: int = 0  # answers that may be flaky
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureGroup:
-    """Answers of one kernel that are wrong for the same cause, as far as is known.
+    """Answers of one kernel that are wrong for the same cause, as far as is known."""
 
-    Attributes:
-        cause: What is known of it; None of an answer that is looked at alone.
-        answer: The one to look at first.
-        smallest: The same failure on the smallest Case that has it; None where none was looked for.
-        others: The rest.
-    """
-
-    answer: Answer
+    answer: Answer  # the one to look at first
+    # What is known of it; None of an answer that is looked at alone.
     cause: CauseGroup | None = None
+    # The same failure on the smallest Case that has it; None where none was looked for.
     smallest: Answer | None = None
-    others: tuple[Answer, ...] = ()
+    others: tuple[Answer, ...] = ()  # the rest
 
     @property
     def shown(self) -> Answer:

@@ -64,7 +64,6 @@ def write_error_plots(record: Record, paths: Sequence[str], *, kernel: str) -> N
 
     Args:
         record: For which ``error_figure.is_mapped``.
-        paths: Where.
         kernel: What was asked, in a line.
 
     Raises:

@@ -6,7 +6,7 @@ import re
 import sys
 from typing import TYPE_CHECKING, Any, TextIO
 
-from attncheck.core.errors import UnknownName, UsageError
+from attncheck.core.errors import UsageError, require_known
 from attncheck.core.files import check_names, write_texts
 from attncheck.core.sanitize_text import one_line
 from attncheck.records.fault_scores import FaultReport, OwnTestsReport, SensitivityReport
@@ -73,8 +73,7 @@ _ID = re.compile(r"[a-z0-9]{1,40}")
 
 def check_format(fmt: str, formats: tuple[str, ...] = FORMATS) -> None:
     """Raise UnknownName unless ``fmt`` is one of ``formats``."""
-    if fmt not in formats:
-        raise UnknownName("format", fmt, formats)
+    require_known("format", [fmt], formats)
 
 
 def render(
@@ -83,7 +82,6 @@ def render(
     """Return ``report`` in ``fmt``, the same on every machine (no colours).
 
     Args:
-        report: Of any kind.
         fmt: One of ``FORMATS``, of a gate of ``GATE_FORMATS``.
         document: Makes its page, where there is another than that of its kind.
 
@@ -189,7 +187,6 @@ def write_gate(
     """Write the files of a gate into ``directory``, and ``repro/ID.py`` of each script.
 
     Args:
-        report: What was found.
         directory: Made if need be.
         scripts: The text of a standalone script by the id of its failure.
 

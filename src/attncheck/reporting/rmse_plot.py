@@ -28,19 +28,12 @@ _LONGEST_VARIANT = 28  # characters of its name; a kernel's are _LONGEST
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Place of the marks of one variant and head arrangement, in every panel alike.
+    """Place of the marks of one variant and head arrangement, in every panel alike."""
 
-    Attributes:
-        label: The variant, with sizes that differ from those of the panel's title.
-        heads: ``MHA``, ``GQA``, ``MQA``; ``rows`` of a softmax.
-        left: Where it begins; it is 1 wide.
-        kernels: Those that have a mark there in any panel, in the report's order.
-    """
-
-    label: str
-    heads: str
-    left: float
-    kernels: tuple[str, ...]
+    label: str  # the variant, with sizes that differ from those of the panel's title
+    heads: str  # ``MHA``, ``GQA``, ``MQA``; ``rows`` of a softmax
+    left: float  # where it begins; it is 1 wide
+    kernels: tuple[str, ...]  # those that have a mark there in any panel, in the report's order
 
     @property
     def extent(self) -> tuple[float, float]:
@@ -56,25 +49,15 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """One kernel in one cell.
-
-    Attributes:
-        kernel: Its name.
-        operation: The column it stands in.
-        reach: From where to where on the x axis it may spread.
-        status: Its verdict, or ``error``.
-        rmse: NaN where it raised.
-        floor: RMSE of the exact result correctly rounded; NaN where it raised.
-        ideal: RMSE of the ideal kernel at its tiles; NaN where it raised.
-    """
+    """One kernel in one cell."""
 
     kernel: str
     operation: str
-    reach: tuple[float, float]
+    reach: tuple[float, float]  # from where to where on the x axis it may spread
     status: Status
-    rmse: float = math.nan
-    floor: float = math.nan
-    ideal: float = math.nan
+    rmse: float = math.nan  # NaN where it raised
+    floor: float = math.nan  # RMSE of the exact result correctly rounded; NaN where it raised
+    ideal: float = math.nan  # RMSE of the ideal kernel at its tiles; NaN where it raised
 
     @property
     def middle(self) -> float:
@@ -120,19 +103,12 @@ class PlotColumn:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """Panels one below the other, and what they share.
+    """Panels one below the other, and what they share."""
 
-    Attributes:
-        columns: The x axes, one for each operation.
-        panels: In the report's order.
-        kernels: Every kernel with a mark, in the report's order.
-        unsupported: How many cells have no mark because the kernel does not take them.
-    """
-
-    columns: tuple[PlotColumn, ...]
-    panels: tuple[Panel, ...]
-    kernels: tuple[str, ...]
-    unsupported: int
+    columns: tuple[PlotColumn, ...]  # the x axes, one for each operation
+    panels: tuple[Panel, ...]  # in the report's order
+    kernels: tuple[str, ...]  # every kernel with a mark, in the report's order
+    unsupported: int  # how many cells have no mark because the kernel does not take them
 
 
 def measured(report: Report) -> bool:

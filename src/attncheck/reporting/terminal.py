@@ -147,8 +147,6 @@ def _block_lines(
     """One block; a chart, which no text can show, has no lines.
 
     Args:
-        block: What is shown.
-        width: Columns.
         layout: Of a table that shares its columns' widths with others.
         headings: Whether a table begins with its headings.
     """

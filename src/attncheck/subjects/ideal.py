@@ -110,19 +110,12 @@ def attention(kernel: Ideal, inputs: Inputs) -> Outputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Index:
-    """Where a tile of scores lies: integer tensors that broadcast to (batch, heads, rows, keys).
+    """Where a tile of scores lies: integer tensors that broadcast to (batch, heads, rows, keys)."""
 
-    Attributes:
-        b: Sequence, (batch, 1, 1, 1).
-        h: Query head, (1, heads, 1, 1).
-        q_idx: Query row, (1, 1, rows, 1).
-        kv_idx: Key, (1, 1, 1, keys).
-    """
-
-    b: torch.Tensor
-    h: torch.Tensor
-    q_idx: torch.Tensor
-    kv_idx: torch.Tensor
+    b: torch.Tensor  # sequence, (batch, 1, 1, 1)
+    h: torch.Tensor  # query head, (1, heads, 1, 1)
+    q_idx: torch.Tensor  # query row, (1, 1, rows, 1)
+    kv_idx: torch.Tensor  # key, (1, 1, 1, keys)
 
 
 @dataclass(slots=True)
@@ -176,7 +169,6 @@ class Pass:
 
     Attributes:
         kernel: Whose hooks are called.
-        problem: Of the inputs.
         tile: The kernel's tiling.
         q, k, v: As a product reads them, in fp32, up to a whole number of tiles.
         factors: What scores and outputs are multiplied by.

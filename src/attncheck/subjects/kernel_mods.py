@@ -95,10 +95,8 @@ def visited_tiles(
     Found by calling the mask itself, on ``device``, at every index.
 
     Args:
-        problem: Its mask and lengths count.
         block_query: Query rows of a tile.
         block_kv: Keys of one.
-        device: Where the tiles are found.
         by_keys: By blocks of keys: which blocks of query rows each of them has to visit.
     """
     return _visits(ModKey.of(problem, device, "mask"), block_query, block_kv, by_keys=by_keys)

@@ -37,22 +37,14 @@ __all__ = ["Candidate", "is_reference", "kernel_names", "load_candidate", "load_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """An object that is to become a Subject.
+    """An object that is to become a Subject."""
 
-    Attributes:
-        kernel: What the user called it; errors quote it.
-        target: The object.
-        name: What reports are to call it.
-        entry: How a table names the object; a file is relative to the working directory.
-        capabilities: Its table; None where nobody has written one.
-        backward: The function of its gradients that its table names, if any.
-    """
-
-    kernel: str
+    kernel: str  # what the user called it; errors quote it
     target: object
-    name: str
-    entry: str
-    capabilities: Capabilities | None = None
+    name: str  # what reports are to call it
+    entry: str  # how a table names the object; a file is relative to the working directory
+    capabilities: Capabilities | None = None  # its table; None where nobody has written one
+    # The function of its gradients that its table names, if any.
     backward: Callable[..., object] | None = None
 
     def adopted(

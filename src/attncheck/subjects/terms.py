@@ -13,20 +13,13 @@ from attncheck.subjects.conventions.function_subject import FunctionSubject
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a function is called, and within what.
+    """How a function is called, and within what."""
 
-    Attributes:
-        convention: A name of a calling convention.
-        lse: The logarithm of its LSE, where it is not the convention's.
-        table: What it was right on when it was tried; None for no limit.
-        limits: The same in a line: why it is not asked more.
-        admitted: Ids of Problems that are asked although the table has no place for them.
-    """
-
-    convention: str
-    lse: str = ""
-    table: Capabilities | None = None
-    limits: str = ""
+    convention: str  # a name of a calling convention
+    lse: str = ""  # the logarithm of its LSE, where it is not the convention's
+    table: Capabilities | None = None  # what it was right on when it was tried; None for no limit
+    limits: str = ""  # the same in a line: why it is not asked more
+    # Ids of Problems that are asked although the table has no place for them.
     admitted: tuple[str, ...] = ()
 
 

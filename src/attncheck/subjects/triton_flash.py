@@ -75,19 +75,14 @@ BY_KEYS: Tiles = {
 
 
 class Flash(Subject):
-    """A forward of ours for any mask and score mod; interpreted where there is no GPU.
-
-    Attributes:
-        hopper: Its tiles on a GPU.
-        max_num_imprecise_acc: As in ``kernels.launch.Launch``.
-    """
+    """A forward of ours for any mask and score mod; interpreted where there is no GPU."""
 
     triton = True
     hopper: Tiles = HOPPER
     promises = frozenset(PROMISES)
     promises_gradients = True
     sinks = True
-    max_num_imprecise_acc: int | None = 0
+    max_num_imprecise_acc: int | None = 0  # as in ``kernels.launch.Launch``
 
     def absent(self, device: str) -> str | None:
         """Needs triton, which has wheels for Linux only."""

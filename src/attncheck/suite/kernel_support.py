@@ -28,9 +28,6 @@ class KernelSupport:
     and its answer says what it raised.
 
     Attributes:
-        subject: The kernel.
-        device: ``cpu`` or ``cuda``.
-        executor: How to ask it.
         reason: Why it did not take the last Problem that it did not take; empty if it took all.
     """
 

@@ -13,7 +13,7 @@ import pytest
 
 from attncheck.cases.mask_samples import SOFTMAX
 from attncheck.cases.strategies.families import MASK_FAMILIES
-from attncheck.core.errors import UnknownName, UsageError
+from attncheck.core.errors import UnknownName, UsageError, require_known
 from attncheck.core.formats import DTYPES
 from attncheck.inputs.problem import Case
 from attncheck.records.record import FAILED_STATUSES
@@ -42,7 +42,6 @@ class KnownFailure:
 
     Attributes:
         test: ``test_causal.py::test_attention_is_exact``.
-        kernel: A kernel's name, as it is asked for.
         reason: Whose fault it is, in one line.
         case: The smallest Case that fails.
         dtypes, families: Only these; empty for all. In a test of another dtype the Case is asked
@@ -114,9 +113,7 @@ def read_known_failures(path: Path) -> tuple[KnownFailure, ...]:
 
 
 def _entry(data: Mapping[str, Any], where: str) -> KnownFailure:
-    for name in data:
-        if name not in _FIELDS:
-            raise UnknownName(f"{where}: key", name, _FIELDS)
+    require_known(f"{where}: key", data, _FIELDS)
     for name in _NEEDED:
         if not data.get(name):
             raise UsageError(f"{where}: {name} is missing.")

@@ -141,7 +141,6 @@ def summary_lines(
     """Return the summary, line by line; none where nothing was asked and nothing refused.
 
     Args:
-        outcomes: Of the tests.
         untaken: Kernel → dtype → why no test was made of it.
         seconds: That the session took.
     """

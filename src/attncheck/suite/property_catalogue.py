@@ -25,17 +25,11 @@ _PACKAGE = "attncheck_properties"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Property:
-    """One test of the suite.
+    """One test of the suite."""
 
-    Attributes:
-        id: ``test_causal.py::test_attention_is_exact``.
-        spec: What it asks.
-        summary: What must hold, in a line.
-    """
-
-    id: str
-    spec: PropertySpec
-    summary: str
+    id: str  # ``test_causal.py::test_attention_is_exact``
+    spec: PropertySpec  # what it asks
+    summary: str  # what must hold, in a line
 
 
 def properties_folder() -> Path:

@@ -41,24 +41,16 @@ _SEEDS = 1000  # as strategies.problems draws
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PropertySpec:
-    """Questions of a property, and the problems they are asked about.
+    """Questions of a property, and the problems they are asked about."""
 
-    Attributes:
-        questions: ``compare``, relations or probes; one of them is drawn.
-        families: Mask families, each a test of its own; ``softmax`` for row softmax.
-        dtypes: Only these; empty for all that a kernel takes.
-        shapes: Keywords of ``strategies.shapes``; ``longest`` is the tier's unless it is here.
-        scores: Score mods; None for none.
-        problems: Other keywords of ``strategies.problems``.
-        where: Which Problems the property is about; the nearest one is derived, not waited for.
-    """
-
-    questions: tuple[str, ...]
-    families: tuple[str, ...]
-    dtypes: tuple[str, ...] = ()
+    questions: tuple[str, ...]  # ``compare``, relations or probes; one of them is drawn
+    families: tuple[str, ...]  # mask families, each a test of its own; ``softmax`` for row softmax
+    dtypes: tuple[str, ...] = ()  # only these; empty for all that a kernel takes
+    # Keywords of ``strategies.shapes``; ``longest`` is the tier's unless it is here.
     shapes: dict[str, Any]
-    scores: Callable[[], SearchStrategy[Spec]] | None = None
-    problems: dict[str, Any]
+    scores: Callable[[], SearchStrategy[Spec]] | None = None  # score mods; None for none
+    problems: dict[str, Any]  # other keywords of ``strategies.problems``
+    # Which Problems the property is about; the nearest one is derived, not waited for.
     where: Callable[[Problem], bool] | None = None
 
     @property
@@ -189,8 +181,6 @@ def variations(
     half. They follow from ``case`` alone: a failure of one of them shrinks as ``case`` does.
 
     Args:
-        case: What was drawn.
-        count: How many.
         fits: (question, Problem) → whether it may be asked.
         lengths: Whether lengths may be others, where the mask's numbers allow it.
         distributions: To choose from (default: all).

@@ -103,27 +103,16 @@ _ALSO_SHORT = ("kernel", "device", "dtype", "tier", "known-failures", "in-proces
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Options of the command line.
+    """Options of the command line."""
 
-    Attributes:
-        kernels: As typed, in this order; empty for the default.
-        device: ``cpu`` or ``cuda``; empty for the default.
-        dtypes: Only these; empty for all.
-        tier: How hard.
-        known_failures: The file; empty for that beside the properties.
-        report: Folder for a report; empty for none.
-        timeout: Seconds that one call may take; 0 for the usual ones.
-        in_process: Whether kernels are called in this process.
-    """
-
-    kernels: tuple[str, ...] = ()
-    device: str = ""
-    dtypes: tuple[str, ...] = ()
+    kernels: tuple[str, ...] = ()  # as typed, in this order; empty for the default
+    device: str = ""  # ``cpu`` or ``cuda``; empty for the default
+    dtypes: tuple[str, ...] = ()  # only these; empty for all
     tier: Tier = TIERS["smoke"]
-    known_failures: str = ""
-    report: str = ""
-    timeout: float = 0.0
-    in_process: bool = False
+    known_failures: str = ""  # the file; empty for that beside the properties
+    report: str = ""  # folder for a report; empty for none
+    timeout: float = 0.0  # seconds that one call may take; 0 for the usual ones
+    in_process: bool = False  # whether kernels are called in this process
 
 
 def add(parser: pytest.Parser) -> None:

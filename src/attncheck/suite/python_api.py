@@ -22,7 +22,7 @@ from attncheck.subjects.capabilities.subject import Subject
 from attncheck.subjects.load import load_subject
 from attncheck.suite.pytest_options import settings_of
 from attncheck.suite.wrong_answers import WrongAnswer, WrongAnswers
-from attncheck.verify.environment import default_device, prepare, require_device
+from attncheck.verify.environment import prepare, usable_device
 from attncheck.verify.question_fit import COMPARE
 from attncheck.verify.verify import iter_records
 
@@ -101,8 +101,7 @@ def check(
 def _prepare_device(device: str | None) -> str:
     if device not in {None, "cpu", "cuda"}:
         raise UnknownName("device", device, ("cpu", "cuda"))
-    chosen = device or default_device()
-    require_device(chosen)
+    chosen = usable_device(device)
     prepare(chosen)
     return chosen
 

@@ -40,9 +40,6 @@ def search_cases(
     Skips where the kernel took none of them, and said why.
 
     Args:
-        test: The property.
-        kernel: Of which it is asked.
-        cases: What is drawn.
         beside: Other cases that are asked together with a drawn one.
 
     Raises:
@@ -137,10 +134,8 @@ def draw_cases(
     Args:
         kernel: Which Problems it takes is asked of it, and nothing else.
         cases: Of a property.
-        test: Its id.
         count: How many at most. Hypothesis' first is the plainest there is, and stands for itself
             only where it draws no other.
-        seed: Which draw.
 
     Returns:
         None where the kernel takes none; ``kernel.reason`` says why.

@@ -43,14 +43,9 @@ _KINDS = (PLAIN_KIND, ProblemKind(paged=True), ProblemKind(sink=True), ProblemKi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """One that is to be judged.
+    """One that is to be judged."""
 
-    Attributes:
-        name: What it was asked for by.
-        subject: The kernel.
-    """
-
-    name: str
+    name: str  # what it was asked for by
     subject: Subject
 
     @property
@@ -62,19 +57,12 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Param:
-    """Part of the suite that one test is: what stands in the brackets of its id.
-
-    Attributes:
-        kernel: The kernel.
-        dtype: Empty where a test is about none.
-        family: The mask family; empty as dtype.
-        refused: Why the kernel takes no such problem; empty where it takes some.
-    """
+    """Part of the suite that one test is: what stands in the brackets of its id."""
 
     kernel: Kernel
-    dtype: str = ""
-    family: str = ""
-    refused: str = ""
+    dtype: str = ""  # empty where a test is about none
+    family: str = ""  # the mask family; empty as dtype
+    refused: str = ""  # why the kernel takes no such problem; empty where it takes some
 
     @property
     def id(self) -> str:
@@ -84,19 +72,13 @@ class Param:
 
 @dataclass(slots=False, kw_only=True)
 class Session:
-    """The kernels of a session, and what was asked of each.
+    """The kernels of a session, and what was asked of each."""
 
-    Attributes:
-        options: What the command line asks for.
-        compiling: The clock of what is compiled.
-        untaken: Kernel → dtype that it takes not at all → why: no test is made of it.
-        lost_by: The test that took the GPU from this process; empty where none did.
-    """
-
-    options: Options
+    options: Options  # what the command line asks for
+    # Kernel → dtype that it takes not at all → why: no test is made of it.
     untaken: dict[str, dict[str, str]] = field(default_factory=dict)
-    lost_by: str = ""
-    compiling: Compiling = field(default_factory=Compiling)
+    lost_by: str = ""  # the test that took the GPU from this process; empty where none did
+    compiling: Compiling = field(default_factory=Compiling)  # the clock of what is compiled
     _supports: dict[str, KernelSupport] = field(default_factory=dict)
     _takes_dtype: dict[tuple[str, str], bool] = field(default_factory=dict)
     _hosts: ExitStack = field(default_factory=ExitStack)

@@ -24,9 +24,7 @@ class WrongAnswer(AssertionError):
     either.
 
     Attributes:
-        record: What the kernel answered.
         kernel: What it was asked for by.
-        device: ``cpu`` or ``cuda``.
         remark: What is to be said besides; empty for nothing.
 
     Args:

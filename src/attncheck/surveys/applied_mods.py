@@ -56,17 +56,11 @@ class NotMeasurable(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoreInputs:
-    """q, k and their products, float64 numbers that fp32 holds.
+    """q, k and their products, float64 numbers that fp32 holds."""
 
-    Attributes:
-        q: ``(batch, heads, query, 16)``.
-        k: ``(batch, heads, kv, 16)``.
-        scores: ``(batch, heads, query, kv)``, multiples of 1/16 up to ±16.
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor
-    scores: torch.Tensor
+    q: torch.Tensor  # ``(batch, heads, query, 16)``
+    k: torch.Tensor  # ``(batch, heads, kv, 16)``
+    scores: torch.Tensor  # ``(batch, heads, query, kv)``, multiples of 1/16 up to ±16
 
     @classmethod
     def draw(cls, dimensions: Dimensions) -> ScoreInputs:

@@ -47,10 +47,6 @@ def survey_arithmetic(
     """Read the arithmetic of ``subject`` in each of ``dtypes``.
 
     Args:
-        subject: The kernel.
-        dtypes: Names of ``formats.DTYPES``.
-        device: Where it runs.
-        command: The command line, for the report.
         executor: How it is called; in this process by default.
         done: Called after each dtype, with its name.
 

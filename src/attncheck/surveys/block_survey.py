@@ -71,10 +71,8 @@ def survey_blocks(
 
     Args:
         mask: Of the library, or a file's that is in it by now.
-        dimensions: Ranges of its indices.
         blocks: Rows and keys of a tile, for each record.
         mapped: Whether records hold the picture of the first sequence and head.
-        command: The command line, for the report.
         done: Called after each record.
 
     Raises:

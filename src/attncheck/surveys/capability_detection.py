@@ -18,7 +18,7 @@ from attncheck.core.errors import UsageError
 from attncheck.core.formats import DTYPES
 from attncheck.core.mod_spec import Spec
 from attncheck.inputs import input_tensors
-from attncheck.inputs.problem import Case, Problem
+from attncheck.inputs.problem import USUAL_SCALE, Case, Problem
 from attncheck.inputs.question_parameters import PROMISES
 from attncheck.records.record import FAILED_STATUSES
 from attncheck.relations import RELATIONS
@@ -50,24 +50,15 @@ _OF_THE_CALL = {"contract", "alias", "mutation"}  # rules
 
 
 class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that was tried.
+    """One thing that was tried."""
 
-    Attributes:
-        aspect: The field of the table that it is for; ``lengths``, ``batch`` and ``strides`` have
-            none.
-        what: What was tried of it.
-        verdict: See ``Verdict``; of a promise, whether it was kept.
-        reason: Why not, in one line; empty where it takes it.
-        problem: What was asked, in one line.
-        fatal: ``crash`` or ``timeout`` where its process died of it, or did not answer.
-    """
-
+    # The field of the table that it is for; ``lengths``, ``batch`` and ``strides`` have none.
     aspect: str
-    what: str
-    verdict: Verdict
-    reason: str = ""
-    problem: str = ""
-    fatal: str = ""
+    what: str  # what was tried of it
+    verdict: Verdict  # see ``Verdict``; of a promise, whether it was kept
+    reason: str = ""  # why not, in one line; empty where it takes it
+    problem: str = ""  # what was asked, in one line
+    fatal: str = ""  # ``crash`` or ``timeout`` where its process died of it, or did not answer
 
 
 def trial_verdict(record: Record) -> Verdict:
@@ -126,16 +117,11 @@ _WINDOW, _PREFIX = 17, 9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One thing to try.
+    """One thing to try."""
 
-    Attributes:
-        aspect: The field of the table that it is for.
-        what: What is tried of it: ``bf16``, ``192/128``.
-        changes: Of the Problem that is known to be taken.
-    """
-
-    aspect: str
-    what: str
+    aspect: str  # the field of the table that it is for
+    what: str  # what is tried of it: ``bf16``, ``192/128``
+    # Of the Problem that is known to be taken.
     changes: dict[str, Any] = field(default_factory=dict)
 
     def of(self, base: Problem) -> Problem:
@@ -213,8 +199,8 @@ def _dtypes(device: str) -> Iterator[Trial]:
 def _head_dim(dims: int | tuple[int, int]) -> Trial:
     head_dim, value_dim = dims if isinstance(dims, tuple) else (dims, dims)
     what = str(dims) if isinstance(dims, int) else f"{head_dim}/{value_dim}"
-    # 0: the default of the new head_dim, not the scale of the old one.
-    changes = {"head_dim": head_dim, "value_dim": value_dim, "scale": 0.0}
+    # The usual one of the new head_dim, not the scale of the old one.
+    changes = {"head_dim": head_dim, "value_dim": value_dim, "scale": USUAL_SCALE}
     return Trial(aspect="head_dims", what=what, changes=changes)
 
 
@@ -267,21 +253,13 @@ KernelFactory = Callable[[str, ConventionOptions], Subject]
 
 
 class DetectedCapabilities(msgspec.Struct, frozen=True, kw_only=True):
-    """Capabilities of a kernel, and the trials that showed them.
+    """Capabilities of a kernel, and the trials that showed them."""
 
-    Attributes:
-        convention: By which it was called.
-        options: What it differs in from that, as found out or as said.
-        base: The Problem that all others were changes of; None where it takes none.
-        exposes_lse: Whether it gives LSE.
-        tried: In the order of asking.
-    """
-
-    convention: str
-    options: ConventionOptions
-    base: Problem | None
-    exposes_lse: bool
-    tried: tuple[TrialResult, ...]
+    convention: str  # by which it was called
+    options: ConventionOptions  # what it differs in from that, as found out or as said
+    base: Problem | None  # the Problem that all others were changes of; None where it takes none
+    exposes_lse: bool  # whether it gives LSE
+    tried: tuple[TrialResult, ...]  # in the order of asking
 
 
 def detect_capabilities(
@@ -299,8 +277,6 @@ def detect_capabilities(
         make: How it is called.
         conventions: Those that it may have: the first by which it is right, else by which it gives
             an answer at all.
-        options: What is known of it.
-        device: ``cpu`` or ``cuda``.
         advance: Called with a word before each question; what it raises ends the probe.
         executor: How to call the kernel; in this process by default.
     """
@@ -328,10 +304,7 @@ class Detection:
 
     Args:
         make: As of ``detect_capabilities``, as are the next four.
-        options: What is known of it.
-        device: ``cpu`` or ``cuda``.
         advance: Called before each question.
-        executor: How to call it.
         brief: Whether verdicts alone are needed: half the time.
     """
 

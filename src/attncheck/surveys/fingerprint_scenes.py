@@ -37,19 +37,12 @@ GROUP = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """Numbers of one call.
+    """Numbers of one call."""
 
-    Attributes:
-        problem: What is computed.
-        q: Float64 ``(heads, query, dim)``, alike in every sequence; k and v so too.
-        k: ``(heads, kv, dim)``.
-        v: ``(heads, kv, dim)``.
-    """
-
-    problem: Problem
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
+    problem: Problem  # what is computed
+    q: torch.Tensor  # Float64 ``(heads, query, dim)``, alike in every sequence; k and v so too
+    k: torch.Tensor  # ``(heads, kv, dim)``
+    v: torch.Tensor  # ``(heads, kv, dim)``
 
     def inputs(self, device: str = "cpu") -> Inputs:
         """Return them as a kernel reads them; raises ProblemError where the dtype cannot."""
@@ -120,38 +113,23 @@ def _descale(values: torch.Tensor, top: float) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SceneResult:
-    """Outputs of a kernel on a scene, on the CPU.
+    """Outputs of a kernel on a scene, on the CPU."""
 
-    Attributes:
-        out: Float64 ``(heads, query, dim)`` of the first sequence.
-        lse: Float64 ``(heads, query)``; None where it gives none.
-        arithmetic: What it declares there.
-        tiling: The same.
-    """
-
-    out: torch.Tensor
-    lse: torch.Tensor | None
+    out: torch.Tensor  # Float64 ``(heads, query, dim)`` of the first sequence
+    lse: torch.Tensor | None  # Float64 ``(heads, query)``; None where it gives none
     arithmetic: Arithmetic
     tiling: Tiling | None
 
 
 @dataclass(slots=True, kw_only=True)
 class SceneRunner:
-    """One kernel in one dtype, and how it is called.
-
-    Attributes:
-        subject: The kernel.
-        dtype: A name of ``formats.DTYPES``.
-        device: ``cpu`` or ``cuda``.
-        executor: How it is called.
-        calls: How many scenes it has answered.
-    """
+    """One kernel in one dtype, and how it is called."""
 
     subject: Subject
     dtype: str
     device: str
     executor: Executor
-    calls: int = field(default=0, init=False)
+    calls: int = field(default=0, init=False)  # how many scenes it has answered
 
     def run_finite(self, scene: Scene) -> SceneResult:
         """Run a scene; raises Unanswered also where something of out is not finite."""
@@ -204,15 +182,10 @@ STEPS = 8
 
 @dataclass(frozen=True, slots=True, order=True)
 class Grid:
-    """Numbers that a sum or an operand is held in, told apart by equality alone.
+    """Numbers that a sum or an operand is held in, told apart by equality alone."""
 
-    Attributes:
-        bits: Significant ones.
-        rounding: ``nearest`` (ties to even), ``truncated``; empty where nothing was rounded.
-    """
-
-    bits: int
-    rounding: str = ""
+    bits: int  # significant ones
+    rounding: str = ""  # ``nearest`` (ties to even), ``truncated``; empty where nothing was rounded
 
     def __str__(self) -> str:
         return f"{self.bits} bits" + (f", {self.rounding}" if self.rounding else "")

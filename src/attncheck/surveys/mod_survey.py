@@ -82,42 +82,26 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """One backend's meaning of a mod, compared.
+    """One backend's meaning of a mod, compared."""
 
-    Attributes:
-        name: ``mpmath``, or a kernel's.
-        status: ``unknown`` where it differs nowhere, but somewhere nothing can be said (∞ − ∞).
-        compared: How many index tuples.
-        differing: At how many of them it differs.
-        difference: The first; None where there is none.
-        reason: Why it is unsupported, or what went wrong, in one line.
-    """
-
-    name: str
+    name: str  # ``mpmath``, or a kernel's
+    # ``unknown`` where it differs nowhere, but somewhere nothing can be said (∞ − ∞).
     status: Literal["equal", "different", "unknown", "unsupported", "error"]
-    compared: int = 0
-    differing: int = 0
-    difference: Difference | None = None
-    reason: str = ""
+    compared: int = 0  # how many index tuples
+    differing: int = 0  # at how many of them it differs
+    difference: Difference | None = None  # the first; None where there is none
+    reason: str = ""  # why it is unsupported, or what went wrong, in one line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModBackends:
-    """A mod by all backends.
-
-    Attributes:
-        name: Its name.
-        kind: ``mask`` or ``score mod``.
-        expression: What was traced; empty where it cannot be.
-        backends: mpmath, then the kernels; none where it cannot be traced.
-        reason: Why it cannot be traced, or indexes outside a tensor, in one line.
-    """
+    """A mod by all backends."""
 
     name: str
-    kind: str
-    expression: str = ""
-    backends: tuple[Backend, ...] = ()
-    reason: str = ""
+    kind: str  # ``mask`` or ``score mod``
+    expression: str = ""  # what was traced; empty where it cannot be
+    backends: tuple[Backend, ...] = ()  # mpmath, then the kernels; none where it cannot be traced
+    reason: str = ""  # why it cannot be traced, or indexes outside a tensor, in one line
 
     @property
     def agree(self) -> bool:
@@ -145,9 +129,6 @@ def compare_backends(
     Args:
         mods: Callables by name, their tensors on ``device``; or a Python file, imported with
             tensors on ``device``.
-        subjects: Kernels.
-        device: ``cpu`` or ``cuda``.
-        dimensions: The index ranges.
         executor: How to call kernels; in this process by default.
 
     Raises:
@@ -243,8 +224,6 @@ def mpmath_backend(
 
     Args:
         expression: What should be ``mod``.
-        mod: The callable.
-        dimensions: The index ranges.
         device: Where its tensors are.
         scores: What a score mod gets (default: the same as for kernels).
     """
@@ -336,11 +315,7 @@ def survey_mods(
 
     Args:
         mods: By name; those that ``refusals`` names first belong to a usage error.
-        subjects: The kernels.
         file: The mods' file's own name.
-        dimensions: The index ranges.
-        device: ``cpu`` or ``cuda``.
-        command: The command line, for the report.
         done: Called with the name of each mod as it is done.
     """
     records = []
@@ -431,7 +406,6 @@ def refusals(
     """Return why each mod that cannot be compared cannot, in a line with its name and place.
 
     Args:
-        mods: By name.
         file: Their file's own name.
         dimensions: The index ranges: none may lead outside a captured tensor.
         device: Where the tensors are that they capture.

@@ -57,7 +57,6 @@ def certify_oracles(
 
     Args:
         problems: The plan's name for the variant, and the Problem.
-        command: The command line, for the report.
         done: Called with a word on each Problem as it is done.
 
     Raises:

@@ -17,7 +17,7 @@ import numpy as np
 
 from attncheck import oracles
 from attncheck.cases.variants import SHARP, VARIANTS, plan_cells
-from attncheck.core.errors import UnknownName, UsageError
+from attncheck.core.errors import UsageError, require_known
 from attncheck.core.judgement import Place
 from attncheck.inputs import input_tensors
 from attncheck.inputs.distributions import DISTRIBUTIONS
@@ -98,8 +98,6 @@ def oracle_plan(
         variants: Names of ``cases.variants.VARIANTS``, or ``sharp``; none: those of ``default``.
         distributions: Names; none: all. Of softmax those that it has.
         dtype: Of the inputs.
-        shape: As typed.
-        seed: Which draw.
         default: Names of variants.
 
     Raises UnknownName or ProblemError for what cannot be, before anything is computed.
@@ -107,8 +105,7 @@ def oracle_plan(
     variants_by_name = VARIANTS | {SHARP.name: SHARP}
     cells: list[Cell] = []
     for name in variants or default:
-        if name not in variants_by_name:
-            raise UnknownName("variant", name, variants_by_name)
+        require_known("variant", [name], variants_by_name)
         names = tuple(distributions or DISTRIBUTIONS)
         existing = tuple(d for d in names if variants_by_name[name].exists(dtype, d))
         # By name it must exist: the Problem says why it does not.
@@ -156,7 +153,6 @@ def survey_oracles(
     Args:
         problems: The plan's name for the variant, and the Problem.
         digits: Decimal digits of the exact side, at least 17.
-        command: The command line, for the report.
         done: Called with a word on each Problem as it is done.
 
     Raises:
@@ -232,7 +228,6 @@ def distances(
     """Return one Record for each float64 oracle.
 
     Args:
-        case: What was computed.
         variant: The plan's name for the mask and score mod.
         by_oracle: What each oracle gives, by its name.
         exact: The result in many digits.

@@ -240,18 +240,13 @@ def _read(zero: torch.Tensor, most: int) -> Grid | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallestWeight:
-    """The smallest power of two that a weight may be.
+    """The smallest power of two that a weight may be."""
 
-    Attributes:
-        exponent: 2^-exponent came out, and no smaller one.
-        rounded_to: Whether a weight between half of it and it is rounded to it, as where the
-            smallest number is subnormal; False where it is 0.
-        hidden: Whether smaller ones would not show: then ``exponent`` is what is seen at least.
-    """
-
-    exponent: int
+    exponent: int  # 2^-exponent came out, and no smaller one
+    # Whether a weight between half of it and it is rounded to it, as where the smallest number is
+    # subnormal; False where it is 0.
     rounded_to: bool
-    hidden: bool
+    hidden: bool  # whether smaller ones would not show: then ``exponent`` is what is seen at least
 
 
 _LADDER_KEYS = 7  # ladder keys of a group
@@ -266,7 +261,6 @@ def read_smallest_weight(runner: SceneRunner, *, tall: bool = True) -> SmallestW
     Every group of keys has its maximum. Row 1 has all weights smaller by √½.
 
     Args:
-        runner: The kernel.
         tall: Whether values are large enough for the smallest weights of fp32 to show; otherwise
             2^15, which fp16 holds too.
 

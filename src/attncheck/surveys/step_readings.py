@@ -35,22 +35,16 @@ _ULP = 2.0**-_BITS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exponential:
-    """The error of exp2, as far as it shows.
+    """The error of exp2, as far as it shows."""
 
-    Attributes:
-        ulps: Largest error that was shown, in ulps of fp32.
-        places: Arguments at which it was looked for.
-    """
-
-    ulps: float
-    places: int
+    ulps: float  # largest error that was shown, in ulps of fp32
+    places: int  # arguments at which it was looked for
 
 
 def read_exponential(runner: SceneRunner, held: Grid, *, rounded: bool) -> Exponential | None:
     """The largest error of a weight in [1/2, 1) that shows; None where none would.
 
     Args:
-        runner: The kernel.
         held: How P is held.
         rounded: Whether that is a format to which P is rounded, and not all that exp2 gives.
 
@@ -178,17 +172,12 @@ _SIZE = 2.0**15  # of values: differences of small weights show in fp16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiles:
-    """The steps over the keys.
+    """The steps over the keys."""
 
-    Attributes:
-        keys: How many keys were measured.
-        starts: The first key of each step but the first; none where nothing shows one.
-        order: Which end comes first; empty where it does not show.
-    """
-
-    keys: int
+    keys: int  # how many keys were measured
+    # The first key of each step but the first; none where nothing shows one.
     starts: tuple[int, ...]
-    order: Literal["forward", "reverse", ""]
+    order: Literal["forward", "reverse", ""]  # which end comes first; empty where it does not show
 
     @property
     def size(self) -> int | None:
@@ -262,19 +251,12 @@ def _boundary(left: int, right: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """The parts that are computed apart and merged.
+    """The parts that are computed apart and merged."""
 
-    Attributes:
-        keys: How many keys were measured.
-        starts: The first key of each part but the first.
-        declared: The number of parts that is declared.
-        each_step: Whether it is declared that O is divided after each step.
-    """
-
-    keys: int
-    starts: tuple[int, ...]
-    declared: int
-    each_step: bool
+    keys: int  # how many keys were measured
+    starts: tuple[int, ...]  # the first key of each part but the first
+    declared: int  # the number of parts that is declared
+    each_step: bool  # whether it is declared that O is divided after each step
 
     @property
     def count(self) -> int:
@@ -326,16 +308,11 @@ _CAUSAL, _DEAD = Spec.of("causal"), Spec.of("causal_bottom_right")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sentinel:
-    """The weight of hidden keys.
+    """The weight of hidden keys."""
 
-    Attributes:
-        above: Natural score that the sentinel is not below; None where hidden keys never weighed.
-        below: The same from the other side.
-        empty: What a row gives that sees nothing: ``0``, ``NaN``, ``a mean``; empty: not measured.
-    """
-
+    # Natural score that the sentinel is not below; None where hidden keys never weighed.
     above: float | None = None
-    below: float | None = None
+    below: float | None = None  # the same from the other side
     empty: str = ""
 
 

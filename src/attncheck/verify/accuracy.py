@@ -59,11 +59,8 @@ def measure_accuracy(
     each tensor that of its largest error; and the digest is left out unless all bits were equal.
 
     Args:
-        subject: The kernel.
         case: A Case whose question is ``compare``.
-        device: ``cpu`` or ``cuda``.
         variant: The plan's name for the mask and score mod.
-        environment: Fingerprint of this process.
         executor: How to call the kernel; in this process by default.
         runs: Of a kernel that may give other bits each time.
 

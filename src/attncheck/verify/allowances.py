@@ -97,7 +97,6 @@ def budget(evidence: Evidence, arithmetic: Arithmetic, place: Place) -> dict[str
     """Return the parts of one element's allowance, by the names of ``docs/explanation/bounds.md``.
 
     Args:
-        evidence: The Case.
         arithmetic: What the allowance is for.
         place: An element of out, or with ``dim`` −1 a row of LSE.
     """
@@ -351,15 +350,12 @@ def where_seen(error: ScoreModError, known: Conditions) -> ScoreModError:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GradientAllowance:
-    """Largest errors of gradients that rounding can explain, float64.
+    """Largest errors of gradients that rounding can explain, float64."""
 
-    Attributes:
-        bounds: By the gradient's name, in its own axes; exactly 0 in rows that see no key and for
-            keys that no row sees, infinite where nothing is known.
-        terms: What each is made of, by the names of ``docs/explanation/bounds.md``.
-    """
-
+    # By the gradient's name, in its own axes; exactly 0 in rows that see no key and for keys that
+    # no row sees, infinite where nothing is known.
     bounds: dict[TensorName, Tensor]
+    # What each is made of, by the names of ``docs/explanation/bounds.md``.
     terms: dict[TensorName, dict[str, Tensor]]
 
     def compared(self, outputs: Outputs, evidence: Evidence) -> list[Compared]:
@@ -395,9 +391,6 @@ def gradient_allowance(
     traced or may be infinite, and in what a row touches whose own out or LSE is not finite.
 
     Args:
-        evidence: The Case.
-        arithmetic: Of the kernel.
-        outputs: Of the kernel.
         lse_bound: The deterministic bound of LSE, ``(batch, heads, query)``, where the kernel does
             not expose it and it is known already.
     """

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from attncheck.core.errors import ProblemError, UnknownName
+from attncheck.core.errors import ProblemError, look_up
 from attncheck.core.judgement import Judgement
 from attncheck.inputs import input_tensors
 from attncheck.inputs.problem import Case
@@ -75,14 +75,7 @@ class Unanswered(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class CheckedKernel:
-    """One kernel and the Case that it is checked on.
-
-    Attributes:
-        subject: The kernel.
-        case: The Case.
-        device: ``cpu`` or ``cuda``.
-        executor: How to call the kernel.
-    """
+    """One kernel and the Case that it is checked on."""
 
     subject: Subject
     case: Case
@@ -109,24 +102,17 @@ class CheckedKernel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """Something that must hold of a call beside its numbers.
+    """Something that must hold of a call beside its numbers."""
 
-    Attributes:
-        name: The question of a Case.
-        summary: What must hold, in one line.
-        stage: The part of a gate that asks it.
-        look: Calls the kernel, and gives the verdict; raises Unanswered.
-        gpu: Whether it can be asked on a GPU alone.
-        unfit: Why the check says nothing of a Problem, in one line; None if it does.
-        allowed: The numbers that may be asked of a Problem, by name, smallest first.
-    """
-
-    name: str
-    summary: str
-    stage: Stage
+    name: str  # the question of a Case
+    summary: str  # what must hold, in one line
+    stage: Stage  # the part of a gate that asks it
+    # Calls the kernel, and gives the verdict; raises Unanswered.
     look: Callable[[CheckedKernel], Judgement]
-    gpu: bool = False
+    gpu: bool = False  # whether it can be asked on a GPU alone
+    # Why the check says nothing of a Problem, in one line; None if it does.
     unfit: Callable[[Problem], str | None] = fits_all
+    # The numbers that may be asked of a Problem, by name, smallest first.
     allowed: Callable[[Problem], Allowed] = no_parameters
 
     def check(self, problem: Problem, parameters: Parameters) -> None:
@@ -397,9 +383,7 @@ CHECKS: dict[str, Check] = {
 
 def check_named(name: str) -> Check:
     """Return the check called ``name``; raises UnknownName with the valid names."""
-    if name not in CHECKS:
-        raise UnknownName("check", name, CHECKS)
-    return CHECKS[name]
+    return look_up("check", name, CHECKS)
 
 
 def judge_call(
@@ -411,10 +395,7 @@ def judge_call(
     how many calls were compared. A check that could look at nothing is ``inconclusive``.
 
     Args:
-        subject: The kernel.
         case: A Case whose question is a name in ``CHECKS``.
-        executor: How to call the kernel.
-        device: ``cpu`` or ``cuda``.
 
     Returns:
         A Failure where there are no outputs to look at; ``refused`` for a check of streams on a

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -13,10 +13,11 @@ from torch.utils.dlpack import from_dlpack
 
 from attncheck.core import strided_alloc
 from attncheck.subjects.conventions.function_subject import LEAVES_MODES
-from attncheck.verify.further_calls import repeat_calls
+from attncheck.verify.further_calls import compare_bits, repeat_calls
 from attncheck.verify.memory_patterns import (
     Fill,
     GuardBands,
+    Placed,
     allocator_filled,
     pattern,
     primed,
@@ -50,18 +51,13 @@ _AXES = 4  # of a tensor with rows: (batch, heads, length, dim)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """Memory that is no part of the inputs: around them, and between the elements of a view.
+    """Memory that is no part of the inputs: around them, and between the elements of a view."""
 
-    Attributes:
-        contents: What lies there, beside the inputs that ``of`` names; beside all others
-            ``numbers``.
-        of: Names of inputs with commas between them; empty for all.
-        apart: Name of an input whose rows lie further apart, with its heads beside each other
-            within a row; empty for none. What is between them is no part of it either.
-    """
-
+    # What lies there, beside the inputs that ``of`` names; beside all others ``numbers``.
     contents: Contents = "numbers"
-    of: str = ""
+    of: str = ""  # names of inputs with commas between them; empty for all
+    # Name of an input whose rows lie further apart, with its heads beside each other within a
+    # row; empty for none. What is between them is no part of it either.
     apart: str = ""
 
 
@@ -125,31 +121,29 @@ def _fill(part: torch.Tensor, like: torch.Tensor, contents: Contents) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallConditions:
-    """Under which a call is made, in numbers, words and flags alone: it travels as JSON.
+    """Under which a call is made, in numbers, words and flags alone: it travels as JSON."""
 
-    Attributes:
-        fill: What lies in memory that the kernel allocates, and in the guard bands around it: one
-            of two patterns of which no byte agrees; empty for whatever is there.
-        calls: How often it is called; the bits of each further call are compared with the first's.
-        elsewhere: Whether each further call is on a copy at another address, with other work on the
-            GPU or another number of torch's threads.
-        late: Whether each further call is on a stream of its own, ordered by it alone; in turns
-            that stream is late, and all others are. Of a GPU alone.
-        last: Whether what the last call gave is what the execution gives, in place of the first's.
-        state: Whether what a further call changes in its process is looked at.
-        window: Calls in a window in which leaks are looked for; 0 where they are not.
-        surroundings: What lies beside its inputs, in place of guard bands; None for nothing in
-            particular.
-    """
-
+    # What lies in memory that the kernel allocates, and in the guard bands around it: one of two
+    # patterns of which no byte agrees; empty for whatever is there.
     fill: Fill = ""
+    # How often it is called; the bits of each further call are compared with the first's.
     calls: int = 1
+    # Whether each further call is on a copy at another address, with other work on the GPU or
+    # another number of torch's threads.
     elsewhere: bool = False
+    # Whether each further call is on a stream of its own, ordered by it alone; in turns that
+    # stream is late, and all others are. Of a GPU alone.
     late: bool = False
+    # Whether what the last call gave is what the execution gives, in place of the first's.
     last: bool = False
-    state: bool = False
-    window: int = 0
+    state: bool = False  # whether what a further call changes in its process is looked at
+    window: int = 0  # calls in a window in which leaks are looked for; 0 where they are not
+    # What lies beside its inputs, in place of guard bands; None for nothing in particular.
     surroundings: Surroundings | None = None
+    # Which call of a sequence it is, from 1 on: what is free of the memory of the calls before is
+    # filled and given away again, and what they returned must stay what it is. 0 for a call by
+    # itself.
+    turn: int = 0
 
 
 PLAIN_CALL = CallConditions()
@@ -158,32 +152,44 @@ _RETURNED: set[StorageWeakRef] = set()
 
 @dataclass(slots=True, kw_only=True)
 class CallNotes:
-    """Observations around a call that only who made it could make: words and numbers alone.
+    """Observations around a call that only who made it could make: words and numbers alone."""
 
-    Attributes:
-        wrong: What is wrong, in one line, with the rule it breaks; empty where nothing.
-        rule: A name of ``judgement.Rule``.
-        unchecked: Why something could not be looked at, in one line; empty where all was.
-        unguarded: Names of outputs with no guard bands around them, separated by commas.
-        unpoisoned: The same of outputs that may have held anything before the kernel wrote them.
-        further: Calls that were compared with the first.
-        differing: Of these those with other bits of out or LSE.
-        gradients_differing: Of these those with other bits of gradients; of dcaptured nothing is
-            said, which kernels add up in whatever order.
-        where: The first element that differed, in one line.
-        remark: What is odd, and breaks no rule.
-    """
-
-    wrong: str = ""
-    rule: str = ""
-    unchecked: str = ""
-    unguarded: str = ""
+    wrong: str = ""  # what is wrong, in one line, with the rule it breaks; empty where nothing
+    rule: str = ""  # a name of ``judgement.Rule``
+    unchecked: str = ""  # why something could not be looked at, in one line; empty where all was
+    unguarded: str = ""  # names of outputs with no guard bands around them, separated by commas
+    # The same of outputs that may have held anything before the kernel wrote them.
     unpoisoned: str = ""
-    further: int = 0
-    differing: int = 0
+    further: int = 0  # calls that were compared with the first
+    differing: int = 0  # of these those with other bits of out or LSE
+    # Of these those with other bits of gradients; of dcaptured nothing is said, which kernels add
+    # up in whatever order.
     gradients_differing: int = 0
-    where: str = ""
-    remark: str = ""
+    where: str = ""  # the first element that differed, in one line
+    remark: str = ""  # what is odd, and breaks no rule
+
+
+@dataclass(slots=True)
+class EarlierCalls:
+    """What earlier calls of a sequence leave to the next ones."""
+
+    memory: list[Placed] = field(default_factory=list)
+    # What each returned, held as its caller may hold it, and a copy made at once.
+    returned: list[tuple[Outputs, Outputs]] = field(default_factory=list)
+
+    def overwritten(self) -> str:
+        """Return what of that has changed since; empty where nothing."""
+        for number, (its, copy) in enumerate(self.returned, 1):
+            changed = compare_bits(its, copy, len(self.returned)).where
+            if changed:
+                where = changed.rpartition(" in ")[0]
+                return f"writes over what call {number} had returned: {where}"
+        return ""
+
+    def add(self, outputs: Outputs) -> None:
+        """Hold what one more call returned."""
+        tensors = {name: tensor.clone() for name, tensor in outputs.tensors().items()}
+        self.returned.append((outputs, type(outputs)(**tensors)))
 
 
 class ConditionedCall:
@@ -194,11 +200,17 @@ class ConditionedCall:
     """
 
     def __init__(
-        self, under: CallConditions, device: torch.device, first: State | None = None
+        self,
+        under: CallConditions,
+        device: torch.device,
+        first: State | None = None,
+        earlier: EarlierCalls | None = None,
     ) -> None:
         self.notes, self._first = CallNotes(), first
         self._under, self._device = under, device
-        self._guards = GuardBands(under.fill, device) if under.fill else None
+        self._calls = earlier if under.turn else None
+        memory = self._calls.memory if self._calls else None
+        self._guards = GuardBands(under.fill, device, memory) if under.fill else None
         self._primed: Primed | None = None
         self._allocator = False
         # A kernel may return the memory of an earlier call, which that call wrote to.
@@ -234,6 +246,9 @@ class ConditionedCall:
     def returned(self, outputs: Outputs) -> None:
         """Look at the memory of what the first call gave."""
         tensors = outputs.tensors()
+        if self._calls is not None:
+            self._wrong("alias", self._calls.overwritten())
+            self._calls.add(outputs)
         if self._guards is None:
             _remember(tensors)
             return
@@ -249,7 +264,6 @@ class ConditionedCall:
         """Call it ``calls`` times in all; return what it gave first or, with ``last``, last.
 
         Args:
-            subject: The kernel.
             call: As prepared on what ``copied`` gave.
             inputs: What that is a copy of.
             first: What the first call gave, in memory of its own.
@@ -344,14 +358,17 @@ def _gone(memory: StorageWeakRef) -> bool:
 
 @contextlib.contextmanager
 def under_conditions(
-    under: CallConditions, device: torch.device, first: State | None = None
+    under: CallConditions,
+    device: torch.device,
+    first: State | None = None,
+    earlier: EarlierCalls | None = None,
 ) -> Iterator[ConditionedCall]:
     """Within, calls are made ``under`` these conditions; what was seen is in its ``notes``.
 
     Args:
-        under: The conditions.
         device: Where the kernel runs.
         first: What the process was before the first of all calls; where it is None, what it is now.
+        earlier: Of a sequence, what its calls before this one left.
     """
-    with ConditionedCall(under, device, first).on() as around:
+    with ConditionedCall(under, device, first, earlier).on() as around:
         yield around

@@ -32,6 +32,13 @@ def require_device(device: str) -> None:
         raise UsageError(f"device 'cuda' is not here: {why}. Leave --device out to use the CPU.")
 
 
+def usable_device(wanted: str | None) -> str:
+    """Return ``wanted``, or else ``default_device()``; raise as ``require_device``."""
+    device = wanted or default_device()
+    require_device(device)
+    return device
+
+
 def prepare(device: str) -> None:
     """Make this process ready for kernels on ``device``: compiled on a GPU, else interpreted."""
     if find_spec("triton"):

@@ -27,19 +27,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Evidence:
-    """The facts that a kernel's outputs on a Case are held against.
-
-    Attributes:
-        case: The Case.
-        device: ``cpu`` or ``cuda``, where kernels run and the truth was computed.
-        inputs: The tensors that the kernel and the oracle read.
-        truth: The exact result in float64: out ``(batch, heads, query, value_dim)``, LSE
-            ``(batch, heads, query)``, and gradients of a backward.
-    """
+    """The facts that a kernel's outputs on a Case are held against."""
 
     case: Case
-    device: str
-    inputs: Inputs
+    device: str  # ``cpu`` or ``cuda``, where kernels run and the truth was computed
+    inputs: Inputs  # the tensors that the kernel and the oracle read
+    # The exact result in float64: out ``(batch, heads, query, value_dim)``, LSE ``(batch, heads,
+    # query)``, and gradients of a backward.
     truth: Outputs
 
     @property

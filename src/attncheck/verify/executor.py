@@ -20,7 +20,13 @@ import torch
 from attncheck.core.outputs import Outputs
 from attncheck.core.source_files import error_line, first_line
 from attncheck.subjects.capabilities.subject import ContractViolation, Refused
-from attncheck.verify.call_conditions import PLAIN_CALL, CallConditions, CallNotes, under_conditions
+from attncheck.verify.call_conditions import (
+    PLAIN_CALL,
+    CallConditions,
+    CallNotes,
+    EarlierCalls,
+    under_conditions,
+)
 from attncheck.verify.obligations import (
     aliased_input,
     arithmetic_error,
@@ -42,21 +48,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """The reason why there are no outputs.
+    """The reason why there are no outputs."""
 
-    Attributes:
-        kind: ``error`` when the kernel raised; ``refused`` when it said, only as it was called,
-            that it does not take its inputs (``subject.Refused``); ``contract`` when what it
-            returned is not what was asked for, ``alias`` when that lies in the memory of its
-            inputs, ``mutation`` when it wrote to them; ``oom`` when no memory was left; ``crash``
-            and ``timeout`` when its process died or did not answer in time.
-        message: One line.
-        trace: The traceback, for who asks for it.
-    """
-
+    # ``error`` when the kernel raised; ``refused`` when it said, only as it was called, that it
+    # does not take its inputs (``subject.Refused``); ``contract`` when what it returned is not
+    # what was asked for, ``alias`` when that lies in the memory of its inputs, ``mutation`` when
+    # it wrote to them; ``oom`` when no memory was left; ``crash`` and ``timeout`` when its
+    # process died or did not answer in time.
     kind: str
-    message: str
-    trace: str = ""
+    message: str  # one line
+    trace: str = ""  # the traceback, for who asks for it
 
 
 def out_of_memory(error: Exception) -> bool:
@@ -87,38 +88,24 @@ _MOST_REPEATS = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """The source of inputs, so that another process draws the same.
-
-    Attributes:
-        case: The Case.
-        run: Which of the runs that its question asks for; 0 where there is one.
-    """
+    """The source of inputs, so that another process draws the same."""
 
     case: Case
-    run: int = 0
+    run: int = 0  # which of the runs that its question asks for; 0 where there is one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """The outcome of a call: outputs, and what the kernel declares of them.
-
-    Attributes:
-        outputs: Of its first call.
-        seconds: Median time of one call; None when it was not timed.
-        tiling: What it declares of its tiles.
-        arithmetic: The arithmetic that it declares, or that is assumed of it.
-        notes: What was seen around the call.
-        left: ``obligations.inputs_digest`` of what it read, afterwards; empty where nobody asked.
-        compiling: Seconds of its calls that compilers took; 0 where nobody listened.
-    """
+    """The outcome of a call: outputs, and what the kernel declares of them."""
 
     outputs: Outputs
-    seconds: float | None
-    tiling: Tiling | None
-    arithmetic: Arithmetic
-    notes: CallNotes = dataclasses.field(default_factory=CallNotes)
+    seconds: float | None  # median time of one call; None when it was not timed
+    tiling: Tiling | None  # what it declares of its tiles
+    arithmetic: Arithmetic  # the arithmetic that it declares, or that is assumed of it
+    notes: CallNotes = dataclasses.field(default_factory=CallNotes)  # what was seen around the call
+    # ``obligations.inputs_digest`` of what it read, afterwards; empty where nobody asked.
     left: str = ""
-    compiling: float = 0.0
+    compiling: float = 0.0  # seconds of its calls that compilers took; 0 where nobody listened
 
 
 class Executor(Protocol):
@@ -154,8 +141,6 @@ class Executor(Protocol):
         """``subject`` on ``inputs``; never raises what the kernel raised.
 
         Args:
-            subject: The kernel.
-            inputs: What it reads.
             origin: Where they are from: for who draws them anew elsewhere.
             timed: Whether it is called until its median time is known.
             under: How it is called.
@@ -177,6 +162,7 @@ class InProcess:
     def __init__(self, *, digests: bool = False) -> None:
         self._digests = digests
         self._first: dict[str, State] = {}  # by device: before the first call that was made here
+        self._earlier = EarlierCalls()
 
     def absence(self, subject: Subject, device: str) -> str | None:
         """Return why ``subject`` can run nothing here; what asking raises, ``refusal`` says."""
@@ -235,8 +221,13 @@ class InProcess:
         if device.type not in self._first:
             self._first[device.type] = process_state(device)
         first = self._first[device.type]
+        if under.turn <= 1:  # another sequence, or none
+            self._earlier = EarlierCalls()
         try:
-            with _harmless_warnings(), under_conditions(under, device, first) as around:
+            with (
+                _harmless_warnings(),
+                under_conditions(under, device, first, self._earlier) as around,
+            ):
                 copies = around.copied(inputs)
                 call = subject.prepare(copies)
                 outputs = call()

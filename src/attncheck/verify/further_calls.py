@@ -38,7 +38,6 @@ def late_call(subject: Subject, inputs: Inputs, turn: int) -> Outputs:
     for which this stream does not wait has written nothing when its outputs are read.
 
     Args:
-        subject: The kernel.
         inputs: What it is to read; they are there when this is called.
         turn: Which further call it is, from 1 on.
     """
@@ -186,18 +185,11 @@ _equal = torch.equal
 
 @dataclass(frozen=True, slots=True)
 class RepeatedCall:
-    """One further call.
+    """One further call."""
 
-    Attributes:
-        outputs: What it gave.
-        forward: Whether out or LSE had other bits than the first call's.
-        gradients: Whether a gradient had; dcaptured aside.
-        where: The first element that had, in one line; empty where none.
-    """
-
-    outputs: Outputs
-    forward: bool = False
-    gradients: bool = False
+    outputs: Outputs  # what it gave
+    forward: bool = False  # whether out or LSE had other bits than the first call's
+    gradients: bool = False  # whether a gradient had; dcaptured aside
     where: str = ""
 
 

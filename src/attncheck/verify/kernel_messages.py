@@ -153,7 +153,6 @@ class RemoteError(HostError):
 
     Attributes:
         kind: As of ``executor.Failure``.
-        trace: The traceback there.
     """
 
     def __init__(self, kind: str, message: str, trace: str = "") -> None:

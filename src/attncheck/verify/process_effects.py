@@ -28,15 +28,10 @@ State = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Something that belongs to the process.
+    """Something that belongs to the process."""
 
-    Attributes:
-        read: What it is now.
-        write: Makes it what it was; None where nothing can.
-    """
-
-    read: Callable[[], Any]
-    write: Callable[[Any], object] | None = None
+    read: Callable[[], Any]  # what it is now
+    write: Callable[[Any], object] | None = None  # makes it what it was; None where nothing can
 
 
 def _flag(owner: Any, name: str) -> _Part:

@@ -73,8 +73,6 @@ def adapted_problems(subject: Subject, problem: Problem, executor: Executor) -> 
     keys in pages: a backward stays what it is.
 
     Args:
-        subject: The kernel.
-        problem: What it is to compute.
         executor: How to ask what concerns it.
     """
     if problem.operation != "attention" or problem.backward or executor.concerns(subject, problem):

@@ -49,7 +49,12 @@ __all__ = [
 ]
 
 # What a kernel did in place of giving outputs, as the rule it broke or the status it has.
-_BROKEN_RULES: dict[str, Rule] = {"contract": "contract", "alias": "alias", "mutation": "mutation"}
+_BROKEN_RULES: dict[str, Rule] = {
+    "contract": "contract",
+    "alias": "alias",
+    "mutation": "mutation",
+    "memory": "memory",
+}
 _STATUSES: dict[str, Status] = {
     "refused": "unsupported",
     "crash": "crash",
@@ -137,9 +142,6 @@ def run_on_evidence(
 
     Args:
         record: What is known before the kernel runs, of ``new_record``.
-        subject: The kernel.
-        evidence: The Case.
-        executor: How to call the kernel.
         timed: As of ``run_case``.
         brief: As of ``run_case``.
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attncheck.core.errors import UnknownName
+from attncheck.core.errors import require_known
 from attncheck.core.judgement import Judgement
 from attncheck.core.sanitize_text import one_line
 from attncheck.inputs.problem import head_arrangement
@@ -75,7 +75,6 @@ def sanitized(
 
     Args:
         kernel: As of ``subjects.load.load``; imported in that process alone.
-        cases: Small ones.
         tool: A name in ``TOOLS``.
         convention: How the kernel is called, as of ``load``.
         device: Where; on a CPU it has nothing to see.
@@ -84,8 +83,7 @@ def sanitized(
     Raises:
         UnknownName: for another tool.
     """
-    if tool not in TOOLS:
-        raise UnknownName("tool", tool, TOOLS)
+    require_known("tool", [tool], TOOLS)
     program = sanitizer()
     if program is None:
         return tuple(_record(kernel, case, "unsupported", ABSENT) for case in cases)
@@ -133,17 +131,11 @@ def _run_tool(command: Sequence[str], path: Path, seconds: float) -> tuple[str, 
 
 @dataclass(slots=True)
 class _Report:
-    """The output while one case ran.
+    """The output while one case ran."""
 
-    Attributes:
-        begun: Whether it began.
-        ended: What its process said at its end: ``ok``, ``refused …`` or ``error …``.
-        errors: The tool's errors, a line each.
-    """
-
-    begun: bool = False
-    ended: str = ""
-    errors: list[str] = field(default_factory=list)
+    begun: bool = False  # whether it began
+    ended: str = ""  # what its process said at its end: ``ok``, ``refused …`` or ``error …``
+    errors: list[str] = field(default_factory=list)  # the tool's errors, a line each
 
 
 @dataclass(slots=True)

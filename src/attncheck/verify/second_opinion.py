@@ -62,10 +62,6 @@ def second_opinion(record: Record, evidence: Evidence) -> Record:
     samples of the head of the worst element, and in that element's own row; of a rule that looks at
     whole heads in those of every head. Gradients are compared as a whole, with their forward.
 
-    Args:
-        record: As judged.
-        evidence: The Case that it was judged by.
-
     Returns:
         With status ``oracle disagrees`` and without errors or a judgement where they are further
         apart; the reason says where. A second opinion that does not fit into memory is none.

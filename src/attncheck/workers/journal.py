@@ -75,14 +75,10 @@ class Journal:
     """A journal that is open for writing; no other process can open it meanwhile.
 
     Not for several threads at once. Use it in a ``with``, or call ``close``.
-
-    Attributes:
-        path: Where it is.
-        content: What it says, from all sessions.
     """
 
-    path: Path
-    content: JournalContent
+    path: Path  # where it is
+    content: JournalContent  # what it says, from all sessions
 
     def __init__(self, path: Path, descriptor: int, content: JournalContent, disk: Disk) -> None:
         """For ``open``."""
@@ -97,7 +93,6 @@ class Journal:
         """The journal at ``path``, which is made if need be, its folder too.
 
         Args:
-            path: Where.
             header: What makes two runs the same: command (without ``--shard``), tier, kernels, the
                 fingerprint of the environment, …, and ``shard`` (``2/4``, empty for the whole); and
                 ``started`` and ``typed``, the command line, which do not.
@@ -156,7 +151,6 @@ class Journal:
         """Its result is on the disk when this returns; only then may anybody be told.
 
         Args:
-            done: The result.
             quarantined: Whether it says only that the unit was lost too often.
 
         Raises:

@@ -154,48 +154,29 @@ _LONGEST_WAIT = 0.5  # seconds between two looks at the clocks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEvent:
-    """Something happened; of ``done``, the journal has it on the disk.
+    """Something happened; of ``done``, the journal has it on the disk."""
 
-    Attributes:
-        kind: ``recalled``: the journal had its result.
-        unit: Of which unit.
-        done: Its result; None of one that begins.
-        finished: Units that have a result.
-        known: All units that this run has heard of: more may follow.
-        running: Units that workers are doing.
-        seconds: Since the run began.
-        left: Seconds that the known rest will take at the pace so far; None before a first result.
-    """
-
-    kind: Literal["recalled", "begun", "done"]
-    unit: Unit
-    done: Done | None
-    finished: int
-    known: int
-    running: int
-    seconds: float
+    kind: Literal["recalled", "begun", "done"]  # ``recalled``: the journal had its result
+    unit: Unit  # of which unit
+    done: Done | None  # its result; None of one that begins
+    finished: int  # units that have a result
+    known: int  # all units that this run has heard of: more may follow
+    running: int  # units that workers are doing
+    seconds: float  # since the run began
+    # Seconds that the known rest will take at the pace so far; None before a first result.
     left: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnd:
-    """The end of a run.
+    """The end of a run."""
 
-    Attributes:
-        why: Why before everything was done; empty where everything is. It can be resumed.
-        at_once: Whether running units were ended too: by a second interrupt, or after the grace.
-        finished: Units that have a result.
-        left: Known units that have none.
-        elsewhere: Units of other shards.
-        seconds: That it took.
-    """
-
-    why: Why
-    at_once: bool
-    finished: int
-    left: int
-    elsewhere: int
-    seconds: float
+    why: Why  # Why before everything was done; empty where everything is. It can be resumed.
+    at_once: bool  # whether running units were ended too: by a second interrupt, or after the grace
+    finished: int  # units that have a result
+    left: int  # known units that have none
+    elsewhere: int  # units of other shards
+    seconds: float  # that it took
 
 
 def given_up(unit: Unit, reason: str) -> Done:

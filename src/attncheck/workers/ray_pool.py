@@ -95,7 +95,6 @@ class RayPool(WorkerPool[Any]):
         ray: The module, of ``joined_cluster``.
         cluster: Which.
         setup: What each is told first.
-        limits: Of time.
     """
 
     def __init__(self, ray: Any, cluster: Cluster, setup: WorkerSetup, limits: Limits) -> None:

@@ -48,26 +48,15 @@ class Closed(AttncheckError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """One message.
+    """One message."""
 
-    Attributes:
-        kind: What it is, at most 16 ASCII letters.
-        words: A JSON object.
-        data: What is no JSON.
-    """
-
-    kind: str
-    words: dict[str, Any]
-    data: bytes | bytearray = b""
+    kind: str  # what it is, at most 16 ASCII letters
+    words: dict[str, Any]  # a JSON object
+    data: bytes | bytearray = b""  # what is no JSON
 
 
 class Sender:
-    """Sends frames to a descriptor, each with the next number.
-
-    Args:
-        descriptor: To write to.
-        key: The key of both sides.
-    """
+    """Sends frames to a descriptor, each with the next number."""
 
     def __init__(self, descriptor: int, key: bytes) -> None:
         self._descriptor, self._key = descriptor, key
@@ -77,7 +66,6 @@ class Sender:
         """Send it whole.
 
         Args:
-            frame: What to send.
             ready: Returns when something can be written, or raises; None where writing waits.
 
         Raises:
@@ -106,12 +94,7 @@ class Sender:
 
 
 class Receiver:
-    """Receives frames from a descriptor, each with the next number.
-
-    Args:
-        descriptor: To read from.
-        key: The key of both sides.
-    """
+    """Receives frames from a descriptor, each with the next number."""
 
     def __init__(self, descriptor: int, key: bytes) -> None:
         self._descriptor, self._key = descriptor, key

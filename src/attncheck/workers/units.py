@@ -61,27 +61,19 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The result of a unit.
+    """The result of a unit."""
 
-    Attributes:
-        unit: Its id.
-        answers: Of an ``ask`` one; of a ``shrink`` that found a smaller Case, that one.
-        units: Further work that follows from it, in order.
-        facts: Of a ``describe``: ``name``, ``summary``, ``absent``, and the ``environment``. With
-            ``usage``, why nobody can do it before something is mended, it is no result: the run
-            ends. Of a ``fault`` its ``score``, or that of a control.
-        harness: What went wrong that is no kernel's fault, in one line; empty where nothing.
-        seconds: From start to end.
-        attempts: How often it was begun.
-    """
-
-    unit: str
+    unit: str  # its id
+    # Of an ``ask`` one; of a ``shrink`` that found a smaller Case, that one.
     answers: tuple[Answer, ...] = ()
-    units: tuple[Unit, ...] = ()
+    units: tuple[Unit, ...] = ()  # further work that follows from it, in order
+    # Of a ``describe``: ``name``, ``summary``, ``absent``, and the ``environment``. With
+    # ``usage``, why nobody can do it before something is mended, it is no result: the run ends.
+    # Of a ``fault`` its ``score``, or that of a control.
     facts: dict[str, Any] = {}
-    harness: str = ""
-    seconds: float = 0.0
-    attempts: int = 1
+    harness: str = ""  # what went wrong that is no kernel's fault, in one line; empty where nothing
+    seconds: float = 0.0  # from start to end
+    attempts: int = 1  # how often it was begun
 
 
 MOST_SHARDS = 1000
@@ -92,15 +84,10 @@ _IN_PARTS = frozenset({"ask", "shrink"})
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Part ``number`` of ``count``.
+    """Part ``number`` of ``count``."""
 
-    Attributes:
-        number: From 1.
-        count: Of all parts.
-    """
-
-    number: int = 1
-    count: int = 1
+    number: int = 1  # from 1
+    count: int = 1  # of all parts
 
     @classmethod
     def parse(cls, text: str) -> Self:

@@ -52,33 +52,22 @@ class Work(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Seconds that things may take.
+    """Seconds that things may take."""
 
-    Attributes:
-        unit: One unit, from being sent to its result, before its worker is taken for hung. Far
-            above every deadline within.
-        start: A worker, until it can do a unit.
-        grace: Running units, where the time of a run is up.
-        close: A worker, to end what it has started.
-    """
-
+    # One unit, from being sent to its result, before its worker is taken for hung. Far above
+    # every deadline within.
     unit: float = 3600.0
-    start: float = 600.0
-    grace: float = 60.0
-    close: float = 10.0
+    start: float = 600.0  # a worker, until it can do a unit
+    grace: float = 60.0  # running units, where the time of a run is up
+    close: float = 10.0  # a worker, to end what it has started
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPlace:
-    """The place of one worker on this machine.
+    """The place of one worker on this machine."""
 
-    Attributes:
-        gpu: What CUDA_VISIBLE_DEVICES is there; empty to leave it as it is here.
-        threads: What OMP_NUM_THREADS is there; 0 to leave it as it is here.
-    """
-
-    gpu: str = ""
-    threads: int = 0
+    gpu: str = ""  # what CUDA_VISIBLE_DEVICES is there; empty to leave it as it is here
+    threads: int = 0  # what OMP_NUM_THREADS is there; 0 to leave it as it is here
 
     def environment(self) -> dict[str, str]:
         """Return what is another there than here."""
@@ -92,44 +81,28 @@ class WorkerPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """A Ray cluster whose nodes do the work, in place of this machine.
+    """A Ray cluster whose nodes do the work, in place of this machine."""
 
-    Attributes:
-        address: ``auto`` for the one that this machine is a node of; ``local`` for one that ends
-            with the run.
-        device: ``cuda``: each worker has a GPU of its own; ``cpu``: a core.
-        most: Workers; None for as many as the cluster has GPUs or cores.
-    """
-
+    # ``auto`` for the one that this machine is a node of; ``local`` for one that ends with the
+    # run.
     address: str
-    device: str = "cpu"
-    most: int | None = None
+    device: str = "cpu"  # ``cuda``: each worker has a GPU of its own; ``cpu``: a core
+    most: int | None = None  # workers; None for as many as the cluster has GPUs or cores
 
 
 class WorkerSetup(msgspec.Struct, kw_only=True):
-    """The first message to a worker.
+    """The first message to a worker."""
 
-    Attributes:
-        work: Factory of its Work, ``module:function``.
-        options: Of that.
-    """
-
-    work: str
+    work: str  # factory of its Work, ``module:function``
     options: dict[str, Any]
 
 
 class WorkerReply(msgspec.Struct, kw_only=True):
-    """A message from a worker: it is ready, has done a unit, or something was raised.
+    """A message from a worker: it is ready, has done a unit, or something was raised."""
 
-    Attributes:
-        done: The result of the unit.
-        raised: What was raised, in one line.
-        usage: Whether that was a UsageError.
-    """
-
-    done: Done | None = None
-    raised: str = ""
-    usage: bool = False
+    done: Done | None = None  # the result of the unit
+    raised: str = ""  # what was raised, in one line
+    usage: bool = False  # whether that was a UsageError
 
 
 def to_bytes(message: msgspec.Struct) -> bytes:
@@ -198,17 +171,11 @@ class UnitServer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerNews:
-    """Something of a worker.
+    """Something of a worker."""
 
-    Attributes:
-        worker: Which.
-        done: The result of the unit that it did.
-        lost: Why it is gone, with the unit that it did; its place is free.
-    """
-
-    worker: int
-    done: Done | None = None
-    lost: str = ""
+    worker: int  # which
+    done: Done | None = None  # the result of the unit that it did
+    lost: str = ""  # why it is gone, with the unit that it did; its place is free
 
 
 H = TypeVar("H")
@@ -230,7 +197,6 @@ class WorkerPool(ABC, Generic[H]):
 
     Args:
         setup: What each is told first.
-        limits: Of time.
     """
 
     def __init__(self, setup: WorkerSetup, limits: Limits) -> None:
@@ -323,7 +289,6 @@ class LocalPool(WorkerPool[Worker]):
         places: Where each works: one process each, at most.
         setup: What each is told first.
         mark: With which their own marks begin.
-        limits: Of time.
     """
 
     def __init__(

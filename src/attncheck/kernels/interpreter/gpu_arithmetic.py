@@ -41,19 +41,12 @@ def lookup(interp: Any, name: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repair:
-    """One repair.
-
-    Attributes:
-        description: For a report.
-        methods: What it replaces, in groups of names that belong together.
-        uses: Further names of the interpreter that it cannot do without.
-        adds: Replaced names that some versions of triton do not have at all.
-    """
+    """One repair."""
 
     description: str
-    methods: tuple[Methods, ...]
-    uses: tuple[str, ...] = ()
-    adds: tuple[str, ...] = ()
+    methods: tuple[Methods, ...]  # what it replaces, in groups of names that belong together
+    uses: tuple[str, ...] = ()  # further names of the interpreter that it cannot do without
+    adds: tuple[str, ...] = ()  # replaced names that some versions of triton do not have at all
 
     def replacements(self, interp: Any) -> dict[str, Any]:
         """Dotted name → replacement; raises InterpreterUnavailable if this triton lacks a name."""

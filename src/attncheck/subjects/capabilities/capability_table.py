@@ -220,30 +220,24 @@ class Override(Limits, frozen=True, kw_only=True):
 
 
 class Capabilities(Limits, frozen=True, kw_only=True):
-    """A kernel's whole table.
+    """A kernel's whole table."""
 
-    Attributes:
-        entry: ``pkg.module:name``, ``file.py::name``, or a kernel of attncheck's.
-        convention: A name of ``conventions.CONVENTIONS``; None for the first that fits.
-        causal: How its causal mask is aligned where lengths differ.
-        lse: Whether it gives LSE, or with which logarithm (``true``: the convention's).
-        empty_row: What rows that see no key give.
-        promises: What it promises of its bits (``problem.PROMISES``).
-        backward: How gradients are had: by ``autograd``, or by a function, as ``entry`` names one;
-            false: it has none. Not declared: by autograd, where it can be.
-        sources: Files that it is made of, as patterns (``matches_pattern``).
-        override: Exceptions; later ones win.
-    """
-
-    entry: str
+    entry: str  # ``pkg.module:name``, ``file.py::name``, or a kernel of attncheck's
+    # A name of ``conventions.CONVENTIONS``; None for the first that fits.
     convention: str | None = None
+    # How its causal mask is aligned where lengths differ.
     causal: Literal["top_left", "bottom_right"] | None = None
+    # Whether it gives LSE, or with which logarithm (``true``: the convention's).
     lse: bool | Literal["natural", "base2"] | None = None
+    # What rows that see no key give.
     empty_row: Literal["zero", "nan", "mean", "unspecified"] | None = None
+    # What it promises of its bits (``problem.PROMISES``).
     promises: tuple[Promise, ...] | None = None
+    # How gradients are had: by ``autograd``, or by a function, as ``entry`` names one; false: it
+    # has none. Not declared: by autograd, where it can be.
     backward: bool | str | None = None
-    sources: tuple[str, ...] = ()
-    override: tuple[Override, ...] = ()
+    sources: tuple[str, ...] = ()  # files that it is made of, as patterns (``matches_pattern``)
+    override: tuple[Override, ...] = ()  # exceptions; later ones win
 
     def __post_init__(self) -> None:
         super().__post_init__()

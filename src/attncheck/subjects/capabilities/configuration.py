@@ -38,14 +38,9 @@ _KERNELS = "kernels"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """A project's kernels.
+    """A project's kernels."""
 
-    Attributes:
-        path: The file; relative entries are relative to its folder.
-        kernels: Their tables by name.
-    """
-
-    path: Path | None = None
+    path: Path | None = None  # the file; relative entries are relative to its folder
     kernels: Mapping[str, Capabilities] = field(default_factory=dict)
 
     @property
@@ -190,7 +185,6 @@ def check_kernel_name(name: str, path: Path, *, force: bool) -> None:
     """Raise UsageError unless a table called ``name`` may be written into ``path``.
 
     Args:
-        name: Of the kernel.
         path: The file, which need not be there.
         force: Whether one that is there may be replaced.
     """
@@ -228,7 +222,6 @@ def with_table(path: Path, name: str, table: str) -> str:
 
     Args:
         path: The file; one that is not there is empty.
-        name: Of the kernel.
         table: The table and those below it, as ``render_table`` gives them.
 
     Raises:

@@ -6,7 +6,7 @@ import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from attncheck.core.errors import UnknownName
+from attncheck.core.errors import require_known
 
 if TYPE_CHECKING:
     from attncheck.subjects.capabilities.subject import Subject
@@ -14,19 +14,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _BuiltIn:
-    """A class of a subject, imported when one is made.
-
-    Attributes:
-        summary: That of the subject, in one line.
-        module: Where it is.
-        name: Its name there.
-        arguments: What it is made with.
-    """
+    """A class of a subject, imported when one is made."""
 
     summary: str
-    module: str
+    module: str  # where it is
     name: str
-    arguments: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()  # what it is made with
 
     def __call__(self) -> Subject:
         """Return a new subject."""
@@ -133,6 +126,5 @@ def builtin_names() -> tuple[str, ...]:
 
 def subject_named(name: str) -> Subject:
     """Return a new subject called ``name``; raises UnknownName with the valid names."""
-    if name not in BUILTIN:
-        raise UnknownName("kernel", name, BUILTIN)
+    require_known("kernel", [name], BUILTIN)
     return BUILTIN[name]()

@@ -56,39 +56,27 @@ class ContractViolation(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenCall:
-    """A call of a function as Python source, without attncheck.
+    """A call of a function as Python source, without attncheck."""
 
-    Attributes:
-        source: It defines ``call(kernel, q, k, v)``; None where an argument cannot be said.
-        convention: How the function is called.
-        empty_row: What it gives for a row that sees no key, as ``ConventionOptions`` say.
-        triton: Whether it uses Triton.
-    """
-
+    # It defines ``call(kernel, q, k, v)``; None where an argument cannot be said.
     source: str | None
-    convention: str
-    empty_row: str
-    triton: bool
+    convention: str  # how the function is called
+    empty_row: str  # what it gives for a row that sees no key, as ``ConventionOptions`` say
+    triton: bool  # whether it uses Triton
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiling:
-    """The walk of a FlashAttention kernel over the keys.
+    """The walk of a FlashAttention kernel over the keys."""
 
-    Attributes:
-        block_query: Query rows per program.
-        block_kv: Keys per step.
-        reverse: Whether the last key block comes first.
-        lazy_rescale: The running maximum moves only when it grows by more than this, in log2
-            units; 0 moves it always. Of FlashAttention-2 alone.
-        recurrence: What a step's weights are relative to: the running maximum (``flash2``), or the
-            step's own, with O normalised after each step (``flash1``).
-    """
-
-    block_query: int
-    block_kv: int
-    reverse: bool = False
+    block_query: int  # query rows per program
+    block_kv: int  # keys per step
+    reverse: bool = False  # whether the last key block comes first
+    # The running maximum moves only when it grows by more than this, in log2 units; 0 moves it
+    # always. Of FlashAttention-2 alone.
     lazy_rescale: float = 0.0
+    # What a step's weights are relative to: the running maximum (``flash2``), or the step's own,
+    # with O normalised after each step (``flash1``).
     recurrence: Literal["flash2", "flash1"] = "flash2"
 
     def __str__(self) -> str:

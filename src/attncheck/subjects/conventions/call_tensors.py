@@ -34,21 +34,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ModKey:
-    """All that is made of a Problem's mods depends on: Problems of other dtypes and seeds share it.
-
-    Attributes:
-        kind: Class of the Problem.
-        specs: The mods.
-        dimensions: Ranges of their indices.
-        device: Where their captured tensors are.
-        problem: One of the Problems.
-    """
+    """All that a Problem's mods depend on: Problems of other dtypes and seeds share it."""
 
     kind: type[Problem]
-    specs: tuple[Spec, ...]
-    dimensions: Dimensions
-    device: str
-    problem: Problem = field(compare=False)
+    specs: tuple[Spec, ...]  # the mods
+    dimensions: Dimensions  # ranges of their indices
+    device: str  # where their captured tensors are
+    problem: Problem = field(compare=False)  # one of the Problems
 
     @classmethod
     def of(cls, problem: Problem, device: str, *mods: str) -> ModKey:
@@ -167,18 +159,13 @@ def is_causal(problem: Problem) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class PagedInputs:
-    """Keys and values in pages.
+    """Keys and values in pages."""
 
-    Attributes:
-        k: ``(pages, kv_heads, size, head_dim)``, a view of contiguous ``(pages, size, kv_heads,
-            head_dim)``.
-        v: The same of values.
-        table: Where each page of each sequence lies; on their device.
-    """
-
+    # ``(pages, kv_heads, size, head_dim)``, a view of contiguous ``(pages, size, kv_heads,
+    # head_dim)``.
     k: Tensor
-    v: Tensor
-    table: PageTable
+    v: Tensor  # the same of values
+    table: PageTable  # where each page of each sequence lies; on their device
 
 
 def paged_inputs(inputs: Inputs) -> PagedInputs:

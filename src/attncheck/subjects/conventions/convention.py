@@ -41,28 +41,24 @@ which a drawn logit would have to be rounded."""
 class ConventionOptions:
     """Facts of one kernel that its convention does not know; empty: as the convention has it.
 
-    Attributes:
-        lse: Logarithm of its LSE, a name in ``LSE_BASES``.
-        empty_row: What it gives for rows that see no key, a name in ``EMPTY_ROWS``.
-        causal: How its causal flag and window are aligned, a name in ``ALIGNMENTS``.
-        promises: What it promises, names in ``PROMISES``; None: what any kernel does.
-        returns_lse: True: it must give LSE; False: none is requested, and one that it gives is
-            left out; None: it is requested where the signature has a flag for it, and taken where
-            it comes.
-        backward: How its gradients are had where a Problem has them: by ``autograd``, or by a
-            function (dout, q, k, v, out, lse, and its own keywords) that gives dq, dk and dv, and
-            dsink where there are sinks; None: it has no gradients.
-
     Raises:
         UnknownName: for a name that is none of these.
     """
 
     # Empty, and not None: a table that is silent and one that says the usual are alike.
-    lse: Literal["", "natural", "base2"] = ""
+    lse: Literal["", "natural", "base2"] = ""  # logarithm of its LSE, a name in ``LSE_BASES``
+    # What it gives for rows that see no key, a name in ``EMPTY_ROWS``.
     empty_row: Literal["", "zero", "nan", "mean", "unspecified"] = ""
+    # How its causal flag and window are aligned, a name in ``ALIGNMENTS``.
     causal: Literal["", "top_left", "bottom_right"] = ""
+    # What it promises, names in ``PROMISES``; None: what any kernel does.
     promises: frozenset[str] | None = None
+    # True: it must give LSE; False: none is requested, and one that it gives is left out; None:
+    # it is requested where the signature has a flag for it, and taken where it comes.
     returns_lse: bool | None = None
+    # How its gradients are had where a Problem has them: by ``autograd``, or by a function (dout,
+    # q, k, v, out, lse, and its own keywords) that gives dq, dk and dv, and dsink where there are
+    # sinks; None: it has no gradients.
     backward: Literal["autograd"] | Callable[..., Any] | None = "autograd"
 
     def __post_init__(self) -> None:
@@ -79,26 +75,19 @@ class ConventionOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MadeArgument:
-    """A value that is made only once there are inputs.
+    """A value that is made only once there are inputs."""
 
-    Attributes:
-        make: Function that makes it on the inputs' device.
-        text: The same for a script: a Python expression of torch, q, k, v and ``mask``, a bool
-            tensor that broadcasts to ``(batch, heads, query, kv)``. Empty where it cannot be said.
-        setup: Statements that the expression needs before it.
-        what: Name of a tensor that may be too large for the machine.
-        size: Its bytes.
-    """
-
-    make: Callable[[Inputs], Any]
+    make: Callable[[Inputs], Any]  # function that makes it on the inputs' device
+    # The same for a script: a Python expression of torch, q, k, v and ``mask``, a bool tensor
+    # that broadcasts to ``(batch, heads, query, kv)``. Empty where it cannot be said.
     text: str
-    setup: str = ""
-    what: str = ""
-    size: int = 0
+    setup: str = ""  # statements that the expression needs before it
+    what: str = ""  # name of a tensor that may be too large for the machine
+    size: int = 0  # its bytes
 
 
-def number_tensor(numbers: Collection[float], dtype: torch.dtype) -> MadeArgument:
-    """Tensor ``(len(numbers),)`` of these numbers."""
+def number_tensor(numbers: Collection[float | list[float]], dtype: torch.dtype) -> MadeArgument:
+    """Tensor of these numbers, or of lists of them."""
     listed = list(numbers)
     return MadeArgument(
         make=lambda inputs: torch.tensor(listed, dtype=dtype, device=inputs.device),
@@ -113,15 +102,11 @@ def input_argument(text: str, make: Callable[[Inputs], Any]) -> MadeArgument:
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """A value for one meaning.
+    """A value for one meaning."""
 
-    Attributes:
-        value: The value, or how it is ``MadeArgument``.
-        when: ``needed``: without it the Problem cannot be passed. ``offered``: passed where it is
-            taken. ``required``: passed where it has no default.
-    """
-
-    value: Any
+    value: Any  # the value, or how it is ``MadeArgument``
+    # ``needed``: without it the Problem cannot be passed. ``offered``: passed where it is taken.
+    # ``required``: passed where it has no default.
     when: Literal["needed", "offered", "required"]
 
 
@@ -146,19 +131,12 @@ def spare(value: Any) -> Argument:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A Problem to be passed, and what its arguments depend on besides.
-
-    Attributes:
-        problem: What to compute.
-        able: Meanings that the function takes.
-        bottom_right: Whether causal masks and windows are aligned so.
-        options: What else was said of the function.
-    """
+    """A Problem to be passed, and what its arguments depend on besides."""
 
     problem: Problem
-    able: frozenset[str]
-    bottom_right: bool
-    options: ConventionOptions
+    able: frozenset[str]  # meanings that the function takes
+    bottom_right: bool  # whether causal masks and windows are aligned so
+    options: ConventionOptions  # what else was said of the function
 
     def scale(self) -> Argument:
         """The scale; left out where it is 1/√head_dim, so that its default is examined too."""
@@ -242,17 +220,12 @@ def _without_default(parameters: list[inspect.Parameter]) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """Keywords of a convention that a function takes.
+    """Keywords of a convention that a function takes."""
 
-    Attributes:
-        keywords: All of them.
-        required: Those that it gives no default.
-        named: Those that its signature names; the others go into its ``**keywords``, or it has no
-            signature.
-    """
-
-    keywords: frozenset[str]
-    required: frozenset[str] = frozenset()
+    keywords: frozenset[str]  # all of them
+    required: frozenset[str] = frozenset()  # those that it gives no default
+    # Those that its signature names; the others go into its ``**keywords``, or it has no
+    # signature.
     named: frozenset[str] = frozenset()
 
     @classmethod
@@ -261,7 +234,6 @@ class Signature:
 
         Args:
             function: A callable; a ``torch.nn.Module`` is its ``forward``.
-            keywords: The convention's.
 
         Returns:
             What it takes; all, where nothing says it (functions written in C). Or why it does not
@@ -324,26 +296,17 @@ class Signature:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter of a convention, beside q, k and v.
+    """A parameter of a convention, beside q, k and v."""
 
-    Attributes:
-        meaning: Name of what it means, the same in all conventions.
-        spellings: Names that functions have for it, the convention's own first.
-        by_name: It is passed only where a signature names it, and never into ``**keywords``.
-        must: A function without it is none of this convention.
-        of_result: It says what is returned, or is dropout: no gradient depends on it.
-        bound: Calls of ours pass it; else only a caller's call may have it.
-        matters: A caller's value changes the result, and not only how fast it comes.
-        by_position: Functions of the convention take it by position too, in the order declared.
-    """
-
-    meaning: str
-    spellings: tuple[str, ...]
+    meaning: str  # name of what it means, the same in all conventions
+    spellings: tuple[str, ...]  # names that functions have for it, the convention's own first
+    # It is passed only where a signature names it, and never into ``**keywords``.
     by_name: bool = False
-    must: bool = False
-    of_result: bool = False
-    bound: bool = True
-    matters: bool = True
+    must: bool = False  # a function without it is none of this convention
+    of_result: bool = False  # it says what is returned, or is dropout: no gradient depends on it
+    bound: bool = True  # calls of ours pass it; else only a caller's call may have it
+    matters: bool = True  # a caller's value changes the result, and not only how fast it comes
+    # Functions of the convention take it by position too, in the order declared.
     by_position: bool = True
 
 
@@ -358,44 +321,34 @@ key is seen, torch's ``MultiheadAttention`` where it is hidden."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Convention:
-    """A calling convention of functions.
+    """A calling convention of functions."""
 
-    Attributes:
-        name: What it is called on the command line.
-        summary: One line.
-        parameters: Beside q, k and v, in their order.
-        layout: The axes of the tensors of a Problem that can be passed.
-        bind: What becomes of a Problem's mask, score mod and scale: arguments by meaning, or why
-            the convention cannot pass them.
-        parse: The reverse: what somebody's call asks; None where no call is read.
-        claims_function: Whether a function's (parameter names, dotted name) show that it is of this
-            convention and of no other.
-        most: Most things that a function returns.
-        bottom_right: How causal masks and windows are aligned where the lengths differ.
-        empty_lse: What LSE may be of a row that sees no key.
-        within: What is entered around a call on (device).
-        declined: Arguments for which it has no value, with the reason: a function that requires
-            one is none of this convention.
-        tensors: What is passed by position, where keys and values are laid out together; None
-            for what the layout makes of each.
-        paged: Whether keys and values lie in pages: it takes Problems with paging, and no other.
-    """
-
-    name: str
+    name: str  # what it is called on the command line
     summary: str
-    parameters: tuple[Parameter, ...]
-    layout: Callable[[Problem], Layout]
+    parameters: tuple[Parameter, ...]  # beside q, k and v, in their order
+    layout: Callable[[Problem], Layout]  # the axes of the tensors of a Problem that can be passed
+    # What becomes of a Problem's mask, score mod and scale: arguments by meaning, or why the
+    # convention cannot pass them.
     bind: Callable[[Request], Arguments | str]
+    # Whether a function's (parameter names, dotted name) show that it is of this convention and
+    # of no other.
     claims_function: Callable[[frozenset[str], str], bool]
+    # The reverse: what somebody's call asks; None where no call is read.
     parse: Callable[[CallArguments], ParsedCall] | None = None
-    most: int = 2
-    bottom_right: bool = False
-    empty_lse: tuple[float, ...] = (-math.inf,)
+    most: int = 2  # most things that a function returns
+    bottom_right: bool = False  # how causal masks and windows are aligned where the lengths differ
+    empty_lse: tuple[float, ...] = (-math.inf,)  # what LSE may be of a row that sees no key
+    # What is entered around a call on (device).
     within: Callable[[str], AbstractContextManager[object]] = lambda _device: nullcontext()
+    # Arguments for which it has no value, with the reason: a function that requires one is none
+    # of this convention.
     declined: Mapping[str, str] = field(default_factory=dict)
+    # What is passed by position, where keys and values are laid out together; None for what the
+    # layout makes of each.
     tensors: Callable[[Layout, Inputs], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None = (
         None
     )
+    # Whether keys and values lie in pages: it takes Problems with paging, and no other.
     paged: bool = False
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attncheck.core.errors import UnknownName
+from attncheck.core.errors import look_up
 from attncheck.subjects.capabilities.subject import Subject
 from attncheck.subjects.conventions.convention import Convention, ConventionOptions, Signature
 from attncheck.subjects.conventions.flash_conventions import FLASH_ATTN, PAGED, VARLEN
@@ -55,9 +55,7 @@ _AS_USUAL = ConventionOptions()
 
 def convention_named(name: str) -> Convention | _Native:
     """Return the convention called ``name``; raises UnknownName with the valid names."""
-    if name not in CONVENTIONS:
-        raise UnknownName("convention", name, CONVENTIONS)
-    return CONVENTIONS[name]
+    return look_up("convention", name, CONVENTIONS)
 
 
 def adopted(

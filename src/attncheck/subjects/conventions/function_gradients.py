@@ -34,19 +34,12 @@ _LEFT_OUT = {"mean", "unspecified"}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Leaf:
-    """A tensor in a kernel's axes, and the way of its gradient back.
+    """A tensor in a kernel's axes, and the way of its gradient back."""
 
-    Attributes:
-        name: Of its gradient.
-        source: In attncheck's axes.
-        changed: In the kernel's, by way of autograd.
-        tensor: The same numbers; what the kernel gets, and autograd ends there.
-    """
-
-    name: str
-    source: torch.Tensor
-    changed: torch.Tensor
-    tensor: torch.Tensor
+    name: str  # of its gradient
+    source: torch.Tensor  # in attncheck's axes
+    changed: torch.Tensor  # in the kernel's, by way of autograd
+    tensor: torch.Tensor  # the same numbers; what the kernel gets, and autograd ends there
 
     @classmethod
     def of(
@@ -88,8 +81,6 @@ class GradientCall:
     Args:
         options: How gradients are had.
         layout: The function's axes.
-        inputs: Of the Problem.
-        passed: Keywords of the call.
         parameters: What each of them is in the convention.
         dead: Rows that see no key, where something is said of them.
         natural_lse: LSE as the function gives it → in attncheck's axes, natural.

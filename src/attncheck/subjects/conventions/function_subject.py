@@ -57,17 +57,7 @@ class FunctionSubject(Subject):
     ValueError, NotImplementedError and AssertionError mean that it does not take its arguments
     (``Refused``).
 
-    Args:
-        function: The kernel.
-        name: What reports call it.
-        convention: Its convention.
-        signature: What it takes of it.
-        options: Where it differs.
-
     Attributes:
-        function: As passed.
-        convention: Name of the convention.
-        options: As passed.
         takes: Names of the keywords that it can be passed.
     """
 

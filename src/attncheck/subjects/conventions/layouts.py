@@ -26,25 +26,17 @@ Lengths = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The change of attncheck's axes to a kernel's, and back, for one Problem.
+    """The change of attncheck's axes to a kernel's, and back, for one Problem."""
 
-    Attributes:
-        queries: q ``(batch, heads, query, head_dim)`` → the kernel's.
-        keys: k or v ``(batch, kv_heads, kv, dim)`` → the kernel's.
-        out: By the shape that its out may have, what brings it to ``(batch, heads, query,
-            value_dim)``; empty where it has these axes.
-        out_axes: Names of its axes.
-        lse: By the shape that its LSE may have, what brings it to ``(batch, heads, query)``.
-        lse_axes: Names of its axes.
-        texts: For a script, expressions of ``q``, ``k``, ``v``, ``out`` and ``lse`` by these names.
-    """
-
-    queries: Change
-    keys: Change
+    queries: Change  # q ``(batch, heads, query, head_dim)`` → the kernel's
+    keys: Change  # k or v ``(batch, kv_heads, kv, dim)`` → the kernel's
+    # By the shape that its out may have, what brings it to ``(batch, heads, query, value_dim)``;
+    # empty where it has these axes.
     out: Shapes
-    out_axes: str
-    lse: Shapes
-    lse_axes: str
+    out_axes: str  # names of its axes
+    lse: Shapes  # by the shape that its LSE may have, what brings it to ``(batch, heads, query)``
+    lse_axes: str  # names of its axes
+    # For a script, expressions of ``q``, ``k``, ``v``, ``out`` and ``lse`` by these names.
     texts: Mapping[str, str]
 
 
@@ -93,18 +85,14 @@ def _heads_inside(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PackedProblem:
-    """A Problem whose mask is: a row sees keys of its own part, of which ``rest`` hides some.
+    """A Problem whose mask is: a row sees keys of its own part, of which ``rest`` hides some."""
 
-    Attributes:
-        segments: For each sequence of the batch, query rows and keys of each of its parts.
-        rest: What hides keys within a part, a mask in the Problem's own indices; ``full`` where
-            nothing does.
-        cut: Whether the mask names the parts; else they are whole sequences.
-    """
-
+    # For each sequence of the batch, query rows and keys of each of its parts.
     segments: list[list[Lengths]]
+    # What hides keys within a part, a mask in the Problem's own indices; ``full`` where nothing
+    # does.
     rest: Spec
-    cut: bool
+    cut: bool  # whether the mask names the parts; else they are whole sequences
 
     def lengths(self) -> list[Lengths]:
         """Query rows and keys of all parts, in the order in which they are packed."""

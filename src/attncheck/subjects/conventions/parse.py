@@ -25,27 +25,18 @@ class UnreadableCall(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedCall:
-    """The computation that a call is.
+    """The computation that a call is."""
 
-    Attributes:
-        q: ``(batch, heads, query, head_dim)``.
-        k: ``(batch, kv_heads, kv, head_dim)``.
-        v: ``(batch, kv_heads, kv, value_dim)``.
-        mask: Of the library, or a FlexAttention mask, or bool numbers ``(batch, heads, query,
-            kv)``, with axes of 1 where they are alike.
-        score: Of the library, or a FlexAttention score mod; None for none.
-        scale: Factor of q·k; None for 1/√head_dim.
-        sink: fp32 ``(heads,)``; None for none.
-        returned: Outputs → what the caller gets, in the axes of its own tensors.
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
+    q: torch.Tensor  # ``(batch, heads, query, head_dim)``
+    k: torch.Tensor  # ``(batch, kv_heads, kv, head_dim)``
+    v: torch.Tensor  # ``(batch, kv_heads, kv, value_dim)``
+    # Of the library, or a FlexAttention mask, or bool numbers ``(batch, heads, query, kv)``, with
+    # axes of 1 where they are alike.
     mask: Spec | Mod | torch.Tensor = FULL
-    score: Spec | Mod | None = None
-    scale: float | None = None
-    sink: torch.Tensor | None = None
+    score: Spec | Mod | None = None  # of the library, or a FlexAttention score mod; None for none
+    scale: float | None = None  # factor of q·k; None for 1/√head_dim
+    sink: torch.Tensor | None = None  # fp32 ``(heads,)``; None for none
+    # Outputs → what the caller gets, in the axes of its own tensors.
     returned: Callable[[Outputs], Any]
 
 

@@ -194,7 +194,6 @@ def softcap_and_slopes(
     Args:
         cap: 0 for none.
         slopes: ``(heads,)`` or ``(batch, heads)``; None for none.
-        heads: How many.
         offset: By how much a row's own key is above it.
         causal: Whether no row sees a key after its own.
     """
