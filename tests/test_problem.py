@@ -122,7 +122,10 @@ def test_ids_differ_between_problems():
         {"dtype": "bf16"},
         {"score": Spec.of("none")},
         {"scale": 0.25},
+        {"scale": -0.25},
+        {"scale": 0.0},
         {"sink": True},
+        {"sink": True, "sink_logits": "above"},
         {"paging": Paging(size=16)},
         {"backward": True},
         {"backward": True, "dlse": True},
@@ -181,7 +184,7 @@ def test_words():
 
 
 SIZE = "must be a whole number of at least 1."
-SCALE = "must be a positive number in the range of fp32."
+SCALE = "must be a number in the range of fp32."
 
 
 @pytest.mark.parametrize(
@@ -205,7 +208,6 @@ SCALE = "must be a positive number in the range of fp32."
         ({"seed": -1}, "seed=-1 must be from 0 to 2**63 − 1."),
         ({"seed": 2**63}, f"seed={2**63} must be from 0 to 2**63 − 1."),
         ({"seed": 1.5}, "seed=1.5 must be a whole number."),
-        ({"scale": -0.5}, f"scale=-0.5 {SCALE}"),
         ({"scale": math.nan}, f"scale=nan {SCALE}"),
         ({"scale": math.inf}, f"scale=inf {SCALE}"),
         ({"scale": 1e39}, f"scale=1e+39 {SCALE}"),
@@ -214,6 +216,14 @@ SCALE = "must be a positive number in the range of fp32."
         ({"scale": None}, f"scale=None {SCALE}"),
         ({"scale": [1]}, f"scale=[1] {SCALE}"),
         ({"scale": True}, f"scale=True {SCALE}"),
+        (
+            {"sink": True, "sink_logits": "infinite"},
+            "sink_logits='infinite' must be one of above, below, equal, absent.",
+        ),
+        (
+            {"sink_logits": "above"},
+            "sink_logits='above' has no meaning without sink=True.",
+        ),
         ({"mask": 5}, "a mod is an object with a name, not 5."),
         ({"mask": {"window": 5}}, "a mod is an object with a name, not {'window': 5}."),
         (

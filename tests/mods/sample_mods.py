@@ -34,6 +34,7 @@ LIBRARY_MASKS = [
 EXACT_SCORES = [
     Spec.of("none"),
     Spec.of("alibi"),
+    Spec.of("alibi_by_sequence"),
     Spec.of("relative_bias", distance=4, seed=1),
     Spec.of("relative_bias", distance=0, seed=1),
     *(

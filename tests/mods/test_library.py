@@ -19,7 +19,10 @@ ALL_MASKS = (
     "and, causal, causal_bottom_right, document, documents, expression, full, neighborhood, "
     "neighborhood_morton, neighborhood_tiled, not, offset, or, padding, prefix_lm, sliding_window"
 )
-ALL_SCORES = "alibi, bias, chain, expression, none, offset, relative_bias, softcap, temperature"
+ALL_SCORES = (
+    "alibi, alibi_by_sequence, bias, chain, expression, none, offset, relative_bias, softcap, "
+    "temperature"
+)
 
 of = Spec.of
 WHOLE = "must be a whole number from 0 to 2147483647."

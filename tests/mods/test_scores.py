@@ -1,5 +1,6 @@
 """Every library score mod against numbers worked out by hand."""
 
+import dataclasses
 import math
 from fractions import Fraction
 
@@ -175,7 +176,8 @@ def test_score_keeps_its_dtype(name, dtype):
         "expression": {"text": "where(b == 0, 0.1, 2) * kv_idx / 3 + score"},
     }
     parts = [Spec.of("alibi")] if SCORES[name].compose else []
-    mod = build_score(Spec.of(name, *parts, **numbers.get(name, {})), DIMENSIONS)
+    dimensions = dataclasses.replace(DIMENSIONS, batch=2)
+    mod = build_score(Spec.of(name, *parts, **numbers.get(name, {})), dimensions)
     index = torch.tensor(1)
     assert mod(torch.tensor(1.0, dtype=dtype), index, index, index, index).dtype is dtype
     column = torch.ones(3, dtype=dtype)

@@ -55,6 +55,7 @@ READABLE = {
     ),
     Spec.of("none"): "score",
     Spec.of("alibi"): "score + (float64(tensor0[h]) * (kv_idx - q_idx))",
+    Spec.of("alibi_by_sequence"): "score + (float64(tensor0[b, h]) * (kv_idx - q_idx))",
     Spec.of("softcap", cap=30.0): "tanh(score / 30.0) * 30.0",
     Spec.of("relative_bias", distance=4, seed=1): (
         "score + float64(tensor3[h, minimum(maximum(kv_idx - q_idx, -4), 4) + 4])"

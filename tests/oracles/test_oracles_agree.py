@@ -99,6 +99,17 @@ def test_scores_of_a_thousand_neither_overflow_nor_vanish(oracle, python_loop, a
     assert not rest.misses(kept, Outputs(truth.out[:, :, 3:], truth.lse[:, :, 3:]), sides=1)
 
 
+@pytest.mark.parametrize("scale", [-0.7, 0.0, 2.0**-149, 300.0])
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_a_scale_of_any_sign_and_size_is_as_exact(scale, mask, python_loop, allowance):
+    inputs = _tiny(mask=mask, scale=scale)
+    truth, bound = python_loop(inputs, MASKS[mask], SCORES[Spec.of("none")]), allowance(inputs)
+    # The naive formula shows that it cannot have exp of thousands.
+    able = {name: oracle for name, oracle in ORACLES.items() if name != "naive"}
+    missing = [name for name, oracle in able.items() if bound.misses(oracle(inputs), truth, 1)]
+    assert not missing
+
+
 @pytest.mark.parametrize(("mask", "score"), ALL_MASKS_ONCE + ALL_SCORES_CAUSAL, ids=str)
 def test_ordinary_inputs_agree_to_1e_13(mask, score, allowance):
     inputs = _tiny(query=70, kv=83, mask=_longer(mask), score=score, head_dim=32, value_dim=24)

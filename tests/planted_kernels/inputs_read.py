@@ -9,7 +9,7 @@ from attncheck.cases.strategies.mask_strategies import NEIGHBORHOODS
 from attncheck.core.mod_spec import FULL, NONE, Spec
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.input_tensors import Descale
-from attncheck.inputs.problem import Problem
+from attncheck.inputs.problem import USUAL_SCALE, Problem
 from attncheck.subjects.ideal import Ideal
 
 LN2 = math.log(2.0)
@@ -272,7 +272,7 @@ READ = {
     "LaterKeysWeighMore": other_problem(
         lambda p: p.replace(score=Spec.of("expression", text="score + 0.25 * kv_idx"))
     ),
-    "ScaleIgnored": other_problem(lambda p: p.replace(scale=0.0)),
+    "ScaleIgnored": other_problem(lambda p: p.replace(scale=USUAL_SCALE)),
     "ScaleOff": other_problem(lambda p: p.replace(scale=p.scale * 1.01)),
     "ScaleWithoutLog2E": other_problem(lambda p: p.replace(scale=p.scale * LN2)),
     # fp8

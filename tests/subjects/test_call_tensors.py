@@ -4,7 +4,7 @@ import pytest
 
 from attncheck.core.errors import TraceError
 from attncheck.core.mod_spec import NONE, Spec
-from attncheck.inputs.problem import Problem
+from attncheck.inputs.problem import USUAL_SCALE, Problem
 from attncheck.mods import library, trace
 from attncheck.subjects import kernel_mods
 from attncheck.subjects.conventions import call_tensors
@@ -72,7 +72,7 @@ def nothing_kept():
 
 @pytest.mark.parametrize("read", READERS)
 def test_dtype_seed_and_head_dim_are_not_a_mods(read) -> None:
-    other = PROBLEM.replace(dtype="fp32", seed=3, head_dim=16, scale=0.0)
+    other = PROBLEM.replace(dtype="fp32", seed=3, head_dim=16, scale=USUAL_SCALE)
     assert read(PROBLEM, "cpu") is read(other, "cpu")
 
 

@@ -1,6 +1,7 @@
 """A kernel in another process answers as it does in this one, bit for bit."""
 
 import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -233,6 +234,43 @@ def test_who_wrote_beside_its_tensors_is_found_when_its_process_dies_later(tmp_p
     )
     assert f"when it was asked {problems[1]}; without guard bands its process" in judgement.reason
     assert "died of SIGABRT" in judgement.reason
+
+
+CALLED = """
+import os
+from pathlib import Path
+from torch.nn.functional import scaled_dot_product_attention
+def kernel(q, k, v, is_causal=False):
+    with Path("called").open("a") as file:
+        file.write(f"{q.shape[2]} ")
+    if q.shape[2] == 5:
+        os._exit(9)
+    if q.shape[2] == 6:
+        raise RuntimeError("planted")
+    return scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+"""
+
+
+def test_the_next_case_is_called_while_one_is_judged(tmp_path):
+    (tmp_path / "mine.py").write_text(CALLED)
+    called = tmp_path / "called"
+    cases = [as_case(Problem(query=n, kv=8, head_dim=8, dtype="fp32")) for n in range(1, 9)]
+    cases[6] = Case(problem=cases[6].problem, question="repeat")
+    cases.append(as_case(Problem(query=9, kv=8, head_dim=8, dtype="fp32", sink=True)))
+    with IsolatedKernel("mine.py::kernel", folder=str(tmp_path)) as found:
+        records = [next(answers := iter_records([found.subject], cases, device="cpu"))]
+        late = time.monotonic() + 60.0
+        while called.read_text() != "1 2 " and time.monotonic() < late:
+            time.sleep(0.01)
+        assert called.read_text() == "1 2 "
+        records += answers
+    # In order, each once: but for what died and the relation; what it refuses is not called.
+    assert called.read_text() == "1 2 3 4 5 5 6 7 7 8 "
+    with IsolatedKernel("mine.py::kernel", folder=str(tmp_path)) as found:
+        alone = [next(iter_records([found.subject], [case], device="cpu")) for case in cases]
+    assert records == alone
+    statuses = [record.status for record in records]
+    assert statuses == [*["pass"] * 4, "crash", "error", "pass", "pass", "unsupported"]
 
 
 def as_case(problem):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from attncheck import probes
-from attncheck.cases.named_problems import CHECK, PROBED, tagged
+from attncheck.cases.named_problems import CHECK, IN_TURN, PROBED, tagged
 from attncheck.cases.variants import check_measured
 from attncheck.core.errors import ProblemError
 from attncheck.inputs.problem import LARGEST_HEAD_DIM, Case, Problem
@@ -63,8 +63,20 @@ def check_cases(
         if not 1 <= dim <= LARGEST_HEAD_DIM:
             raise ProblemError(f"head_dim={dim} must be 1–{LARGEST_HEAD_DIM}.")
     entries = tagged(CHECK)
+    problems = _problems(CHECK, dtype, head_dims, takes)
+    comparisons = [
+        CheckCase(name=name, summary=entries[name].summary, case=Case(problem=problem))
+        for name, problem in problems.items()
+    ]
+    return [*_probe_cases(problems), *comparisons]
+
+
+def _problems(
+    tag: str, dtype: str, head_dims: Sequence[int], takes: Callable[[Problem], bool] | None
+) -> dict[str, Problem]:
+    """Return those of a tag by name, each the nearest that a kernel is to be asked."""
     problems: dict[str, Problem] = {}
-    for number, (name, entry) in enumerate(entries.items()):
+    for number, (name, entry) in enumerate(tagged(tag).items()):
         # With one head alone, none could be mistaken for another.
         fields = {"heads": 2, "head_dim": 64} | entry.fields
         if head_dims and fields["head_dim"] not in head_dims:
@@ -76,29 +88,52 @@ def check_cases(
 
             problem = nearest_supported(problem, takes, (dtype,)) or problem
         problems[name] = problem
-    comparisons = [
-        CheckCase(name=name, summary=entries[name].summary, case=Case(problem=problem))
-        for name, problem in problems.items()
-    ]
-    return [*_probe_cases(problems), *comparisons]
+    return problems
 
 
 _OF_CALLS = (
     ("state", "plain", "a call leaves flags, random generators and the folder as they were"),
     ("guards", "ragged", "nothing is written beside the tensors"),
 )
+_IN_TURN = {
+    "calls-alike": "nothing is left of a call on other numbers of the same shapes",
+    "calls-shorter": "nothing is left of a shorter call",
+    "calls-longer": "nothing is left of a longer call",
+}
 
 
 def call_cases(
     dtype: str, head_dims: Sequence[int] = (), *, takes: Callable[[Problem], bool] | None = None
 ) -> list[CheckCase]:
-    """Return the cases about a call beside its numbers; arguments of ``check_cases``."""
-    asked = check_cases(dtype, head_dims, takes=takes)
-    layouts = {one.name: one.case.problem for one in asked}
-    return [
+    """Return the cases about calls beside their numbers; arguments of ``check_cases``.
+
+    Calls in turn are not asked of a kernel that takes neither of two lengths and half of it.
+    """
+    layouts = _problems(CHECK, dtype, head_dims, takes)
+    cases = [
         CheckCase(name=name, summary=summary, case=Case(problem=layouts[layout], question=name))
         for name, layout, summary in _OF_CALLS
     ]
+    able = [
+        problem
+        for problem in _problems(IN_TURN, dtype, head_dims, takes).values()
+        if takes is None or takes(_half(problem))
+    ]
+    cases += [
+        CheckCase(
+            name=name,
+            summary=summary,
+            case=Case(problem=problem, question="call_order", parameters={"between": between}),
+        )
+        for problem in able[:1]
+        for between, (name, summary) in enumerate(_IN_TURN.items())
+    ]
+    return cases
+
+
+def _half(problem: Problem) -> Problem:
+    """Return the shorter Problem of a sequence of calls."""
+    return problem.replace(query=(problem.query + 1) // 2, kv=(problem.kv + 1) // 2)
 
 
 def _probe_cases(problems: Mapping[str, Problem]) -> Iterator[CheckCase]:

@@ -18,6 +18,8 @@ CHECK = "check"
 """Asked by ``attncheck check``, and as the fixture ``problem`` of somebody's own tests."""
 PROBED = "probed"
 """Of those, the ones whose layout the probes are asked on."""
+IN_TURN = "in turn"
+"""A quick check asks for calls in turn on the first that a kernel takes, and on half of it."""
 SMALLEST = "smallest"
 """The contract asks the nearest that a kernel takes, in every dtype, forward and backward."""
 CONTRACT = "contract"
@@ -183,6 +185,10 @@ _TABLE: tuple[NamedProblem, ...] = (
     _row(
         "sink", "Q50 K90", CHECK, summary="key 0 takes nearly the whole weight", distribution="sink"
     ),
+    # ------------------------------------------------------------ a quick check: calls in turn
+    # Lengths that no other question of it has: what is kept by shape is new.
+    _row("calls", "H1 Q74 K106", IN_TURN),
+    _row("calls of whole tiles", "H1 Q256", IN_TURN),
     # ------------------------------------------------------------ a contract's smallest
     _row("smallest", "Q1 K1", SMALLEST),
     _row("a tile", "Q16 K16", SMALLEST),

@@ -165,7 +165,8 @@ def _checked(
 
     from attncheck.surveys.claims import claimed_questions, on_terms
 
-    claims = _claims(interrupts, subject, spec, device, quiet=quiet)
+    fresh = questions[0].case.question == "state"
+    claims = _claims(interrupts, subject, spec, device, quiet=quiet, fresh=fresh)
     if claims is not None and not claims.timeout:
         terms = claims.terms(**options)
         subject = on_terms(subject, terms)
@@ -264,16 +265,22 @@ def _questions(
 
 
 def _claims(
-    interrupts: Interrupts, subject: Subject, spec: str, device: str, *, quiet: bool
+    interrupts: Interrupts, subject: Subject, spec: str, device: str, *, quiet: bool, fresh: bool
 ) -> Claims | None:
-    """What a plain function was found to take; None of any other kernel."""
+    """What a plain function was found to take; None of any other kernel.
+
+    Where the question after it needs a new process (``fresh``), that one starts meanwhile.
+    """
     from attncheck.cli.progress import progress
     from attncheck.surveys.claims import CLAIM_TRIALS, find_claims
+    from attncheck.verify.remote_kernel import RemoteSubject
 
     with progress(CLAIM_TRIALS, quiet=quiet) as advance:
 
         def next_trial(what: str) -> None:
             interrupts.check()
+            if fresh and isinstance(subject, RemoteSubject):
+                subject.connection.start_next()
             advance(what)
 
         return find_claims(subject, kernel=spec, device=device, advance=next_trial)

@@ -21,7 +21,7 @@ from attncheck.diagnose.diagnosis import LARGEST_DIAGNOSED, diagnose_result
 from attncheck.inputs import input_tensors
 from attncheck.inputs.distributions import DISTRIBUTIONS, Distribution
 from attncheck.inputs.input_tensors import Descale, Inputs
-from attncheck.inputs.problem import Case, Problem
+from attncheck.inputs.problem import USUAL_SCALE, Case, Problem
 from attncheck.judge.probabilistic_bound import MISSED
 from attncheck.mods.index_ranges import check_index_ranges
 from attncheck.mods.masks import MASKS
@@ -137,9 +137,6 @@ class UserTensors:
             raise UsageError(f"q.device={self.q.device} must be {able}.")
 
     def _problem(self) -> Problem:
-        # A Problem takes 0 for the default.
-        if self.scale is not None and not (isinstance(self.scale, int | float) and self.scale > 0):
-            raise ProblemError(f"scale={self.scale!r} must be a positive number.")
         batch, heads, query, head_dim = self.q.shape
         return Problem(
             batch=batch,
@@ -150,7 +147,7 @@ class UserTensors:
             head_dim=head_dim,
             value_dim=self.v.shape[3],
             dtype=self._dtype(),
-            scale=self.scale or 0.0,
+            scale=USUAL_SCALE if self.scale is None else self.scale,
             sink=self.sink is not None,
         )
 

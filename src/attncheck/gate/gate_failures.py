@@ -18,7 +18,7 @@ from attncheck.diagnose.reproduce import new_failure
 from attncheck.fault_models import FAULT_MODELS
 from attncheck.gate.planning import move_case
 from attncheck.gate.property_stage import KNOWN
-from attncheck.inputs.problem import Case, Problem
+from attncheck.inputs.problem import USUAL_SCALE, Case, Problem
 from attncheck.records.failure_causes import certain_explanations, symptom
 from attncheck.records.failures import keep_failure
 from attncheck.records.record import FAILED_STATUSES
@@ -143,9 +143,8 @@ def _plainer(problem: Problem) -> Iterator[dict[str, Any]]:
             yield {"mask": Spec.of("causal")}
         for part in problem.mask.parts or ():
             yield {"mask": part}
-    # Of a Problem, a scale of 0 stands for the default, 1/√head_dim.
-    if problem.scale != problem.replace(scale=0.0).scale:
-        yield {"scale": 0.0}
+    if problem.scale != problem.replace(scale=USUAL_SCALE).scale:
+        yield {"scale": USUAL_SCALE}
 
 
 def _shorter(problem: Problem, name: str) -> Iterator[dict[str, Any]]:
@@ -182,11 +181,11 @@ def _fitting_mask(problem: Problem, name: str, length: int) -> dict[str, Any]:
 def _dims(problem: Problem) -> Iterator[dict[str, Any]]:
     if problem.value_dim != problem.head_dim:
         yield {"value_dim": problem.head_dim}
-    usual = problem.scale == problem.replace(scale=0.0).scale
+    usual = problem.scale == problem.replace(scale=USUAL_SCALE).scale
     for dim in _DIMS:
         if dim < problem.head_dim:
             # Scores stay as large as they were, or the failure might vanish with them.
-            scale = 0.0 if usual else problem.scale * math.sqrt(problem.head_dim / dim)
+            scale = USUAL_SCALE if usual else problem.scale * math.sqrt(problem.head_dim / dim)
             yield {"head_dim": dim, "value_dim": dim, "scale": scale}
 
 

@@ -175,8 +175,9 @@ _RELATIONS: dict[Stage, tuple[str, ...]] = {
     ),
     "determinism": ("repeat", "alone_in_batch", "batch_permutation", "launches"),
 }
-# Asked for each value of this parameter: which tensor is read wrongly nobody knows.
-_EACH_VALUE = {"strides_far": "tensor"}
+# Asked for each value of this parameter: which tensor is read wrongly, and after which call,
+# nobody knows.
+_EACH_VALUE = {"strides_far": "tensor", "call_order": "between"}
 # Asked whatever the turn, on problems of their own.
 _ADDITIONAL = {"hidden_keys_nan": BACKWARD_CAP, "neighbours": MANY_KEYS}
 

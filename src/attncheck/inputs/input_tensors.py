@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _CHUNK = 1 << 18
 _LN2 = 0.6931471805599453
 _FP32 = ("sink", "dlse")  # in every dtype
+_SINKS = {"above": 2.0**10, "below": -(2.0**10), "equal": 0.0, "absent": -math.inf}
 _LARGEST_SINK = 2.0**100  # beside scores that nearly overflow; in log2 units a number of fp32 still
 
 
@@ -223,7 +224,9 @@ def round_inputs(exact: Inputs, problem: Problem) -> Inputs:
 
 
 def _sink(problem: Problem) -> torch.Tensor:
-    """fp32 logits ``(heads,)`` that matter: spread around what a row's scores may add up to."""
+    """fp32 logits ``(heads,)``: spread around what a row's scores may add up to, unless named."""
+    if problem.sink_logits:
+        return torch.full((problem.heads,), _SINKS[problem.sink_logits])
     amplitude = problem.scale * math.sqrt(problem.head_dim)
     normal = Draws(problem.seed).normal("sink", (problem.heads,))
     usual = _LN2 * (problem.kv.bit_length() - 1)  # ln kv, in products alone: the same bits anywhere

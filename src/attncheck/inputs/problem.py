@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 __all__ = [
     "LARGEST_HEAD_DIM",
     "OPERATIONS",
+    "SINK_LOGITS",
     "SOFTMAX_DTYPES",
+    "USUAL_SCALE",
     "Case",
     "Problem",
     "head_arrangement",
@@ -34,6 +36,11 @@ __all__ = [
 OPERATIONS = ("attention", "softmax")
 SOFTMAX_DTYPES = ("fp32", "fp16", "bf16", "fp64")
 LARGEST_HEAD_DIM = 256
+USUAL_SCALE = float("nan")
+"""This object stands for 1/√head_dim; a Problem that is made has that number in its place."""
+SINK_LOGITS = ("", "above", "below", "equal", "absent")
+"""Where sinks lie: drawn among a row's scores, far above or below them all, at 0, which is the
+score of a key of zeros, or at −∞. Not at +∞: less the largest score it is NaN in any softmax."""
 _LARGEST_SEED = 2**63 - 1
 _SIZES = ("batch", "heads", "kv_heads", "query", "kv", "head_dim", "value_dim")
 # What an attention call has and a softmax has not, with what stands in its place.
@@ -44,6 +51,7 @@ _ATTENTION_ONLY: dict[str, Any] = {
     "mask": FULL,
     "score": NONE,
     "sink": False,
+    "sink_logits": "",
     "paging": None,
     "backward": False,
     "dlse": False,
@@ -53,6 +61,7 @@ _ATTENTION_ONLY: dict[str, Any] = {
 _SINCE = {
     "operation": "attention",
     "sink": False,
+    "sink_logits": "",
     "paging": None,
     "backward": False,
     "dlse": False,
@@ -83,10 +92,11 @@ class Problem:
             rounded to any other, for the exact side alone.
         mask: Which keys a row sees.
         score: What is done to a score before the softmax.
-        scale: Factor of q·k, rounded to fp32 (default: 1/√head_dim).
+        scale: Factor of q·k, rounded to fp32, of any sign (default: 1/√head_dim).
         sink: Whether each head has a logit of its own that takes part in the softmax as one more
             key of value 0, which every row sees; LSE includes it. It is no score: no scale, mask
             or score mod is for it.
+        sink_logits: Where its sinks lie, a name of ``SINK_LOGITS``.
         paging: How keys and values lie in memory; None for one after the other. It changes no
             number of the result.
         backward: Whether gradients are asked for too: of a loss with respect to q, k and v (and
@@ -114,8 +124,9 @@ class Problem:
     dtype: str = "bf16"
     mask: Spec = FULL
     score: Spec = NONE
-    scale: float = 0.0
+    scale: float = USUAL_SCALE
     sink: bool = False
+    sink_logits: str = ""
     paging: Paging | None = None
     backward: bool = False
     dlse: bool = False
@@ -138,7 +149,9 @@ class Problem:
         self._check_sizes(_SIZES)
         self._check_options()
         self._check_gradients()
-        self._set("scale", fp32(self.scale or 1.0 / math.sqrt(self.head_dim)))
+        usual = self.scale is USUAL_SCALE
+        # A zero is +0: one number has one id.
+        self._set("scale", fp32(1.0 / math.sqrt(self.head_dim) if usual else self.scale) + 0.0)
         library.check_mask(self.mask, self.dimensions)
         library.check_score(self.score, self.dimensions)
         if self.dcaptured:
@@ -153,7 +166,8 @@ class Problem:
             self._set(name, value)
 
     def _check_softmax(self) -> None:
-        self._default("scale", 1.0)
+        if self.scale is USUAL_SCALE:
+            self._set("scale", 1.0)
         for name, only in (_ATTENTION_ONLY | {"kv_heads": self.heads}).items():
             value = getattr(self, name)
             if value != only:
@@ -192,11 +206,20 @@ class Problem:
     def _check_options(self) -> None:
         """Raise ProblemError for a scale, a sink or pages that are none."""
         fmt, scale = FORMATS["fp32"], self.scale
-        # One that fp32 rounds to 0 would come back from JSON as the default.
-        if not _is_number(scale) or not (scale == 0 or fmt.subnormal_spacing <= scale <= fmt.max):
-            raise ProblemError(f"scale={scale!r} must be a positive number in the range of fp32.")
+        # One that fp32 rounds to 0 would be another than was asked for.
+        if scale is not USUAL_SCALE and not (
+            _is_number(scale) and (scale == 0 or fmt.subnormal_spacing <= abs(scale) <= fmt.max)
+        ):
+            raise ProblemError(f"scale={scale!r} must be a number in the range of fp32.")
         if not isinstance(self.sink, bool):
             raise ProblemError(f"sink={self.sink!r} must be true or false.")
+        if self.sink_logits not in SINK_LOGITS:
+            names = ", ".join(SINK_LOGITS[1:])
+            raise ProblemError(f"sink_logits={self.sink_logits!r} must be one of {names}.")
+        if self.sink_logits and not self.sink:
+            raise ProblemError(
+                f"sink_logits={self.sink_logits!r} has no meaning without sink=True."
+            )
         if self.paging is not None and not isinstance(self.paging, Paging):
             raise ProblemError(f"paging={self.paging!r} must be a Paging or None.")
 
@@ -291,7 +314,7 @@ class Problem:
             self.dtype,
             self.operation if softmax else str(self.mask),
             str(self.score) if self.score != NONE else "",
-            "sink" if self.sink else "",
+            f"sink {self.sink_logits}".rstrip() if self.sink else "",
             str(self.paging) if self.paging else "",
             "backward" if self.backward else "",
             "dLSE" if self.dlse else "",

@@ -26,7 +26,7 @@ import torch
 from attncheck.core.errors import ProblemError
 from attncheck.core.mod_spec import FULL, NONE, Entry, Spec
 from attncheck.inputs.distributions import DISTRIBUTIONS, Distribution
-from attncheck.inputs.problem import Problem
+from attncheck.inputs.problem import USUAL_SCALE, Problem
 from attncheck.mods.masks import MASKS
 from attncheck.mods.scores import SCORES, table_reader
 
@@ -97,8 +97,6 @@ def tensor_name(call: int, tensor: str) -> str:
 
 def sizes_problem(call: Call) -> Problem:
     """A Problem of the call's sizes, dtype and scale; raises ProblemError where there is none."""
-    if call.scale is not None and not call.scale > 0:  # Problem takes 0 for the default
-        raise ProblemError(f"scale={call.scale!r} must be a positive number in the range of fp32.")
     return Problem(
         batch=call.batch,
         heads=call.heads,
@@ -108,7 +106,7 @@ def sizes_problem(call: Call) -> Problem:
         head_dim=call.head_dim,
         value_dim=call.value_dim,
         dtype=call.dtype,
-        scale=call.scale or 0.0,
+        scale=USUAL_SCALE if call.scale is None else call.scale,
     )
 
 

@@ -216,7 +216,7 @@ class _TensorError:
 
     def __init__(self, got: Tensor, exact: Tensor, allowed: Tensor, spacing: float) -> None:
         self.spacing = spacing
-        self.got, self.exact = got, exact
+        self.got, self.usual = got, _largest(exact)
         some = allowed[(allowed > 0) & allowed.isfinite()]
         # Where nothing at all is allowed, as little as anywhere.
         least = some.amin() if some.numel() else allowed.new_ones(())
@@ -249,11 +249,8 @@ class _TensorError:
 
     def growth(self, expected: Tensor) -> float:
         """Ratio of the largest predicted number to the largest exact one."""
-        both = [x[x.isfinite()].abs() for x in (expected, self.exact)]
-        if not all(x.numel() for x in both):
-            return 1.0
-        most, usual = (float(x.amax()) for x in both)
-        return most / usual if usual > 0 else 1.0
+        most, usual = _largest(expected), self.usual
+        return most / usual if most >= 0 and usual > 0 else 1.0
 
     def rest(self, expected: Tensor, room: float, free: Tensor | None) -> _Rest:
         """The error that remains with ``expected`` for the exact result."""
@@ -277,6 +274,12 @@ class _TensorError:
         both = slope.isfinite() & rest.isfinite() & self.counts
         slope, rest = (torch.where(both, x, 0.0) for x in (slope, rest))
         return float((slope * rest).sum()), float(slope.square().sum())
+
+
+def _largest(tensor: Tensor) -> float:
+    """Return the largest size of a finite number in ``tensor``; −1 where there is none."""
+    sizes = tensor.abs()
+    return float(torch.where(sizes.isfinite(), sizes, -1.0).amax()) if sizes.numel() else -1.0
 
 
 def _distance(got: Tensor, expected: Tensor) -> Tensor:

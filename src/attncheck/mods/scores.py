@@ -41,6 +41,17 @@ def alibi(slopes: Tensor) -> ScoreMod:
     return lambda score, b, h, q_idx, kv_idx: score + slopes[h].to(score.dtype) * (kv_idx - q_idx)
 
 
+def alibi_by_sequence(slopes: Tensor) -> ScoreMod:
+    """Add slopes[b, h] · (kv_idx − q_idx), the batch axis that flash-attn's slopes may have.
+
+    Args:
+        slopes: fp32 (batch, heads).
+    """
+    return lambda score, b, h, q_idx, kv_idx: (
+        score + slopes[b, h].to(score.dtype) * (kv_idx - q_idx)
+    )
+
+
 def bias(table: Tensor) -> ScoreMod:
     """Add table[b, h, q_idx, kv_idx], as the float ``attn_mask`` of torch's SDPA.
 
@@ -116,6 +127,7 @@ def offset_score(part: ScoreMod, *, rows: int) -> ScoreMod:
 # --- the library ------------------------------------------------------------------------------
 
 _LARGEST_DISTANCE = 2**20
+_OTHER_SLOPES = 8  # sequences in turn
 _MOST_NUMBERS = check.INT32_LARGEST  # kernels compute where to read in 32 bits
 
 
@@ -135,6 +147,22 @@ def _alibi(_values: Values, dims: Dimensions, device: str) -> ScoreMod:
 
     slopes = torch.tensor(alibi_slopes(dims.heads), dtype=torch.float32, device=device)
     return alibi(slopes)
+
+
+def sequence_slopes(batch: int, heads: int) -> list[list[float]]:
+    """Return ``alibi_slopes`` of each sequence: half of those of the sequence before it.
+
+    Every eighth sequence has the first one's: none is below the normal numbers.
+    """
+    usual = alibi_slopes(heads)
+    return [[slope * 2.0 ** -(b % _OTHER_SLOPES) for slope in usual] for b in range(batch)]
+
+
+def _alibi_by_sequence(_values: Values, dims: Dimensions, device: str) -> ScoreMod:
+    import torch
+
+    slopes = sequence_slopes(dims.batch, dims.heads)
+    return alibi_by_sequence(torch.tensor(slopes, dtype=torch.float32, device=device))
 
 
 def _relative_bias(values: Values, dims: Dimensions, device: str) -> ScoreMod:
@@ -191,6 +219,10 @@ _cached_bias = lru_cache(maxsize=4)(_draw_bias)
 SCORES: dict[str, Entry[ScoreMod]] = {
     "none": Entry(summary="the score itself", build=check.from_arguments(lambda: none)),
     "alibi": Entry(summary="adds 2^(−8(h+1)/heads) · (j − i)", build=_alibi),
+    "alibi_by_sequence": Entry(
+        summary="adds 2^(−8(h+1)/heads − b) · (j − i), b counted to 8: slopes of each sequence",
+        build=_alibi_by_sequence,
+    ),
     "softcap": Entry(
         summary="cap · tanh(score / cap)",
         arguments={"cap": check.positive_number},

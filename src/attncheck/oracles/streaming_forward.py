@@ -102,7 +102,7 @@ class _Tiles:
     def _largest_score(self) -> float:
         """Bound of |scale·q·k| over all rows and keys, by Cauchy–Schwarz, and of the sinks."""
         norms = [torch.linalg.vector_norm(tensor, dim=-1).amax() for tensor in (self.q, self.k)]
-        of_keys = self.problem.scale * float(norms[0] * norms[1])
+        of_keys = abs(self.problem.scale) * float(norms[0] * norms[1])
         return of_keys if self.sink is None else max(of_keys, float(self.sink.abs().amax()))
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:

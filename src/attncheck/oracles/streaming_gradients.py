@@ -284,7 +284,7 @@ def _small(inputs: Inputs) -> bool:
     """Return whether no score or sink is beyond LARGEST_BOUNDED_SCORE, by Cauchy–Schwarz."""
     q, k, _ = inputs.promoted()
     norms = [torch.linalg.vector_norm(tensor, dim=-1).amax() for tensor in (q, k)]
-    largest = inputs.problem.scale * float(norms[0] * norms[1])
+    largest = abs(inputs.problem.scale) * float(norms[0] * norms[1])
     if inputs.sink is not None:
         largest = max(largest, float(inputs.sink.abs().amax()))
     return largest <= LARGEST_BOUNDED_SCORE

@@ -78,6 +78,8 @@ class Probe:
             return "it has a sink, and counts are of keys alone"
         if problem.backward:
             return "it says nothing of gradients"
+        if problem.scale <= 0:
+            return f"its logits rise with q, and scale={problem.scale:g} does not"
         return self.unable(problem)
 
     def check(self, problem: Problem, parameters: Parameters) -> None:

@@ -137,6 +137,8 @@ def _factor(problem: Problem) -> float:
 def _unless_bits_fit(problem: Problem) -> str | None:
     if problem.score != NONE:
         return "its score mod may make something else of a score"
+    if problem.scale <= 0:
+        return f"scale={problem.scale:g} is not positive"
     if problem.head_dim < 2 * _bits(problem):
         return f"head_dim={problem.head_dim} has no room for {_bits(problem)} bits of a key, twice"
     fmt, factor = problem.formats.storage, _factor(problem)

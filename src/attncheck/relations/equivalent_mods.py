@@ -138,14 +138,14 @@ def _exact_difference(inputs: Inputs, cap: float, like: Outputs) -> Outputs:
 
     |x − tanh x| ≤ |x|³ / 3, so that a score of at most S moves by at most δ = S³ / (3·cap²), LSE by
     δ and out by (e^2δ − 1)·max|v|: each weight changes by a factor within e^±2δ, and Σ of weights
-    is 1. S = scale · max‖q‖ · max‖k‖ of a head, by Cauchy and Schwarz; twice that is more than
+    is 1. S = |scale| · max‖q‖ · max‖k‖ of a head, by Cauchy and Schwarz; twice that is more than
     float64's own roundings make of it.
     """
     q, k, v = inputs.promoted()
     group = inputs.problem.group
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     longest = (tensor.norm(dim=-1).amax(-1) for tensor in (q, k))
-    largest = 2 * inputs.problem.scale * torch.stack(list(longest)).prod(0)
+    largest = 2 * abs(inputs.problem.scale) * torch.stack(list(longest)).prod(0)
     moved = (largest**3 / (3 * cap**2))[..., None]
     out = torch.expm1(2 * moved)[..., None] * v.abs().amax(2, keepdim=True)
     lse = None if like.lse is None else moved.expand_as(like.lse)

@@ -182,14 +182,14 @@ _LEAST_SCALE_WITH_SINK = 2.0**-60  # kernels divide a sink by it
 
 def _exponents(problem: Problem) -> Allowed:
     smallest = 2.0 ** FORMATS["fp32"].min_exponent
-    return {"exponent": [n for n in _EXPONENTS if problem.scale >= smallest * 2.0**n]}
+    return {"exponent": [n for n in _EXPONENTS if abs(problem.scale) >= smallest * 2.0**n]}
 
 
 def _unless_scale_is_ordinary(problem: Problem) -> str | None:
     if problem.formats.scaled:
         return "fp8's stored q is as large as can be"
     least = _LEAST_SCALE_WITH_SINK
-    if problem.sink and not least <= problem.scale <= 1 / least:
+    if problem.sink and not least <= abs(problem.scale) <= 1 / least:
         return f"its sink divided by scale={problem.scale:g} may be no normal number"
     return None if _exponents(problem)["exponent"] else "its scale is a subnormal number, or nearly"
 
@@ -205,7 +205,7 @@ def _scale_query(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ...]:
 
 def _zero_extremes(tensor: torch.Tensor, problem: Problem, factor: float) -> torch.Tensor:
     """0 for what might become subnormal or infinite on the way to a score; see SCALED_QUERY."""
-    fmt, root = problem.formats.storage, math.sqrt(problem.scale)
+    fmt, root = problem.formats.storage, math.sqrt(abs(problem.scale))
     lowest = max(2.0**fmt.min_exponent, 2.0 ** (fmt.significand - 64))
     highest = min(fmt.max, 2.0**59)
     size = tensor.double().abs()

@@ -89,6 +89,10 @@ class Relation:
     # and the first run's are taken for those of both where bits are not compared. What it finds
     # of a kernel that does not make ``promise`` is a warning.
     only_promised: frozenset[Promise] = frozenset()
+    # Its runs are calls of one sequence, in one process: a call finds in memory what the calls
+    # before have left, and what they returned stays theirs. A call that is beyond the judge's
+    # bounds is a finding too, where the first one is not.
+    in_turn: bool = False
     # The last run is by another launch of the kernel, the one that the parameter ``launch``
     # counts (``Subject.launches``); asked only of a kernel that has any.
     relaunched: bool = False
@@ -220,6 +224,16 @@ def change_tensors(
     return {name: change(tensors[name]) for name in names if name in tensors}
 
 
+def describe_turn(inputs: Sequence[Inputs], run: int) -> str:
+    """Return which call of a sequence a run is and what came before it, in a few words."""
+    own, before = inputs[run].problem, inputs[run - 1].problem
+    what = f"a {'longer' if before.kv > own.kv else 'shorter'} one ({before.shape})"
+    if before.shape == own.shape:
+        what = "other numbers of the same shapes"
+        what += f" under {before.mask}" if before.mask != own.mask else ""
+    return f"call {run + 1}, after {what}"
+
+
 # ------------------------------------------------------------------ comparing what they give
 
 
@@ -235,6 +249,7 @@ class Finding:
     allowed: float = 0.0  # how far the two may be apart; 0 where bits are compared
     count: int
     compared: int
+    what: str = ""  # of which run, and what came before it; empty where that is plain
 
     @property
     def message(self) -> str:
@@ -244,8 +259,9 @@ class Finding:
         value, expected = f"{self.value:.9g}", f"{self.expected:.9g}"
         tolerance = f" ± {self.allowed:.2g}" if self.allowed else " bit for bit"
         verb = "differs" if self.count == 1 else "differ"
+        what = f"{self.what}: " if self.what else ""
         return (
-            f"{self.tensor}[{place}] = {value}, but should be {expected}{tolerance} "
+            f"{what}{self.tensor}[{place}] = {value}, but should be {expected}{tolerance} "
             f"({self.count} of {self.compared} elements {verb})"
         )
 

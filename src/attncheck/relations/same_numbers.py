@@ -19,6 +19,7 @@ from attncheck.relations.relation import (
     Unfit,
     change_tensors,
     compare_outputs,
+    describe_turn,
     map_outputs,
     of_attention,
 )
@@ -67,7 +68,8 @@ def _call_between(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ...]:
 def _compare_around(results: Results) -> Finding | None:
     before, _, after = results.outputs
     errors = results.errors
-    return compare_outputs(after, before, errors and [errors[0], errors[2]])
+    finding = compare_outputs(after, before, errors and [errors[0], errors[2]])
+    return finding and replace(finding, what=f"{describe_turn(results.inputs, 2)}, is call 1 again")
 
 
 CALL_ORDER = Relation(
@@ -77,14 +79,16 @@ CALL_ORDER = Relation(
     runs=_call_between,
     rule=_compare_around,
     promise="repeat",
+    in_turn=True,
     unfit=of_attention(gradients=True),
     allowed=_lengths_between,
 )
 """Holds to the last bit for every kernel that gives the same bits twice: nothing is left of the
 call between, whose inputs are as long, half as long, or twice. Finds workspaces that are not
-cleared, padding that holds what a longer call left there, and what is kept of the last call by
-pointer or shape: the runs' tensors may lie in the same memory. What is kept for good gives the
-first call's again; then the call between is wrong, which comparing with exact attention shows."""
+cleared, padding that holds what a longer call left there, counters that are not set back, an
+output that is handed out twice, and what is kept of the last call by pointer or shape: tensors of
+the same size lie in the same memory. What is kept for good gives the first call's again; then the
+call between is beyond its bounds."""
 
 
 def _first_half(problem: Problem) -> range:
@@ -122,6 +126,7 @@ MASK_ORDER = Relation(
     runs=_mask_between,
     rule=_compare_first_half,
     promise="bounds",
+    in_turn=True,
     unfit=of_attention(_unless_rows_alone),
 )
 """Holds for every right kernel: nothing is left of the call between. Finds what is kept by shape,

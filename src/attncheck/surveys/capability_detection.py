@@ -18,7 +18,7 @@ from attncheck.core.errors import UsageError
 from attncheck.core.formats import DTYPES
 from attncheck.core.mod_spec import Spec
 from attncheck.inputs import input_tensors
-from attncheck.inputs.problem import Case, Problem
+from attncheck.inputs.problem import USUAL_SCALE, Case, Problem
 from attncheck.inputs.question_parameters import PROMISES
 from attncheck.records.record import FAILED_STATUSES
 from attncheck.relations import RELATIONS
@@ -199,8 +199,8 @@ def _dtypes(device: str) -> Iterator[Trial]:
 def _head_dim(dims: int | tuple[int, int]) -> Trial:
     head_dim, value_dim = dims if isinstance(dims, tuple) else (dims, dims)
     what = str(dims) if isinstance(dims, int) else f"{head_dim}/{value_dim}"
-    # 0: the default of the new head_dim, not the scale of the old one.
-    changes = {"head_dim": head_dim, "value_dim": value_dim, "scale": 0.0}
+    # The usual one of the new head_dim, not the scale of the old one.
+    changes = {"head_dim": head_dim, "value_dim": value_dim, "scale": USUAL_SCALE}
     return Trial(aspect="head_dims", what=what, changes=changes)
 
 

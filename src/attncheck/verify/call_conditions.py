@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -13,10 +13,11 @@ from torch.utils.dlpack import from_dlpack
 
 from attncheck.core import strided_alloc
 from attncheck.subjects.conventions.function_subject import LEAVES_MODES
-from attncheck.verify.further_calls import repeat_calls
+from attncheck.verify.further_calls import compare_bits, repeat_calls
 from attncheck.verify.memory_patterns import (
     Fill,
     GuardBands,
+    Placed,
     allocator_filled,
     pattern,
     primed,
@@ -139,6 +140,10 @@ class CallConditions:
     window: int = 0  # calls in a window in which leaks are looked for; 0 where they are not
     # What lies beside its inputs, in place of guard bands; None for nothing in particular.
     surroundings: Surroundings | None = None
+    # Which call of a sequence it is, from 1 on: what is free of the memory of the calls before is
+    # filled and given away again, and what they returned must stay what it is. 0 for a call by
+    # itself.
+    turn: int = 0
 
 
 PLAIN_CALL = CallConditions()
@@ -164,6 +169,29 @@ class CallNotes:
     remark: str = ""  # what is odd, and breaks no rule
 
 
+@dataclass(slots=True)
+class EarlierCalls:
+    """What earlier calls of a sequence leave to the next ones."""
+
+    memory: list[Placed] = field(default_factory=list)
+    # What each returned, held as its caller may hold it, and a copy made at once.
+    returned: list[tuple[Outputs, Outputs]] = field(default_factory=list)
+
+    def overwritten(self) -> str:
+        """Return what of that has changed since; empty where nothing."""
+        for number, (its, copy) in enumerate(self.returned, 1):
+            changed = compare_bits(its, copy, len(self.returned)).where
+            if changed:
+                where = changed.rpartition(" in ")[0]
+                return f"writes over what call {number} had returned: {where}"
+        return ""
+
+    def add(self, outputs: Outputs) -> None:
+        """Hold what one more call returned."""
+        tensors = {name: tensor.clone() for name, tensor in outputs.tensors().items()}
+        self.returned.append((outputs, type(outputs)(**tensors)))
+
+
 class ConditionedCall:
     """One call with what is arranged around it; the executor tells it how far it is.
 
@@ -172,11 +200,17 @@ class ConditionedCall:
     """
 
     def __init__(
-        self, under: CallConditions, device: torch.device, first: State | None = None
+        self,
+        under: CallConditions,
+        device: torch.device,
+        first: State | None = None,
+        earlier: EarlierCalls | None = None,
     ) -> None:
         self.notes, self._first = CallNotes(), first
         self._under, self._device = under, device
-        self._guards = GuardBands(under.fill, device) if under.fill else None
+        self._calls = earlier if under.turn else None
+        memory = self._calls.memory if self._calls else None
+        self._guards = GuardBands(under.fill, device, memory) if under.fill else None
         self._primed: Primed | None = None
         self._allocator = False
         # A kernel may return the memory of an earlier call, which that call wrote to.
@@ -212,6 +246,9 @@ class ConditionedCall:
     def returned(self, outputs: Outputs) -> None:
         """Look at the memory of what the first call gave."""
         tensors = outputs.tensors()
+        if self._calls is not None:
+            self._wrong("alias", self._calls.overwritten())
+            self._calls.add(outputs)
         if self._guards is None:
             _remember(tensors)
             return
@@ -321,13 +358,17 @@ def _gone(memory: StorageWeakRef) -> bool:
 
 @contextlib.contextmanager
 def under_conditions(
-    under: CallConditions, device: torch.device, first: State | None = None
+    under: CallConditions,
+    device: torch.device,
+    first: State | None = None,
+    earlier: EarlierCalls | None = None,
 ) -> Iterator[ConditionedCall]:
     """Within, calls are made ``under`` these conditions; what was seen is in its ``notes``.
 
     Args:
         device: Where the kernel runs.
         first: What the process was before the first of all calls; where it is None, what it is now.
+        earlier: Of a sequence, what its calls before this one left.
     """
-    with ConditionedCall(under, device, first).on() as around:
+    with ConditionedCall(under, device, first, earlier).on() as around:
         yield around

@@ -20,7 +20,13 @@ import torch
 from attncheck.core.outputs import Outputs
 from attncheck.core.source_files import error_line, first_line
 from attncheck.subjects.capabilities.subject import ContractViolation, Refused
-from attncheck.verify.call_conditions import PLAIN_CALL, CallConditions, CallNotes, under_conditions
+from attncheck.verify.call_conditions import (
+    PLAIN_CALL,
+    CallConditions,
+    CallNotes,
+    EarlierCalls,
+    under_conditions,
+)
 from attncheck.verify.obligations import (
     aliased_input,
     arithmetic_error,
@@ -156,6 +162,7 @@ class InProcess:
     def __init__(self, *, digests: bool = False) -> None:
         self._digests = digests
         self._first: dict[str, State] = {}  # by device: before the first call that was made here
+        self._earlier = EarlierCalls()
 
     def absence(self, subject: Subject, device: str) -> str | None:
         """Return why ``subject`` can run nothing here; what asking raises, ``refusal`` says."""
@@ -214,8 +221,13 @@ class InProcess:
         if device.type not in self._first:
             self._first[device.type] = process_state(device)
         first = self._first[device.type]
+        if under.turn <= 1:  # another sequence, or none
+            self._earlier = EarlierCalls()
         try:
-            with _harmless_warnings(), under_conditions(under, device, first) as around:
+            with (
+                _harmless_warnings(),
+                under_conditions(under, device, first, self._earlier) as around,
+            ):
                 copies = around.copied(inputs)
                 call = subject.prepare(copies)
                 outputs = call()

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from attncheck.inputs.input_tensors import Inputs
-    from attncheck.inputs.problem import Problem
+    from attncheck.inputs.problem import Case, Problem
     from attncheck.subjects.capabilities.subject import Subject
     from attncheck.workers.process import Worker
     from attncheck.workers.transport import Frame
@@ -66,7 +66,17 @@ class IsolatedExecutor:
         self._connection = connection
         self._compiled: set[str] = set()
         self._unheard: Failure | None = None
+        self._next: tuple[Subject, Case] | None = None
+        self._answers: dict[tuple[int | None, Subject, str, Problem | None], Any] = {}
         self.compiling = 0.0  # seconds of all calls so far that compilers took
+
+    def expect(self, subject: Subject, case: Case | None) -> None:
+        """Call ``subject`` on ``case`` too, once the question that comes first is answered.
+
+        Its process does so while this one judges that answer; the next question receives what it
+        gave. None where what comes next is not known, or is more than one call.
+        """
+        self._next = None if case is None else (subject, case)
 
     def absence(self, subject: Subject, device: str) -> str | None:
         """Return why ``subject`` can run nothing there; what asking breaks, ``refusal`` tells."""
@@ -112,13 +122,7 @@ class IsolatedExecutor:
             raise HostError("inputs without a Case cannot be drawn in another process.")
         if under.state and not self._connection.new:
             self._connection.end()  # what earlier calls changed there, nobody can surely put right
-        words = {
-            "case": origin.case.to_json(),
-            "run": origin.run,
-            "under": to_fields(under),
-            "timed": timed,
-            "launch": _remote(subject).launch,
-        }
+        words = _run_words(subject, origin, under, timed=timed)
         self._connection.asked[origin.case.problem] = None
         seconds = self._seconds(inputs, calls=under.calls + under.window + timed)
         try:
@@ -139,7 +143,28 @@ class IsolatedExecutor:
             self.compiling += result.compiling
             # It came with the outputs: asked later it would cost a round trip.
             _remote(subject).remember_tiling(inputs.problem, inputs.device.type, result.tiling)
+        self._call_next()
         return result
+
+    def _call_next(self) -> None:
+        """Send what is expected next, if the kernel takes it."""
+        expected, self._next = self._next, None
+        self._answers.clear()
+        if expected is None or self._connection.new:
+            return
+        subject, case = expected
+        device = self._connection.device
+        # Remembered: the question that comes asks them again.
+        for what in ("wanted", "refusal"):
+            answer = self._ask(subject, what, case.problem, device)
+            if self._connection.pid is None:  # it died: the question is to start another
+                return
+            self._answers[self._connection.pid, subject, what, case.problem] = answer
+            if answer not in (True, None):
+                return
+        self._connection.asked[case.problem] = None
+        words = _run_words(subject, Origin(case=case), PLAIN_CALL, timed=False)
+        self._connection.send("run", words, seconds=self._connection.deadlines.call)
 
     def _seconds(self, inputs: Inputs, calls: int) -> float:
         """Until a question is given up: longer where it has to be compiled first."""
@@ -182,6 +207,8 @@ class IsolatedExecutor:
         )
 
     def _ask(self, subject: Subject, what: str, problem: Problem | None, device: str) -> Any:
+        if (known := (self._connection.pid, subject, what, problem)) in self._answers:
+            return self._answers[known]
         try:
             return _remote(subject).ask(what, problem, device)
         except (Died, RemoteError) as error:
@@ -257,7 +284,7 @@ class IsolatedKernel:
 
     def close(self) -> None:
         """Let the process end, and kill all that it started."""
-        self._connection.end()
+        self._connection.close()
 
     def __enter__(self) -> Self:
         return self
@@ -269,6 +296,18 @@ class IsolatedKernel:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _run_words(
+    subject: Subject, origin: Origin, under: CallConditions, *, timed: bool
+) -> dict[str, Any]:
+    return {
+        "case": origin.case.to_json(),
+        "run": origin.run,
+        "under": to_fields(under),
+        "timed": timed,
+        "launch": _remote(subject).launch,
+    }
 
 
 def _remote(subject: Subject) -> RemoteSubject:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.dlpack import from_dlpack
 
@@ -258,7 +259,7 @@ _equal = torch.equal
 
 
 @dataclass(slots=True)
-class _Placed:
+class Placed:
     """One tensor's memory, with a band before and after it."""
 
     buffer: torch.Tensor  # all of it, in bytes
@@ -268,10 +269,19 @@ class _Placed:
     place: int  # what the bands' bytes are hashed from
     label: str  # what it is, for a message
     original: torch.Tensor | None = None  # of an input what it held; None of what may be written
+    seen_by: StorageWeakRef | None = (
+        None  # the storage of the tensor in it; None until there is one
+    )
 
     @property
     def inside(self) -> torch.Tensor:
+        """What lies between the bands."""
         return self.buffer[self.start : self.end]
+
+    @property
+    def free(self) -> bool:
+        """True once the tensor in it, and every view of that, is gone."""
+        return self.seen_by is not None and bool(self.seen_by.expired())  # type: ignore[no-untyped-call]  # torch's
 
 
 class GuardBands(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
@@ -283,16 +293,21 @@ class GuardBands(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     Args:
         fill: Which pattern.
         device: Whose memory.
+        memory: Of earlier calls. What is free of it is given away again, first come first served,
+            as a caching allocator does: then a call finds its tensors where the last one had its
+            own. None where all memory is new.
     """
 
     # FlexAttention is one; it is called as it is, and what it allocates inside is its own affair.
     supports_higher_order_operators = True
 
-    def __init__(self, fill: Fill, device: torch.device) -> None:
+    def __init__(
+        self, fill: Fill, device: torch.device, memory: list[Placed] | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self._fill, self._device = fill, device
-        self._placed: list[_Placed] = []
-        self._inputs: list[_Placed] = []
+        self._fill, self._device, self._memory = fill, device, memory
+        self._placed: list[Placed] = []
+        self._inputs: list[Placed] = []
         self._bytes = 0
         self._wrong = self.unchecked = ""
 
@@ -376,25 +391,30 @@ class GuardBands(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         placed.original = placed.inside.clone()
         return _tensor(placed, tensor)
 
-    def _place(self, size: int, label: str, device: torch.device) -> _Placed:
-        """New memory for ``size`` bytes, its bands filled."""
+    def _place(self, size: int, label: str, device: torch.device) -> Placed:
+        """New or free memory for ``size`` bytes, its bands filled."""
         band = min(max(_rounded(size), _NARROWEST), _WIDEST)
         whole = band + _rounded(size) + band
-        buffer = torch.empty(whole + _ALIGNED, dtype=torch.uint8, device=device)
-        first = -buffer.data_ptr() % _ALIGNED
-        placed = _Placed(
-            buffer=buffer[first : first + whole],
-            start=band,
-            end=band + size,
-            place=size,  # and no address: another run with this pattern finds the same bytes
-            label=label,
-        )
+        placed = next((one for one in self._memory or () if one.place == size and one.free), None)
+        if placed is None:
+            buffer = torch.empty(whole + _ALIGNED, dtype=torch.uint8, device=device)
+            first = -buffer.data_ptr() % _ALIGNED
+            placed = Placed(
+                buffer=buffer[first : first + whole],
+                start=band,
+                end=band + size,
+                place=size,  # and no address: another run with this pattern finds the same bytes
+                label=label,
+            )
+            if self._memory is not None:
+                self._memory.append(placed)
+        placed.label, placed.original, placed.seen_by = label, None, None
         for part, bytes_ in self._bands(placed):
             part.copy_(bytes_)
         self._bytes += whole
         return placed
 
-    def _bands(self, placed: _Placed) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+    def _bands(self, placed: Placed) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
         """Both bands of ``placed``, the first in full and the second, with what they must hold."""
         bands = placed.buffer[: placed.start], placed.buffer[placed.end :]
         return [
@@ -402,7 +422,7 @@ class GuardBands(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             for i, band in enumerate(bands)
         ]
 
-    def _written(self, placed: _Placed) -> str:
+    def _written(self, placed: Placed) -> str:
         before, after = self._bands(placed)
         if not _equal(*before):
             at = len(before[0]) - 1 - _first(before, lambda places: places[-1])
@@ -416,9 +436,10 @@ class GuardBands(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         return ""
 
 
-def _tensor(placed: _Placed, like: torch.Tensor) -> torch.Tensor:
+def _tensor(placed: Placed, like: torch.Tensor) -> torch.Tensor:
     """The memory of ``placed`` as a tensor laid out as ``like``, which knows of no bands."""
     alone = from_dlpack(torch._C._to_dlpack(placed.inside))
+    placed.seen_by = StorageWeakRef(alone.untyped_storage())  # type: ignore[no-untyped-call]  # torch's
     return alone.view(like.dtype).as_strided(like.shape, like.stride(), like.storage_offset())
 
 

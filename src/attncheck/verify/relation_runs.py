@@ -15,7 +15,9 @@ from attncheck.inputs import input_tensors
 from attncheck.inputs.problem import Case
 from attncheck.judge.verdict_rules import tile
 from attncheck.relations import RELATIONS, relation_named
+from attncheck.relations.relation import compare_outputs, describe_turn
 from attncheck.verify.allowances import deterministic_bounds, gradient_allowance
+from attncheck.verify.call_conditions import PLAIN_CALL, CallConditions
 from attncheck.verify.evidence import Evidence
 from attncheck.verify.executor import Execution, Executor, Failure, Origin, failure
 from attncheck.verify.kernel_hosts import executor_of
@@ -107,12 +109,16 @@ def check_relation(
     if by_bits:
         of_bits = [dataclasses.replace(each, dcaptured=None) for each in outputs]
         finding = relation.holds(inputs, of_bits, case.parameters, None)
+        if finding is None and relation.in_turn:
+            finding = _wrong_turn(inputs, executions, device)
         if finding or not case.problem.dcaptured:
             return finding
     # Of what poison does to the last run no bound speaks: it may be off by what the first may.
     bounded = 1 if relation.only_promised else len(executions)
     bounds = _bounds(inputs[:bounded], executions[:bounded], device)
     finding = relation.holds(inputs, outputs, case.parameters, bounds)
+    if finding is None and relation.in_turn and not by_bits:
+        finding = _wrong_turn(inputs, executions, device)
     unknown = [name for each in bounds for name in _unbounded(each)]
     if by_bits:  # of all others every bit was compared
         unknown = [name for name in unknown if name == "dcaptured"]
@@ -156,9 +162,17 @@ def _run_each(
         return refusal
     executions = []
     for run, (launch, each) in enumerate(zip(subjects, inputs, strict=True)):
-        result = executor.run(launch, each, origin=Origin(case=case, run=run))
+        under = PLAIN_CALL
+        if relation_named(case.question).in_turn:
+            # The last call finds another pattern: what it reads of memory nobody wrote differs.
+            last = run + 1 == len(inputs)
+            under = CallConditions(turn=run + 1, fill="inverse" if last else "pattern")
+        result = executor.run(launch, each, origin=Origin(case=case, run=run), under=under)
         if isinstance(result, Failure):
             return result
+        if result.notes.wrong:
+            said = f"call {run + 1} of {len(inputs)}: {result.notes.wrong}"
+            return Failure(kind=result.notes.rule, message=said)
         executions.append(result)
     return executions
 
@@ -208,21 +222,42 @@ def _bounds(
     inputs: Sequence[Inputs], executions: Sequence[Execution], device: str
 ) -> list[Outputs]:
     """Return the judge's deterministic bound of each run's distance to the exact result."""
-    bounds = []
-    for read, execution in zip(inputs, executions, strict=True):
-        evidence = Evidence(
-            case=Case(problem=read.problem),
-            device=device,
-            inputs=read,
-            # A truth of its own: a relation changes the numbers from run to run.
-            truth=oracles.truth(read),
-        )
-        of_run = deterministic_bounds(evidence, execution.arithmetic)
-        if read.problem.backward:
-            gradients = gradient_allowance(evidence, execution.arithmetic, execution.outputs)
-            of_run = dataclasses.replace(of_run, **gradients.bounds)
-        bounds.append(of_run)
-    return bounds
+    return [
+        _bounded(read, execution, device)[1]
+        for read, execution in zip(inputs, executions, strict=True)
+    ]
+
+
+def _bounded(read: Inputs, execution: Execution, device: str) -> tuple[Outputs, Outputs]:
+    """The exact result of a run, and the judge's deterministic bound of the distance to it."""
+    evidence = Evidence(
+        case=Case(problem=read.problem),
+        device=device,
+        inputs=read,
+        # A truth of its own: a relation changes the numbers from run to run.
+        truth=oracles.truth(read),
+    )
+    bounds = deterministic_bounds(evidence, execution.arithmetic)
+    if read.problem.backward:
+        gradients = gradient_allowance(evidence, execution.arithmetic, execution.outputs)
+        bounds = dataclasses.replace(bounds, **gradients.bounds)
+    return evidence.truth, bounds
+
+
+def _wrong_turn(
+    inputs: Sequence[Inputs], executions: Sequence[Execution], device: str
+) -> Finding | None:
+    """Return what is wrong with the call after the first; None where the first is wrong too."""
+
+    def wrong(run: int) -> Finding | None:
+        truth, bounds = _bounded(inputs[run], executions[run], device)
+        return compare_outputs(executions[run].outputs, truth, [bounds])
+
+    finding = wrong(1)
+    if finding is None or wrong(0) is not None:
+        return None
+    what = f"{describe_turn(inputs, 1)}, is not exact attention as call 1 was"
+    return dataclasses.replace(finding, what=what)
 
 
 def _unbounded(bounds: Outputs) -> list[TensorName]:

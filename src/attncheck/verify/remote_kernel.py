@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 _MOST_CASES = 500  # then a process is replaced: what a kernel leaves behind adds up
 _MOST_GROWTH = 4 << 30  # bytes of memory that a process may hold beyond what it held at first
 _MOST_TILINGS = 256  # that are remembered
+_LARGEST = 1 << 40  # bytes of an answer that nobody waits for
 _REQUESTS = {
     "start": "whether it had started",
     "load": "what the kernel is",
@@ -109,6 +111,7 @@ class KernelConnection:
         self._worker: Worker | None = None
         self._terms: dict[str, Any] | None = None
         self._ahead, self._echo = worker, worker is not None and worker.echoes
+        self._sent: tuple[Worker, str, dict[str, Any]] | None = None
         self.started, self._cases, self._memory_at_first = 0, 0, 0
         self.asked: dict[Problem, None] = {}
         self.description = self._start()
@@ -143,6 +146,18 @@ class KernelConnection:
                 raise Died("crash", f"loaded once more it said: {error}") from None
         return self._exchange(kind, words, seconds, most)
 
+    def send(self, kind: str, words: dict[str, Any], *, seconds: float) -> None:
+        """Send a question of which ``ask`` receives the answer, where it is the next."""
+        if self._worker is not None:
+            self._sent = self._worker, kind, words
+            with suppress(Died):  # which asking raises again
+                self._worker.send(Frame(kind=kind, words=words), seconds=seconds)
+
+    def start_next(self) -> None:
+        """Start the process that takes the place of this one: it imports torch meanwhile."""
+        if self._ahead is None:
+            self._ahead = self._new_worker()
+
     def hold(self, terms: Terms) -> dict[str, Any]:
         """Ask the kernel on other terms from now on, also in later processes; it says what it is.
 
@@ -176,23 +191,32 @@ class KernelConnection:
         if worker is not None:
             worker.end(self.deadlines.close)
 
+    def close(self) -> None:
+        """Let it end, and the next one that was started."""
+        self.end()
+        if self._ahead is not None:
+            self._ahead.kill(self.deadlines.close)
+
     def kill(self) -> None:
         """The same, at once."""
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.kill(self.deadlines.close)
 
-    def _start(self) -> dict[str, Any]:
-        import torch
-
-        ahead, self._ahead = self._ahead, None
-        self._worker = ahead or Worker(
+    def _new_worker(self) -> Worker:
+        return Worker(
             KERNEL_SERVER,
             environment=self._environment,
             folder=self._folder,
             paths=self._paths,
             echo=self._echo,
         )
+
+    def _start(self) -> dict[str, Any]:
+        import torch
+
+        ahead, self._ahead = self._ahead, None
+        self._worker = ahead or self._new_worker()
         self.started, self._cases, self.asked = self.started + 1, 0, {}
         try:
             self._exchange("start", {}, self.deadlines.start)
@@ -213,8 +237,13 @@ class KernelConnection:
 
     def _exchange(self, kind: str, words: dict[str, Any], seconds: float, most: int = 0) -> Frame:
         assert self._worker is not None
-        frame = Frame(kind=kind, words=words)
+        frame: Frame | None = Frame(kind=kind, words=words)
+        sent, self._sent = self._sent, None
         try:
+            if sent == (self._worker, kind, words):
+                frame = None
+            elif sent is not None and sent[0] is self._worker:  # nobody has waited for it
+                self._worker.exchange(None, seconds=seconds, most=_LARGEST, what="with outputs")
             return self._worker.exchange(frame, seconds=seconds, most=most, what=_REQUESTS[kind])
         except BaseException:  # it died, or we were interrupted: it is killed
             self._worker = None

@@ -49,7 +49,12 @@ __all__ = [
 ]
 
 # What a kernel did in place of giving outputs, as the rule it broke or the status it has.
-_BROKEN_RULES: dict[str, Rule] = {"contract": "contract", "alias": "alias", "mutation": "mutation"}
+_BROKEN_RULES: dict[str, Rule] = {
+    "contract": "contract",
+    "alias": "alias",
+    "mutation": "mutation",
+    "memory": "memory",
+}
 _STATUSES: dict[str, Status] = {
     "refused": "unsupported",
     "crash": "crash",

@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from attncheck.probes import PROBES
 from attncheck.records.record import Report
 from attncheck.subjects.capabilities.subject import Subject
 from attncheck.verify.deaths import confirm_death
 from attncheck.verify.environment import environment, fingerprint, prepare
 from attncheck.verify.evidence_builder import EvidenceBuilder
+from attncheck.verify.isolated import IsolatedExecutor
 from attncheck.verify.kernel_hosts import executor_of
+from attncheck.verify.question_fit import COMPARE
 from attncheck.verify.run_case import run_case
 
 if TYPE_CHECKING:
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
     from attncheck.verify.executor import Executor
 
     NamedCase = tuple[str, Case]
+
+_MOST_PAIRS_AHEAD = 2**22  # (row, key), of a problem that is called while another is judged
 
 __all__ = [
     "absence_reasons",
@@ -110,11 +115,17 @@ def iter_records(
     if applicable_only:
         absent = absence_reasons(subjects, device)
         subjects = [subject for subject in subjects if subject.name not in absent]
-    for name, case in _named(cases):
+    named = [*_named(cases)]
+    for (name, case), following in zip(named, [*(one for _, one in named[1:]), None], strict=True):
+        # Two processes share the machine, so that what is timed has it alone.
+        ahead = following and not timed and _calls_once(case) and _calls_once(following)
         chosen = applicable_subjects([case.problem], subjects) if applicable_only else subjects
         # A single kernel needs nothing to share, and may be asked the case in pages.
         evidence = EvidenceBuilder(case, device) if len(chosen) > 1 else None
         for subject in chosen:
+            caller = executor or executor_of(subject)
+            if isinstance(caller, IsolatedExecutor):
+                caller.expect(subject, following if ahead and len(chosen) == 1 else None)
             ask = partial(
                 run_case,
                 subject,
@@ -162,6 +173,13 @@ def case_subjects(
     absent = absence_reasons(subjects, device)
     present = [subject for subject in subjects if subject.name not in absent]
     return [applicable_subjects([problem], present) for problem in problems]
+
+
+def _calls_once(case: Case) -> bool:
+    """Return whether ``case`` is one call of a kernel, on tensors that two may hold at once."""
+    problem = case.problem
+    small = problem.batch * problem.heads * problem.query * problem.kv <= _MOST_PAIRS_AHEAD
+    return small and case.question in {COMPARE, *PROBES}
 
 
 def _named(cases: Iterable[Case | NamedCase]) -> Iterator[NamedCase]:

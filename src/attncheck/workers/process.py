@@ -106,10 +106,14 @@ class Tail:
 
 
 class _Echo:
-    """The first of what a process prints, shown on standard error: whole lines, made harmless."""
+    """The first of what a process prints, shown on standard error: whole lines, made harmless.
+
+    A line that is the one before it is shown once, and in the end how often it came.
+    """
 
     def __init__(self) -> None:
         self._line, self._left = b"", KEPT
+        self._last, self._again = "", 0  # the line that was shown last, and how often it came since
 
     def add(self, part: bytes) -> None:
         """Show the lines that end in ``part``; of no bytes the one that has not ended."""
@@ -118,11 +122,22 @@ class _Echo:
         *lines, self._line = (self._line + part or self._line + b"\n").split(b"\n")
         if any(line.startswith(_DUMP) for line in lines):  # a message tells its end
             self._left, lines = 0, []
-        shown = [one_line(line.decode(errors="replace")) for line in lines]
-        shown += ["… what else the kernel prints is not shown"] if over and part else []
+        texts = [one_line(line.decode(errors="replace")) for line in lines]
+        texts += ["… what else the kernel prints is not shown"] if over and part else []
+        shown = "".join(self._shown(text) for text in texts if text)
+        shown += "" if part else self._shown("")
         with suppress(AttributeError, OSError, ValueError):  # nobody reads it
-            sys.stderr.write("".join(f"{line}\n" for line in shown if line))
+            sys.stderr.write(shown)
             sys.stderr.flush()
+
+    def _shown(self, text: str) -> str:
+        """Return ``text`` as lines, after how often the one before it came again."""
+        if text == self._last:
+            self._again += 1
+            return ""
+        before = f"{self._last} ({self._again} times more)\n" if self._again else ""
+        self._last, self._again = text, 0
+        return f"{before}{text}\n" if text else before
 
 
 class Worker:
@@ -204,8 +219,8 @@ class Worker:
         self._fate: Died | None = None
         self._sender, self._receiver = Sender(self._requests, key), Receiver(self.replies, key)
 
-    def exchange(self, frame: Frame, *, seconds: float, most: int, what: str) -> Frame:
-        """Return the answer to ``frame``.
+    def exchange(self, frame: Frame | None, *, seconds: float, most: int, what: str) -> Frame:
+        """Return the answer to ``frame``; without one, to what was sent.
 
         Args:
             seconds: Until it is late.
@@ -213,11 +228,14 @@ class Worker:
             what: That is asked, for the message of one that is late.
 
         Raises:
-            Died: when there is no answer; the worker is killed.
+            Died: when there is no answer, also where ``send`` raised it; the worker is killed.
         """
+        if self._fate is not None:
+            raise self._fate
         self._deadline = time.monotonic() + seconds
         try:
-            self._sender.send(frame, lambda: self._wait(writing=True))
+            if frame is not None:
+                self._sender.send(frame, lambda: self._wait(writing=True))
             return self._receiver.receive(most=most, ready=lambda: self._wait(writing=False))
         except BaseException as error:  # noqa: BLE001  # sorted there
             self._fail(error, seconds, what)
@@ -232,13 +250,7 @@ class Worker:
 
     def receive(self, *, seconds: float, most: int) -> Frame:
         """Receive the answer to what was sent; raises Died, also where ``send`` did."""
-        if self._fate is not None:
-            raise self._fate
-        self._deadline = time.monotonic() + seconds
-        try:
-            return self._receiver.receive(most=most, ready=lambda: self._wait(writing=False))
-        except BaseException as error:  # noqa: BLE001  # sorted there
-            self._fail(error, seconds, "with a result")
+        return self.exchange(None, seconds=seconds, most=most, what="with a result")
 
     def _fail(self, error: BaseException, seconds: float, what: str) -> NoReturn:
         kind = "crash"

@@ -14,7 +14,7 @@ from attncheck.cases.strategies.mask_strategies import PLAIN_MASKS
 from attncheck.core.errors import UnknownName, UsageError
 from attncheck.core.mod_spec import Dimensions, Spec
 from attncheck.inputs.distributions import DISTRIBUTIONS
-from attncheck.inputs.problem import Case, Problem
+from attncheck.inputs.problem import USUAL_SCALE, Case, Problem
 from attncheck.mods import library
 from attncheck.relations import relation_named
 
@@ -60,7 +60,7 @@ CAUSES: dict[str, tuple[Callable[[Problem], bool], dict[str, Any]]] = {
 def test_a_failure_shrinks_to_its_cause(smallest, cause: str) -> None:
     wanted, changes = CAUSES[cause]
     found = smallest(strategies.problems(), wanted)
-    assert found == SMALLEST.replace(**{"scale": 0.0} | changes)
+    assert found == SMALLEST.replace(**{"scale": USUAL_SCALE} | changes)
 
 
 def test_problems_reach_what_kernels_get_wrong(drawn) -> None:
@@ -76,7 +76,11 @@ def test_problems_reach_what_kernels_get_wrong(drawn) -> None:
     assert {p.operation for p in found} == {"attention"}
     assert {p.distribution for p in found} == set(DISTRIBUTIONS)
     assert {p.mask.name for p in found} == set(PLAIN_MASKS)
-    assert {p.score.name for p in found} == set(library.SCORES) - {"chain", "expression"}
+    assert {p.score.name for p in found} == set(library.SCORES) - {
+        "chain",
+        "expression",
+        "alibi_by_sequence",  # the bounds ask it
+    }
     assert {amplitude(p) for p in found} == set(strategies.AMPLITUDES)
     assert all(p.batch * p.heads <= 8 for p in found)
 
@@ -131,12 +135,12 @@ def test_a_narrow_kernel_gets_problems_that_it_takes(drawn) -> None:
     assert len({p.kv for p in found}) > 20
     assert {amplitude(p) for p in found} == set(strategies.AMPLITUDES)
     usual = [p for p in found if amplitude(p) == 1]
-    assert all(p.scale == p.replace(scale=0.0).scale for p in usual)
+    assert all(p.scale == p.replace(scale=USUAL_SCALE).scale for p in usual)
 
 
 def test_a_kernel_without_a_scale_gets_the_default_one(drawn) -> None:
     def supports(p: Problem) -> bool:
-        return p.scale == p.replace(scale=0.0).scale and p.head_dim == p.value_dim == 64
+        return p.scale == p.replace(scale=USUAL_SCALE).scale and p.head_dim == p.value_dim == 64
 
     found = drawn(strategies.problems(supports=supports), 50)
     assert len(found) > 45

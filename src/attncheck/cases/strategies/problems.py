@@ -17,7 +17,7 @@ from attncheck.core.errors import ProblemError, UnknownName, UsageError, without
 from attncheck.core.formats import DTYPES
 from attncheck.core.mod_spec import NONE, Dimensions
 from attncheck.inputs.distributions import DISTRIBUTIONS
-from attncheck.inputs.problem import SOFTMAX_DTYPES, Problem
+from attncheck.inputs.problem import SOFTMAX_DTYPES, USUAL_SCALE, Problem
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -225,7 +225,7 @@ def nearest_supported(
     if supports(problem):  # nearly always: what else it could be is not worked out
         return problem
     # The default scale of one head_dim is not that of another, and some kernels take no other.
-    default = problem.scale == problem.replace(scale=0.0).scale
+    default = problem.scale == problem.replace(scale=USUAL_SCALE).scale
     refused: set[frozenset[tuple[str, Any]]] = {frozenset()}
     for changes in _fewest_first(problem, dtypes, drops, default=default):
         real = frozenset(_real_changes(problem, changes, default=default).items())
@@ -242,7 +242,7 @@ def nearest_supported(
 
 
 def _real_changes(problem: Problem, changes: Changes, *, default: bool) -> Changes:
-    """Return the changes without those to what it is; a scale of 0 is the default of a head_dim."""
+    """Return the changes without those to what it is; the usual scale is that of a head_dim."""
     real = {name: value for name, value in changes.items() if getattr(problem, name) != value}
     if default and "head_dim" not in real:
         real.pop("scale", None)
@@ -259,7 +259,7 @@ def _fewest_first(
         _pagings(problem),
         _dtypes(problem, dtypes),
         *_without(problem, drops),
-        [{}] if default else [{}, {"scale": 0.0}],
+        [{}] if default else [{}, {"scale": USUAL_SCALE}],
     )
     # As few changes as possible; among as many, sorting keeps the order of the axes' choices.
     for changed in sorted(combinations, key=lambda axes: sum(map(bool, axes))):
@@ -270,7 +270,7 @@ def _dims(problem: Problem, *, default: bool) -> list[Changes]:
     def scale(dim: int) -> float:
         # 0 asks for 1/√dim, to its last bit: a kernel may take no other.
         kept = problem.scale * math.sqrt(problem.head_dim / dim)
-        return 0.0 if default else kept
+        return USUAL_SCALE if default else kept
 
     common: list[Changes] = [
         {"head_dim": dim, "value_dim": dim, "scale": scale(dim)} for dim in _COMMON_HEAD_DIMS

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from attncheck.core.formats import Format
 from attncheck.core.mod_spec import FULL, NONE
 from attncheck.core.outputs import Outputs
+from attncheck.inputs.problem import USUAL_SCALE
 from attncheck.subjects.capabilities.subject import (
     Call,
     Refused,
@@ -160,7 +161,12 @@ def _one_by_one(problem: Problem) -> Iterator[Problem]:
     if problem.operation == "softmax":
         yield problem
         return
-    usual: dict[str, Any] = {"scale": 0.0, "mask": FULL, "score": NONE, "kv_heads": problem.heads}
+    usual: dict[str, Any] = {
+        "scale": USUAL_SCALE,
+        "mask": FULL,
+        "score": NONE,
+        "kv_heads": problem.heads,
+    }
     plain = problem.replace(**usual)
     longest = max(problem.query, problem.kv)
     yield plain

@@ -86,8 +86,8 @@ class MadeArgument:
     size: int = 0  # its bytes
 
 
-def number_tensor(numbers: Collection[float], dtype: torch.dtype) -> MadeArgument:
-    """Tensor ``(len(numbers),)`` of these numbers."""
+def number_tensor(numbers: Collection[float | list[float]], dtype: torch.dtype) -> MadeArgument:
+    """Tensor of these numbers, or of lists of them."""
     listed = list(numbers)
     return MadeArgument(
         make=lambda inputs: torch.tensor(listed, dtype=dtype, device=inputs.device),

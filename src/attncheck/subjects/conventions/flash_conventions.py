@@ -16,7 +16,7 @@ import torch
 
 from attncheck.core.mod_spec import NONE, Spec
 from attncheck.mods.page_table import draw_page_table
-from attncheck.mods.scores import alibi_slopes
+from attncheck.mods.scores import alibi_slopes, sequence_slopes
 from attncheck.subjects.conventions.call_tensors import (
     inputs_page_table,
     paged_inputs,
@@ -56,7 +56,7 @@ from attncheck.subjects.conventions.window_masks import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
@@ -91,7 +91,8 @@ _EMPTY_LSE = (-math.inf, math.inf)
 _NO_WINDOW = (-1, -1)
 
 # Score mods in the order in which flash-attn applies them, softcap before slopes.
-_SCORES = {(), ("softcap",), ("alibi",), ("softcap", "alibi")}
+_SLOPES = ("alibi", "alibi_by_sequence")
+_SCORES = {(), ("softcap",), *((one,) for one in _SLOPES), *(("softcap", one) for one in _SLOPES)}
 
 
 # ------------------------------------------------------------------ common to all three
@@ -123,14 +124,15 @@ def _bind_band(
     }
     # -slope·|i + offset - j| is alibi's slope·(j - i) for j up to i + offset, but for slope·offset:
     # out is the same then, and LSE is not.
-    if "alibi" in scores and not (edges[1] == 0 and offsets <= {0}):
+    sloped = any(name in scores for name in _SLOPES)
+    if sloped and not (edges[1] == 0 and offsets <= {0}):
         return "alibi_slopes are -slope·|i + kv - query - j|: not this bias without causal"
-    slopes, cap = number_tensor(alibi_slopes(problem.heads), torch.float32), scores.get("softcap")
+    cap = scores.get("softcap")
     return {
         "dropout": offered(0.0),
         "scale": request.scale(),
         "softcap": needed(cap.values["cap"]) if cap else spare(0.0),
-        "alibi_slopes": needed(slopes) if "alibi" in scores else spare(None),
+        **_slopes(problem, range(problem.batch)),
         **_descales(problem),
         **_edges(edges, request.able),
         "sinks": request.sinks(),
@@ -143,6 +145,18 @@ def _steps(score: Spec) -> Iterator[Spec]:
         yield score
     for part in score.parts:
         yield from _steps(part)
+
+
+def _slopes(problem: Problem, sequences: Iterable[int]) -> Arguments:
+    """fp32 ``(heads,)``; or ``(parts, heads)``, each part's as its sequence's."""
+    names = {score.name for score in _steps(problem.score)}
+    if not names & set(_SLOPES):
+        return {"alibi_slopes": spare(None)}
+    slopes: Sequence[float | list[float]] = alibi_slopes(problem.heads)
+    if "alibi" not in names:
+        each = sequence_slopes(problem.batch, problem.heads)
+        slopes = [each[b] for b in sequences]
+    return {"alibi_slopes": needed(number_tensor(slopes, torch.float32))}
 
 
 def _descales(problem: Problem, sequences: list[int] | None = None) -> Arguments:
@@ -199,7 +213,7 @@ def _bind_flash_attn(request: Request) -> Arguments | str:
         more["key_padding"] = request.key_padding(seen=True)
         mask = without_padding(mask)
     bias = request.bias()
-    by_slopes = problem.score.name == "alibi" and "alibi_slopes" in request.able
+    by_slopes = problem.score.name in _SLOPES and "alibi_slopes" in request.able
     if "bias" in request.able and isinstance(bias, Argument) and not by_slopes:
         more["bias"] = bias
         request = replace(request, problem=problem.replace(score=NONE))
@@ -260,7 +274,8 @@ def _bind_varlen(request: Request) -> Arguments | str:
         longest = max(lengths[side] for lengths in packed.lengths())
         places[f"cu_seqlens_{name}"] = needed(number_tensor(packed.starts(side), torch.int32))
         places[f"max_seqlen_{name}"] = offered(longest)
-    return places | arguments | _descales(problem, [b for b, _, _ in packed.places()])
+    parts = [b for b, _, _ in packed.places()]
+    return places | arguments | _descales(problem, parts) | _slopes(problem, parts)
 
 
 def _parse_varlen(call: CallArguments) -> ParsedCall:

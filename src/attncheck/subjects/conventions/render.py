@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from attncheck.mods.scores import alibi_slopes
+from attncheck.mods.scores import alibi_slopes, sequence_slopes
 from attncheck.subjects.conventions.convention import MadeArgument
 
 if TYPE_CHECKING:
@@ -85,6 +85,9 @@ def _score_expression(step: Spec, problem: Problem) -> str:
     if step.name == "alibi":
         slopes = f"torch.tensor({list(alibi_slopes(problem.heads))}, device=q.device)"
         return f"score + {slopes}[h] * (kv_idx - q_idx)"
+    if step.name == "alibi_by_sequence":
+        slopes = f"torch.tensor({sequence_slopes(problem.batch, problem.heads)}, device=q.device)"
+        return f"score + {slopes}[b, h] * (kv_idx - q_idx)"
     if step.name == "softcap":
         return f"{step.values['cap']} * torch.tanh(score / {step.values['cap']})"
     if step.name == "temperature":

@@ -1,0 +1,175 @@
+"""What is kept from call to call, and wrong: found by calls in turn, and by nothing before them."""
+
+from itertools import count
+
+import pytest
+import torch
+
+from attncheck.cases.check_cases import call_cases
+from attncheck.inputs.problem import Case
+from attncheck.relations import RELATIONS
+from attncheck.subjects.conventions.declarations import adopted
+from attncheck.verify.relation_runs import relation_inputs
+from attncheck.verify.run_case import run_case
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TILE = 64
+
+
+def right(query, key, value):
+    scores = query.float() @ key.float().mT * query.shape[-1] ** -0.5
+    return (scores.softmax(-1) @ value.float()).to(query.dtype)
+
+
+def kept_by(key_of):
+    """The first result of a key is the result of every later call with it."""
+    kept = {}
+
+    def attention(query, key, value):
+        place = key_of(query, key, value)
+        if place not in kept:
+            kept[place] = right(query, key, value)
+        return kept[place].clone()
+
+    return attention
+
+
+def address(*tensors):
+    return tuple((each.data_ptr(), each.shape) for each in tensors)
+
+
+def heads_inside():
+    """By address, of a function that is called like flash_attn_func."""
+    inner = kept_by(address)
+
+    def attention(q, k, v, softmax_scale=None):
+        return inner(*(each.transpose(1, 2) for each in (q, k, v))).transpose(1, 2).contiguous()
+
+    return attention
+
+
+def changed_by_number(change):
+    """``change(out, number of the call of its shape, memory of its shape)``."""
+    numbers, memory = {}, {}
+
+    def attention(query, key, value):
+        out = right(query, key, value)
+        own = memory.setdefault(out.shape, torch.zeros(out.shape, dtype=out.dtype))
+        return change(out, next(numbers.setdefault(out.shape, count())), own)
+
+    return attention
+
+
+def stale_tail():
+    """Keys are in a buffer as large as the largest call; its last tile is read in full."""
+    kept = {}
+
+    def attention(query, key, value):
+        length = key.shape[2]
+        whole = []
+        for name, tensor in (("k", key), ("v", value)):
+            place = name, tensor.shape[1]
+            old = kept.get(place, tensor)
+            kept[place] = torch.cat([tensor, old[:, :, length:]], 2)
+            whole.append(kept[place][:, :, : -(-length // TILE) * TILE])
+        return right(query, *whole)
+
+    return attention
+
+
+FAULTS = {
+    "by address": (lambda: kept_by(address), "calls-alike", "call 2, after other numbers"),
+    "by address, heads inside": (heads_inside, "calls-alike", "is not exact attention as call 1"),
+    "by shape": (
+        lambda: kept_by(lambda *tensors: tuple(each.shape for each in tensors)),
+        "calls-alike",
+        "is not exact attention as call 1 was: out[",
+    ),
+    "scratch adds up": (
+        lambda: changed_by_number(lambda out, _, own: own.add_(out).clone()),
+        "calls-alike",
+        "call 3, after other numbers of the same shapes, is call 1 again: out[",
+    ),
+    "counter not set back": (
+        lambda: changed_by_number(lambda out, number, own: own.clone() if number % 2 else out),
+        "calls-alike",
+        "call 2, after other numbers of the same shapes, is not exact",
+    ),
+    "right in its first call": (
+        lambda: changed_by_number(lambda out, number, _: out if number == 0 else 1.5 * out),
+        "calls-alike",
+        "call 3, after other numbers",
+    ),
+    "one output buffer": (
+        lambda: changed_by_number(lambda out, _, own: own.copy_(out)),
+        "calls-alike",
+        "call 2 of 3: writes over what call 1 had returned: out[0, 0, 0, 0] is ",
+    ),
+    "stale tail": (stale_tail, "calls-shorter", "call 2, after a longer one (B1 H1 Q74 K106 D64)"),
+}
+
+
+def first_failure(kernel):
+    subject = adopted(kernel, "planted")
+    for question in call_cases("bf16"):
+        record = run_case(subject, question.case, device="cpu", variant=question.name)
+        if record.status != "pass":
+            return record
+    return None
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_left_from_call_to_call_is_found(fault) -> None:
+    plant, question, said = FAULTS[fault]
+    record = first_failure(plant())
+    assert record is not None
+    assert (record.status, record.variant) == ("fail", question), record.reason
+    assert said in record.judgement.reason
+
+
+def test_a_kernel_that_keeps_nothing_passes() -> None:
+    assert first_failure(right) is None
+
+
+def test_what_is_kept_by_what_the_inputs_hold_passes() -> None:
+    whole = kept_by(lambda *tensors: tuple(each.float().sum().item() for each in tensors))
+    assert first_failure(whole) is None
+
+
+def test_a_kernel_that_is_wrong_in_every_call_is_not_blamed_for_their_order() -> None:
+    assert first_failure(lambda query, key, value: 1.5 * right(query, key, value)) is None
+
+
+def test_memory_that_nobody_wrote_is_other_in_the_last_call() -> None:
+    def unwritten(query, key, value):
+        out = torch.empty_like(query)
+        out[:, :, 1:] = right(query, key, value)[:, :, 1:]
+        return out
+
+    record = first_failure(unwritten)
+    assert record.variant == "calls-alike"
+    assert "is call 1 again: out[0, 0, 0, 0]" in record.judgement.reason
+
+
+def test_a_kernel_of_whole_tiles_is_asked_two_lengths_of_them() -> None:
+    def takes(problem):
+        return problem.query == problem.kv and problem.query % 128 == 0
+
+    problem = call_cases("bf16", takes=takes)[-1].case.problem
+    assert (problem.query, problem.kv) == (256, 256)
+    case = Case(problem=problem, question="call_order", parameters={"between": 1})
+    lengths = [one.problem.query for one in relation_inputs(case, "cpu")]
+    assert lengths == [256, 128, 256]
+
+
+def test_a_kernel_of_one_length_is_asked_nothing_of_shorter_calls() -> None:
+    names = [one.name for one in call_cases("bf16", takes=lambda problem: problem.query == 64)]
+    assert names == ["state", "guards"]
+
+
+def test_mask_order_is_asked_in_turn_too() -> None:
+    assert [name for name, each in RELATIONS.items() if each.in_turn] == [
+        "call_order",
+        "mask_order",
+    ]
