@@ -36,19 +36,16 @@ _STEPS = 100  # of a ternary search: each leaves two thirds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorPair:
-    """The errors of one tensor on one Case, before and after; none of them 0.
+    """The errors of one tensor on one Case, before and after; none of them 0."""
 
-    Attributes:
-        before, after: Root mean squares, in the units of the Case.
-        freedom_before, freedom_after: Degrees of freedom of their squares.
-        ensemble: Root mean squares of ideal kernels of several tilings, in an order of theirs that
-            is the same in every Case.
-    """
-
+    # before, after: root mean squares, in the units of the Case.
     before: float
     after: float
+    # freedom_before, freedom_after: degrees of freedom of their squares.
     freedom_before: float
     freedom_after: float
+    # Root mean squares of ideal kernels of several tilings, in an order of theirs that is the
+    # same in every Case.
     ensemble: tuple[float, ...]
 
     @property

@@ -25,18 +25,12 @@ _ROUNDS = 2  # of a probe's numbers: decoding is done in one, ramps are fast and
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckCase:
-    """One Case under the name that it has on the command line and in reports.
+    """One Case under the name that it has on the command line and in reports."""
 
-    Attributes:
-        name: ``causal-wide``; a probe's own name stands before it: ``decode-causal-wide``.
-        summary: What it would show, in a line.
-        case: The Case.
-        unclaimed: What the kernel was not found to take, and is asked apart; None for all else.
-    """
-
-    name: str
-    summary: str
-    case: Case
+    name: str  # ``causal-wide``; a probe's own name stands before it: ``decode-causal-wide``
+    summary: str  # what it would show, in a line
+    case: Case  # the Case
+    # What the kernel was not found to take, and is asked apart; None for all else.
     unclaimed: Unclaimed | None = None
 
 

@@ -20,19 +20,12 @@ _PAGE_SIZE = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemKind:
-    """Features that all problems of a property have, whatever their masks and sizes.
+    """Features that all problems of a property have, whatever their masks and sizes."""
 
-    Attributes:
-        paged: Keys in pages.
-        sink: A sink.
-        backward: Gradients are asked for.
-        captured: And those of what score mods read from tensors.
-    """
-
-    paged: bool = False
-    sink: bool = False
-    backward: bool = False
-    captured: bool = False
+    paged: bool = False  # keys in pages
+    sink: bool = False  # a sink
+    backward: bool = False  # gradients are asked for
+    captured: bool = False  # and those of what score mods read from tensors
 
     @property
     def fields(self) -> dict[str, Any]:

@@ -40,19 +40,12 @@ SANITIZER = "sanitizer"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedProblem:
-    """A Problem but for its dtype.
+    """A Problem but for its dtype."""
 
-    Attributes:
-        name: What reports call it.
-        summary: What it would show, in a line; empty where the name says it.
-        tags: Who asks it.
-        fields: Of the Problem.
-    """
-
-    name: str
-    tags: frozenset[str]
-    summary: str
-    fields: dict[str, Any]
+    name: str  # what reports call it
+    tags: frozenset[str]  # who asks it
+    summary: str  # what it would show, in a line; empty where the name says it
+    fields: dict[str, Any]  # of the Problem
 
 
 def tagged(tag: str) -> dict[str, NamedProblem]:

@@ -9,54 +9,33 @@ from attncheck.core.errors import UnknownName
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tier:
-    """Amount of what is asked by the property suite and by each stage of a gate.
+    """Amount of what is asked by the property suite and by each stage of a gate."""
 
-    Attributes:
-        name: On the command line.
-        examples: Problems that a property draws for each kernel, dtype and mask family.
-        examples_interpreted: The same where Triton is interpreted: nine tenths of the time.
-        examples_gpu: The same on a GPU.
-        longest: Largest query and kv length on a CPU, where Triton is interpreted.
-        longest_gpu: The same on a GPU.
-        most_heads: Largest batch · heads on a CPU: what an interpreted kernel's time is made of.
-        repeats_gpu: How often a drawn problem is asked on a GPU, each time with other numbers:
-            there a structure costs a compilation, and another problem of it nearly nothing.
-        profile: The Hypothesis profile, unless another is asked for.
-        strength: The bounds cover every choice of this many axes together.
-        sizes: Lengths of the bounds' problems on a CPU: a name of ``covering.SHAPES``.
-        sizes_gpu: The same on a GPU.
-        all_values: Whether the bounds have every value of an axis, or the ones that find most.
-        combinations: In how many (dtype, family) a gate asks each property; 0 for every one.
-        draws: Cases that a gate draws for each of them.
-        each_dtype: Whether a gate asks every probe in every dtype, or each in one.
-        layouts: On how many problems a question about memory or determinism is asked.
-        measured: Cases that are measured for a baseline; 0 for all that the bounds ask.
-        shrink_seconds: How long the search for a smaller failing case may take.
-        shrinks: How many failures of a kernel are made smaller.
-        random: Whether each run of a gate draws other numbers.
-    """
-
-    name: str
-    examples: int
-    examples_interpreted: int
-    examples_gpu: int
-    longest: int
-    longest_gpu: int
+    name: str  # on the command line
+    examples: int  # problems that a property draws for each kernel, dtype and mask family
+    examples_interpreted: int  # the same where Triton is interpreted: nine tenths of the time
+    examples_gpu: int  # the same on a GPU
+    longest: int  # largest query and kv length on a CPU, where Triton is interpreted
+    longest_gpu: int  # the same on a GPU
+    # Largest batch · heads on a CPU: what an interpreted kernel's time is made of.
     most_heads: int
+    # How often a drawn problem is asked on a GPU, each time with other numbers: there a structure
+    # costs a compilation, and another problem of it nearly nothing.
     repeats_gpu: int
-    profile: str
-    strength: int = 2
-    sizes: str = "small"
-    sizes_gpu: str = "medium"
+    profile: str  # the Hypothesis profile, unless another is asked for
+    strength: int = 2  # the bounds cover every choice of this many axes together
+    sizes: str = "small"  # lengths of the bounds' problems on a CPU: a name of ``covering.SHAPES``
+    sizes_gpu: str = "medium"  # the same on a GPU
+    # Whether the bounds have every value of an axis, or the ones that find most.
     all_values: bool = False
-    combinations: int = 1
-    draws: int = 1
-    each_dtype: bool = False
-    layouts: int = 1
-    measured: int = 12
-    shrink_seconds: float = 10.0
-    shrinks: int = 3
-    random: bool = False
+    combinations: int = 1  # in how many (dtype, family) a gate asks each property; 0 for every one
+    draws: int = 1  # cases that a gate draws for each of them
+    each_dtype: bool = False  # whether a gate asks every probe in every dtype, or each in one
+    layouts: int = 1  # on how many problems a question about memory or determinism is asked
+    measured: int = 12  # cases that are measured for a baseline; 0 for all that the bounds ask
+    shrink_seconds: float = 10.0  # how long the search for a smaller failing case may take
+    shrinks: int = 3  # how many failures of a kernel are made smaller
+    random: bool = False  # whether each run of a gate draws other numbers
 
     def examples_on(self, device: str, *, triton: bool) -> int:
         """Return how many problems are drawn on ``cpu`` or ``cuda`` for a kernel."""

@@ -76,27 +76,19 @@ class Shape(Sizes):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """A named mask and score mod, sized to a shape; or softmax.
+    """A named mask and score mod, sized to a shape; or softmax."""
 
-    Attributes:
-        name: What it is called on the command line and in reports.
-        summary: What it asks for, in a line.
-        mods: Shape → mask and score mod; None for softmax, of query rows and kv columns.
-        measured: ``usual`` where no other is named, ``named`` or with ``ALL``, and ``oracles``
-            for what no kernel is measured on.
-        most_rows: Query rows at most, whatever the shape has; 0 for no limit.
-        sink: Whether each head has a sink.
-        paged: Whether keys and values lie in pages.
-        captured: Whether a backward gives the gradients of what the score mod reads, too.
-    """
-
-    name: str
-    summary: str
+    name: str  # what it is called on the command line and in reports
+    summary: str  # what it asks for, in a line
+    # Shape → mask and score mod; None for softmax, of query rows and kv columns.
     mods: Callable[[Shape], tuple[Spec, Spec]] | None
+    # ``usual`` where no other is named, ``named`` or with ``ALL``, and ``oracles`` for what no
+    # kernel is measured on.
     measured: Literal["usual", "named", "oracles"] = "named"
-    most_rows: int = 0
-    sink: bool = False
-    paged: bool = False
+    most_rows: int = 0  # query rows at most, whatever the shape has; 0 for no limit
+    sink: bool = False  # whether each head has a sink
+    paged: bool = False  # whether keys and values lie in pages
+    # Whether a backward gives the gradients of what the score mod reads, too.
     captured: bool = False
 
     def exists(self, dtype: str, distribution: str, *, backward: bool = False) -> bool:

@@ -107,19 +107,13 @@ _FEWEST_ROWS = 16
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Findings:
-    """The fault models' account of a kernel on one Case.
+    """The fault models' account of a kernel on one Case."""
 
-    Attributes:
-        ranking: All that explain anything, the best first.
-        tried: How many there were.
-        tiles: Where the error is by tiles.
-        finite: Whether all that it gave is, LSE aside. NaN and infinities say where they are, and
-            no more: several models may have them there.
-    """
-
-    ranking: list[FaultExplanation]
-    tried: int
-    tiles: TileMap | None
+    ranking: list[FaultExplanation]  # all that explain anything, the best first
+    tried: int  # how many there were
+    tiles: TileMap | None  # where the error is by tiles
+    # Whether all that it gave is, LSE aside. NaN and infinities say where they are, and no more:
+    # several models may have them there.
     finite: bool
 
 

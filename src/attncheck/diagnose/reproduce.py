@@ -72,18 +72,14 @@ def run_again(subject: Subject, case: Case, *, device: str) -> Record:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ExactRun:
-    """One call that a Case asks for, and what is known of its result.
+    """One call that a Case asks for, and what is known of its result."""
 
-    Attributes:
-        inputs: What the kernel reads.
-        exact: The exact result, float64: out ``(batch, heads, query, value_dim)`` and LSE
-            ``(batch, heads, query)``.
-        allowed: The deterministic bound of each element; 0 in rows that see no key, infinite in
-            rows that nothing is known of.
-    """
-
-    inputs: Inputs
+    inputs: Inputs  # what the kernel reads
+    # The exact result, float64: out ``(batch, heads, query, value_dim)`` and LSE ``(batch, heads,
+    # query)``.
     exact: Outputs
+    # The deterministic bound of each element; 0 in rows that see no key, infinite in rows that
+    # nothing is known of.
     allowed: Outputs
 
 

@@ -92,24 +92,15 @@ _NOTE_INTERPRETED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelCall:
-    """Source of a script.
+    """Source of a script."""
 
-    Attributes:
-        kernel: ``def the_kernel()``, which imports the kernel and returns it.
-        name: Name of the function that calls it.
-        source: That function, of (kernel, q, k, v), which gives out and LSE.
-        reads_mask: Whether it reads a global ``mask``.
-        unasked_in_empty_rows: Outputs (``out``, ``lse``) that its convention leaves open in rows
-            that see no key.
-        notes: What a reader must know.
-    """
-
-    kernel: str
-    name: str
-    source: str
-    reads_mask: bool
+    kernel: str  # ``def the_kernel()``, which imports the kernel and returns it
+    name: str  # name of the function that calls it
+    source: str  # that function, of (kernel, q, k, v), which gives out and LSE
+    reads_mask: bool  # whether it reads a global ``mask``
+    # Outputs (``out``, ``lse``) that its convention leaves open in rows that see no key.
     unasked_in_empty_rows: frozenset[str] = frozenset()
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what a reader must know
 
 
 def kernel_call(

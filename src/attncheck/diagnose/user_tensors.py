@@ -53,38 +53,27 @@ _NUMBERS = itertools.count(1)
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class UserTensors:
-    """A call of attention: its tensors and what else it was given.
+    """A call of attention: its tensors and what else it was given."""
 
-    Attributes:
-        q: ``(batch, heads, query, head_dim)``, fp32, fp16, bf16 or fp8.
-        k: ``(batch, kv_heads, kv, head_dim)``, the same dtype.
-        v: ``(batch, kv_heads, kv, value_dim)``, the same dtype.
-        mask: A FlexAttention mask, or a bool tensor that broadcasts to ``(batch, heads, query,
-            kv)``, True where a row sees a key; None where all see all.
-        attn_mask: What ``F.scaled_dot_product_attention`` takes by this name: booleans, as
-            ``mask``, or what is added to the scores, −∞ where a row does not see a key.
-        is_causal: Row i sees keys up to i, as ``F.scaled_dot_product_attention`` has it.
-        score_mod: A FlexAttention score mod.
-        scale: Factor of q·k, read as fp32; None for 1/√head_dim.
-        descale: Of fp8: what q, k and v are to be multiplied by, fp32 ``(batch, kv_heads)`` each;
-            1 where it is None.
-        sink: Each head's logit beside its keys, fp32 ``(heads,)``; None for none.
-        tf32: Whether fp32 tensors are multiplied in tf32.
-        generic: Whether the numbers are random, without structure.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
+    q: Tensor  # ``(batch, heads, query, head_dim)``, fp32, fp16, bf16 or fp8
+    k: Tensor  # ``(batch, kv_heads, kv, head_dim)``, the same dtype
+    v: Tensor  # ``(batch, kv_heads, kv, value_dim)``, the same dtype
+    # A FlexAttention mask, or a bool tensor that broadcasts to ``(batch, heads, query, kv)``,
+    # True where a row sees a key; None where all see all.
     mask: Tensor | Callable[..., Tensor] | None = None
+    # What ``F.scaled_dot_product_attention`` takes by this name: booleans, as ``mask``, or what
+    # is added to the scores, −∞ where a row does not see a key.
     attn_mask: Tensor | None = None
-    is_causal: bool = False
-    score_mod: Callable[..., Tensor] | None = None
-    scale: float | None = None
+    is_causal: bool = False  # row i sees keys up to i, as ``F.scaled_dot_product_attention`` has it
+    score_mod: Callable[..., Tensor] | None = None  # a FlexAttention score mod
+    scale: float | None = None  # factor of q·k, read as fp32; None for 1/√head_dim
+    # Of fp8: what q, k and v are to be multiplied by, fp32 ``(batch, kv_heads)`` each; 1 where it
+    # is None.
     descale: Descale | tuple[Tensor, Tensor, Tensor] | None = None
+    # Each head's logit beside its keys, fp32 ``(heads,)``; None for none.
     sink: Tensor | None = None
-    tf32: bool = False
-    generic: bool = False
+    tf32: bool = False  # whether fp32 tensors are multiplied in tf32
+    generic: bool = False  # whether the numbers are random, without structure
 
     @contextmanager
     def inputs(self) -> Iterator[Inputs]:
@@ -301,23 +290,16 @@ def _refuse_draw(*_: object) -> Any:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class UserOutputs:
-    """An answer, and the call that it answers.
+    """An answer, and the call that it answers."""
 
-    Attributes:
-        out: ``(batch, heads, query, value_dim)``.
-        lse: ``(batch, heads, query)``, natural logarithm; None where there is none.
-        call: What ``UserTensors`` takes, by name; all None where a problem is given.
-        problem: In place of the call: Inputs, or a Problem whose Inputs are drawn.
-        arithmetic: Of the kernel; None for what is usual at these dtypes on this device.
-        generic: Whether the tensors are random and without structure.
-    """
-
-    out: Tensor
-    lse: Tensor | None
-    call: dict[str, Any]
+    out: Tensor  # ``(batch, heads, query, value_dim)``
+    lse: Tensor | None  # ``(batch, heads, query)``, natural logarithm; None where there is none
+    call: dict[str, Any]  # what ``UserTensors`` takes, by name; all None where a problem is given
+    # In place of the call: Inputs, or a Problem whose Inputs are drawn.
     problem: Problem | Inputs | None = None
+    # Of the kernel; None for what is usual at these dtypes on this device.
     arithmetic: Arithmetic | None = None
-    generic: bool = False
+    generic: bool = False  # whether the tensors are random and without structure
 
     def judgement(self) -> tuple[Judgement, str]:
         """Return what the judge says, and where the oracles it rests on disagree, if anywhere.

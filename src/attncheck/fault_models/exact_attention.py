@@ -37,19 +37,12 @@ _FP32_LARGEST = 128 * math.log(2.0)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SoftmaxParts:
-    """A softmax before it is put together, ``(batch, heads, rows[, kv or value_dim])``.
+    """A softmax before it is put together, ``(batch, heads, rows[, kv or value_dim])``."""
 
-    Attributes:
-        maximum: Largest score of a row, −∞ of one that sees no key and has no sink.
-        weights: exp(score − maximum), 0 where hidden.
-        total: Their sum, and the sink's.
-        values: weights · v.
-    """
-
-    maximum: Tensor
-    weights: Tensor
-    total: Tensor
-    values: Tensor
+    maximum: Tensor  # largest score of a row, −∞ of one that sees no key and has no sink
+    weights: Tensor  # exp(score − maximum), 0 where hidden
+    total: Tensor  # their sum, and the sink's
+    values: Tensor  # weights · v
 
     @property
     def dead(self) -> Tensor:

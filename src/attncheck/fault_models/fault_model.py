@@ -20,25 +20,18 @@ Parameters = Mapping[str, int | float | str]
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Prediction:
-    """Outputs of a call that has the fault in one of its forms.
+    """Outputs of a call that has the fault in one of its forms."""
 
-    Attributes:
-        outputs: Out and LSE ``(batch, heads, rows, …)`` of the rows that are predicted; of a fault
-            of the backward the gradients.
-        parameters: Which form: tile sizes, heads.
-        family: Of a fault that is larger or smaller: the outputs at any size of it, 0 for none;
-            ``outputs`` are those at ``start``.
-        start: The size that is tried first.
-        parameter: Its name.
-        free: Rows ``(batch, heads, rows)`` of which nothing is predicted.
-    """
-
+    # Out and LSE ``(batch, heads, rows, …)`` of the rows that are predicted; of a fault of the
+    # backward the gradients.
     outputs: Outputs
-    parameters: Parameters = field(default_factory=dict)
+    parameters: Parameters = field(default_factory=dict)  # which form: tile sizes, heads
+    # Of a fault that is larger or smaller: the outputs at any size of it, 0 for none; ``outputs``
+    # are those at ``start``.
     family: Callable[[float], Outputs] | None = None
-    start: float = 0.0
-    parameter: str = ""
-    free: Tensor | None = None
+    start: float = 0.0  # the size that is tried first
+    parameter: str = ""  # its name
+    free: Tensor | None = None  # rows ``(batch, heads, rows)`` of which nothing is predicted
 
 
 Form = Prediction | Outputs | tuple[Outputs, Parameters]
@@ -47,27 +40,20 @@ Form = Prediction | Outputs | tuple[Outputs, Parameters]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultModel:
-    """One way to be wrong.
+    """One way to be wrong."""
 
-    Attributes:
-        id: Words with hyphens.
-        sentence: For a kernel's author.
-        of: Which half of the call.
-        applies: Whether a Problem has what it speaks of (a mask, a sink, shared key heads, pages,
-            a backward), and could have the fault at all.
-        order: Where several explain as much, the smaller is told first: 0 a plain slip, 1 a slip in
-            one tile or head of several, 2 what has a number to fit.
-        steps: Forms that are steps done otherwise: the first is how it is planted in the ideal
-            kernel.
-        forms: Other forms of the fault, of a call.
-    """
-
-    id: str
-    sentence: str
-    of: Literal["forward", "backward"]
+    id: str  # words with hyphens
+    sentence: str  # for a kernel's author
+    of: Literal["forward", "backward"]  # which half of the call
+    # Whether a Problem has what it speaks of (a mask, a sink, shared key heads, pages, a
+    # backward), and could have the fault at all.
     applies: Callable[[Problem], bool]
+    # Where several explain as much, the smaller is told first: 0 a plain slip, 1 a slip in one
+    # tile or head of several, 2 what has a number to fit.
     order: int
+    # Forms that are steps done otherwise: the first is how it is planted in the ideal kernel.
     steps: tuple[Steps, ...] = ()
+    # Other forms of the fault, of a call.
     forms: Callable[[ExactAttention], Iterable[Form]] | None = None
 
     def predictions(self, call: ExactAttention) -> Iterator[Prediction]:

@@ -38,61 +38,48 @@ class Steps:
     """Steps that one kernel does otherwise; every default is what a right kernel does.
 
     A mask, score mod or scale of None, or a function that gives None for a Problem, leaves it.
-
-    Attributes:
-        mask: (problem, device) → the mask that is applied, in both passes.
-        score: (problem, device) → the score mod, its derivative included.
-        scale: What q·k is multiplied by.
-        descale: (which of q, k and v, its descales) → those that are used.
-        products: What becomes of q·k before it is scaled.
-        hidden: The score of a hidden key.
-        sink: Whether the sink has a part in the softmax.
-        first_maximum: The running maximum before the first tile.
-        zero_maximum_when_empty: Whether a row that has seen nothing keeps a maximum of 0.
-        maximum_in_last_tile: Whether the last tile's weights are relative to the maximum.
-        rescales_out, rescales_sum: Whether what was summed before a tile is rescaled.
-        rescale_exponent: What the exponent of that factor is multiplied by.
-        first_weight: What the first key's weight is multiplied by.
-        weights: What becomes of a tile's weights before they multiply the values.
-        summed_weights: What becomes of them before they are summed.
-        weights_scale: What fp8 weights are multiplied by before they are rounded.
-        kept_out, kept_sum: What becomes of the running sums after each tile.
-        normaliser: What out is multiplied by at the end, beside the reciprocal of the row sum.
-        lse: What becomes of the natural LSE.
-        backward_mask: As ``mask``, in the backward alone.
-        backward_lse: What the backward multiplies LSE by.
-        delta: (delta, dLSE) → what is taken off dP.
-        slope: Whether the score mod's derivative is applied to a Problem.
-        scaled_gradients: Which of dq and dk are multiplied by the scale.
-        group_heads: Query heads ``(kv_heads, any)`` over which dK and dV of a key head are summed.
     """
 
+    # (problem, device) → the mask that is applied, in both passes.
     mask: Callable[[Problem, str], MaskMod | None] | None = None
+    # (problem, device) → the score mod, its derivative included.
     score: Callable[[Problem, str], ScoreMod | None] | None = None
-    scale: Callable[[Problem], float | None] | None = None
+    scale: Callable[[Problem], float | None] | None = None  # what q·k is multiplied by
+    # (which of q, k and v, its descales) → those that are used.
     descale: Callable[[str, Tensor], Tensor] | None = None
-    products: Callable[[Tensor], Tensor] | None = None
-    hidden: float = -math.inf
-    sink: bool = True
-    first_maximum: float = -math.inf
+    products: Callable[[Tensor], Tensor] | None = None  # what becomes of q·k before it is scaled
+    hidden: float = -math.inf  # the score of a hidden key
+    sink: bool = True  # whether the sink has a part in the softmax
+    first_maximum: float = -math.inf  # the running maximum before the first tile
+    # Whether a row that has seen nothing keeps a maximum of 0.
     zero_maximum_when_empty: bool = False
-    maximum_in_last_tile: bool = True
+    maximum_in_last_tile: bool = True  # whether the last tile's weights are relative to the maximum
+    # rescales_out, rescales_sum: whether what was summed before a tile is rescaled.
     rescales_out: bool = True
     rescales_sum: bool = True
-    rescale_exponent: float = 1.0
-    first_weight: float = 1.0
+    rescale_exponent: float = 1.0  # what the exponent of that factor is multiplied by
+    first_weight: float = 1.0  # what the first key's weight is multiplied by
+    # What becomes of a tile's weights before they multiply the values.
     weights: Callable[[Tensor], Tensor] | None = None
+    # What becomes of them before they are summed.
     summed_weights: Callable[[Tensor], Tensor] | None = None
-    weights_scale: float | None = None
+    weights_scale: float | None = None  # what fp8 weights are multiplied by before they are rounded
+    # kept_out, kept_sum: what becomes of the running sums after each tile.
     kept_out: Callable[[Tensor], Tensor] | None = None
     kept_sum: Callable[[Tensor], Tensor] | None = None
+    # What out is multiplied by at the end, beside the reciprocal of the row sum.
     normaliser: float = 1.0
-    lse: Callable[[Tensor], Tensor] | None = None
+    lse: Callable[[Tensor], Tensor] | None = None  # what becomes of the natural LSE
+    # As ``mask``, in the backward alone.
     backward_mask: Callable[[Problem, str], MaskMod | None] | None = None
-    backward_lse: float = 1.0
+    backward_lse: float = 1.0  # what the backward multiplies LSE by
+    # (delta, dLSE) → what is taken off dP.
     delta: Callable[[Tensor, Tensor], Tensor] | None = None
+    # Whether the score mod's derivative is applied to a Problem.
     slope: Callable[[Problem], bool] | None = None
+    # Which of dq and dk are multiplied by the scale.
     scaled_gradients: tuple[str, ...] = ("dq", "dk")
+    # Query heads ``(kv_heads, any)`` over which dK and dV of a key head are summed.
     group_heads: Callable[[Problem], Tensor] | None = None
 
     @property

@@ -23,19 +23,13 @@ _SMALLEST = 30  # octaves below 1: fp32 has 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContinuousFault:
-    """A fault of any size.
+    """A fault of any size."""
 
-    Attributes:
-        id: Words with hyphens.
-        summary: What the kernel does wrong, in one line.
-        unit: ``ε``, which is larger where the fault is; or ``bits``, of which fewer are worse.
-        steps: Of a size, what the ideal kernel does otherwise.
-    """
-
-    id: str
-    summary: str
+    id: str  # words with hyphens
+    summary: str  # what the kernel does wrong, in one line
+    # ``ε``, which is larger where the fault is; or ``bits``, of which fewer are worse.
     unit: Literal["ε", "bits"]
-    steps: Callable[[float], Steps]
+    steps: Callable[[float], Steps]  # of a size, what the ideal kernel does otherwise
 
     def sizes(self, dtype: str) -> tuple[float, ...]:
         """Return sizes from the largest fault down: quarters of an octave from 1, or whole bits.

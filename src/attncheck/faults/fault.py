@@ -11,28 +11,22 @@ HOSTS: tuple[HostName, ...] = ("ideal", "triton")
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A kernel of ours and what is done to it.
+    """A kernel of ours and what is done to it."""
 
-    Attributes:
-        kernel: Its name, as ``attncheck list`` has it.
-        patch: What is changed in a copy of its sources (``patching``).
-        first, last: Names of shared patches that are applied before and after.
-        model: Of the ideal kernel, the fault model whose steps it gets, ``id`` or ``id:number``:
-            such a fault is written once, and its prediction is its planting.
-        dtypes: In which it is asked: those in which the fault is one. The first is enough to catch
-            it.
-        equivalent: Why the changed kernel gives the same bits as a right one whatever it is asked;
-            empty of a fault.
-        needs: What it cannot be asked without: ``cuda``, where the interpreter cannot show it.
-    """
-
-    kernel: str = "ideal"
-    patch: str = ""
+    kernel: str = "ideal"  # its name, as ``attncheck list`` has it
+    patch: str = ""  # what is changed in a copy of its sources (``patching``)
+    # first, last: names of shared patches that are applied before and after.
     first: tuple[str, ...] = ()
     last: tuple[str, ...] = ()
+    # Of the ideal kernel, the fault model whose steps it gets, ``id`` or ``id:number``: such a
+    # fault is written once, and its prediction is its planting.
     model: str = ""
+    # In which it is asked: those in which the fault is one. The first is enough to catch it.
     dtypes: tuple[str, ...] = ("bf16",)
+    # Why the changed kernel gives the same bits as a right one whatever it is asked; empty of a
+    # fault.
     equivalent: str = ""
+    # What it cannot be asked without: ``cuda``, where the interpreter cannot show it.
     needs: Literal["", "cuda"] = ""
 
 

@@ -36,17 +36,11 @@ Planted = faults_of_file(Path({path!r}))[{name!r}]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultSelection:
-    """Faults and controls that are to be scored.
+    """Faults and controls that are to be scored."""
 
-    Attributes:
-        units: What workers do.
-        settled: Scores that need no kernel to run.
-        controls: Likewise.
-    """
-
-    units: tuple[Unit, ...]
-    settled: tuple[FaultScore, ...] = ()
-    controls: tuple[ControlScore, ...] = ()
+    units: tuple[Unit, ...]  # what workers do
+    settled: tuple[FaultScore, ...] = ()  # scores that need no kernel to run
+    controls: tuple[ControlScore, ...] = ()  # likewise
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -27,19 +27,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShimSettings:
-    """Kernels that stand in for a function.
+    """Kernels that stand in for a function."""
 
-    Attributes:
-        kernel: What is called.
-        right: The same without a fault, to see whether a call shows it; None for the right one.
-        convention: How the function is called.
-        log_event: Gets (kind, of what): ``called``, ``left`` with a reason where the function
-            itself was called, ``shown`` where the two kernels differed.
-    """
-
-    kernel: Subject
+    kernel: Subject  # what is called
+    # The same without a fault, to see whether a call shows it; None for the right one.
     right: Subject | None
-    convention: str
+    convention: str  # how the function is called
+    # Gets (kind, of what): ``called``, ``left`` with a reason where the function itself was
+    # called, ``shown`` where the two kernels differed.
     log_event: Callable[[str, str], None]
 
 

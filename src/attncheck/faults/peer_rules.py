@@ -53,15 +53,10 @@ _COMPARED: tuple[TensorName, ...] = ("dq", "dk", "dv")  # no peer asks about a s
 
 @dataclass(frozen=True)
 class PeerReference:
-    """Knowledge that a peer has of a problem before it sees a kernel's outputs.
+    """Knowledge that a peer has of a problem before it sees a kernel's outputs."""
 
-    Attributes:
-        inputs: The tensors.
-        truth: Out, LSE and gradients in float64.
-    """
-
-    inputs: Inputs
-    truth: Outputs
+    inputs: Inputs  # the tensors
+    truth: Outputs  # out, LSE and gradients in float64
 
     @property
     def compares_gradients(self) -> bool:

@@ -28,23 +28,14 @@ _FAILURES = 3  # that are named
 
 
 class Replacement(msgspec.Struct, frozen=True, kw_only=True):
-    """Names of a function and of the kernel in its place.
+    """Names of a function and of the kernel in its place."""
 
-    Attributes:
-        module: Where the function is.
-        name: Its name there.
-        kernel: What ``subjects.load.load`` takes.
-        right: The same without a fault; empty where nothing is to be compared.
-        convention: How the function is called; empty for what it shows.
-        log: File that gets what happened, a JSON line each time something is new.
-    """
-
-    module: str
-    name: str
-    kernel: str
-    right: str
-    convention: str
-    log: str
+    module: str  # where the function is
+    name: str  # its name there
+    kernel: str  # what ``subjects.load.load`` takes
+    right: str  # the same without a fault; empty where nothing is to be compared
+    convention: str  # how the function is called; empty for what it shows
+    log: str  # file that gets what happened, a JSON line each time something is new
 
 
 class _EventLog:

@@ -54,23 +54,16 @@ _NOT_ITS_OWN = {"site-packages", "node_modules", "__pycache__"}
 class UserSuite:
     """Somebody's tests and the function that they test.
 
-    Attributes:
-        command: What follows ``pytest``: ``tests/ -k attn``.
-        replace: The function: ``package.module:name``.
-        convention: A name of ``conventions.READERS``; empty for what the function shows.
-        folder: Where pytest runs.
-        timeout: Seconds that one run may take.
-
     Raises:
         UsageError: for a function that is not spelled so, or a command that cannot be split.
         UnknownName: for a convention that is not known.
     """
 
-    command: str
-    replace: str
-    convention: str = ""
-    folder: Path = field(default_factory=Path.cwd)
-    timeout: float = 600.0
+    command: str  # what follows ``pytest``: ``tests/ -k attn``
+    replace: str  # the function: ``package.module:name``
+    convention: str = ""  # a name of ``conventions.READERS``; empty for what the function shows
+    folder: Path = field(default_factory=Path.cwd)  # where pytest runs
+    timeout: float = 600.0  # seconds that one run may take
 
     def __post_init__(self) -> None:
         if not _TARGET.fullmatch(self.replace):
@@ -87,19 +80,12 @@ class UserSuite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuiteRun:
-    """Outcome of one run of pytest.
+    """Outcome of one run of pytest."""
 
-    Attributes:
-        code: Its exit code; None where it took too long.
-        events: What the plugin logged, by kind: what it is of, in order.
-        output: What pytest printed.
-        seconds: That it took.
-    """
-
-    code: int | None
-    events: dict[str, list[str]]
-    output: str
-    seconds: float
+    code: int | None  # its exit code; None where it took too long
+    events: dict[str, list[str]]  # what the plugin logged, by kind: what it is of, in order
+    output: str  # what pytest printed
+    seconds: float  # that it took
 
     @property
     def passed(self) -> bool:

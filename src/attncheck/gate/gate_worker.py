@@ -293,15 +293,13 @@ class _KernelHosts:
     Args:
         choices: Whether kernels have processes of their own, and how long a call may take.
         here: Makes what calls kernels that have none.
-
-    Attributes:
-        claims: Of the kernel that was started last, where it is a plain function; else None.
     """
 
     def __init__(self, choices: Choices, here: Callable[[], InProcess]) -> None:
         self._choices = choices
         self._executor = here
         self._hosts: dict[str, tuple[tuple[str, str, str], KernelHost]] = {}
+        # Of the kernel that was started last, where it is a plain function; else None.
         self.claims: Claims | None = None
 
     def of(self, unit: Unit) -> KernelHost:

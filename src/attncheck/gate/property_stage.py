@@ -154,17 +154,13 @@ _LOST = frozenset({"crash", "timeout", "oom"})
 
 
 class KnownFailures:
-    """The entries of known failures beside the properties.
-
-    Attributes:
-        entries: In order; the first that is about a question counts.
-    """
+    """The entries of known failures beside the properties."""
 
     def __init__(self, entries: tuple[KnownFailure, ...] | None = None) -> None:
         if entries is None:
             path = properties_folder() / FILE
             entries = read_known_failures(path) if path.exists() else ()
-        self.entries = entries
+        self.entries = entries  # in order; the first that is about a question counts
 
     def of_draw(self, unit: Unit) -> KnownFailure | None:
         """Return the entry about a property's part, which is asked in place of what is drawn."""

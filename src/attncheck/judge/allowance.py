@@ -51,24 +51,18 @@ class Allowance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """The largest |error| ÷ allowance over some elements of one tensor; above 1 is beyond it.
-
-    Attributes:
-        size: |got − exact| ÷ allowance; infinite where an element has no allowance or is NaN.
-        place: Where it is largest.
-        got, exact, allowance: Of that element.
-        beyond: Elements with a share above 1.
-        elements: How many were compared.
-    """
+    """The largest |error| ÷ allowance over some elements of one tensor; above 1 is beyond it."""
 
     tensor: TensorName
+    # |got − exact| ÷ allowance; infinite where an element has no allowance or is NaN.
     size: float
-    place: Place
+    place: Place  # where it is largest
+    # got, exact, allowance: of that element.
     got: float
     exact: float
     allowance: float
-    beyond: int
-    elements: int
+    beyond: int  # elements with a share above 1
+    elements: int  # how many were compared
 
 
 def shares(error: Tensor, allowance: Tensor) -> Tensor:

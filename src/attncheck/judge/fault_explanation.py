@@ -32,61 +32,37 @@ _ROUNDING = 0.25  # root mean square of what remains ÷ allowed, that rounding l
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class FaultPrediction:
-    """Results of a call with one fault.
+    """Results of a call with one fault."""
 
-    Attributes:
-        name: Of the fault.
-        tensors: Out, LSE, gradients: those that it says something of.
-        parameters: Its form.
-        order: Of those that explain as much the smallest is named first.
-        family: (size of the fault) → the tensors; None of what has no size.
-        start: The size from which it is fitted.
-        parameter: The size's name.
-        free: Rows, as LSE has them, of which it predicts nothing: what is there may be anything,
-            and most of it wrong.
-    """
-
-    name: str
-    tensors: Tensors
-    parameters: Mapping[str, int | float | str] = field(default_factory=dict)
-    order: int = 0
+    name: str  # of the fault
+    tensors: Tensors  # out, LSE, gradients: those that it says something of
+    parameters: Mapping[str, int | float | str] = field(default_factory=dict)  # its form
+    order: int = 0  # of those that explain as much the smallest is named first
+    # (size of the fault) → the tensors; None of what has no size.
     family: Callable[[float], Tensors] | None = None
-    start: float = 0.0
-    parameter: str = ""
+    start: float = 0.0  # the size from which it is fitted
+    parameter: str = ""  # the size's name
+    # Rows, as LSE has them, of which it predicts nothing: what is there may be anything, and most
+    # of it wrong.
     free: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultExplanation:
-    """Share of a kernel's error that one fault explains.
+    """Share of a kernel's error that one fault explains."""
 
-    Attributes:
-        name: Of the fault.
-        share: Of the squared error, 0–1; of several wrong tensors the smallest.
-        all: Whether what remains is within what rounding allows, in every tensor.
-        left: Root mean square of what remains ÷ what is allowed, of the worst tensor.
-        order: See FaultPrediction.
-        parameters: Its form, and the number that was fitted.
-        loose: Whether it leaves rows free, of which it predicts nothing.
-    """
-
-    name: str
-    share: float
-    all: bool
-    left: float
-    order: int = 0
+    name: str  # of the fault
+    share: float  # of the squared error, 0–1; of several wrong tensors the smallest
+    all: bool  # whether what remains is within what rounding allows, in every tensor
+    left: float  # root mean square of what remains ÷ what is allowed, of the worst tensor
+    order: int = 0  # see FaultPrediction
+    # Its form, and the number that was fitted.
     parameters: Mapping[str, int | float | str] = field(default_factory=dict)
-    loose: bool = False
+    loose: bool = False  # whether it leaves rows free, of which it predicts nothing
 
 
 class ObservedError:
     """A kernel's results beside the exact ones, tensor by tensor.
-
-    Attributes:
-        got: What the kernel gave.
-        proven: Whether anything is beyond what is allowed.
-        wrong: Tensors that are beyond what is allowed. Of the forward where any is: a backward
-            takes what it gave. All of it that differs where nothing is beyond.
 
     Args:
         got: What the kernel gave.
@@ -102,7 +78,7 @@ class ObservedError:
         allowed: Tensors,
         spacing: Mapping[TensorName, float] | None = None,
     ) -> None:
-        self.got = got
+        self.got = got  # what the kernel gave
         apart = spacing or {}
         self._errors = {
             name: _TensorError(
@@ -115,8 +91,10 @@ class ObservedError:
         beyond = [name for name, error in self._errors.items() if error.beyond]
         forward = [name for name in beyond if name not in GRADIENTS]
         differ = [name for name, error in self._errors.items() if error.total > 0]
+        # Tensors that are beyond what is allowed. Of the forward where any is: a backward takes
+        # what it gave. All of it that differs where nothing is beyond.
         self.wrong: tuple[TensorName, ...] = tuple(forward or beyond or differ)
-        self.proven = bool(beyond)
+        self.proven = bool(beyond)  # whether anything is beyond what is allowed
 
     @property
     def forward(self) -> bool:

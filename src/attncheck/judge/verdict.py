@@ -30,36 +30,28 @@ if TYPE_CHECKING:
 class KernelResult:
     """Everything that a verdict rests on: arrays and a declared arithmetic.
 
-    Attributes:
-        out: As the kernel gave it, ``(batch, heads, query, value_dim)``, any floating dtype.
-        lse: Natural-log LSE as the kernel gave it, ``(batch, heads, query)``; None where it is not
-            exposed.
-        exact_out, exact_lse: The exact result, float64.
-        alive: bool, ``(batch, heads, query)``: rows that see a key.
-        allowance: What rounding may cost, element by element.
-        arithmetic: The profile that the allowance assumes.
-        generic: Whether the inputs are drawn without structure, so that roundings are independent.
-        tiles: ``(block_query, block_kv)`` of the kernel's declared tiling, where it declares one.
-        structure: Fault that an exact probe shows, in one line; empty where nothing.
-        ideal: out of the ideal kernel at that tiling, or at its default one; shape of ``out``.
-        gradients: Each beside the exact one, of a Problem with a backward.
-
     Raises:
         ValueError: for shapes that do not fit.
     """
 
-    out: Tensor
+    out: Tensor  # as the kernel gave it, ``(batch, heads, query, value_dim)``, any floating dtype
+    # Natural-log LSE as the kernel gave it, ``(batch, heads, query)``; None where it is not
+    # exposed.
     lse: Tensor | None
+    # exact_out, exact_lse: the exact result, float64.
     exact_out: Tensor
     exact_lse: Tensor | None
-    alive: Tensor
-    allowance: Allowance
-    arithmetic: Arithmetic
+    alive: Tensor  # bool, ``(batch, heads, query)``: rows that see a key
+    allowance: Allowance  # what rounding may cost, element by element
+    arithmetic: Arithmetic  # the profile that the allowance assumes
+    # Whether the inputs are drawn without structure, so that roundings are independent.
     generic: bool
+    # ``(block_query, block_kv)`` of the kernel's declared tiling, where it declares one.
     tiles: tuple[int, int] | None = None
-    structure: str = ""
+    structure: str = ""  # fault that an exact probe shows, in one line; empty where nothing
+    # out of the ideal kernel at that tiling, or at its default one; shape of ``out``.
     ideal: Tensor | None = None
-    gradients: tuple[Compared, ...] = ()
+    gradients: tuple[Compared, ...] = ()  # each beside the exact one, of a Problem with a backward
 
     def __post_init__(self) -> None:
         # Shapes are the executor's to refuse; what gets here with others is a mistake of ours.

@@ -57,23 +57,17 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Compared:
-    """One tensor beside the exact one, in the axes of ``core.outputs.AXES``.
-
-    Attributes:
-        got: What the kernel gave.
-        exact, allowance: float64.
-        alive: bool: elements of rows that see a key; of dk and dv those of keys that a row sees.
-        counted: bool: those whose exact value is finite and whose allowance is not infinite.
-        empty: What elements of other rows must be.
-    """
+    """One tensor beside the exact one, in the axes of ``core.outputs.AXES``."""
 
     name: TensorName
-    got: Tensor
+    got: Tensor  # what the kernel gave
+    # exact, allowance: float64.
     exact: Tensor
     allowance: Tensor
+    # bool: elements of rows that see a key; of dk and dv those of keys that a row sees.
     alive: Tensor
-    counted: Tensor
-    empty: float
+    counted: Tensor  # bool: those whose exact value is finite and whose allowance is not infinite
+    empty: float  # what elements of other rows must be
 
     @classmethod
     def of(

@@ -22,39 +22,33 @@ COUNTS = ("heads", "kv_heads", "group", "query", "kv", "total_query", "rows_of_a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """Compile-time choices of one launch.
+    """Compile-time choices of one launch."""
 
-    Attributes:
-        block_query, block_kv: Tile sizes, powers of two from 16 to 128; of keys at least 32 in fp8,
-            which tensor cores contract 32 at a time.
-        warps, stages: Warps per program and depth of the load pipeline.
-        registers: At most so many a thread, so that several programs share a multiprocessor; None
-            leaves it to the assembler. Of the forward alone, and of no effect in the interpreter.
-        precision: ``input_precision`` of fp32 products: ``ieee`` or ``tf32``.
-        causal: Keys after a row's own index are never visible: FlashAttention-1 skips their tiles.
-            Others have a ``VisitList``.
-        free: The mask hides nothing: tiles that lie wholly inside need no mask.
-        max_num_imprecise_acc: How many products of fp8 operands may be added up in the accumulator
-            of Hopper's fp8 instructions (QGMMA), which keeps about 13 bits, before the sum goes to
-            an fp32 register. 0: none. Triton 3.6 to 3.9 then widens fp8 to fp16, which holds every
-            number of it, for instructions that add up in fp32 (HMMA; read from the SASS that
-            benchmarks/spills.py counts). None: Triton's default, on Hopper all of them. Of no
-            effect on other operands, on other GPUs and in the interpreter.
-        weights_scale: What P is multiplied by before it is rounded to v's format: a power of two.
-        splits: Into how many parts the keys are cut, each a program's: of decoding alone.
-    """
-
+    # block_query, block_kv: tile sizes, powers of two from 16 to 128; of keys at least 32 in fp8,
+    # which tensor cores contract 32 at a time.
     block_query: int
     block_kv: int
+    # warps, stages: warps per program and depth of the load pipeline.
     warps: int = 4
     stages: int = 2
+    # At most so many a thread, so that several programs share a multiprocessor; None leaves it to
+    # the assembler. Of the forward alone, and of no effect in the interpreter.
     registers: int | None = None
-    precision: str = "ieee"
+    precision: str = "ieee"  # ``input_precision`` of fp32 products: ``ieee`` or ``tf32``
+    # Keys after a row's own index are never visible: FlashAttention-1 skips their tiles. Others
+    # have a ``VisitList``.
     causal: bool = False
-    free: bool = False
+    free: bool = False  # the mask hides nothing: tiles that lie wholly inside need no mask
+    # How many products of fp8 operands may be added up in the accumulator of Hopper's fp8
+    # instructions (QGMMA), which keeps about 13 bits, before the sum goes to an fp32 register. 0:
+    # none. Triton 3.6 to 3.9 then widens fp8 to fp16, which holds every number of it, for
+    # instructions that add up in fp32 (HMMA; read from the SASS that benchmarks/spills.py
+    # counts). None: Triton's default, on Hopper all of them. Of no effect on other operands, on
+    # other GPUs and in the interpreter.
     max_num_imprecise_acc: int | None = 0
+    # What P is multiplied by before it is rounded to v's format: a power of two.
     weights_scale: float = 1.0
-    splits: int = 1
+    splits: int = 1  # into how many parts the keys are cut, each a program's: of decoding alone
 
 
 @dataclass(frozen=True, slots=True, eq=False)

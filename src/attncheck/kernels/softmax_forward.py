@@ -20,21 +20,18 @@ _VECTOR = 16  # bytes of the widest load and store of a thread
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """Compile-time choices of one launch.
+    """Compile-time choices of one launch."""
 
-    Attributes:
-        block_rows, block_columns: Tile sizes, powers of two. A row of at most ``block_columns`` is
-            read once.
-        stages: Tiles of a row that are on their way at once, through shared memory; 1: only the one
-            at hand, through registers and the first-level cache.
-        aligned: Rows that do not start on a 16-byte boundary are read and written from their first
-            boundary to their last one in vectors, and their two ends apart.
-    """
-
+    # block_rows, block_columns: tile sizes, powers of two. A row of at most ``block_columns`` is
+    # read once.
     block_rows: int = 1
     block_columns: int
     warps: int = 4
+    # Tiles of a row that are on their way at once, through shared memory; 1: only the one at
+    # hand, through registers and the first-level cache.
     stages: int = 1
+    # Rows that do not start on a 16-byte boundary are read and written from their first boundary
+    # to their last one in vectors, and their two ends apart.
     aligned: bool = True
 
 

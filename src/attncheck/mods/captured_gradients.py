@@ -92,9 +92,6 @@ class CapturedSums:
         score_mod: The callable.
         device: Where its tensors are.
         dtype: Of the sums.
-
-    Attributes:
-        sums: ``(numbers,)``: one tensor after the other, each flattened row-major.
     """
 
     def __init__(
@@ -103,6 +100,7 @@ class CapturedSums:
         self._score_mod = score_mod
         tensors = captured_tensors(score_mod, device)
         sizes = [tensor.numel() for tensor in tensors]
+        # ``(numbers,)``: one tensor after the other, each flattened row-major.
         self.sums = torch.zeros(sum(sizes), dtype=dtype, device=device)
         parts = zip(tensors, torch.split(self.sums, sizes), strict=True)
         self._sums_of = {id(tensor): part.view(tensor.shape) for tensor, part in parts}

@@ -99,9 +99,6 @@ class EvaluatedReads:
         convert: Makes a function of numpy arrays of an expression.
         device: Where the tensors are that it captures.
 
-    Attributes:
-        numbers: As ``count_read_numbers``.
-
     Raises:
         TraceError: as ``trace_reads``, and where the score decides which number is read.
     """
@@ -113,6 +110,7 @@ class EvaluatedReads:
         device: str = "cpu",
     ) -> None:
         self._reads = [(read, convert(read.slope)) for read in trace_reads(score_mod, device)]
+        # As ``count_read_numbers``.
         self.numbers = sum(t.numel() for t in read_tensors(read for read, _ in self._reads))
         for read, _ in self._reads:
             # Places are computed in torch: scores of other number systems have no place there.
@@ -134,12 +132,10 @@ class NumberSystem:
     """Score mods in another number system than torch's: what an oracle on it is given to call.
 
     The methods trace; they raise TraceError for a score mod that cannot be traced.
-
-    Attributes:
-        convert: (expression, context) → function of scores and indices; the context is that of
-            ``to_mpmath``, or the bits of ``to_ball``.
     """
 
+    # (expression, context) → function of scores and indices; the context is that of
+    # ``to_mpmath``, or the bits of ``to_ball``.
     convert: Callable[[Expression, Any], Callable[..., NDArray[Any]]]
 
     def score(

@@ -255,9 +255,6 @@ class _Roundings:
     What the oracle itself computes in a narrower format than float64, because the mod says so,
     a kernel rounds as well, and not always to the same number: such errors count twice. In the
     oracle's own arithmetic they do not count: they belong to what the mod says.
-
-    Attributes:
-        formats: What each node is held in; None of whole and of Python numbers.
     """
 
     def __init__(self, expression: Expression, arithmetic: Arithmetic, tanh_error: float) -> None:
@@ -267,6 +264,7 @@ class _Roundings:
         scores = FORMATS["fp64" if exact else "fp32"].torch_dtype
         # Equal nodes are the same value, of one dtype.
         dtypes = node_dtypes(expression, scores)
+        # What each node is held in; None of whole and of Python numbers.
         self.formats = dict(zip(nodes, map(arithmetic.format_of, dtypes), strict=True))
         # In float64 the radii themselves are as rough as what they bound: so four times.
         often, once = (0, 4) if exact else (2, 1)

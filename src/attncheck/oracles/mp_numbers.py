@@ -44,9 +44,6 @@ class Mp:
             decide by whole numbers and are called as they are.
         slope: The same of a score mod's derivative, which a backward needs.
         captures: The same of what it reads of float tensors, where those have gradients.
-
-    Attributes:
-        context: The mpmath context.
     """
 
     def __init__(
@@ -62,7 +59,7 @@ class Mp:
                 "fewer do not hold a float64."
             )
         # mpmath.mp is global: whoever changes its precision would change ours.
-        self.context: Any = mpmath.MPContext()
+        self.context: Any = mpmath.MPContext()  # the mpmath context
         self.context.dps = digits
         context = self.context
         self._mods = ObjectScoreMods("Mp", context, evaluate, slope, captures)

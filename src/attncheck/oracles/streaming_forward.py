@@ -118,18 +118,15 @@ class _Tiles:
 
 
 class _Rows:
-    """Sums over the keys for the rows of one query block and range of heads.
-
-    Attributes:
-        sums: Σ weight · v and, behind it, Σ weight: ``(kv heads, group · rows, columns)``, with
-            the columns of ``with_ones``.
-    """
+    """Sums over the keys for the rows of one query block and range of heads."""
 
     def __init__(self, tiles: _Tiles, heads: Heads, rows: range) -> None:
         self.tiles, self.heads, self.rows = tiles, heads, rows
         q = heads.of(tiles.q)[:, :, :, rows.start : rows.stop]
         # Query heads that share a key head are rows of one product: K is not repeated.
         self.q = q.flatten(0, 1).flatten(1, 2)
+        # Σ weight · v and, behind it, Σ weight: ``(kv heads, group · rows, columns)``, with the
+        # columns of ``with_ones``.
         # Values and, in the column of ones, the row sum: one product gives both.
         self.sums = q.new_zeros(*self.q.shape[:2], tiles.v.shape[-1])
         self.sink = None if tiles.sink is None else self._of_rows(tiles.sink)
@@ -193,19 +190,16 @@ class _Bounded(_Rows):
 
 
 class _Online(_Rows):
-    """Milakov and Gimelshein's online softmax (2018): weights relative to the running maximum.
-
-    Attributes:
-        largest: Maximum so far, the sink's too, ``(kv heads, group · rows, 1)``.
-        counts: How many attended values are NaN, +∞ and −∞, where V is not finite.
-    """
+    """Milakov and Gimelshein's online softmax (2018): weights relative to the running maximum."""
 
     def __init__(self, tiles: _Tiles, heads: Heads, rows: range) -> None:
         super().__init__(tiles, heads, rows)
+        # Maximum so far, the sink's too, ``(kv heads, group · rows, 1)``.
         self.largest = torch.full_like(self.total, -math.inf)
         if self.sink is not None:  # a key of value 0 that came first
             self.largest = self.sink
             self.total.copy_(self.sink != -math.inf)
+        # How many attended values are NaN, +∞ and −∞, where V is not finite.
         self.counts: Tensor | float = 0.0
 
     def add(self, run: Run) -> None:

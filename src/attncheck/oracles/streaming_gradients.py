@@ -153,11 +153,7 @@ class _Sums:
 
 
 class _Rows:
-    """One query block and range of heads; rows of ``(kv heads, group · rows, …)``.
-
-    Attributes:
-        dq: Of the tiles so far, without the scale.
-    """
+    """One query block and range of heads; rows of ``(kv heads, group · rows, …)``."""
 
     def __init__(self, sums: _Sums, heads: Heads, rows: range) -> None:
         self.sums, self.heads, self.rows = sums, heads, rows
@@ -168,7 +164,7 @@ class _Rows:
         self.loss = torch.cat([self.mine(sums.dout), self.mine(sums.terms)], dim=-1)
         columns = sums.v.shape[-1] - self.loss.shape[-1]
         self.loss = torch.nn.functional.pad(self.loss, (0, columns))
-        self.dq = torch.zeros_like(self.q)
+        self.dq = torch.zeros_like(self.q)  # of the tiles so far, without the scale
 
     def mine(self, tensor: Tensor) -> Tensor:
         """The rows of a tensor ``(batch, kv_heads, group, query, …)``."""

@@ -50,17 +50,15 @@ class Probe:
     """Inputs whose right answer is known beforehand, on any Problem of attention.
 
     All of it is pure: no kernel, no oracle. ``docs/reference/probes.md`` proves what each shows.
-
-    Attributes:
-        fill: (Problem, parameters) → its Inputs on the CPU; the Problem is ``problem``'s.
-        unable: Why there are no such inputs of a Problem, in one line; None if there are.
-        allowed: The numbers that each parameter may have, the most telling first.
     """
 
     name: str
     summary: str
+    # (Problem, parameters) → its Inputs on the CPU; the Problem is ``problem``'s.
     fill: Callable[[Problem, Parameters], Inputs]
+    # Why there are no such inputs of a Problem, in one line; None if there are.
     unable: Callable[[Problem], str | None] = fits_all
+    # The numbers that each parameter may have, the most telling first.
     allowed: Callable[[Problem], Allowed] = no_parameters
 
     def problem(self, problem: Problem) -> Problem:

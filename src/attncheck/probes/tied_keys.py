@@ -71,27 +71,19 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class TiedRows:
-    """What rows must give by counting; axes ``(batch, heads, rows[, value_dim | kv])``, float64.
-
-    Attributes:
-        tied: bool: the keys of the largest score that a row sees.
-        keys: How many they are; 0 in rows that see none.
-        sums: Σ of their values.
-        once: Largest |out − sums / keys| where out is rounded once; infinite where ``keys`` is no
-            power of two, or P may be divided by a row sum that is none, or a sum of values loses
-            bits: what these designs round is for the bound to judge.
-        unit: What values are whole multiples of, ``(batch, heads, 1)``: ``amplitudes``.
-        lse: What LSE must be.
-        counts_out, counts_lse: bool: rounding cannot move the count by a quarter there.
-    """
+    """What rows must give by counting; axes ``(batch, heads, rows[, value_dim | kv])``, float64."""
 
     query: range
-    tied: torch.Tensor
-    keys: torch.Tensor
-    sums: torch.Tensor
+    tied: torch.Tensor  # bool: the keys of the largest score that a row sees
+    keys: torch.Tensor  # how many they are; 0 in rows that see none
+    sums: torch.Tensor  # Σ of their values
+    # Largest |out − sums / keys| where out is rounded once; infinite where ``keys`` is no power
+    # of two, or P may be divided by a row sum that is none, or a sum of values loses bits: what
+    # these designs round is for the bound to judge.
     once: torch.Tensor
-    unit: torch.Tensor
-    lse: torch.Tensor
+    unit: torch.Tensor  # what values are whole multiples of, ``(batch, heads, 1)``: ``amplitudes``
+    lse: torch.Tensor  # what LSE must be
+    # counts_out, counts_lse: bool: rounding cannot move the count by a quarter there.
     counts_out: torch.Tensor
     counts_lse: torch.Tensor
 

@@ -281,25 +281,18 @@ _STEPS = 12  # each moves the scale by a factor of e at most
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _ExactRow:
-    """One row, exactly: float64. ``value_dim + 1`` is out's columns and LSE.
+    """One row, exactly: float64. ``value_dim + 1`` is out's columns and LSE."""
 
-    Attributes:
-        score: scale · q·k of every key, seen or not, ``(kv,)``.
-        seen: bool ``(kv,)``: what the row sees.
-        v: Values of its key head, ``(kv, value_dim)``.
-        out, lse: The exact result.
-        error: What the kernel gave less that, in units of what rounding allows,
-            ``(value_dim + 1,)``; 0 for an LSE that is not exposed.
-        unit: 1 / what rounding allows, as long.
-    """
-
-    score: torch.Tensor
-    seen: torch.Tensor
-    v: torch.Tensor
+    score: torch.Tensor  # scale · q·k of every key, seen or not, ``(kv,)``
+    seen: torch.Tensor  # bool ``(kv,)``: what the row sees
+    v: torch.Tensor  # values of its key head, ``(kv, value_dim)``
+    # out, lse: the exact result.
     out: torch.Tensor
     lse: torch.Tensor
+    # What the kernel gave less that, in units of what rounding allows, ``(value_dim + 1,)``; 0
+    # for an LSE that is not exposed.
     error: torch.Tensor
-    unit: torch.Tensor
+    unit: torch.Tensor  # 1 / what rounding allows, as long
 
     def left(self, out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
         """Return how much of the error is left after these changes of out and LSE.

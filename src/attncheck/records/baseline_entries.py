@@ -68,7 +68,6 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         case: Id of the Case.
         asked: The Case: it is asked again where a plan has it no longer.
         device: See ``architecture``.
-        status: What the judge said.
         digest: Of the bits; empty where they were not the same each time.
         tensors: What is kept of each tensor; none of a kernel that does not take the Case.
         over_bound: Largest |error| ÷ deterministic bound of out.
@@ -108,8 +107,6 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Results of a project's kernels at an earlier time.
 
     Attributes:
-        schema: Version of this layout.
-        attncheck: Version that wrote it.
         environments: By ``environment_id``.
         entries: Sorted by their keys.
     """

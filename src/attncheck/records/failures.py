@@ -37,16 +37,13 @@ class KeptFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """One kernel that failed one Case.
 
     Attributes:
-        schema: Version of this layout.
         id: Ten letters and digits that stand for the kernel, how it is called, the device and the
             Case: two kernels that fail the same Case have two.
         kernel: As it was asked for: a name, ``file.py::name`` or ``package.module:name``.
         convention: A name of a calling convention; empty for the first that fits.
-        device: ``cpu`` or ``cuda``.
         question: What the Case asks, in one line.
         test: The property's test; empty where there is none.
         record: What the kernel answered.
-        environment: Where.
     """
 
     schema: int = _SCHEMA
@@ -65,11 +62,7 @@ class Reproduction:
     """A failure to reproduce.
 
     Attributes:
-        case: The Case, as JSON.
         kernel: As it was asked for; empty where nothing says so, as the next two.
-        convention: A name of a calling convention.
-        device: ``cpu`` or ``cuda``.
-        test: The property's test.
         source: The file that says so.
     """
 

@@ -87,15 +87,11 @@ class FaultScore(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """One fault in one host.
 
     Attributes:
-        fault: Its id.
         category: What it is about.
-        summary: What the kernel does wrong, in one line.
         host: In which it is planted; empty of one that is planted nowhere, ``file`` of one that
             somebody's file has.
         kernel: The kernel that was changed.
-        device: ``cpu`` or ``cuda``.
         dtype: In which it was asked; empty for all that it takes.
-        tier: How hard.
         outcome: See ``FaultOutcome``.
         reason: Why there is no score, in one line.
         problems: Questions asked until it was caught, that one counted; all where it was not.
@@ -136,12 +132,10 @@ class ControlScore(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """A change that leaves a kernel right: whether something flagged it.
 
     Attributes:
-        control: Its id.
         summary: What the kernel does otherwise, in one line.
         host, kernel, device, dtype, tier: See ``FaultScore``.
         outcome: ``clean`` where all of the gate passed.
         reason: Why there is no score, in one line.
-        problems: Questions asked.
         seconds: That they took.
         flagged: The wrong answers, each kind once.
         environment: Key into the report's environments.
@@ -198,13 +192,9 @@ class FaultReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Everything that a run found.
 
     Attributes:
-        schema: Version of this layout.
-        command: The command line that made it, without paths.
         tier: ``smoke``, ``pr`` or ``nightly``.
-        device: ``cpu`` or ``cuda``.
         started: When, UTC, as ``2026-11-22T17:30:00Z``.
         seconds: From then to the end, of all parts of a run that was resumed.
-        environments: By short id.
         unfinished: Faults and controls that were chosen and have no score.
         unfinished_because: Why; empty where none is.
         scores: In the order of the catalogue, host by host.
@@ -257,8 +247,6 @@ class OwnTestsReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Score of somebody's own tests on the planted faults.
 
     Attributes:
-        schema: Version of this layout.
-        command: The command line that made it, without paths.
         pytest: What follows ``pytest``.
         replace: The function that was replaced, ``package.module:name``.
         unfinished: Faults that have no score.
@@ -302,7 +290,6 @@ class FaultSensitivity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Smallest size at which one fault is still seen in one dtype.
 
     Attributes:
-        fault: Its id.
         summary: What the kernel does wrong.
         unit: ``ε`` or ``bits``.
         dtype: In which.
@@ -331,8 +318,6 @@ class SensitivityReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Everything that a run found.
 
     Attributes:
-        schema: Version of this layout.
-        command: The command line that made it, without paths.
         seen: Fault by fault, dtype by dtype.
     """
 

@@ -91,15 +91,12 @@ class OutErrors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Errors of out against the fp64 truth, over rows that see a key.
 
     Attributes:
-        rmse: Root mean square error.
         floor_rmse: The same for the truth correctly rounded to the output format.
         ideal_rmse: The same for the ideal kernel at the kernel's own tiling, or the default one.
         max_error: Largest absolute error; infinite when an element is not finite.
         max_at: Where; None when there is no element.
-        bias: Mean signed error.
         input_rmse: RMSE between the exact results on the inputs as stored and as drawn: what
             rounding the inputs costs, whatever the kernel. Not part of any error above.
-        elements: Elements compared.
         nonfinite: Elements that are NaN or infinite while the truth is finite.
         dead_rows: Rows that see no key.
         dead_rows_wrong: Those whose out is not exactly 0.
@@ -140,14 +137,11 @@ class GradientErrors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     gradient is 0.
 
     Attributes:
-        rmse: Root mean square error.
         floor_rmse: The same for the truth correctly rounded to the gradient's format.
         ideal_rmse: The same for the ideal kernel's backward, after its own forward, at the kernel's
             own tiling, or the default one.
         max_error: Largest absolute error; infinite when an element is not finite.
         max_at: Where; None when there is no element.
-        bias: Mean signed error.
-        elements: Elements compared.
         nonfinite: Elements that are NaN or infinite while the truth is finite.
     """
 
@@ -235,7 +229,6 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Size of the errors of one tensor, and how much of it is chance.
 
     Attributes:
-        rmse: Root mean square error.
         relative: The same in units of what ideal kernels of several tilings err by, each row in its
             own where roundings are independent.
         freedom: Degrees of freedom of its square: as how many independent errors they count.
@@ -318,9 +311,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Records with what they share.
 
     Attributes:
-        schema: Version of this layout.
-        command: The command line that made it, without paths.
-        environments: By short id.
         kernels: Name of each kernel asked for → its one-line summary.
         absent: Kernels that can run nothing here → why (one line each).
         claims: Kernels that nobody has declared anything of → what was found that they take, a line

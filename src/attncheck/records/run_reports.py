@@ -27,7 +27,6 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     Attributes:
         unit: Id of the piece of work that it is the result of.
         stage: Which part of the gate asked.
-        record: The answer.
         test: ``test_causal.py::test_attention_is_exact``; empty where none drew the Case.
         seconds: From question to verdict.
         compiling: Of these, in compilers.
@@ -53,7 +52,6 @@ class FailureCause(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """One cause of failures of one kernel.
 
     Attributes:
-        kernel: The kernel.
         cause: In plain words; of an unknown one the rule that is broken.
         known: Whether it was shown to explain each of the failures.
         model: Id of the fault model or sign; empty where there is none.
@@ -75,8 +73,6 @@ class Change(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """One case of one kernel beside its baseline.
 
     Attributes:
-        kernel: The kernel.
-        case_id: The Case.
         standing: See ``BaselineStanding``.
         reason: Why, in one line: by what numbers.
         before, after: RMSE of out; None where it was not measured.
@@ -94,8 +90,6 @@ class BaselineComparison(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     """Changes in the cases of a baseline.
 
     Attributes:
-        schema: Version of this layout.
-        command: The command line that made it, without paths.
         baseline: The file or the commit that the cases are compared with.
         problems: What each case is, in a few words, by its id.
         changes: The worst first.
@@ -112,13 +106,10 @@ class GateReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Everything that a gate found.
 
     Attributes:
-        schema: Version of this layout.
-        command: The command line that made it, without paths.
         tier: ``smoke``, ``pr`` or ``nightly``.
         started: When, UTC, as ``2026-11-22T17:30:00Z``.
         seconds: From then to the end, of all parts of a run that was resumed.
         shard: ``2/4``; empty where there is one.
-        environments: By short id.
         kernels: Name of each kernel → its one-line summary.
         absent: Kernels that can run nothing here → why.
         stages: Those that were asked for, in order.
@@ -212,9 +203,6 @@ class PropertyReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Outcomes with what they share.
 
     Attributes:
-        schema: Version of this layout.
-        command: The command line that made it, without paths.
-        environment: Where.
         tier: How hard was asked.
         processes: That shared the work.
         seconds: From the first test to the last, collection included.

@@ -105,10 +105,6 @@ class OracleReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Records with what they share.
 
     Attributes:
-        schema: Version of this layout.
-        command: The command line that made it, without paths.
-        environment: Where.
-        mpmath: Version of mpmath.
         backend: What multiplies its whole numbers: ``gmpy2 2.1.5``, or ``python``.
         digits: Decimal digits of the exact side.
         must_agree: To how many digits the recurrences must agree there.
@@ -143,7 +139,6 @@ class ProvenError(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             proven beside an allowance.
         error: The proven error there.
         allowance: The allowance there; 0 in a row that sees no key, of an error that is not 0.
-        at: Where.
         a_priori: Largest proven error ÷ what the judge assumes of the oracle without a proof, its
             own bound for float64; None where that was not asked, or is infinite throughout.
         elements: Numbers with a proven error and a finite allowance.
@@ -172,7 +167,6 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         distribution: Of the inputs, as in the Case.
         oracle: Its name; ``truth`` is the one that kernels are compared with.
         out, lse: See ``ProvenError``.
-        rows: Rows of the Case.
         proven_rows: Those that were enclosed: all of a small Problem, a sample of a large one's.
     """
 
@@ -206,10 +200,6 @@ class CertificateReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Certificates with what they share.
 
     Attributes:
-        schema: Version of this layout.
-        command: The command line that made it, without paths.
-        environment: Where.
-        flint: Version of python-flint.
         bits: Of the midpoints of the balls.
         limit: Part of an allowance that the truth's error may be for the judge to decide.
         arithmetics: Dtype → the profile that its allowances are of, in a line.
@@ -270,10 +260,6 @@ class ModReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Records with what they share.
 
     Attributes:
-        schema: Version of this layout.
-        command: The command line that made it, without paths.
-        environment: Where.
-        mpmath: Version of mpmath.
         file: Name of the file, without its folder.
         shape: The index ranges, such as ``B2 H2 Q40 K48``: every place in them is compared.
         backends: Name of each backend → what it is, in a line.
@@ -300,13 +286,9 @@ class BlockRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The tiles of one size, counted over all sequences and heads.
 
     Attributes:
-        block_query: Rows of a tile.
-        block_kv: Keys of a tile.
-        total: All tiles.
         empty: Those of which the mask hides every element.
         partial: Those of which it shows some, and those at a ragged edge that it shows whole.
         full: Those that are whole and of which it shows every element.
-        sparsity: empty ÷ total.
         speedup: total ÷ tiles that are not empty: how much faster a kernel would be whose time is
             that of the tiles it visits; None where all are empty.
         map: The kinds of the first sequence's and head's tiles, a text for each query block with a
@@ -329,9 +311,6 @@ class BlockReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Records with what they share.
 
     Attributes:
-        schema: Version of this layout.
-        command: The command line that made it, without paths.
-        attncheck: Version.
         mask: The mask, as a Problem names it.
         name: The mask in a line.
         batch, heads, query, kv: Ranges of b, h, q_idx and kv_idx.
@@ -408,11 +387,6 @@ class FingerprintReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Records with what they share.
 
     Attributes:
-        schema: Version of this layout.
-        command: The command line that made it, without paths.
-        kernel: Its name.
-        device: ``cpu`` or ``cuda``.
-        environment: Where.
         records: One a dtype, in the order asked for.
     """
 

@@ -124,22 +124,15 @@ class Tile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeatMap:
-    """A drawing of where errors are: heads down, rows to the right.
+    """A drawing of where errors are: heads down, rows to the right."""
 
-    Attributes:
-        width, height: Of all tiles.
-        tiles: In reading order.
-        levels: Names of the levels, for a legend.
-        description: For those who do not see it.
-        caption: What is drawn.
-    """
-
+    # width, height: of all tiles.
     width: float
     height: float
-    tiles: tuple[Tile, ...]
-    levels: tuple[str, ...]
-    description: str
-    caption: str
+    tiles: tuple[Tile, ...]  # in reading order
+    levels: tuple[str, ...]  # names of the levels, for a legend
+    description: str  # for those who do not see it
+    caption: str  # what is drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,23 +162,16 @@ class Axis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """Curves on two logarithmic axes.
-
-    Attributes:
-        description: The same for those who do not see it, with the largest value.
-        x, y: Axes.
-        x_name: What the x axis counts.
-        limit: Where a line is drawn across, and what it means.
-        series: One a colour.
-    """
+    """Curves on two logarithmic axes."""
 
     title: str
-    description: str
+    description: str  # the same for those who do not see it, with the largest value
+    # x, y: axes.
     x: Axis
     y: Axis
-    x_name: str
-    limit: tuple[float, str]
-    series: tuple[Series, ...]
+    x_name: str  # what the x axis counts
+    limit: tuple[float, str]  # where a line is drawn across, and what it means
+    series: tuple[Series, ...]  # one a colour
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -125,29 +125,20 @@ _DECADES = 2  # that are told apart, above what is allowed and below
 
 
 class _Panel(NamedTuple):
-    """One map, in words and numbers.
+    """One map, in words and numbers."""
 
-    Attributes:
-        title: What it shows.
-        across, down: What the axes count.
-        edges_across, edges_down: Where cells begin and end, in units of the axes.
-        shades: For each cell where it lies on the scale of colours.
-        texts: What stands in it.
-        colours: Of matplotlib, and the ends of the scale.
-        ticks: Of the colour bar, by place on the scale.
-        unit: What the colour bar shows.
-    """
-
-    title: str
+    title: str  # what it shows
+    # across, down: what the axes count.
     across: str
     down: str
+    # edges_across, edges_down: where cells begin and end, in units of the axes.
     edges_across: list[int]
     edges_down: list[int]
-    shades: list[list[float]]
-    texts: list[list[str]]
-    colours: tuple[str, float, float]
-    ticks: dict[float, str]
-    unit: str
+    shades: list[list[float]]  # for each cell where it lies on the scale of colours
+    texts: list[list[str]]  # what stands in it
+    colours: tuple[str, float, float]  # of matplotlib, and the ends of the scale
+    ticks: dict[float, str]  # of the colour bar, by place on the scale
+    unit: str  # what the colour bar shows
 
 
 def is_mapped(record: Record) -> bool:

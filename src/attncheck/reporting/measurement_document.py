@@ -144,12 +144,10 @@ class RowsAsMeasured:
 
     Args:
         report: Without Records yet.
-
-    Attributes:
-        tables: One of those shown for each set of columns.
     """
 
     def __init__(self, report: Report) -> None:
+        # One of those shown for each set of columns.
         self.tables: dict[tuple[Column, ...], Table] = {}
         self._report = report
         self._notes: dict[tuple[str, str], int] = {}

@@ -131,13 +131,6 @@ class _Factors:
     """The fp32 numbers that scores and outputs are multiplied by.
 
     Tensors that broadcast to ``(batch, heads, rows)``.
-
-    Attributes:
-        scale: Of q·k.
-        exponent: Of the difference of two scores, for exp2 (the docstring's c).
-        log2_e: Of natural numbers, for exp2.
-        weights: Of P before it is rounded.
-        out: Of O at the end.
     """
 
     def __init__(self, kernel: Ideal, inputs: Inputs) -> None:
@@ -155,34 +148,27 @@ class _Factors:
             )
         other_scale = None if steps.scale is None else steps.scale(problem)
         scale = problem.scale if other_scale is None else fp32(other_scale)
-        self.scale = scale * products
+        self.scale = scale * products  # of q·k
         log2_scale = fp32(scale * kernel.log2_e)
-        self.log2_e = fp32(kernel.log2_e)
+        self.log2_e = fp32(kernel.log2_e)  # of natural numbers, for exp2
         of_nats = torch.full_like(products, self.log2_e)
+        # Of the difference of two scores, for exp2 (the docstring's c).
         self.exponent = of_nats if _in_nats(problem) else log2_scale * products
+        # Of P before it is rounded.
         self.weights = steps.weights_scale or kernel.weights_scale(problem)
-        self.out = values / self.weights
+        self.out = values / self.weights  # of O at the end
 
 
 class Pass:
-    """One forward pass over prepared inputs.
-
-    Attributes:
-        kernel: Whose hooks are called.
-        tile: The kernel's tiling.
-        q, k, v: As a product reads them, in fp32, up to a whole number of tiles.
-        factors: What scores and outputs are multiplied by.
-        mask, score: The Problem's mods, or the kernel's own; ``score`` None where there is none.
-        in_nats: Whether scores are multiplied by the scale before the softmax.
-        sink: Each head's, if any.
-    """
+    """One forward pass over prepared inputs."""
 
     def __init__(self, kernel: Ideal, inputs: Inputs) -> None:
-        self.kernel = kernel
+        self.kernel = kernel  # whose hooks are called
         self.problem = problem = inputs.problem
-        self.tile = kernel.tiling(problem, inputs.device.type)
+        self.tile = kernel.tiling(problem, inputs.device.type)  # the kernel's tiling
         self.device = str(inputs.device)
         fmt = problem.formats.products
+        # q, k, v: as a product reads them, in fp32, up to a whole number of tiles.
         self.q = padded(kernel.operand(inputs.q.float(), fmt), self.tile.block_query)
         self.k = padded(kernel.operand(inputs.k.float(), fmt), self.tile.block_kv)
         self.v = padded(kernel.operand(inputs.v.float(), fmt), self.tile.block_kv)
@@ -190,14 +176,17 @@ class Pass:
         self.v_is_finite = bool(torch.isfinite(self.v).all())
         self.steps = steps = kernel.steps
         own_mask = steps.mask and steps.mask(problem, self.device)
+        # mask, score: the Problem's mods, or the kernel's own; ``score`` None where there is
+        # none.
         self.mask = own_mask or problem.mask_mod(self.device)
         self.score: ScoreMod | None = None
         if problem.score != NONE:
             own_score = steps.score and steps.score(problem, self.device)
             self.score = own_score or problem.score_mod(self.device)
-        self.factors = _Factors(kernel, inputs)
+        self.factors = _Factors(kernel, inputs)  # what scores and outputs are multiplied by
+        # Whether scores are multiplied by the scale before the softmax.
         self.in_nats = _in_nats(problem)
-        self.sink = inputs.sink
+        self.sink = inputs.sink  # each head's, if any
 
     def outputs(self) -> Outputs:
         """Out and LSE."""

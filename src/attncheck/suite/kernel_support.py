@@ -26,14 +26,12 @@ class KernelSupport:
 
     A kernel that raises when it is asked counts as one that takes the problem: it is then called,
     and its answer says what it raised.
-
-    Attributes:
-        reason: Why it did not take the last Problem that it did not take; empty if it took all.
     """
 
     def __init__(self, subject: Subject, device: str, executor: Executor | None = None) -> None:
         self.subject, self.device = subject, device
         self.executor = executor or executor_of(subject)
+        # Why it did not take the last Problem that it did not take; empty if it took all.
         self.reason = ""
         self._refusals: dict[tuple[str, str, ProblemKind], str] = {}
 

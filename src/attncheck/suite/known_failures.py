@@ -38,29 +38,21 @@ _DEVICES = ("", "cpu", "cuda")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownFailure:
-    """One entry ``[[failure]]``; test and kernel are patterns of ``fnmatch``.
+    """One entry ``[[failure]]``; test and kernel are patterns of ``fnmatch``."""
 
-    Attributes:
-        test: ``test_causal.py::test_attention_is_exact``.
-        reason: Whose fault it is, in one line.
-        case: The smallest Case that fails.
-        dtypes, families: Only these; empty for all. In a test of another dtype the Case is asked
-            in that.
-        device: ``cpu`` or ``cuda``; empty for both.
-        depends_on: What of the machine makes it fail, where not every machine shows it; empty
-            where every one does. Where the Case of such an entry holds, the test searches.
-        where: The file and the entry's number in it.
-    """
-
-    test: str
+    test: str  # ``test_causal.py::test_attention_is_exact``
     kernel: str
-    reason: str
-    case: Case
+    reason: str  # whose fault it is, in one line
+    case: Case  # the smallest Case that fails
+    # dtypes, families: only these; empty for all. In a test of another dtype the Case is asked in
+    # that.
     dtypes: tuple[str, ...] = ()
     families: tuple[str, ...] = ()
-    device: str = ""
+    device: str = ""  # ``cpu`` or ``cuda``; empty for both
+    # What of the machine makes it fail, where not every machine shows it; empty where every one
+    # does. Where the Case of such an entry holds, the test searches.
     depends_on: str = ""
-    where: str
+    where: str  # the file and the entry's number in it
 
     @property
     def file(self) -> str:

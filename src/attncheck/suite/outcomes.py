@@ -55,22 +55,16 @@ def attach_outcome(report: pytest.TestReport, item: pytest.Item, kernel: UnderTe
 
 
 class Outcomes:
-    """A plugin in the process that talks to the user.
-
-    Attributes:
-        started: When the session began, by ``time.perf_counter``.
-        outcomes: In the order in which they came.
-        untaken: Kernel → dtype → why no test was made of it.
-        error: Why nothing can be tested, found out while tests were collected; empty for nothing.
-        processes: That shared the work.
-    """
+    """A plugin in the process that talks to the user."""
 
     def __init__(self) -> None:
-        self.started = time.perf_counter()
-        self.outcomes: list[PropertyOutcome] = []
+        self.started = time.perf_counter()  # when the session began, by ``time.perf_counter``
+        self.outcomes: list[PropertyOutcome] = []  # in the order in which they came
+        # Kernel → dtype → why no test was made of it.
         self.untaken: dict[str, dict[str, str]] = {}
+        # Why nothing can be tested, found out while tests were collected; empty for nothing.
         self.error = ""
-        self.processes = 1
+        self.processes = 1  # that shared the work
         self._others = 0
 
     @property

@@ -23,10 +23,6 @@ class WrongAnswer(AssertionError):
     written when it is read, a file when ``keep`` is called, and what may be wrong is looked for by
     either.
 
-    Attributes:
-        kernel: What it was asked for by.
-        remark: What is to be said besides; empty for nothing.
-
     Args:
         diagnose: (Record of a failure) → the same with what may be wrong.
     """
@@ -42,9 +38,9 @@ class WrongAnswer(AssertionError):
     ) -> None:
         super().__init__(record.case_id)
         self.record = record
-        self.kernel = kernel
+        self.kernel = kernel  # what it was asked for by
         self.device = device
-        self.remark = remark
+        self.remark = remark  # what is to be said besides; empty for nothing
         self._kept = ""
         self._diagnose = diagnose
 
@@ -91,17 +87,12 @@ class WrongAnswer(AssertionError):
 
 
 class WrongAnswers(AssertionError):
-    """A kernel does not answer some of several Cases rightly.
-
-    Attributes:
-        failures: Of each Case, in the order in which they were asked.
-        asked: How many were asked.
-    """
+    """A kernel does not answer some of several Cases rightly."""
 
     def __init__(self, failures: Sequence[WrongAnswer], asked: int) -> None:
         super().__init__(asked)
-        self.failures = tuple(failures)
-        self.asked = asked
+        self.failures = tuple(failures)  # of each Case, in the order in which they were asked
+        self.asked = asked  # how many were asked
 
     def __str__(self) -> str:
         head = f"{len(self.failures)} of {self.asked} questions are answered wrongly"

@@ -43,15 +43,11 @@ _LSE_ABSOLUTE = (2 * 2 * KERNEL_FP32.ulps["exp2"] + 4) * _U
 
 
 class NotMeasurable(Exception):
-    """A kernel's mod cannot be read; why.
-
-    Attributes:
-        status: ``unsupported`` or ``error``.
-    """
+    """A kernel's mod cannot be read; why."""
 
     def __init__(self, status: Literal["unsupported", "error"], reason: str) -> None:
         super().__init__(reason)
-        self.status: Literal["unsupported", "error"] = status
+        self.status: Literal["unsupported", "error"] = status  # ``unsupported`` or ``error``
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -79,27 +79,17 @@ _USUAL_DTYPES = ("fp32", "fp16", "bf16")
 
 
 class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What was found of a function.
+    """What was found of a function."""
 
-    Attributes:
-        conventions: Those that were tried, the likeliest first.
-        convention: The one by which it was right; else the likeliest.
-        others: Those of the others by which it was right too.
-        lse: Logarithm of its LSE, where it is not the convention's.
-        base: The Problem that all trials were changes of, as JSON; None where it takes none.
-        right: Whether it was right on that.
-        tried: In the order of asking.
-        timeout: Of a kernel that did not answer even the first Problem, what was said of it.
-    """
-
-    conventions: tuple[str, ...]
-    convention: str
-    others: tuple[str, ...] = ()
-    lse: str = ""
+    conventions: tuple[str, ...]  # those that were tried, the likeliest first
+    convention: str  # the one by which it was right; else the likeliest
+    others: tuple[str, ...] = ()  # those of the others by which it was right too
+    lse: str = ""  # logarithm of its LSE, where it is not the convention's
+    # The Problem that all trials were changes of, as JSON; None where it takes none.
     base: dict[str, Any] | None = None
-    right: bool = False
-    tried: tuple[TrialResult, ...] = ()
-    timeout: str = ""
+    right: bool = False  # whether it was right on that
+    tried: tuple[TrialResult, ...] = ()  # in the order of asking
+    timeout: str = ""  # of a kernel that did not answer even the first Problem, what was said of it
 
     def terms(
         self, dtypes: Iterable[str] = (), head_dims: Iterable[int] = (), names: Iterable[str] = ()

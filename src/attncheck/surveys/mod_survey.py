@@ -58,19 +58,15 @@ _TAKES = "(b, h, q_idx, kv_idx) or (score, b, h, q_idx, kv_idx)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The first place where a backend differs.
+    """The first place where a backend differs."""
 
-    Attributes:
-        b, h, q_idx, kv_idx: Where.
-        value: What is there; of a mask 1 where the key is visible, else 0.
-        low, high: What may be there.
-    """
-
+    # b, h, q_idx, kv_idx: where.
     b: int
     h: int
     q_idx: int
     kv_idx: int
-    value: float
+    value: float  # what is there; of a mask 1 where the key is visible, else 0
+    # low, high: what may be there.
     low: float
     high: float
 

@@ -62,15 +62,11 @@ _UNPOISONED = "{} may have held anything before: torch did not ask Python for th
 
 
 class Unanswered(Exception):
-    """There are no outputs to look at.
-
-    Attributes:
-        failure: Why.
-    """
+    """There are no outputs to look at."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
-        self.failure = failure
+        self.failure = failure  # why
 
 
 @dataclass(slots=True, kw_only=True)

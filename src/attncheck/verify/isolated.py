@@ -60,9 +60,6 @@ class IsolatedExecutor:
 
     Args:
         connection: To the kernel's process.
-
-    Attributes:
-        compiling: Seconds of all calls so far that compilers took.
     """
 
     def __init__(self, connection: KernelConnection) -> None:
@@ -71,7 +68,7 @@ class IsolatedExecutor:
         self._unheard: Failure | None = None
         self._next: tuple[Subject, Case] | None = None
         self._answers: dict[tuple[int | None, Subject, str, Problem | None], Any] = {}
-        self.compiling = 0.0
+        self.compiling = 0.0  # seconds of all calls so far that compilers took
 
     def expect(self, subject: Subject, case: Case | None) -> None:
         """Call ``subject`` on ``case`` too, once the question that comes first is answered.
@@ -235,10 +232,6 @@ class IsolatedKernel:
         worker: A process that was started for it ahead of time, here and with nothing special;
             where it echoes, those after it do.
 
-    Attributes:
-        subject: The kernel, for every function here that takes one.
-        executor: How those call it.
-
     Raises:
         UsageError: where there is no such kernel.
         HostError: where it cannot be loaded for another reason: ``Died`` where its process crashed.
@@ -266,9 +259,9 @@ class IsolatedKernel:
             paths=paths,
             worker=worker,
         )
-        self.executor = IsolatedExecutor(self._connection)
+        self.executor = IsolatedExecutor(self._connection)  # how those call it
         self._remote = RemoteSubject(self._connection, self._connection.description, self.executor)
-        self.subject: Subject = self._remote
+        self.subject: Subject = self._remote  # the kernel, for every function here that takes one
 
     @property
     def started(self) -> int:

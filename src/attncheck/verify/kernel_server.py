@@ -42,13 +42,10 @@ class Compiling:
     Triton tells afterwards how long it took (``knobs.compilation.listener``, from 3.6 on);
     torch.compile when it starts and ends. Triton within torch.compile counts once. A cache hit
     costs what it costs: reading it. Interpreted kernels compile nothing.
-
-    Attributes:
-        seconds: So far.
     """
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self.seconds = 0.0  # so far
         self._since: float | None = None
         self._before: Any = None
         self._triton = self._torch = False

@@ -260,24 +260,18 @@ _equal = torch.equal
 
 @dataclass(slots=True)
 class Placed:
-    """One tensor's memory, with a band before and after it.
+    """One tensor's memory, with a band before and after it."""
 
-    Attributes:
-        buffer: All of it, in bytes.
-        start, end: Where between the bands the tensor's bytes are.
-        place: What the bands' bytes are hashed from.
-        label: What it is, for a message.
-        original: Of an input what it held; None of what may be written.
-        seen_by: The storage of the tensor in it; None until there is one.
-    """
-
-    buffer: torch.Tensor
+    buffer: torch.Tensor  # all of it, in bytes
+    # start, end: where between the bands the tensor's bytes are.
     start: int
     end: int
-    place: int
-    label: str
-    original: torch.Tensor | None = None
-    seen_by: StorageWeakRef | None = None
+    place: int  # what the bands' bytes are hashed from
+    label: str  # what it is, for a message
+    original: torch.Tensor | None = None  # of an input what it held; None of what may be written
+    seen_by: StorageWeakRef | None = (
+        None  # the storage of the tensor in it; None until there is one
+    )
 
     @property
     def inside(self) -> torch.Tensor:
@@ -331,7 +325,9 @@ class GuardBands(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         """The operator's result, in guarded memory where it allocated it."""
         del types
         made = func(*args, **(kwargs or {}))
-        if (func in _UNWRITTEN or func in _WRITTEN) and self._ours(made):
+        # What make_fx traces are steps of a mod's, and our copies would be steps of it too.
+        traced = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+        if not traced and (func in _UNWRITTEN or func in _WRITTEN) and self._ours(made):
             return self._guarded(made, written=func in _WRITTEN)
         return made
 

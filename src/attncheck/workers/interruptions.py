@@ -21,13 +21,10 @@ class Interruptions:
     SIGTERM counts once, however often it comes: whoever sends it sends SIGKILL next. A signal that
     whoever started us has us ignore stays ignored. In another thread than the main one, where
     Python hears no signals, nothing is counted.
-
-    Attributes:
-        count: How often.
     """
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count = 0  # how often
         self._terminated = self._unheard = False
         self._before: dict[int, Any] = {}
         # A pipe, because a loop that waits on descriptors does not wake up for a flag.

@@ -43,39 +43,29 @@ class JournalError(AttncheckError):
 
 @dataclass(slots=True)
 class JournalContent:
-    """The content of a journal.
+    """The content of a journal."""
 
-    Attributes:
-        head: What its writer says of the plan.
-        version: Of the attncheck that wrote it.
-        plan: Fingerprint of ``head`` and ``version``.
-        results: What came of each unit, by its id, in the order of their writing.
-        units: All work that is known, by id: from the outset, begun, or following from a result.
-        lost: How often each unit was begun without a result or an excuse.
-        quarantined: Ids of those whose result was written without their being done.
-        earlier, latest: Seconds that the last session took, up to its last line, and all before it.
-        why: Why the last session ended early; ``killed`` where it did not say so.
-        pid, host: Of the last writer.
-        lines: How many there are.
-        size: Bytes up to the end of the last whole one.
-        torn: Whether another follows, which is not whole.
-    """
-
-    head: dict[str, Any] = field(default_factory=dict)
-    version: str = ""
-    plan: str = ""
+    head: dict[str, Any] = field(default_factory=dict)  # what its writer says of the plan
+    version: str = ""  # of the attncheck that wrote it
+    plan: str = ""  # fingerprint of ``head`` and ``version``
+    # What came of each unit, by its id, in the order of their writing.
     results: dict[str, Done] = field(default_factory=dict)
+    # All work that is known, by id: from the outset, begun, or following from a result.
     units: dict[str, Unit] = field(default_factory=dict)
+    # How often each unit was begun without a result or an excuse.
     lost: dict[str, int] = field(default_factory=dict)
+    # Ids of those whose result was written without their being done.
     quarantined: set[str] = field(default_factory=set)
+    # earlier, latest: seconds that the last session took, up to its last line, and all before it.
     earlier: float = 0.0
     latest: float = 0.0
-    why: str = ""
+    why: str = ""  # why the last session ended early; ``killed`` where it did not say so
+    # pid, host: of the last writer.
     pid: int = 0
     host: str = ""
-    lines: int = 0
-    size: int = 0
-    torn: bool = False
+    lines: int = 0  # how many there are
+    size: int = 0  # bytes up to the end of the last whole one
+    torn: bool = False  # whether another follows, which is not whole
 
     @property
     def seconds(self) -> float:

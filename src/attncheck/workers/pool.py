@@ -62,11 +62,6 @@ class Schedule:
     that was lost once waits until nothing else is left and is done while nothing else is, so that
     what brings a process or a machine down is told from its neighbours. One that was lost
     ``MOST_LOST`` times is ``hopeless``.
-
-    Attributes:
-        known: Units of this run, done or not.
-        elsewhere: Units that are another shard's.
-        hopeless: Units to be given up.
     """
 
     def __init__(
@@ -88,8 +83,8 @@ class Schedule:
         self._count = itertools.count()
         self._waiting: list[tuple[tuple[Any, ...], int, Unit]] = []
         self._suspects: list[tuple[tuple[Any, ...], int, Unit]] = []
-        self.known = self.elsewhere = 0
-        self.hopeless: list[Unit] = []
+        self.known = self.elsewhere = 0  # units that are another shard's
+        self.hopeless: list[Unit] = []  # units to be given up
 
     def __len__(self) -> int:
         """Return how many units wait."""

@@ -16,40 +16,29 @@ from attncheck.records.run_reports import Answer, Stage
 
 
 class Unit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One piece of work. It says everything that doing it takes: any process can, on any machine.
+    """One piece of work. It says all that doing it takes: any process can, on any machine."""
 
-    Attributes:
-        kind: ``describe``: which kernel is this, and what is it to be asked. ``draw``: Cases of a
-            property. ``ask``: one Case. ``shrink``: the smallest Case that fails like this one.
-            ``fault``: whether a whole gate sees a planted fault.
-        stage: Which part of the gate it belongs to.
-        kernel: As asked for: a name, ``file.py::name`` or ``package.module:name``; of a fault
-            ``name@host``.
-        convention: A name of a calling convention; empty for the first that fits.
-        commit: Of which commit the kernel is: forty hexadecimal digits. Empty for the files as they
-            are. Where its files lie is no part of a unit: that differs from run to run.
-        device: ``cpu`` or ``cuda``.
-        tier: How hard the kernel is asked.
-        dtype, family: Of a draw; empty elsewhere.
-        variant: What reports call the Case.
-        test: ``test_causal.py::test_attention_is_exact``; empty where none asks.
-        case: As JSON; empty of a unit that has none.
-        alone: Whether it is to be done in processes that have done nothing else.
-    """
-
+    # ``describe``: which kernel is this, and what is it to be asked. ``draw``: Cases of a
+    # property. ``ask``: one Case. ``shrink``: the smallest Case that fails like this one.
+    # ``fault``: whether a whole gate sees a planted fault.
     kind: Literal["describe", "draw", "ask", "shrink", "fault"]
-    stage: Stage
+    stage: Stage  # which part of the gate it belongs to
+    # As asked for: a name, ``file.py::name`` or ``package.module:name``; of a fault
+    # ``name@host``.
     kernel: str
-    convention: str = ""
+    convention: str = ""  # a name of a calling convention; empty for the first that fits
+    # Of which commit the kernel is: forty hexadecimal digits. Empty for the files as they are.
+    # Where its files lie is no part of a unit: that differs from run to run.
     commit: str = ""
-    device: str
-    tier: str = ""
+    device: str  # ``cpu`` or ``cuda``
+    tier: str = ""  # how hard the kernel is asked
+    # dtype, family: of a draw; empty elsewhere.
     dtype: str = ""
     family: str = ""
-    variant: str = ""
-    test: str = ""
-    case: dict[str, Any] = {}
-    alone: bool = False
+    variant: str = ""  # what reports call the Case
+    test: str = ""  # ``test_causal.py::test_attention_is_exact``; empty where none asks
+    case: dict[str, Any] = {}  # as JSON; empty of a unit that has none
+    alone: bool = False  # whether it is to be done in processes that have done nothing else
 
     @property
     def id(self) -> str:

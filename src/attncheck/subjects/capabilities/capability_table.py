@@ -153,32 +153,23 @@ class DeclaredArithmetic(_Strict, frozen=True, kw_only=True):
 
 
 class Limits(_Strict, frozen=True, kw_only=True):
-    """Limits of the Problems that a kernel takes; None: not declared.
+    """Limits of the Problems that a kernel takes; None: not declared."""
 
-    Attributes:
-        dtypes: Names of ``formats.DTYPES``.
-        head_dims: Of q, k and v alike, or pairs (of q and k, of v); or ``any``.
-        masks: Names of the library, ``composition`` or ``any``.
-        scores: Names of score mods, ``none``, ``composition`` or ``any``.
-        gqa: Whether several query heads may share a key head.
-        rectangular: Whether query and key lengths may differ.
-        scale: Whether it takes a scale other than 1/√head_dim.
-        length_multiple: Of what both lengths must be multiples; not declared: of nothing.
-        max_query, max_kv: Longest lengths; not declared: any.
-        arithmetic: What differs from the convention's.
-    """
-
-    dtypes: tuple[DtypeName, ...] | None = None
+    dtypes: tuple[DtypeName, ...] | None = None  # names of ``formats.DTYPES``
+    # Of q, k and v alike, or pairs (of q and k, of v); or ``any``.
     head_dims: tuple[HeadDim, ...] | Literal["any"] | None = None
-    masks: tuple[MaskName, ...] | None = None
+    masks: tuple[MaskName, ...] | None = None  # names of the library, ``composition`` or ``any``
+    # Names of score mods, ``none``, ``composition`` or ``any``.
     scores: tuple[ScoreName, ...] | None = None
-    gqa: bool | None = None
-    rectangular: bool | None = None
-    scale: bool | None = None
+    gqa: bool | None = None  # whether several query heads may share a key head
+    rectangular: bool | None = None  # whether query and key lengths may differ
+    scale: bool | None = None  # whether it takes a scale other than 1/√head_dim
+    # Of what both lengths must be multiples; not declared: of nothing.
     length_multiple: Length | None = None
+    # max_query, max_kv: longest lengths; not declared: any.
     max_query: Length | None = None
     max_kv: Length | None = None
-    arithmetic: DeclaredArithmetic = DeclaredArithmetic()
+    arithmetic: DeclaredArithmetic = DeclaredArithmetic()  # what differs from the convention's
 
     def __post_init__(self) -> None:
         for dims in self.head_dims if isinstance(self.head_dims, tuple) else ():

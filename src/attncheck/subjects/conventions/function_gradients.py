@@ -84,11 +84,6 @@ class GradientCall:
         parameters: What each of them is in the convention.
         dead: Rows that see no key, where something is said of them.
         natural_lse: LSE as the function gives it → in attncheck's axes, natural.
-
-    Attributes:
-        by_autograd: Whether autograd must be on for the call.
-        tensors: What the function is passed by position.
-        passed: Keywords of the call, its sinks followed too.
     """
 
     def __init__(
@@ -118,12 +113,13 @@ class GradientCall:
             if self._dlse is not None:
                 self._dlse = torch.where(dead, torch.zeros_like(self._dlse), self._dlse)
         self._dout = layout.queries(dout)
-        self.by_autograd = not callable(self._backward)
+        self.by_autograd = not callable(self._backward)  # whether autograd must be on for the call
         followed = [
             leaf.tensor if self.by_autograd else leaf.tensor.detach() for leaf in self._leaves
         ]
         q, k, v = followed[:3]
-        self.tensors = (q, k, v)
+        self.tensors = (q, k, v)  # what the function is passed by position
+        # Keywords of the call, its sinks followed too.
         self.passed = {
             name: followed[3] if value is inputs.sink is not None else value
             for name, value in passed.items()

@@ -56,9 +56,6 @@ class FunctionSubject(Subject):
     gradients, they are autograd's or those of a function of their own; else autograd is off.
     ValueError, NotImplementedError and AssertionError mean that it does not take its arguments
     (``Refused``).
-
-    Attributes:
-        takes: Names of the keywords that it can be passed.
     """
 
     def __init__(
@@ -81,7 +78,7 @@ class FunctionSubject(Subject):
         self.name = name
         self.convention = convention.name
         self.options = options
-        self.takes = frozenset(self._parameters)
+        self.takes = frozenset(self._parameters)  # names of the keywords that it can be passed
         listed = [n for n, each in self._parameters.items() if each.meaning != "dropout"]
         keywords = f"takes {', '.join(listed)}" if listed else "takes query, key and value alone"
         self.summary = f"{convention.name} convention: {keywords}"

@@ -156,17 +156,13 @@ _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 class CpuFlashDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """Within, notes whether the kernel is called; changes nothing.
-
-    Attributes:
-        called: Whether it was.
-    """
+    """Within, notes whether the kernel is called; changes nothing."""
 
     supports_higher_order_operators = True  # flex_attention is one: it passes through as it is
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
-        self.called = False
+        self.called = False  # whether it was
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
