@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -112,7 +111,7 @@ def _python(code: str, **environment: str) -> str:
 
 
 @pytest.fixture
-def one_thread() -> Iterator[None]:
+def one_thread():
     """Many small calls: threads of torch would wait for one another."""
     import torch
 
@@ -123,7 +122,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def warm_python() -> Iterator[Servers]:
+def warm_python():
     """``warm_python.run("attncheck", …, cwd=…)``: a process that has imported torch already."""
     servers = Servers()
     yield servers
@@ -131,7 +130,7 @@ def warm_python() -> Iterator[Servers]:
 
 
 @pytest.fixture(scope="session")
-def vector_features() -> list[str]:
+def vector_features():
     """Optional vector instructions that NumPy uses on this machine."""
     features = _python(f"{_FEATURES}\nprint(*on)").split()
     if not features:
@@ -140,7 +139,7 @@ def vector_features() -> list[str]:
 
 
 @pytest.fixture
-def without_vectors(vector_features: list[str]) -> Callable[[str], str]:
+def without_vectors(vector_features):
     """Run code in a process whose NumPy uses no optional vector instructions; what it prints."""
     disabled = " ".join(vector_features)
     check = f"{_FEATURES}\nassert not on, on\n"

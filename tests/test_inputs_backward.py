@@ -19,7 +19,7 @@ WITH_LSE = BACKWARD.replace(dlse=True)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "tf32", "fp16", "bf16", "fp64"])
-def test_the_loss_has_the_shapes_of_what_it_is_of(dtype) -> None:
+def test_the_loss_has_the_shapes_of_what_it_is_of(dtype):
     drawn = input_tensors.draw_inputs(WITH_LSE.replace(dtype=dtype))
     assert drawn.dout.shape == (2, 4, 5, 3)
     assert drawn.dout.dtype == drawn.problem.formats.output.torch_dtype
@@ -29,7 +29,7 @@ def test_the_loss_has_the_shapes_of_what_it_is_of(dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
-def test_dout_is_rounded_once_and_dlse_is_fp32_in_every_dtype(dtype) -> None:
+def test_dout_is_rounded_once_and_dlse_is_fp32_in_every_dtype(dtype):
     problem = WITH_LSE.replace(dtype=dtype)
     exact, stored = input_tensors.unrounded_inputs(problem), input_tensors.draw_inputs(problem)
     assert exact.dout.dtype == torch.float64
@@ -40,13 +40,13 @@ def test_dout_is_rounded_once_and_dlse_is_fp32_in_every_dtype(dtype) -> None:
     assert torch.equal(dlse, stored.dlse.double())
 
 
-def test_without_dlse_the_loss_does_not_depend_on_it() -> None:
+def test_without_dlse_the_loss_does_not_depend_on_it():
     _, dlse = input_tensors.draw_inputs(BACKWARD).loss()
     assert dlse.shape == (2, 4, 5)
     assert not dlse.any()
 
 
-def test_the_numbers_of_the_forward_stay_what_they_were() -> None:
+def test_the_numbers_of_the_forward_stay_what_they_were():
     forward, backward = input_tensors.draw_inputs(FORWARD), input_tensors.draw_inputs(WITH_LSE)
     for name, tensor in forward.tensors().items():
         assert torch.equal(tensor, backward.tensors()[name])
@@ -55,7 +55,7 @@ def test_the_numbers_of_the_forward_stay_what_they_were() -> None:
     assert list(again.tensors()) == ["q", "k", "v", "sink"]
 
 
-def test_other_seeds_and_other_tensors_are_other_streams() -> None:
+def test_other_seeds_and_other_tensors_are_other_streams():
     one, other = (
         input_tensors.draw_inputs(BACKWARD.replace(seed=seed, value_dim=8)) for seed in (0, 1)
     )
@@ -63,7 +63,7 @@ def test_other_seeds_and_other_tensors_are_other_streams() -> None:
     assert not torch.equal(one.dout, one.q)
 
 
-def test_a_loss_moves_and_is_copied_with_the_rest() -> None:
+def test_a_loss_moves_and_is_copied_with_the_rest():
     drawn = input_tensors.draw_inputs(WITH_LSE)
     copy = drawn.clone()
     assert torch.equal(copy.dout, drawn.dout)
@@ -84,13 +84,13 @@ def test_a_loss_moves_and_is_copied_with_the_rest() -> None:
         (WITH_LSE, {"dlse": torch.zeros(2, 4, 5).half()}, "dlse.dtype=torch.float16, but should"),
     ],
 )
-def test_a_loss_that_is_not_the_problems_is_refused(problem, changes, said) -> None:
+def test_a_loss_that_is_not_the_problems_is_refused(problem, changes, said):
     given = input_tensors.draw_inputs(problem).tensors() | changes
     with pytest.raises(ProblemError, match=said):
         Inputs(problem=problem, **given)
 
 
-def test_a_forward_has_no_loss() -> None:
+def test_a_forward_has_no_loss():
     with pytest.raises(ProblemError, match="no backward, and so no loss"):
         input_tensors.draw_inputs(FORWARD).loss()
 
@@ -110,17 +110,17 @@ def test_a_forward_has_no_loss() -> None:
         ({"backward": True, "sink": False, "paging": Paging(size=16)}, "no gradients of keys in"),
     ],
 )
-def test_a_backward_that_cannot_be_is_refused(changes, said) -> None:
+def test_a_backward_that_cannot_be_is_refused(changes, said):
     with pytest.raises(ProblemError, match=said):
         FORWARD.replace(**changes)
 
 
-def test_a_softmax_has_no_backward() -> None:
+def test_a_softmax_has_no_backward():
     with pytest.raises(ProblemError, match="backward=True has no meaning for softmax"):
         Problem(operation="softmax", query=3, kv=4, backward=True)
 
 
-def test_a_backward_is_another_problem_and_says_so() -> None:
+def test_a_backward_is_another_problem_and_says_so():
     assert BACKWARD.id != FORWARD.id != WITH_LSE.id
     assert "backward" not in FORWARD.to_json()
     assert Problem.from_json(WITH_LSE.to_json()) == WITH_LSE

@@ -5,6 +5,7 @@ from fractions import Fraction
 
 import pytest
 import torch
+from tests.messages import one_line
 
 from attncheck.core.errors import ProblemError
 from attncheck.core.formats import DTYPES, FORMATS, Format
@@ -248,9 +249,8 @@ def with_descale(**changes: torch.Tensor) -> Inputs:
     ],
 )
 def test_what_does_not_fit_the_problem_is_refused(make, message):
-    with pytest.raises(ProblemError) as error:
+    with one_line(ProblemError, whole=message):
         make()
-    assert str(error.value) == message
 
 
 def qkv(drawn: Inputs) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.messages import one_line
 
 from attncheck.core.errors import ProblemError, UnknownName, UsageError
 from attncheck.core.formats import DTYPES, fp32
@@ -240,25 +241,21 @@ SCALE = "must be a number in the range of fp32."
     ],
 )
 def test_bad_input_is_one_line(fields, message):
-    with pytest.raises(ProblemError) as error:
+    with one_line(ProblemError, whole=message):
         Problem.from_json({"query": 8} | fields)
-    assert str(error.value) == message
 
 
 @pytest.mark.parametrize("data", [None, 5, "causal", [1]])
 def test_what_is_no_object_is_refused(data):
-    with pytest.raises(ProblemError) as error:
+    with one_line(ProblemError, whole=f"a problem is a JSON object, not {data!r}."):
         Problem.from_json(data)
-    assert str(error.value) == f"a problem is a JSON object, not {data!r}."
-    with pytest.raises(ProblemError) as error:
+    with one_line(ProblemError, whole="a case is a JSON object with a problem."):
         Case.from_json(data)
-    assert str(error.value) == "a case is a JSON object with a problem."
 
 
 def test_a_problem_needs_its_query_length():
-    with pytest.raises(ProblemError) as error:
+    with one_line(ProblemError, whole="a problem needs its query length."):
         Problem.from_json({})
-    assert str(error.value) == "a problem needs its query length."
 
 
 @pytest.mark.parametrize(
@@ -323,9 +320,8 @@ def test_any_json_gives_a_problem_or_one_line(field, value):
     ],
 )
 def test_cases_that_cannot_be_drawn_are_refused(fields, message):
-    with pytest.raises(ProblemError) as error:
+    with one_line(ProblemError, whole=message):
         Case.from_json({"problem": {"query": 8}} | fields)
-    assert str(error.value) == message
 
 
 def test_a_problem_is_frozen_and_hashable():

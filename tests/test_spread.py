@@ -9,7 +9,7 @@ WIDE = 2**31 + 4096
 BF16 = torch.empty(0, dtype=torch.bfloat16)
 
 
-def test_what_is_reserved_is_zeros_and_can_be_written() -> None:
+def test_what_is_reserved_is_zeros_and_can_be_written():
     whole = strided_alloc.reserve_memory(WIDE, BF16)
     assert (whole.dtype, len(whole)) == (torch.bfloat16, WIDE)
     assert (whole[0], whole[-1]) == (0, 0)
@@ -17,7 +17,7 @@ def test_what_is_reserved_is_zeros_and_can_be_written() -> None:
     assert whole[-1] == 3
 
 
-def test_a_copy_has_the_elements_and_the_strides() -> None:
+def test_a_copy_has_the_elements_and_the_strides():
     view = strided_alloc.reserve_memory(WIDE, BF16).as_strided((3, 2), (2**30, 1), 4000)
     view.copy_(torch.arange(6).view(3, 2))
     copy = strided_alloc.copy_far_rows(view)
@@ -37,7 +37,7 @@ def test_a_copy_has_the_elements_and_the_strides() -> None:
         (64, (3, 2), False),
     ],
 )
-def test_what_is_spread(elements, shape, spreads) -> None:
+def test_what_is_spread(elements, shape, spreads):
     assert (
         strided_alloc.has_far_rows(
             strided_alloc.reserve_memory(elements, BF16).as_strided(shape, (2, 1))
@@ -46,7 +46,7 @@ def test_what_is_spread(elements, shape, spreads) -> None:
     )
 
 
-def test_too_much_is_an_error_that_says_so() -> None:
+def test_too_much_is_an_error_that_says_so():
     with pytest.raises(MemoryError, match="cannot allocate memory"):
         strided_alloc.reserve_memory(2**58, BF16)
 
@@ -61,7 +61,7 @@ class _Gpu:
 
 
 @pytest.mark.parametrize(("copies", "able"), [(0, True), (1, False)])
-def test_a_gpu_needs_room_for_its_copies(copies, able, monkeypatch) -> None:
+def test_a_gpu_needs_room_for_its_copies(copies, able, monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10 << 30, 16 << 30))
     monkeypatch.setattr(torch, "empty", lambda elements, **_: elements)

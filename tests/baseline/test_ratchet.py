@@ -82,7 +82,7 @@ def standings(found: tuple[Change, ...]) -> Counter[str]:
         ("bf16", "negative_logits"),
     ],
 )
-def test_another_tiling_is_never_worse(dtype: str, distribution: str) -> None:
+def test_another_tiling_is_never_worse(dtype, distribution):
     known = cases(dtype, distribution)
     sides = [[answer(one, ideal(one, tiling)) for one in known] for tiling in TILINGS]
     found: Counter[str] = Counter()
@@ -105,9 +105,7 @@ def test_another_tiling_is_never_worse(dtype: str, distribution: str) -> None:
         pytest.param("fp32", {}, {"products": 11}, id="tf32 in place of fp32"),
     ],
 )
-def test_a_loss_is_worse_and_its_repair_better(
-    dtype: str, before: dict[str, Any], loss: dict[str, Any]
-) -> None:
+def test_a_loss_is_worse_and_its_repair_better(dtype, before, loss):
     right, wrong = run(dtype, **before), run(dtype, **loss)
     found = compare_answers(right, wrong, ENVIRONMENTS)
     assert standings(found)["worse"] >= 2, found  # few rows, or short ones, may not tell
@@ -120,7 +118,7 @@ def test_a_loss_is_worse_and_its_repair_better(
     assert standings(compare_answers(wrong, right, ENVIRONMENTS))["better"] >= 2
 
 
-def test_the_same_bits_are_identical() -> None:
+def test_the_same_bits_are_identical():
     found = compare_answers(run("bf16"), run("bf16"), ENVIRONMENTS)
     assert standings(found) == {"identical": len(SIZES)}
     assert {change.reason for change in found} == {"the same bits"}
@@ -152,7 +150,7 @@ def _change(before: Record, after: Record) -> Change:
         ("unsupported", "unsupported", "identical"),
     ],
 )
-def test_what_the_judge_says_comes_first(before: Any, after: Any, standing: str) -> None:
+def test_what_the_judge_says_comes_first(before, after, standing):
     judged = {"pass": _accuracy(1.0), "warn": _accuracy(1.0)}
     sides = [
         _record(status=status, digest=f"{i}" * 32, accuracy=judged.get(status, {}))
@@ -163,13 +161,13 @@ def test_what_the_judge_says_comes_first(before: Any, after: Any, standing: str)
     assert before in found.reason
 
 
-def test_worse_in_kind_though_the_bits_are_the_same_says_so() -> None:
+def test_worse_in_kind_though_the_bits_are_the_same_says_so():
     found = _change(_record(), _record(status="warn"))
     assert found.standing == "worse"
     assert "the same bits: the judge is another" in found.reason
 
 
-def test_an_exact_answer_that_is_exact_no_more() -> None:
+def test_an_exact_answer_that_is_exact_no_more():
     exact, off = _accuracy(0.0, 0.0, 0.0), _accuracy(1e-9, 100.0, 0.0)
     found = _change(_record(accuracy=exact, digest="0" * 32), _record(accuracy=off))
     assert found.standing == "worse"
@@ -180,7 +178,7 @@ def test_an_exact_answer_that_is_exact_no_more() -> None:
     assert found.standing == "within rounding"
 
 
-def test_an_output_that_is_given_no_more_is_worse() -> None:
+def test_an_output_that_is_given_no_more_is_worse():
     both = _record().accuracy
     assert isinstance(both, dict)
     found = _change(
@@ -190,7 +188,7 @@ def test_an_output_that_is_given_no_more_is_worse() -> None:
     assert "gives no lse" in found.reason
 
 
-def test_few_errors_say_little_and_many_say_much() -> None:
+def test_few_errors_say_little_and_many_say_much():
     def step(freedom: float) -> Change:
         return _change(
             _record(accuracy=_accuracy(1.0, freedom), digest="0" * 32),
@@ -201,7 +199,7 @@ def test_few_errors_say_little_and_many_say_much() -> None:
     assert step(1000.0).standing == "worse"
 
 
-def test_a_loss_that_no_case_shows_alone_shows_in_all_together() -> None:
+def test_a_loss_that_no_case_shows_alone_shows_in_all_together():
     def side(relative: float) -> list[Answer]:
         records = (
             _record(case_id=f"case{i}", accuracy=_accuracy(relative, 60.0)) for i in range(40)
@@ -217,7 +215,7 @@ def test_a_loss_that_no_case_shows_alone_shows_in_all_together() -> None:
     assert standings(compare_answers(side(1.3), side(1.0), ENVIRONMENTS)) == {"better": 40}
 
 
-def test_a_case_that_is_worse_by_itself_accuses_no_other() -> None:
+def test_a_case_that_is_worse_by_itself_accuses_no_other():
     def side(*relative: float) -> list[Answer]:
         records = (
             _record(case_id=f"case{i}", accuracy=_accuracy(one), digest=f"{one:032.6f}")
@@ -229,7 +227,7 @@ def test_a_case_that_is_worse_by_itself_accuses_no_other() -> None:
     assert standings(found) == {"worse": 1, "within rounding": 2}
 
 
-def test_structured_inputs_are_not_counted_together() -> None:
+def test_structured_inputs_are_not_counted_together():
     def side(relative: float) -> list[Answer]:
         record = _record(accuracy=_accuracy(relative, 60.0), digest=f"{int(relative > 1)}" * 32)
         problem = {**record.case["problem"], "distribution": "zero_q"}
@@ -245,7 +243,7 @@ def _baseline(answers: tuple[Answer, ...], **environment: str) -> Baseline:
     return make_baseline(kept, {environment_id(where): where}, "0.1.0")
 
 
-def test_other_versions_are_said_and_excuse_nothing() -> None:
+def test_other_versions_are_said_and_excuse_nothing():
     baseline = _baseline(run("fp32"), torch="2.10.0")
     found = compare_runs(baseline, run("fp32", products=11), ENVIRONMENTS)
     assert found[0].standing == "worse"
@@ -256,13 +254,13 @@ def test_other_versions_are_said_and_excuse_nothing() -> None:
     assert "torch 2.10.0 → 2.11.0" in same[0].reason
 
 
-def test_another_architecture_is_new() -> None:
+def test_another_architecture_is_new():
     baseline = _baseline(run("bf16"), capability="9.0")
     found = compare_runs(baseline, run("bf16"), ENVIRONMENTS)
     assert standings(found) == {"new": len(SIZES)}  # and nothing of the GPU's is gone
 
 
-def test_what_is_not_asked_is_gone_only_where_all_was_asked() -> None:
+def test_what_is_not_asked_is_gone_only_where_all_was_asked():
     baseline = _baseline(run("bf16"))
     found = compare_runs(baseline, run("bf16")[1:], ENVIRONMENTS)
     assert standings(found) == {"identical": len(SIZES) - 1, "gone": 1}
@@ -270,14 +268,14 @@ def test_what_is_not_asked_is_gone_only_where_all_was_asked() -> None:
     assert standings(part) == {"identical": len(SIZES) - 1}
 
 
-def test_a_baseline_of_which_nothing_was_asked_fails() -> None:
+def test_a_baseline_of_which_nothing_was_asked_fails():
     baseline = _baseline(run("bf16")[:1])
     found = compare_runs(baseline, run("bf16")[1:], ENVIRONMENTS)
     assert standings(found) == {"worse": 1, "new": len(SIZES) - 1}
     assert "nothing was asked" in found[0].reason
 
 
-def test_only_measurements_count() -> None:
+def test_only_measurements_count():
     first = run("bf16")[0]
     baseline = _baseline(run("bf16")[:1])
     others = (
@@ -292,7 +290,7 @@ def test_only_measurements_count() -> None:
     assert compare_runs(baseline, others, ENVIRONMENTS) == ()
 
 
-def test_the_worse_of_two_answers_to_one_case_counts() -> None:
+def test_the_worse_of_two_answers_to_one_case_counts():
     first = run("bf16")[0]
     crashed = answered(_record(status="crash", accuracy={}, digest=""))
     for order in ((first, crashed), (crashed, first)):
@@ -311,7 +309,7 @@ def _pair(before: float, after: float, freedom: float, *ensemble: float) -> Erro
     )
 
 
-def test_chance_is_a_bound_of_what_a_simulation_finds() -> None:
+def test_chance_is_a_bound_of_what_a_simulation_finds():
     """Of F with few degrees of freedom, where it would be easiest to be wrong."""
     random.seed(5)
 
@@ -329,7 +327,7 @@ def test_chance_is_a_bound_of_what_a_simulation_finds() -> None:
         assert min(found) < math.log(0.1)  # and it does find what is improbable
 
 
-def test_growth_is_the_square_of_what_the_ensemble_spans() -> None:
+def test_growth_is_the_square_of_what_the_ensemble_spans():
     assert tiling_growth([_pair(1, 1, 10, 1.0, 1.2)]) == pytest.approx(1.44)
     # Chance moves the members of one case this way and those of another that way.
     assert tiling_growth([_pair(1, 1, 10, 1.0, 1.2), _pair(1, 1, 10, 1.2, 1.0)]) == pytest.approx(
@@ -338,7 +336,7 @@ def test_growth_is_the_square_of_what_the_ensemble_spans() -> None:
     assert tiling_growth([_pair(1, 1, 10)]) == 1.0
 
 
-def test_nothing_larger_is_not_improbable() -> None:
+def test_nothing_larger_is_not_improbable():
     assert log_probability([_pair(1.0, 0.5, 100)]) == 0.0
     assert log_probability([_pair(1.0, 1.19, 1e6, 1.0, 1.1)]) == 0.0  # another tiling explains it
     assert log_probability([_pair(1.0, 1.5, 1e6, 1.0, 1.1)]) < math.log(FALSE_ALARM)

@@ -22,7 +22,7 @@ def problem(**changes) -> Problem:
     return Problem(heads=1, query=LENGTH, head_dim=16, dtype="fp32", mask=FULL).replace(**changes)
 
 
-def test_a_row_for_each_mask() -> None:
+def test_a_row_for_each_mask():
     options = argparse.Namespace(device="cpu", repeats=1, times=1, alone=True)
     rows = measured(problem(), options)
     assert [row["mask"] for row in rows] == ["causal", "window of 32", "8 documents"]
@@ -41,12 +41,12 @@ def test_a_row_for_each_mask() -> None:
 @pytest.mark.parametrize(
     ("mask", "visited"), [("causal", 4 + 3 + 2 + 1), ("window of 32", 4 + 3), ("8 documents", 4)]
 )
-def test_visited_tiles(mask, visited) -> None:
+def test_visited_tiles(mask, visited):
     """However many of them are in one run."""
     assert tiles(problem(mask=masks(LENGTH)[mask]), "cpu") == (16, visited)
 
 
-def test_bits_that_differ() -> None:
+def test_bits_that_differ():
     found = Outputs(torch.zeros(2, 3), torch.zeros(2))
     assert same_bits(found, found)
     for name in ("out", "lse"):

@@ -62,7 +62,7 @@ def gate(path: Path, *records: Record, **changes: Any) -> str:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -81,12 +81,12 @@ def code(*words: str) -> int:
 
 
 @pytest.fixture
-def kept(folder: Path) -> Path:
+def kept(folder):
     assert code("write", gate(folder / "gate.json", record(0), record(1))) == 0
     return folder / BASELINE_FILE
 
 
-def test_write_makes_the_file_and_replaces_none(kept: Path, folder: Path) -> None:
+def test_write_makes_the_file_and_replaces_none(kept, folder):
     baseline = read_baseline(kept)
     assert [entry.case for entry in baseline.entries] == sorted(case.id for case in CASES)
     with pytest.raises(UsageError, match=r"attncheck-baseline\.json is there"):
@@ -95,7 +95,7 @@ def test_write_makes_the_file_and_replaces_none(kept: Path, folder: Path) -> Non
     assert read_baseline(kept) == baseline
 
 
-def test_write_goes_beside_the_configuration(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_goes_beside_the_configuration(folder, monkeypatch):
     (folder / "attncheck.toml").write_text("")
     (folder / "below").mkdir()
     monkeypatch.chdir(folder / "below")
@@ -104,7 +104,7 @@ def test_write_goes_beside_the_configuration(folder: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("status", ["fail", "error", "crash", "timeout", "oom", "flaky"])
-def test_a_wrong_answer_cannot_be_kept(folder: Path, status: Any) -> None:
+def test_a_wrong_answer_cannot_be_kept(folder, status):
     wrong = record(1, status=status, judgement=None)
     result = call("write", gate(folder / "gate.json", record(0), wrong))
     assert result.return_value == 1
@@ -112,7 +112,7 @@ def test_a_wrong_answer_cannot_be_kept(folder: Path, status: Any) -> None:
     assert not (folder / BASELINE_FILE).exists()
 
 
-def test_nor_of_a_kernel_that_fails_elsewhere(folder: Path) -> None:
+def test_nor_of_a_kernel_that_fails_elsewhere(folder):
     path = folder / "gate.json"
     gate(path, record(0), record(1, status="fail"))
     data = json.loads(path.read_text())
@@ -121,7 +121,7 @@ def test_nor_of_a_kernel_that_fails_elsewhere(folder: Path) -> None:
     assert call("write", str(path)).return_value == 1
 
 
-def test_nor_can_it_be_accepted(kept: Path, folder: Path) -> None:
+def test_nor_can_it_be_accepted(kept, folder):
     before = kept.read_bytes()
     wrong = gate(folder / "now.json", record(0), record(1, status="fail"))
     result = call("accept", wrong, "--reason", "it is faster")
@@ -129,9 +129,7 @@ def test_nor_can_it_be_accepted(kept: Path, folder: Path) -> None:
     assert kept.read_bytes() == before
 
 
-def test_diff_says_what_has_become_of_it(
-    kept: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_diff_says_what_has_become_of_it(kept, folder, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")  # pytest-xdist sets another in its processes
     same = call("diff", str(folder / "gate.json"))
     assert same.return_value == 0
@@ -149,7 +147,7 @@ def test_diff_says_what_has_become_of_it(
     assert code("diff", str(folder / "now.json"), "--case", CASES[0].id) == 0
 
 
-def test_what_is_worse_is_accepted_with_a_reason_that_stays(kept: Path, folder: Path) -> None:
+def test_what_is_worse_is_accepted_with_a_reason_that_stays(kept, folder):
     now = gate(folder / "now.json", record(0, 1.5), record(1, 1.005))
     with pytest.raises(UsageError, match="say why"):
         code("accept", now)
@@ -165,14 +163,14 @@ def test_what_is_worse_is_accepted_with_a_reason_that_stays(kept: Path, folder: 
     assert code("diff", now) == 0
 
 
-def test_only_what_is_named_is_accepted(kept: Path, folder: Path) -> None:
+def test_only_what_is_named_is_accepted(kept, folder):
     now = gate(folder / "now.json", record(0, 0.5), record(1, 0.5))
     assert code("accept", now, "--case", CASES[1].id) == 0
     held = {entry.case: entry.tensors["out"].relative for entry in read_baseline(kept).entries}
     assert held == {CASES[0].id: 1.0, CASES[1].id: 0.5}
 
 
-def test_what_is_gone_is_forgotten_where_all_was_asked(kept: Path, folder: Path) -> None:
+def test_what_is_gone_is_forgotten_where_all_was_asked(kept, folder):
     part = gate(folder / "now.json", record(0), unfinished=1)
     assert code("accept", part) == 0
     assert len(read_baseline(kept).entries) == 2
@@ -180,20 +178,20 @@ def test_what_is_gone_is_forgotten_where_all_was_asked(kept: Path, folder: Path)
     assert len(read_baseline(kept).entries) == 1
 
 
-def test_a_damaged_baseline_is_never_no_regression(kept: Path, folder: Path) -> None:
+def test_a_damaged_baseline_is_never_no_regression(kept, folder):
     kept.write_text(kept.read_text().replace("0.001", "0.009"))
     for verb in ("diff", "accept"):
         with pytest.raises(UsageError, match=r"^baseline invalid: "):
             code(verb, str(folder / "gate.json"))
 
 
-def test_names_that_there_are_not(kept: Path, folder: Path) -> None:
+def test_names_that_there_are_not(kept, folder):
     for option in ("--kernel", "--case", "--format"):
         with pytest.raises(UsageError, match="nowhere"):
             code("diff", str(folder / "gate.json"), option, "nowhere")
 
 
-def test_a_source_without_accuracies_is_refused(folder: Path) -> None:
+def test_a_source_without_accuracies_is_refused(folder):
     import msgspec
 
     without = gate(folder / "gate.json", record(0, accuracy=msgspec.UNSET))

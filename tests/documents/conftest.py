@@ -3,10 +3,7 @@
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -14,9 +11,7 @@ _SNIPPETS = Path(__file__).with_name("snippets.py")
 
 
 @pytest.fixture
-def run_snippets(
-    tmp_path: Path, reader: ModuleType, warm_python: Any
-) -> Callable[..., subprocess.CompletedProcess[str]]:
+def run_snippets(tmp_path, reader, warm_python):
     """Runs every snippet of a document in a process and a folder of its own, without a GPU.
 
     Neither that process nor those of commands import torch first, unless they are to be ``fresh``.
@@ -46,7 +41,7 @@ def run_snippets(
 
 
 @pytest.fixture(scope="session")
-def reader() -> ModuleType:
+def reader():
     """The module that reads documents: ``blocks(path)``, ``EXEMPT``."""
     spec = importlib.util.spec_from_file_location("attncheck_snippets", _SNIPPETS)
     assert spec is not None

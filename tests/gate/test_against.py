@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,7 @@ def git(folder: Path, *words: str) -> str:
 
 
 @pytest.fixture
-def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def repository(tmp_path, monkeypatch):
     """Two commits: a file, and a package in a src layout, with another number in each."""
     temporary, root = tmp_path / "temporary", tmp_path / "repository"
     temporary.mkdir()
@@ -46,7 +45,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     assert git(root, "status", "--porcelain") == ""
 
 
-def test_the_files_are_those_of_the_commit(repository: Path) -> None:
+def test_the_files_are_those_of_the_commit(repository):
     with commit_tree("HEAD~1") as there:
         assert there.commit == git(repository, "rev-parse", "HEAD~1")
         assert not there.root.is_relative_to(repository)
@@ -59,7 +58,7 @@ def test_the_files_are_those_of_the_commit(repository: Path) -> None:
         Unit(kind="ask", stage="baseline", kernel=side.kernel, commit=there.commit, device="cpu")
 
 
-def test_from_a_folder_within(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_from_a_folder_within(repository, monkeypatch):
     monkeypatch.chdir(repository / "kernels")
     with commit_tree("HEAD~1") as there:
         side = there.kernel("mine.py::fwd")
@@ -69,7 +68,7 @@ def test_from_a_folder_within(repository: Path, monkeypatch: pytest.MonkeyPatch)
         assert Path(whole.kernel.partition("::")[0]).read_text() == "NUMBER = 1\n"
 
 
-def test_a_package_installed_in_place_is_found_in_the_tree(repository: Path) -> None:
+def test_a_package_installed_in_place_is_found_in_the_tree(repository):
     """Its paths stand before those that lead to the repository."""
     with commit_tree("HEAD~1") as there:
         side = there.kernel("mypackage:fwd")
@@ -96,7 +95,7 @@ def test_a_package_installed_in_place_is_found_in_the_tree(repository: Path) -> 
         assert "was loaded in place of HEAD~1's" in there.strayed([os.__file__, file])
 
 
-def test_a_tree_that_has_an_attncheck_does_not_replace_ours(repository: Path) -> None:
+def test_a_tree_that_has_an_attncheck_does_not_replace_ours(repository):
     (repository / "src" / "attncheck").mkdir()
     (repository / "src" / "attncheck" / "__init__.py").write_text("")
     git(repository, "add", ".")
@@ -105,7 +104,7 @@ def test_a_tree_that_has_an_attncheck_does_not_replace_ours(repository: Path) ->
         assert all(not path.endswith("src") for path in there.kernel("mypackage:fwd").paths)
 
 
-def test_a_kernel_that_was_not_there_yet_is_missing(repository: Path) -> None:
+def test_a_kernel_that_was_not_there_yet_is_missing(repository):
     (repository / "kernels" / "new.py").write_text("")
     git(repository, "add", ".")
     git(repository, "commit", "--quiet", "-m", "New")
@@ -114,7 +113,7 @@ def test_a_kernel_that_was_not_there_yet_is_missing(repository: Path) -> None:
 
 
 @pytest.mark.parametrize("ref", ["nowhere", "--upload-pack=x", "", "HEAD~99", "main\n"])
-def test_no_such_commit(repository: Path, ref: str) -> None:
+def test_no_such_commit(repository, ref):
     if ref == "main\n":
         ref = "\x1b[31mred"
     with pytest.raises(UsageError) as error, commit_tree(ref):
@@ -124,7 +123,7 @@ def test_no_such_commit(repository: Path, ref: str) -> None:
     assert "--against" in str(error.value)
 
 
-def test_a_kernel_that_is_no_part_of_the_commit(repository: Path) -> None:
+def test_a_kernel_that_is_no_part_of_the_commit(repository):
     with commit_tree("HEAD") as there:
         with pytest.raises(UsageError, match="attncheck's own"):
             there.kernel("ideal")
@@ -132,9 +131,7 @@ def test_a_kernel_that_is_no_part_of_the_commit(repository: Path) -> None:
             there.kernel("/elsewhere/mine.py::fwd")
 
 
-def test_no_git_and_no_repository(
-    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_git_and_no_repository(repository, tmp_path, monkeypatch):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
     with pytest.raises(UsageError, match="not a git repository"), commit_tree("HEAD", tmp_path):
         pass
@@ -144,15 +141,13 @@ def test_no_git_and_no_repository(
             pass
 
 
-def test_an_interrupt_leaves_nothing(repository: Path) -> None:
+def test_an_interrupt_leaves_nothing(repository):
     with pytest.raises(KeyboardInterrupt), commit_tree("HEAD") as there:  # noqa: PT012  # it is what ends it
         (there.root / "written").write_text("by a kernel")
         raise KeyboardInterrupt
 
 
-def test_a_git_that_cannot_remove_it_leaves_nothing_either(
-    repository: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_git_that_cannot_remove_it_leaves_nothing_either(repository, monkeypatch):
     right = other_commit._run_git
 
     def broken(folder: Path, *words: str) -> str:
@@ -165,9 +160,7 @@ def test_a_git_that_cannot_remove_it_leaves_nothing_either(
         pass
 
 
-def test_within_a_hook_and_with_hooks_of_its_own(
-    repository: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_within_a_hook_and_with_hooks_of_its_own(repository, monkeypatch):
     hook = repository / ".git" / "hooks" / "post-checkout"
     hook.parent.mkdir(exist_ok=True)
     hook.write_text("#!/bin/sh\ntouch ran\n")
@@ -180,7 +173,7 @@ def test_within_a_hook_and_with_hooks_of_its_own(
     monkeypatch.delenv("GIT_DIR")
 
 
-def test_names_of_the_other_side() -> None:
+def test_names_of_the_other_side():
     record = Record(
         case_id="case",
         case={},

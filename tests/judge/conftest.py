@@ -63,5 +63,5 @@ class Made:
 
 
 @pytest.fixture
-def made() -> Made:
+def made():
     return Made()

@@ -83,13 +83,13 @@ def verdict(
     )
 
 
-def test_right_gradients_pass_and_their_shares_are_there() -> None:
+def test_right_gradients_pass_and_their_shares_are_there():
     found = verdict({})
     assert (found.status, found.rule) == ("pass", "")
     assert found.gradients_over_bound == dict.fromkeys(GRADIENTS, 1 / 32)
 
 
-def test_without_a_backward_nothing_is_said_of_gradients() -> None:
+def test_without_a_backward_nothing_is_said_of_gradients():
     found = verdict()
     assert found.gradients_over_bound is msgspec.UNSET
     assert "gradients_over_bound" not in msgspec.to_builtins(found)
@@ -105,7 +105,7 @@ def test_without_a_backward_nothing_is_said_of_gradients() -> None:
         ("dcaptured", (5,), "dcaptured[5] = "),
     ],
 )
-def test_a_gradient_beyond_its_bound_fails_at_its_element(tensor, at, said) -> None:
+def test_a_gradient_beyond_its_bound_fails_at_its_element(tensor, at, said):
     exact = next(one.exact[at] for one in gradients({}) if one.name == tensor)
     found = verdict({(tensor, at): float(exact) + 2 * BOUND})
     assert (found.status, found.rule) == ("fail", "bound")
@@ -117,7 +117,7 @@ def test_a_gradient_beyond_its_bound_fails_at_its_element(tensor, at, said) -> N
     assert found.wrong == 1
 
 
-def test_a_gradient_without_any_finite_allowance_is_not_told() -> None:
+def test_a_gradient_without_any_finite_allowance_is_not_told():
     nothing = [
         replace(one, allowance=torch.full_like(one.exact, math.inf), counted=one.alive & False)
         if one.name == "dk"
@@ -129,7 +129,7 @@ def test_a_gradient_without_any_finite_allowance_is_not_told() -> None:
     assert "no element of dk has a finite allowance" in found.reason
 
 
-def test_how_many_elements_of_a_gradient_are_not_judged_is_said() -> None:
+def test_how_many_elements_of_a_gradient_are_not_judged_is_said():
     (dq, *others) = gradients({})
     counted = dq.alive.clone()
     counted[0, 0, 0] = False
@@ -140,26 +140,26 @@ def test_how_many_elements_of_a_gradient_are_not_judged_is_said() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_gradient_that_is_not_finite_fails(value) -> None:
+def test_a_gradient_that_is_not_finite_fails(value):
     found = verdict({("dk", (0, 0, 1, 1)): value})
     assert (found.status, found.rule) == ("fail", "finite")
     assert "dk[0, 0, 1, 1]" in found.reason
 
 
 @pytest.mark.parametrize("value", [2.0**-140, math.nan])
-def test_a_key_that_no_row_sees_has_a_gradient_of_exactly_0(value) -> None:
+def test_a_key_that_no_row_sees_has_a_gradient_of_exactly_0(value):
     found = verdict({("dv", (*UNSEEN, 2)): value})
     assert (found.status, found.rule) == ("fail", "empty rows")
     assert "of keys that no row sees are not exactly 0" in found.reason
 
 
-def test_only_a_query_lies_in_a_query_tile() -> None:
+def test_only_a_query_lies_in_a_query_tile():
     assert verdict({("dq", (0, 0, 2, 0)): 0.0}, tiles=(2, 4)).worst.tile.startswith("query tile 1")
     assert verdict({("dk", (0, 0, 2, 0)): 0.0}, tiles=(2, 4)).worst.tile == ""
 
 
 @pytest.mark.parametrize("tensor", AXES)
-def test_a_place_is_an_index_and_back(tensor) -> None:
+def test_a_place_is_an_index_and_back(tensor):
     index = (0, 3, 2, 1)[-len(AXES[tensor]) :] if len(AXES[tensor]) == 1 else (0, 3, 2, 1)
     index = index[: len(AXES[tensor])]
     assert Place.of(index).index(tensor) == index

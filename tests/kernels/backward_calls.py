@@ -48,6 +48,27 @@ def lists(asked, launch=SMALL) -> dict[str, VisitList]:
     return {"tiles": VisitList(*list_visits(found)), "by_keys": by_keys}
 
 
+def wrong_list(fault: str, right: VisitList) -> VisitList:
+    """A list with one fault: of three blocks of rows under a causal mask each is noticed."""
+    runs, counts = right.runs.clone(), right.counts.clone()
+    if fault == "last run dropped":
+        counts[..., -1] -= 1
+    elif fault == "last tile short":
+        runs[..., -1, 0, 1] -= 1
+    elif fault == "first run dropped":
+        runs[:, :, 1, 0] = runs[:, :, 1, 1]
+    elif fault == "one tile long":
+        runs[..., 1, 0, 1] += 1  # full, so that the next is taken for full as well
+    elif fault == "partial called full":
+        runs[..., 0] |= 1
+    elif fault == "one twice":
+        runs[..., 2, 1, :] = torch.tensor([0, 1])
+        counts[..., 2] = 2
+    elif fault == "of another head":
+        runs, counts = runs.roll(1, 1), counts.roll(1, 1)
+    return VisitList(runs, counts)
+
+
 def run(asked, launch=SMALL, *, backward=flash2_backward, listed=False, **keywords):
     """out, lse and the gradients by name."""
     of_both = dict(mods(asked.mask, asked.score)) | {"scale": asked.scale, "sink": asked.sink}

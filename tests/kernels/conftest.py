@@ -1,8 +1,5 @@
-"""The repaired interpreter, and the numbers of the formats that it must get right."""
+"""The repaired interpreter."""
 
-# ruff: noqa: N803  # Triton: constexprs in capitals
-
-import numpy as np
 import pytest
 import torch
 
@@ -15,117 +12,8 @@ except InterpreterUnavailable:
     if not torch.cuda.is_available():
         raise
 
-import triton  # after enable(), which must come first
-import triton.language as tl
-
 
 @pytest.fixture(autouse=True)
 def _interpreted():
     if not interpreter.enabled():
         pytest.skip("this process compiles for its GPU")
-
-
-@triton.jit
-def cast_kernel(source, target, DTYPE: tl.constexpr, SIZE: tl.constexpr, MODE: tl.constexpr):
-    at = tl.arange(0, SIZE)
-    tl.store(target + at, tl.load(source + at).to(DTYPE, fp_downcast_rounding=MODE))
-
-
-TORCH = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "fp8e4nv": torch.float8_e4m3fn,
-    "fp8e5": torch.float8_e5m2,
-}
-TRITON = {
-    "fp64": tl.float64,
-    "fp32": tl.float32,
-    "fp16": tl.float16,
-    "bf16": tl.bfloat16,
-    "fp8e4nv": tl.float8e4nv,
-    "fp8e5": tl.float8e5,
-}
-
-
-@pytest.fixture(scope="session")
-def torch_dtype():
-    """Triton's name of a format → torch's dtype."""
-    return TORCH
-
-
-@pytest.fixture(scope="session")
-def triton_dtype():
-    return TRITON
-
-
-def _patterns(name: str) -> torch.Tensor:
-    """Every bit pattern of an 8- or 16-bit format."""
-    bits = torch.finfo(TORCH[name]).bits
-    array = np.arange(2**bits).astype(f"uint{bits}")
-    return torch.from_numpy(array).view(TORCH[name])
-
-
-@pytest.fixture(scope="session")
-def patterns():
-    return _patterns
-
-
-def _around(target: str, source: str) -> torch.Tensor:
-    """Every finite number of ``target``, each tie, the neighbours of both, overflow, inf, NaN."""
-    numbers = _patterns(target).double().numpy()
-    numbers = np.unique(numbers[np.isfinite(numbers)])
-    step = numbers[-1] - numbers[-2]
-    beyond = numbers[-1] + step * np.arange(1, 17) / 8
-    points = np.concatenate([numbers, (numbers[1:] + numbers[:-1]) / 2, beyond, -beyond])
-    with np.errstate(over="ignore", under="ignore"):
-        points = points.astype(np.float32 if source == "fp32" else np.float64)
-        up, down = (np.nextafter(points, points.dtype.type(s * np.inf)) for s in (1, -1))
-        special = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 2.0**-149, 3.4e38, 1e300])
-        return torch.from_numpy(np.concatenate([points, up, down, special.astype(points.dtype)]))
-
-
-@pytest.fixture(scope="session")
-def around():
-    return _around
-
-
-def _double_to(numbers: torch.Tensor, name: str) -> torch.Tensor:
-    """fp64 rounded once; torch's own casts to 8 and 16 bits go through fp32 and round twice."""
-    near = numbers.float()
-    odd = (near.double() != numbers) & numbers.isfinite()
-    away = near.double().abs() > numbers.abs()
-    bits = near.view(torch.int32) - away.int()
-    return (bits | odd.int()).view(torch.float32).to(TORCH[name])
-
-
-@pytest.fixture(scope="session")
-def double_to():
-    return _double_to
-
-
-def _mismatches(left: torch.Tensor, right: torch.Tensor) -> int:
-    """How many numbers differ; NaN equals NaN, zero has a sign."""
-    a, b = left.double(), right.double()
-    same = (a == b) & (a.signbit() == b.signbit()) | a.isnan() & b.isnan()
-    return int((~same).sum())
-
-
-@pytest.fixture(scope="session")
-def mismatches():
-    return _mismatches
-
-
-def _cast(source: torch.Tensor, target: str, mode: str | None = None) -> torch.Tensor:
-    size = 1 << (source.numel() - 1).bit_length()
-    padded = torch.zeros(size, dtype=source.dtype)
-    padded[: source.numel()] = source
-    result = torch.zeros(size, dtype=TORCH[target])
-    cast_kernel[(1,)](padded, result, TRITON[target], size, mode)
-    return result[: source.numel()]
-
-
-@pytest.fixture(scope="session")
-def cast():
-    return _cast

@@ -2,8 +2,10 @@
 
 import importlib.util
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 from attncheck.core.source_files import import_file
 
@@ -49,3 +51,8 @@ def copy_kernels(
         copies[name] = import_file(copy, "a copy")
     assert changed == 1, where
     return SimpleNamespace(**copies)
+
+
+def faulty(folder: Path, names: tuple[str, ...], *fault: str) -> Callable[..., Any]:
+    """The function of the last of ``names``, from copies in one of which there is ``fault``."""
+    return getattr(vars(copy_kernels(folder, names, *fault))[names[-1]], names[-1])

@@ -9,7 +9,7 @@ from tests.kernels import backward_calls as dense
 from tests.kernels import packed_calls as packed
 from tests.kernels.backward_calls import same, scattered
 from tests.kernels.gradient_reference import given
-from tests.kernels.patched_kernels import FLASH2, copy_kernels
+from tests.kernels.patched_kernels import FLASH2, faulty
 from tests.kernels.test_flash2_backward import MASKS, SCORES
 from tests.kernels.watched_accesses import Watched
 
@@ -139,8 +139,7 @@ def test_a_score_mod_needs_its_slope(missing, calls):
 
 def test_the_copy_without_a_fault_is_right(tmp_path, calls):
     """Of which the planted faults of each backward are made."""
-    copies = copy_kernels(tmp_path, calls.files, "by_keys_kernel", "(dk * scale)", "(dk * scale)")
-    copy = getattr(vars(copies)[calls.files[-1]], calls.files[-1])
+    copy = faulty(tmp_path, calls.files, "by_keys_kernel", "(dk * scale)", "(dk * scale)")
     assert same(calls.run(calls.ask(), backward=copy), calls.run(calls.ask()))
 
 

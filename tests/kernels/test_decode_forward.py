@@ -2,16 +2,14 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
+from tests.kernels.patched_kernels import faulty
 
 from attncheck.core.judgement import Judgement
 from attncheck.core.mod_spec import Spec
 from attncheck.core.paged_layout import Paging
-from attncheck.core.source_files import import_file
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.load import load_subject
@@ -21,25 +19,30 @@ from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.question_fit import allowed_parameters
 from attncheck.verify.run_case import run_case
 
-PATCHED = import_file(Path(__file__).with_name("patched_kernels.py"), "a file of these tests")
 FULL, BOTTOM_RIGHT = Spec.of("full"), Spec.of("causal_bottom_right")
 WINDOW = Spec.of("offset", Spec.of("sliding_window", window=20), rows=98)
 PADDING = Spec.of("padding", lengths=[0, 33])
 MASKS = (FULL, BOTTOM_RIGHT, WINDOW, PADDING)
 ALIBI = Spec.of("offset", Spec.of("alibi"), rows=98)
+
+
+SCORES = (
+    ALIBI,
+    Spec.of("softcap", cap=5.0),
+    Spec.of("relative_bias", distance=9, seed=1),
+    Spec.of("chain", Spec.of("temperature", temperature=0.7), ALIBI),
+)
+DIMS = ((1, 1), (3, 40), (64, 17), (80, 80))
+
+
 KV, BLOCKS = 101, 2  # of 64 keys
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
-    """The problems are tiny, and threads that wait for each other are slower than one."""
+def _interpreted_by_one_thread(one_thread):
     if torch.cuda.is_available():
         pytest.skip("kernels are compiled here: the properties judge them on the GPU")
     prepare("cpu")
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def small(**changes) -> Problem:
@@ -74,20 +77,6 @@ def test_masks_in_every_dtype(mask, dtype):
 
 
 @pytest.mark.parametrize(
-    "score",
-    [
-        ALIBI,
-        Spec.of("softcap", cap=5.0),
-        Spec.of("relative_bias", distance=9, seed=1),
-        Spec.of("chain", Spec.of("temperature", temperature=0.7), ALIBI),
-    ],
-    ids=str,
-)
-def test_scores_are_asked_with_the_head_and_row_that_they_are_of(score):
-    assert_passes(small(mask=BOTTOM_RIGHT, score=score))
-
-
-@pytest.mark.parametrize(
     ("heads", "query"), [((1, 1), 1), ((8, 1), 4), ((6, 3), 5), ((4, 4), 33), ((16, 1), 8)], ids=str
 )
 def test_any_group_and_rows_up_to_128(heads, query):
@@ -117,14 +106,18 @@ def test_rows_in_several_blocks(monkeypatch):
     assert_passes(small(query=7, mask=BOTTOM_RIGHT, score=ALIBI, sink=True))
 
 
-@pytest.mark.parametrize("dims", [(1, 1), (3, 40), (64, 17), (80, 80)], ids=str)
-def test_any_dims(dims):
-    assert_passes(small(head_dim=dims[0], value_dim=dims[1], dtype="bf16"))
-
-
-@pytest.mark.parametrize("kv", [1, 31, 32, 33, 64, 65, 256])
-def test_any_number_of_keys(kv):
-    assert_passes(small(kv=kv, mask=BOTTOM_RIGHT))
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"head_dim": k, "value_dim": v, "dtype": "bf16"} for k, v in DIMS),
+        *({"kv": kv, "mask": BOTTOM_RIGHT} for kv in (1, 31, 32, 33, 64, 65, 256)),
+        *({"mask": BOTTOM_RIGHT, "score": score} for score in SCORES),
+    ],
+    ids=str,
+)
+def test_any_dims_keys_and_scores(changes):
+    """Scores are asked with the head and row that they are of."""
+    assert_passes(small(**changes))
 
 
 @pytest.mark.parametrize("splits", [1, 3, 4])
@@ -286,27 +279,18 @@ FAULTS = {
 }
 
 
-def with_a_fault(folder: Path, right: str, wrong: str) -> Callable[..., object]:
-    """The forward from a copy of its source that has one."""
-    copies = PATCHED.copy_kernels(folder, ("decode_forward",), "", right, wrong)
-    return copies.decode_forward.decode_forward
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_noticed(fault, tmp_path, monkeypatch):
     right, wrong, changes, splits = FAULTS[fault]
     problem = small(**changes)
     assert judged(problem, Decode(splits)).status == "pass"
-    planted = with_a_fault(tmp_path, right, wrong)
+    planted = faulty(tmp_path, ("decode_forward",), "", right, wrong)
     monkeypatch.setattr(Decode, "forward", lambda self: planted)
     assert judged(problem, Decode(splits)).status == "fail"
 
 
-CARELESS = ("if not all_finite(acc):", "if False:")
-
-
 def test_a_careless_kernel_lets_hidden_values_through(tmp_path, monkeypatch):
-    planted = with_a_fault(tmp_path, *CARELESS)
+    planted = faulty(tmp_path, ("decode_forward",), "", "if not all_finite(acc):", "if False:")
     monkeypatch.setattr(Decode, "forward", lambda self: planted)
     inputs = draw_inputs(small(query=2, mask=BOTTOM_RIGHT, dtype="bf16"))
     v = inputs.v.clone()

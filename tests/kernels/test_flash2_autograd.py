@@ -1,40 +1,26 @@
 """FlashAttention-2 under torch's autograd: its gradients are the kernels', whatever the loss is."""
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
+from tests.kernels.backward_calls import SMALL, lists, mods
+from tests.kernels.gradient_reference import Score, given, worst
+from tests.kernels.test_captured_gradients import reads_of, two_tensors
 
 from attncheck.core.errors import UsageError
-from attncheck.core.mod_spec import Dimensions
-from attncheck.core.source_files import import_file
-from attncheck.mods import captured_reads, masks, scores
-from attncheck.mods.block_mask import block_mask, list_visits
-from attncheck.mods.trace import trace_derivative, trace_mask, trace_score
-from attncheck.verify.environment import prepare
-
-if not torch.cuda.is_available():
-    prepare("cpu")
-
 from attncheck.kernels import flash2_autograd
 from attncheck.kernels.flash2_autograd import Plan, attention
 from attncheck.kernels.gradient_terms import CapturedReads
-from attncheck.kernels.launch import Launch, VisitList
-from attncheck.mods.to_triton import to_triton
+from attncheck.kernels.launch import Launch
+from attncheck.mods import masks, scores
 
-REFERENCE = import_file(Path(__file__).with_name("gradient_reference.py"), "a file of these tests")
-given = REFERENCE.given
-SOFTCAP = REFERENCE.Score(mod=scores.softcap(2.0), bend=0.5)
-LAUNCH = Launch(block_query=32, block_kv=32)
+SOFTCAP = Score(mod=scores.softcap(2.0), bend=0.5)
 
 
 def plan(asked, **changes) -> Plan:
-    mods = {"mask": to_triton(trace_mask(asked.mask))}
-    if asked.score is not None:
-        mods["score"] = to_triton(trace_score(asked.score.mod))
-        mods["slope"] = to_triton(trace_derivative(asked.score.mod))
-    return Plan(**{"scale": asked.scale, "launch": LAUNCH, **mods, **changes})
+    made = {"scale": asked.scale, "launch": SMALL} | mods(asked.mask, asked.score)
+    return Plan(**made | changes)
 
 
 def leaves(asked) -> dict[str, torch.Tensor]:
@@ -54,7 +40,7 @@ def differentiated(asked, *, of=("out", "lse"), plan_of=plan, **changes):
 
 def share(asked, **changes) -> float:
     out, lse, found = differentiated(asked, **changes)
-    return max(REFERENCE.worst(found, asked, out.detach(), lse.detach()).values())
+    return max(worst(found, asked, out.detach(), lse.detach()).values())
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -76,7 +62,7 @@ def test_a_sum_has_a_gradient_that_is_expanded():
     out.sum().backward()
     found = {f"d{name}": leaf.grad for name, leaf in given_leaves.items()}
     ones = asked.but(dout=torch.ones_like(asked.dout))
-    assert max(REFERENCE.worst(found, ones, out.detach(), lse.detach()).values()) <= 1
+    assert max(worst(found, ones, out.detach(), lse.detach()).values()) <= 1
 
 
 def test_rows_without_keys_pass_nothing_on():
@@ -88,23 +74,17 @@ def test_rows_without_keys_pass_nothing_on():
     assert all(torch.equal(found[name], plain[name]) for name in plain)
 
 
-def lists(asked, launch):
-    sizes = Dimensions(batch=1, heads=2, query=asked.q.shape[2], kv=asked.k.shape[2])
-    blocks = {"block_query": launch.block_query, "block_kv": launch.block_kv}
-    found = block_mask(asked.mask, sizes, **blocks)
-    return VisitList(*list_visits(found)), VisitList(*list_visits(found.transposed()))
-
-
 def test_each_pass_may_have_tiles_of_its_own():
     asked = given(masks.causal, "bf16")
     rows, keys = Launch(block_query=16, block_kv=32), Launch(block_query=32, block_kv=16)
     own = {"by_rows": rows, "by_keys": keys}
-    own |= {"tiles": lists(asked, LAUNCH)[0]}
-    own |= {"tiles_by_rows": lists(asked, rows)[0], "tiles_by_keys": lists(asked, keys)[1]}
+    of_rows, of_keys = lists(asked, rows), lists(asked, keys)
+    own |= {"tiles": lists(asked)["tiles"]}
+    own |= {"tiles_by_rows": of_rows["tiles"], "tiles_by_keys": of_keys["by_keys"]}
     assert share(asked, **own) <= 1
     for name, other in (
-        ("tiles_by_rows", lists(asked, keys)[0]),
-        ("tiles_by_keys", lists(asked, rows)[1]),
+        ("tiles_by_rows", of_keys["tiles"]),
+        ("tiles_by_keys", of_rows["by_keys"]),
     ):
         with pytest.raises(UsageError, match=r"lists the tiles of \d blocks: \d0 in blocks of 16"):
             differentiated(asked, **own | {name: other})
@@ -159,35 +139,21 @@ def test_a_wrong_backward_is_noticed(fault, monkeypatch):
 
 
 def slopes_of_heads(slopes):
-    def mod(score, b, h, q_idx, kv_idx):
-        return score + slopes[h].to(score.dtype) * (kv_idx - q_idx) * 0.25
-
-    return mod
+    return lambda s, b, h, i, j: s + slopes[h].to(s.dtype) * (j - i) * 0.25
 
 
-def with_a_table(slopes, table):
-    def mod(score, b, h, q_idx, kv_idx):
-        near = (kv_idx - q_idx).clamp(-3, 3) + 3
-        return slopes_of_heads(slopes)(score, b, h, q_idx, kv_idx) + table[h, near].to(score.dtype)
-
-    return mod
-
-
-def learned(make=with_a_table, **changes):
+def learned(make=two_tensors, **changes):
     """A question whose score mod reads parameters, and these."""
-    numbers = torch.Generator().manual_seed(9)
-    shapes = [(2,), (2, 7)] if make is with_a_table else [(2,)]
-    read = [torch.nn.Parameter(torch.randn(s, generator=numbers) / 4) for s in shapes]
-    score = REFERENCE.Score.of(make, *read)
-    return given(masks.causal, score=score, **changes), read
+    drawn = torch.Generator().manual_seed(9)
+    shapes = [(2,), (2, 7)] if make is two_tensors else [(2,)]
+    read = [torch.nn.Parameter(torch.randn(s, generator=drawn) / 4) for s in shapes]
+    return given(masks.causal, score=Score.of(make, *read), **changes), read
 
 
 def reading(asked, **changes) -> Plan:
     """The plan that counts what the score mod reads too."""
-    found = captured_reads.trace_reads(asked.score.mod)
-    terms = tuple((to_triton(one.slope), to_triton(one.place), one.start) for one in found)
-    count = sum(tensor.numel() for tensor in captured_reads.read_tensors(found))
-    return plan(asked, captured=CapturedReads(terms, count), **changes)
+    count = sum(tensor.numel() for tensor in asked.score.tensors)
+    return plan(asked, captured=CapturedReads(reads_of(asked.score), count), **changes)
 
 
 @pytest.mark.parametrize("atomic", [False, True], ids=["", "atomic"])
@@ -199,7 +165,7 @@ def test_it_is_differentiable_in_what_the_score_mod_reads(atomic):
     found = {f"d{name}": leaf.grad for name, leaf in given_leaves.items()}
     assert [one.grad.shape for one in read] == [one.shape for one in read]
     found["dcaptured"] = torch.cat([one.grad.flatten() for one in read])
-    assert max(REFERENCE.worst(found, asked, out.detach(), lse.detach()).values()) <= 1
+    assert max(worst(found, asked, out.detach(), lse.detach()).values()) <= 1
 
 
 def test_only_what_requires_a_gradient_gets_one():
@@ -231,7 +197,7 @@ def test_nothing_is_computed_for_what_requires_none(monkeypatch):
 def test_gradients_have_the_dtype_of_what_is_read():
     asked, (slopes,) = learned(slopes_of_heads)
     halves = torch.nn.Parameter(slopes.detach().bfloat16())
-    of_halves = asked.but(score=REFERENCE.Score.of(slopes_of_heads, halves))
+    of_halves = asked.but(score=Score.of(slopes_of_heads, halves))
     out, _ = attention(asked.q, asked.k, asked.v, plan=reading(of_halves), captured=(halves,))
     out.sum().backward()
     assert halves.grad.dtype == torch.bfloat16

@@ -2,16 +2,25 @@
 same bits whatever the tiles' list and the strides are, and every planted fault is noticed."""
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
-from tests.kernels.backward_calls import SMALL, lists, run, same, scattered, worst, worst_of
+from tests.kernels.backward_calls import (
+    SMALL,
+    lists,
+    run,
+    same,
+    scattered,
+    worst,
+    worst_of,
+    wrong_list,
+)
 from tests.kernels.gradient_reference import Score, given
-from tests.kernels.patched_kernels import FLASH2, copy_kernels
+from tests.kernels.patched_kernels import FLASH2, faulty
+from tests.messages import one_line
 
 from attncheck.core.errors import UsageError
-from attncheck.kernels.launch import Launch, VisitList
+from attncheck.kernels.launch import Launch
 from attncheck.mods import masks, scores
 
 
@@ -111,27 +120,20 @@ def in_wider_memory(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([x, torch.ones_like(x)], -1)[..., : x.shape[-1]]
 
 
-def test_expanded_gradients():
-    asked = given(masks.causal)
-    ones = torch.ones(()).expand(asked.dout.shape)
-    assert same(run(asked.but(dout=ones)), run(asked.but(dout=ones.contiguous())))
+POISONS = [(7.0, -7.0), (1e30, -1e30), (math.inf, -math.inf), (math.nan, math.nan)]
 
 
-@pytest.mark.parametrize("poison", [7.0, 1e30, math.inf, math.nan])
-@pytest.mark.parametrize("listed", [False, True], ids=["all tiles", "listed"])
-def test_hidden_keys_move_no_bit(listed, poison):
+@pytest.mark.parametrize(
+    ("how", "keys", "values"),
+    [(how, *poison) for how in ({}, {"listed": True}) for poison in POISONS]
+    + [(how, 1e30, math.nan) for how in ({}, {"atomic": True})],
+    ids=str,
+)
+def test_hidden_keys_move_no_bit(how, keys, values):
     asked = given(masks.causal, sink=True)  # 40 rows, 50 keys
     k, v = asked.k.clone(), asked.v.clone()
-    k[:, :, 40:], v[:, :, 40:] = poison, -poison
-    assert same(run(asked.but(k=k, v=v), listed=listed), run(asked, listed=listed))
-
-
-@pytest.mark.parametrize("atomic", [False, True], ids=["", "atomic"])
-def test_hidden_values_move_no_bit_of_atomic_sums_either(atomic):
-    asked = given(masks.causal)
-    k, v = asked.k.clone(), asked.v.clone()
-    k[:, :, 40:], v[:, :, 40:] = 1e30, math.nan
-    assert same(run(asked.but(k=k, v=v), atomic=atomic), run(asked, atomic=atomic))
+    k[:, :, 40:], v[:, :, 40:] = keys, values
+    assert same(run(asked.but(k=k, v=v), **how), run(asked, **how))
 
 
 def test_a_score_mod_may_leave_a_row_without_keys():
@@ -255,12 +257,6 @@ SCORES["later keys"] = Score(mod=lambda s, b, h, i, j: torch.where(j > 49, 100, 
 SCORES["later rows"] = Score(mod=lambda s, b, h, i, j: torch.where(i > 39, math.inf, s))
 
 
-def with_a_fault(folder: Path, where: str, right: str, wrong: str):
-    """The backward from a copy of its rooms, one of which has a fault."""
-    copies = copy_kernels(folder, FLASH2, where, right, wrong)
-    return copies.flash2_backward.flash2_backward
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_noticed(fault, tmp_path):
     where, right, wrong, changes = FAULTS[fault]
@@ -271,36 +267,26 @@ def test_planted_faults_are_noticed(fault, tmp_path):
     asked = given(changes.pop("mask", masks.causal), score=score, **changes)
     asked = asked.but(**{name: move(getattr(asked, name)) for name, move in moved.items()})
     assert worst(asked, listed=listed) <= 1
-    assert worst(asked, listed=listed, backward=with_a_fault(tmp_path, where, right, wrong)) > 1
+    planted = faulty(tmp_path, FLASH2, where, right, wrong)
+    assert worst(asked, listed=listed, backward=planted) > 1
 
 
 def test_a_careless_kernel_lets_hidden_keys_through(tmp_path):
-    careless = with_a_fault(tmp_path, "row_gradients", "    if CAREFUL:", "    if False:")
+    careless = faulty(tmp_path, FLASH2, "row_gradients", "    if CAREFUL:", "    if False:")
     asked = given(masks.causal)
     k = asked.k.clone()
     k[:, :, 40:] = math.nan
     assert run(asked.but(k=k), backward=careless)[2]["dq"].isnan().any()
 
 
-def change(tiles: VisitList, of: str) -> VisitList:
-    counts, runs = tiles.counts.clone(), tiles.runs.clone()
-    if of == "one run dropped":
-        counts[..., -1] -= 1
-    elif of == "one tile short":
-        runs[..., -1, 0, 1] -= 1
-    elif of == "partial called full":
-        runs[..., 0] |= 1
-    return VisitList(runs, counts)
-
-
 @pytest.mark.parametrize("which", ["tiles", "by_keys"])
 @pytest.mark.parametrize(
-    "fault", ["nothing", "one run dropped", "one tile short", "partial called full"]
+    "fault", ["nothing", "last run dropped", "last tile short", "partial called full"]
 )
 def test_a_wrong_list_is_noticed(fault, which):
     asked = given(masks.causal, shape=(1, 2, 1, 50, 50, 20, 12))
     found = lists(asked, SMALL)
-    found[which] = change(found[which], fault)
+    found[which] = wrong_list(fault, found[which])
     assert (worst(asked, **found) <= 1) == (fault == "nothing")
 
 
@@ -316,8 +302,6 @@ def test_a_list_of_other_blocks_is_refused(name):
     blocks = -(-length // 16)
     assert f"{name} lists the tiles of {blocks} blocks: {length} in blocks" in str(error.value)
     wrong = lists(asked, Launch(**{own: 32, across: 16}))[name]
-    with pytest.raises(UsageError) as error:
+    said = f"{name} lists tile {-(-other // 16) - 1}, counted from 0: {other} in tiles of 32 are 2."
+    with one_line(UsageError, whole=said):
         run(asked, **{name: wrong})
-    assert str(error.value) == (
-        f"{name} lists tile {-(-other // 16) - 1}, counted from 0: {other} in tiles of 32 are 2."
-    )

@@ -1,19 +1,16 @@
 """FlashAttention-2's backward as its subject launches it, and compiled for Hopper without one."""
 
-from pathlib import Path
-
 import pytest
 import torch
+from tests.kernels.gradient_reference import Given, Score, worst
 
 from attncheck.core.mod_spec import FULL, NONE, Spec
-from attncheck.core.source_files import import_file
 from attncheck.core.tensor_names import GRADIENTS
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
 from attncheck.subjects import kernel_mods
 from attncheck.subjects.triton_flash import Flash2, Flash2Atomic
 
-REFERENCE = import_file(Path(__file__).with_name("gradient_reference.py"), "a file of these tests")
 BLOCKS = (32, 32)
 
 
@@ -27,9 +24,9 @@ def of_problem(inputs):
     """The same question in this file's terms."""
     case = inputs.problem
     named = {name: getattr(inputs, name) for name in ("q", "k", "v", "dout", "dlse", "sink")}
-    score = None if case.score == NONE else REFERENCE.Score(mod=case.score_mod("cpu"), bend=0.2)
+    score = None if case.score == NONE else Score(mod=case.score_mod("cpu"), bend=0.2)
     mods = {"mask": case.mask_mod("cpu"), "score": score}
-    return REFERENCE.Given(**named, **mods, dtype=case.dtype, scale=case.scale)
+    return Given(**named, **mods, dtype=case.dtype, scale=case.scale)
 
 
 @pytest.mark.parametrize("subject", [Flash2(), Flash2(BLOCKS), Flash2Atomic(BLOCKS)])
@@ -49,7 +46,7 @@ def test_the_subject_gives_gradients(changes, subject):
     assert subject.concerns(inputs.problem)
     found = subject.run(inputs)
     assert found.gradients().keys() == {f"d{n}" for n in inputs.tensors()} & set(GRADIENTS)
-    reached = REFERENCE.worst(found.gradients(), of_problem(inputs), found.out, found.lse)
+    reached = worst(found.gradients(), of_problem(inputs), found.out, found.lse)
     assert max(reached.values()) <= 1
     forward = subject.run(inputs.forward())
     assert torch.equal(forward.out, found.out)

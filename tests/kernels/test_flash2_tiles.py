@@ -2,12 +2,15 @@
 pages, exact by the judge; and a list that is wrong, or pages that are, is noticed."""
 
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 import triton
 import triton.language as tl
+from tests.kernels.backward_calls import wrong_list
+from tests.messages import one_line
 
 from attncheck.core.errors import UsageError
 from attncheck.core.mod_spec import FULL, Spec
@@ -24,7 +27,7 @@ if not torch.cuda.is_available():
 from attncheck.kernels import flash2_forward as flash2_forward_room
 from attncheck.kernels import tile
 from attncheck.kernels.flash2_forward import flash2_forward, hoists_offsets
-from attncheck.kernels.launch import KernelPages, VisitList, needs_careful_launch
+from attncheck.kernels.launch import KernelPages, needs_careful_launch
 from attncheck.mods.to_triton import to_triton
 from attncheck.subjects.kernel_mods import mask_expression
 
@@ -58,19 +61,19 @@ def verdict(subject, problem: Problem) -> str:
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_the_listed_tiles_give_what_all_give(mask) -> None:
+def test_the_listed_tiles_give_what_all_give(mask):
     """To the bit: a hidden key's weight is 0, and a maximum that stays rescales by 1."""
     inputs = draw_inputs(small(mask=MASKS[mask], batch=2 if mask == "of both" else 1))
     assert same(Flash2((32, 32)).run(inputs), Flash2((32, 32), dense=True).run(inputs))
 
 
 @pytest.mark.parametrize("mask", ["causal", "of heads"])
-def test_they_are_exact_in_fp8(mask) -> None:
+def test_they_are_exact_in_fp8(mask):
     assert verdict(Flash2((32, 32)), small(mask=MASKS[mask], dtype="e4m3")) == "pass"
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_the_list_leaves_tiles_out(mask) -> None:
+def test_the_list_leaves_tiles_out(mask):
     """And has one entry for all of batch or heads where the mask does not read them."""
     paddings = {"mask": Spec.of("padding", lengths=[0, 40])} if mask == "padding" else {}
     problem = small(batch=2, **({"mask": MASKS[mask]} | paddings))
@@ -81,7 +84,7 @@ def test_the_list_leaves_tiles_out(mask) -> None:
     assert Flash2().visited(small(mask=FULL), torch.device("cpu")) == {}
 
 
-def test_a_score_mod_and_other_numbers_have_the_same_list() -> None:
+def test_a_score_mod_and_other_numbers_have_the_same_list():
     """It is made once for a mask at its lengths; for another window it is another."""
     lists = [
         visits_room.visited_tiles(small(**changes), 32, 32, "cpu")
@@ -99,85 +102,38 @@ class WrongList(Flash2):
         self.change = change
 
     def visited(self, problem, device):
-        right = super().visited(problem, device)["tiles"]
-        return {"tiles": self.change(right.runs.clone(), right.counts.clone())}
+        return {"tiles": self.change(super().visited(problem, device)["tiles"])}
 
 
-def nothing(runs, counts) -> VisitList:
-    return VisitList(runs, counts)
-
-
-def last_dropped(runs, counts) -> VisitList:
-    counts[..., 1] -= 1
-    return VisitList(runs, counts)
-
-
-def first_dropped(runs, counts) -> VisitList:
-    runs[:, :, 1, 0] = runs[:, :, 1, 1]
-    return VisitList(runs, counts)
-
-
-def one_tile_short(runs, counts) -> VisitList:
-    runs[..., 2, 0, 1] -= 1
-    return VisitList(runs, counts)
-
-
-def one_tile_long(runs, counts) -> VisitList:
-    runs[..., 1, 0, 1] += 1  # full, so that the next is taken for full as well
-    return VisitList(runs, counts)
-
-
-def partial_called_full(runs, counts) -> VisitList:
-    runs[..., 0] |= 1
-    return VisitList(runs, counts)
-
-
-def twice(runs, counts) -> VisitList:
-    runs[..., 2, 1, :] = torch.tensor([0, 1])
-    counts[..., 2] = 2
-    return VisitList(runs, counts)
-
-
-def of_another_head(runs, counts) -> VisitList:
-    return VisitList(runs.roll(1, 1), counts.roll(1, 1))
-
-
-WRONG = {
-    "nothing": (nothing, "causal", "pass"),
-    "last dropped": (last_dropped, "causal", "fail"),
-    "first dropped": (first_dropped, "causal", "fail"),
-    "one tile short": (one_tile_short, "causal", "fail"),
-    "one tile long": (one_tile_long, "causal", "fail"),
-    "partial called full": (partial_called_full, "causal", "fail"),
-    "one twice": (twice, "causal", "fail"),
-    "of another head": (of_another_head, "of heads", "fail"),
-}
-
-
-@pytest.mark.parametrize("fault", WRONG)
-def test_a_wrong_list_is_noticed(fault) -> None:
-    change, mask, expected = WRONG[fault]
-    problem = small(mask=MASKS[mask])
-    assert verdict(WrongList(change), problem) == expected
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *("nothing", "last run dropped", "first run dropped", "last tile short", "one tile long"),
+        *("partial called full", "one twice", "of another head"),
+    ],
+)
+def test_a_wrong_list_is_noticed(fault):
+    problem = small(mask=MASKS["of heads" if fault == "of another head" else "causal"])
+    subject = WrongList(partial(wrong_list, fault))
+    assert verdict(subject, problem) == ("pass" if fault == "nothing" else "fail")
     inputs = draw_inputs(problem)
     dense = Flash2((32, 32), dense=True).run(inputs)
-    assert same(WrongList(change).run(inputs), dense) == (expected == "pass")
+    assert same(subject.run(inputs), dense) == (fault == "nothing")
 
 
-def test_a_list_of_other_blocks_is_refused() -> None:
+def test_a_list_of_other_blocks_is_refused():
     inputs = draw_inputs(small())
     for blocks, says in (
         ((16, 32), "tiles lists the tiles of 5 blocks: 70 in blocks of 32 are 3."),
         ((32, 16), "tiles lists tile 4, counted from 0: 66 in tiles of 32 are 3."),
     ):
         wrong = visits_room.visited_tiles(inputs.problem, *blocks, "cpu")
-        with pytest.raises(UsageError) as error:
-            WrongList(lambda *_, wrong=wrong: wrong).run(inputs)
-        assert str(error.value) == says
+        with one_line(UsageError, whole=says):
+            WrongList(lambda _, wrong=wrong: wrong).run(inputs)
 
 
 @pytest.mark.parametrize("heads", [1, 3, 4, 5])
-def test_runs_of_every_sort(heads) -> None:
+def test_runs_of_every_sort(heads):
     """Of both kinds, with gaps between them, of single tiles, and none: of any number of heads."""
     inputs = draw_inputs(small(heads=heads, mask=MASKS["gaps"], query=96, kv=131))
     subject = Flash2((32, 16))
@@ -201,7 +157,7 @@ def placed(out_ptr, blocks, together):
 
 
 @pytest.mark.parametrize("together", [1, 3, 4, 6, 9])
-def test_each_block_of_each_head_is_started_once(together) -> None:
+def test_each_block_of_each_head_is_started_once(together):
     """The last blocks of four heads first; of as many as are left in the end."""
     blocks = 3
     out = torch.empty(blocks * together, 2, dtype=torch.int32)
@@ -222,7 +178,7 @@ def counted(again_ptr, out_ptr, every):
 
 
 @pytest.mark.parametrize("flagged", [None, 0, 2, 767, 768, 799])
-def test_a_careful_program_looks_at_all_of_its_share(flagged) -> None:
+def test_a_careful_program_looks_at_all_of_its_share(flagged):
     """Of three programs only the one whose block it is has anything to do."""
     again, out = torch.zeros(800, dtype=torch.int32), torch.full((3,), -1, dtype=torch.int32)
     wanted = [0, 0, 0]
@@ -234,7 +190,7 @@ def test_a_careful_program_looks_at_all_of_its_share(flagged) -> None:
 
 
 @pytest.mark.parametrize("programs", [1, 2, 5])
-def test_few_careful_programs_do_all_blocks(programs, monkeypatch) -> None:
+def test_few_careful_programs_do_all_blocks(programs, monkeypatch):
     inputs = draw_inputs(small(heads=3, kv_heads=3, query=66, batch=2))
     v = inputs.v.clone()
     v[0, 1, 60], v[1, 2, 20], v[1, 0, 5] = math.nan, math.inf, -math.inf
@@ -247,7 +203,7 @@ def test_few_careful_programs_do_all_blocks(programs, monkeypatch) -> None:
     assert torch.equal(found.lse, wanted.lse)
 
 
-def test_what_a_launch_on_hopper_has_besides(monkeypatch) -> None:
+def test_what_a_launch_on_hopper_has_besides(monkeypatch):
     """In 16 bits, without a score mod, and where a block may have the memory of three stages."""
 
     def besides(**changes) -> tuple[int, int | None]:
@@ -267,7 +223,7 @@ def test_what_a_launch_on_hopper_has_besides(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
-def test_what_a_skipped_tile_holds_does_not_matter(poison) -> None:
+def test_what_a_skipped_tile_holds_does_not_matter(poison):
     """Nor what a visited one hides: its rows are done again with care, and no bit moves."""
     inputs = draw_inputs(small(query=20, heads=1))
     k, v = inputs.k.clone(), inputs.v.clone()
@@ -277,7 +233,7 @@ def test_what_a_skipped_tile_holds_does_not_matter(poison) -> None:
         assert same(subject.run(poisoned), subject.run(inputs))
 
 
-def test_other_launches_of_flash2() -> None:
+def test_other_launches_of_flash2():
     """Half as long, half as wide, twice as large and dense; in fp8 never fewer than 32 keys."""
     assert list(Flash2().launches(small(kv=70), "cpu")) == ["32×64", "64×32", "128×128", "dense"]
     assert list(Flash2().launches(small(mask=FULL, query=20, kv=20), "cpu")) == [
@@ -294,24 +250,22 @@ def test_other_launches_of_flash2() -> None:
 
 
 SINKS = {"causal": {}, "nothing": {"mask": MASKS["nothing"]}, "full": {"mask": FULL}}
+SINKS["score mod"] = {"score": Spec.of("softcap", cap=5.0)}
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "e4m3"])
+@pytest.mark.parametrize(
+    ("dtype", "changes"),
+    [(dtype, name) for dtype in ("fp32", "bf16", "e4m3") for name in SINKS if name != "score mod"]
+    + [("bf16", "score mod")],
+)
 @pytest.mark.parametrize("subject", [Flash2(), Flash1()], ids=["flash2", "flash1"])
-@pytest.mark.parametrize("changes", SINKS.values(), ids=SINKS)
-def test_sinks_are_exact(changes, subject, dtype) -> None:
-    assert verdict(subject, small(sink=True, query=40, dtype=dtype, **changes)) == "pass"
-
-
-@pytest.mark.parametrize("subject", [Flash2(), Flash1()], ids=["flash2", "flash1"])
-def test_sinks_with_a_score_mod_are_exact(subject) -> None:
-    """Scores are natural then, and so is the sink."""
-    score = Spec.of("softcap", cap=5.0)
-    assert verdict(subject, small(sink=True, query=40, score=score)) == "pass"
+def test_sinks_are_exact(subject, changes, dtype):
+    """With a score mod scores are natural, and so is the sink."""
+    assert verdict(subject, small(sink=True, query=40, dtype=dtype, **SINKS[changes])) == "pass"
 
 
 @pytest.mark.parametrize("subject", [Flash2(), Flash1()], ids=["flash2", "flash1"])
-def test_a_row_that_sees_no_key_sees_the_sink(subject) -> None:
+def test_a_row_that_sees_no_key_sees_the_sink(subject):
     inputs = draw_inputs(small(sink=True, mask=MASKS["nothing"], score=Spec.of("softcap", cap=5.0)))
     found = subject.run(inputs)
     assert torch.equal(found.out, torch.zeros_like(found.out))
@@ -332,7 +286,7 @@ class OtherSink(Flash2):
 @pytest.mark.parametrize(
     "change", [lambda s: s.flip(0), lambda s: s * 1.44269504, lambda s: s - 100.0]
 )
-def test_a_wrong_sink_is_noticed(change) -> None:
+def test_a_wrong_sink_is_noticed(change):
     """Another head's, one in log2 units, none."""
     assert verdict(OtherSink(change), small(sink=True)) == "fail"
 
@@ -380,7 +334,7 @@ def forward(inputs, subject, k, v, **more):
     [{}, {"mask": FULL, "dtype": "fp32"}, {"sink": True, "dtype": "e4m3", "value_dim": 8}],
     ids=["causal", "full", "fp8"],
 )
-def test_pages_give_the_bits_of_rows_one_after_another(changes, size) -> None:
+def test_pages_give_the_bits_of_rows_one_after_another(changes, size):
     """Whatever their size; what is free, or beyond the last key, may be NaN."""
     inputs = draw_inputs(small(batch=2, query=20, kv=70, **changes))
     subject = Flash2((32, 32))
@@ -389,7 +343,7 @@ def test_pages_give_the_bits_of_rows_one_after_another(changes, size) -> None:
     assert same(found, subject.run(inputs))
 
 
-def test_a_wrong_page_is_noticed() -> None:
+def test_a_wrong_page_is_noticed():
     inputs = draw_inputs(small(batch=2, heads=4, kv_heads=2, query=20, kv=70, mask=FULL))
     subject = Flash2((32, 32))
     k, v, pages = paged(inputs, 16, poison=0.0)
@@ -401,7 +355,7 @@ def test_a_wrong_page_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("name", ["k", "v"])
-def test_a_tile_beyond_32_bits(name) -> None:
+def test_a_tile_beyond_32_bits(name):
     """Its first key times a row's stride is 2^31: untouched pages of memory cost nothing."""
     inputs = draw_inputs(small(heads=1, query=3, kv=33, mask=FULL))
     given = getattr(inputs, name)
@@ -413,7 +367,7 @@ def test_a_tile_beyond_32_bits(name) -> None:
     assert same(subject.run(inputs.replace(**{name: view})), subject.run(inputs))
 
 
-def test_where_offsets_are_kept() -> None:
+def test_where_offsets_are_kept():
     """In 16 bits, in rows of whole 16 bytes, up to 128 columns; of both."""
     right = torch.empty(1, 1, 4, 128, dtype=torch.float16, device="meta")
     assert hoists_offsets(right, right[..., :64])
@@ -424,7 +378,7 @@ def test_where_offsets_are_kept() -> None:
 
 @pytest.mark.parametrize("capturing", [False, True])
 @pytest.mark.parametrize("some", [False, True])
-def test_the_careful_launch_is_asked_for_where_it_is_needed(some, capturing, monkeypatch) -> None:
+def test_the_careful_launch_is_asked_for_where_it_is_needed(some, capturing, monkeypatch):
     """Or where nobody can look: while a CUDA graph is recorded."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     flags = torch.tensor([0, int(some)])

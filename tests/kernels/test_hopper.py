@@ -14,9 +14,9 @@ MOST_SPILLED = 80  # bytes a thread: what tiles were chosen by (subjects/triton_
 
 @pytest.fixture
 def compile_kernels(tmp_path):
-    """``compile_kernels(script, *arguments)``: what it prints, in a process that compiles."""
+    """``compile_kernels(what, …)``: what it prints, in a process that compiles."""
 
-    def run(script, *arguments):
+    def run(*arguments, script="compile_for_hopper.py"):
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
         done = subprocess.run(
             [sys.executable, Path(__file__).parent / script, *arguments],
@@ -35,7 +35,7 @@ BACKWARDS = ("flash2-dq", "flash2-dkdv", "varlen-dq", "varlen-dkdv")
 
 def test_backwards_fit_and_hardly_spill(compile_kernels):
     sizes = ("--dtype", "bf16", "--head-dim", "64", "256", "--kind", "causal", "atomic")
-    lines = compile_kernels(SPILLS, "--kernel", *BACKWARDS, *sizes)[2:]
+    lines = compile_kernels("--kernel", *BACKWARDS, *sizes, script=SPILLS)[2:]
     assert len(lines) == 10
     for line in map(str.split, lines):
         *_, spilled, shared, products, _, _ = line
@@ -48,24 +48,24 @@ def test_backwards_fit_and_hardly_spill(compile_kernels):
 def test_dq_fits_with_the_gradients_of_what_a_score_mod_reads(compile_kernels):
     """A table is loaded for the score, the slope and the place of each number."""
     sizes = ("--dtype", "bf16", "--head-dim", "256", "--kind", "dalibi", "dbias")
-    lines = compile_kernels(SPILLS, "--kernel", "flash2-dq", *sizes)[2:]
+    lines = compile_kernels("--kernel", "flash2-dq", *sizes, script=SPILLS)[2:]
     assert [line.split()[3] for line in lines] == ["dalibi", "dbias"]
     assert all(int(line.split()[-4]) <= SHARED_MEMORY for line in lines)
     assert all(int(line.split()[-3]) > 0 for line in lines)  # products of 16-bit operands
 
 
 def test_softmax_loads_wide_and_does_not_spill(compile_kernels):
-    assert compile_kernels("compile_softmax.py") == ["compiled"]
+    compile_kernels("softmax")
 
 
 def test_decoding_hardly_spills(compile_kernels):
-    compile_kernels("compile_decode.py")
+    compile_kernels("decode")
 
 
 def test_both_launches_add_a_row_up_in_one_order(compile_kernels):
     """Or hidden values that are not finite move bits of rows that do not see them."""
     tiles = ("tf32:128", "bf16:256", "tf32:128:64,32,8")
-    lines = compile_kernels("compile_careful.py", *tiles)
+    lines = compile_kernels("careful", *tiles)
     # The last has two warps a row, as it had when an H200 showed it.
     assert [line.split()[:2] for line in lines] == [
         [tile, verdict] for tile, verdict in zip(tiles, ("same", "same", "apart"), strict=True)
@@ -78,12 +78,12 @@ def test_a_score_mod_and_its_slope_are_two_functions(compile_kernels):
     Of one name the slope of a temperature would divide as the temperature does: the mod divides,
     and its slope is a number.
     """
-    assert compile_kernels("compile_names.py") == ["1"]
+    assert compile_kernels("names") == ["1"]
 
 
 @pytest.mark.parametrize(("how", "kernels"), [((), 1), (("specialised",), 5)], ids=str)
 def test_the_layout_of_a_gradient_moves_no_bit_of_delta(how, kernels, compile_kernels):
     """As it did on an H200: how wide loads may be decides in which order a row is added up."""
-    lines = compile_kernels("specialise_deltas.py", *how)
+    lines = compile_kernels("deltas", *how)
     assert len(lines) == 5
     assert len(set(lines)) == kernels

@@ -7,6 +7,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from tests.kernels.number_formats import TORCH, around, double_to, mismatches, patterns
 
 
 @triton.jit
@@ -54,10 +55,10 @@ def test_one_and_one_is_two_in_bf16():
 
 @pytest.mark.parametrize("op", ["add", "sub", "mul", "less", "abs", "neg"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_arithmetic_as_in_torch(dtype, op, patterns, mismatches, torch_dtype):
+def test_arithmetic_as_in_torch(dtype, op):
     a = patterns(dtype)
     b = a.view(torch.int16)[torch.randperm(len(a), generator=torch.Generator().manual_seed(1))]
-    b = b.view(torch_dtype[dtype])
+    b = b.view(TORCH[dtype])
     expected = {
         "add": a + b,
         "sub": a - b,
@@ -71,8 +72,8 @@ def test_arithmetic_as_in_torch(dtype, op, patterns, mismatches, torch_dtype):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
-def test_fma_rounds_once(dtype, around, double_to, mismatches, torch_dtype):
-    a = around("bf16", "fp32")[: 1 << 16].to(torch_dtype[dtype])
+def test_fma_rounds_once(dtype):
+    a = around("bf16", "fp32")[: 1 << 16].to(TORCH[dtype])
     b = a.flip(0).contiguous()
     finite = a.isfinite() & b.isfinite()
     exact = a.numpy(force=True) if dtype == "fp32" else a.float().numpy()

@@ -4,6 +4,15 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
+from tests.kernels.number_formats import (
+    TORCH,
+    TRITON,
+    around,
+    cast,
+    double_to,
+    mismatches,
+    patterns,
+)
 
 from attncheck.kernels import interpreter
 from attncheck.kernels.interpreter import casts
@@ -22,34 +31,32 @@ def in_range(source: torch.Tensor, target: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("target", ["fp64", "fp32"])
 @pytest.mark.parametrize("source", NARROW)
-def test_every_pattern_goes_up_as_in_torch(source, target, patterns, mismatches, cast, torch_dtype):
+def test_every_pattern_goes_up_as_in_torch(source, target):
     numbers = patterns(source)
     if (source, target) in {("fp8e4nv", "fp64"), ("fp8e5", "fp64")}:
         # Triton compiles no such cast for an H200; through fp32 it is exact.
         assert mismatches(cast(cast(numbers, "fp32"), "fp64"), numbers.double()) == 0
-    assert mismatches(cast(numbers, target), numbers.to(torch_dtype[target])) == 0
+    assert mismatches(cast(numbers, target), numbers.to(TORCH[target])) == 0
 
 
 @pytest.mark.parametrize("target", NARROW)
 @pytest.mark.parametrize("source", NARROW)
-def test_every_pattern_goes_across_as_in_torch(
-    source, target, patterns, mismatches, cast, torch_dtype
-):
+def test_every_pattern_goes_across_as_in_torch(source, target):
     if source == target:
         return
     numbers = patterns(source)
-    expected = in_range(numbers.float(), target).to(torch_dtype[target])
+    expected = in_range(numbers.float(), target).to(TORCH[target])
     assert mismatches(cast(numbers, target), expected) == 0
 
 
 @pytest.mark.parametrize("target", NARROW)
-def test_fp32_goes_down_as_in_torch(target, around, mismatches, cast, torch_dtype):
+def test_fp32_goes_down_as_in_torch(target):
     numbers = around(target, "fp32")
-    assert mismatches(cast(numbers, target), in_range(numbers, target).to(torch_dtype[target])) == 0
+    assert mismatches(cast(numbers, target), in_range(numbers, target).to(TORCH[target])) == 0
 
 
 @pytest.mark.parametrize("target", [*NARROW, "fp32"])
-def test_fp64_rounds_once(target, around, double_to, mismatches, cast):
+def test_fp64_rounds_once(target):
     numbers = around(target if target in NARROW else "bf16", "fp64")
     if target == "fp32":
         assert mismatches(cast(numbers, target), numbers.float()) == 0
@@ -58,19 +65,17 @@ def test_fp64_rounds_once(target, around, double_to, mismatches, cast):
         assert mismatches(cast(numbers, target), expected) == 0
 
 
-def test_casting_twice_would_be_noticed(around, mismatches, cast):
+def test_casting_twice_would_be_noticed():
     numbers = around("bf16", "fp64")
     assert mismatches(cast(numbers, "bf16"), numbers.float().bfloat16()) > 0
 
 
 @pytest.mark.parametrize("target", ["bf16", "fp16"])
-def test_rounding_toward_zero(target, around, mismatches, cast, torch_dtype):
+def test_rounding_toward_zero(target):
     numbers = around(target, "fp32")
     got = cast(numbers, target, "rtz").double()
     exact = numbers.double()
-    above = torch.nextafter(
-        got.to(torch_dtype[target]), torch.full_like(got, np.inf).to(torch_dtype[target])
-    )
+    above = torch.nextafter(got.to(TORCH[target]), torch.full_like(got, np.inf).to(TORCH[target]))
     finite = exact.isfinite()
     assert (got.abs() <= exact.abs())[finite].all()
     assert (above.double() > exact)[finite & (exact > 0)].all()
@@ -79,14 +84,14 @@ def test_rounding_toward_zero(target, around, mismatches, cast, torch_dtype):
 
 
 @pytest.mark.parametrize("target", ["bf16", "fp8e4nv", "fp8e5"])
-def test_the_stock_cast_fails_this_check(target, around, mismatches, torch_dtype, triton_dtype):
+def test_the_stock_cast_fails_this_check(target):
     numbers = around(target, "fp32")
     with np.errstate(all="ignore"):
         bits = interpreter.stock("_convert_float")(
-            numbers.numpy(), tl.float32, triton_dtype[target], _rtne() if target != "bf16" else None
+            numbers.numpy(), tl.float32, TRITON[target], _rtne() if target != "bf16" else None
         )
-    got = torch.from_numpy(bits).view(torch_dtype[target])
-    assert mismatches(got, in_range(numbers, target).to(torch_dtype[target])) > 0
+    got = torch.from_numpy(bits).view(TORCH[target])
+    assert mismatches(got, in_range(numbers, target).to(TORCH[target])) > 0
 
 
 def _rtne():
@@ -95,11 +100,11 @@ def _rtne():
     return ir.ROUNDING_MODE.RTNE
 
 
-def test_integers_become_bf16(mismatches, cast):
+def test_integers_become_bf16():
     numbers = torch.tensor([0, 1, -1, 255, 257, 2**24 + 1, -(2**31), 2**31 - 1], dtype=torch.int32)
     assert mismatches(cast(numbers, "bf16"), numbers.float().bfloat16()) == 0
 
 
-def test_formats_are_known_under_tritons_names(torch_dtype, triton_dtype):
-    assert casts.FORMATS.keys() == torch_dtype.keys()
-    assert all(getattr(triton_dtype[name], "name", None) == name for name in torch_dtype)
+def test_formats_are_known_under_tritons_names():
+    assert casts.FORMATS.keys() == TORCH.keys()
+    assert all(getattr(TRITON[name], "name", None) == name for name in TORCH)

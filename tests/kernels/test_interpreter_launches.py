@@ -10,6 +10,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from tests.kernels.number_formats import cast
 
 from attncheck.core.errors import InterpreterUnavailable
 from attncheck.kernels import interpreter
@@ -28,7 +29,7 @@ def count_kernel(source, target, steps):
     tl.store(target, total)
 
 
-def test_an_exception_in_a_kernel_leaves_the_next_launch_working(cast):
+def test_an_exception_in_a_kernel_leaves_the_next_launch_working():
     cast(torch.ones(4), "bf16")  # the first launch of a process leaves triton's own traces
     before = dict(vars(tl)), dict(vars(tl.tensor)), dict(vars(tl.core))
     with pytest.raises(Exception, match="planted"):

@@ -10,6 +10,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from tests.kernels.number_formats import TORCH, mismatches
 
 from attncheck.kernels import interpreter
 
@@ -57,9 +58,9 @@ def reduced(op: str, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("op", ["sum", "max", "min", "cumsum", "all", "argmax", "argmin"])
-def test_reductions_of_integers_are_exact(op, dtype, torch_dtype):
+def test_reductions_of_integers_are_exact(op, dtype):
     x = torch.from_numpy(np.random.Generator(np.random.Philox(3)).integers(-2, 3, (8, 16)))
-    x = x.to(torch_dtype[dtype])
+    x = x.to(TORCH[dtype])
     wide = x.float()
     expected = {
         "sum": wide.sum(1),
@@ -74,11 +75,11 @@ def test_reductions_of_integers_are_exact(op, dtype, torch_dtype):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_reductions_drop_nan_and_keep_a_row_of_it(dtype, mismatches, torch_dtype):
+def test_reductions_drop_nan_and_keep_a_row_of_it(dtype):
     x = torch.tensor(
         [[1.0, np.nan, 3.0, 2.0], [np.nan] * 4, [-np.inf] * 4, [np.nan, -np.inf, 0, 1]]
     )
-    x = x.to(torch_dtype[dtype])
+    x = x.to(TORCH[dtype])
     assert mismatches(reduced("max", x), torch.tensor([3.0, np.nan, -np.inf, 1.0])) == 0
     assert mismatches(reduced("min", x), torch.tensor([1.0, np.nan, -np.inf, -np.inf])) == 0
     assert reduced("argmax", x).tolist() == [2.0, 3.0, 0.0, 3.0]
@@ -86,8 +87,8 @@ def test_reductions_drop_nan_and_keep_a_row_of_it(dtype, mismatches, torch_dtype
 
 
 @pytest.mark.parametrize(("dtype", "full"), [("bf16", 256.0), ("fp16", 2048.0)])
-def test_sums_round_after_every_addition(dtype, full, torch_dtype):
-    x = torch.tensor([[full, 1.0, 1.0, 0.0]] * 2, dtype=torch_dtype[dtype])
+def test_sums_round_after_every_addition(dtype, full):
+    x = torch.tensor([[full, 1.0, 1.0, 0.0]] * 2, dtype=TORCH[dtype])
     assert reduced("sum", x).tolist() == [full] * 2  # summed in fp32 it would be full + 2
 
 
@@ -108,8 +109,8 @@ def uniform(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16", "fp8e4nv", "fp8e5"])
-def test_dot_is_the_fp32_product_of_the_values(dtype, torch_dtype):
-    a, b = (x.to(torch_dtype[dtype]) for x in uniform(2, 32, 32))
+def test_dot_is_the_fp32_product_of_the_values(dtype):
+    a, b = (x.to(TORCH[dtype]) for x in uniform(2, 32, 32))
     assert torch.equal(product(a, b), torch.from_numpy(a.float().numpy() @ b.float().numpy()))
 
 

@@ -5,13 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.kernels.patched_kernels import copy_kernels
 
 from attncheck.core.formats import FORMATS, Format
-from attncheck.core.source_files import import_file
 from attncheck.kernels import softmax_forward as right
 from attncheck.kernels.softmax_forward import KINDS, Launch, softmax
 
-PATCHED = import_file(Path(__file__).with_name("patched_kernels.py"), "a file of these tests")
 UNIT = 2.0**-24  # unit roundoff of fp32
 EXP = LOG = 8  # units: 4 ulp, the widest that numpy's vector code may be off; a GPU's exp2 is 2 ulp
 VECTOR = 8  # most elements of 16 bytes
@@ -201,7 +200,7 @@ FAULTS = {
 
 def planted(tmp_path: Path, old: str, new: str) -> Any:
     """The kernels' source with ``new`` in the place of ``old``, as a module of its own."""
-    return PATCHED.copy_kernels(tmp_path, ("softmax_forward",), "", old, new).softmax_forward
+    return copy_kernels(tmp_path, ("softmax_forward",), "", old, new).softmax_forward
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -21,7 +21,7 @@ from tests.kernels.packed_calls import (
     worst,
     worst_of,
 )
-from tests.kernels.patched_kernels import copy_kernels
+from tests.kernels.patched_kernels import faulty
 
 from attncheck.kernels.flash2_backward import flash2_backward
 from attncheck.kernels.launch import Launch
@@ -264,9 +264,7 @@ def _one(x, b, h, rows, keys, captured):
 
 
 def with_a_fault(folder: Path, where: str, right: str, wrong: str):
-    """The backward from a copy of its file in which the function ``where`` has a fault."""
-    copies = copy_kernels(folder, ("varlen_backward",), where, right, wrong, BESIDE)
-    return copies.varlen_backward.varlen_backward
+    return faulty(folder, ("varlen_backward",), where, right, wrong, BESIDE)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.messages import one_line
 
 from attncheck.cases.strategies.mask_strategies import PLAIN_MASKS, masks
 from attncheck.cases.strategies.score_strategies import compositions
@@ -289,9 +290,8 @@ def test_it_moves_to_a_device():
     ],
 )
 def test_a_block_size_that_is_not_positive_is_refused(blocks, says):
-    with pytest.raises(ProblemError) as error:
+    with one_line(ProblemError, whole=says):
         small(block_query=blocks[0], block_kv=blocks[1])
-    assert str(error.value) == says
 
 
 @pytest.mark.parametrize(
@@ -303,9 +303,8 @@ def test_a_block_size_that_is_not_positive_is_refused(blocks, says):
     ],
 )
 def test_kinds_that_cannot_be_are_refused(kinds, says):
-    with pytest.raises(ProblemError) as error:
+    with one_line(ProblemError, says):
         BlockMask(kinds=kinds.to(torch.uint8), query=7, kv=9, block_query=4, block_kv=4)
-    assert says in str(error.value)
 
 
 def test_a_spec_of_the_library_gives_the_same_as_its_callable():

@@ -194,9 +194,7 @@ def test_mask_is_the_table_typed_by_hand(dimensions, spec, tables):
 
 
 @pytest.mark.parametrize(("dimensions", "spec", "tables"), TABLES, ids=lambda v: str(v)[:60])
-def test_mask_works_on_0d_indices_under_vmap(
-    dimensions: Dimensions, spec: Spec, tables: list[str]
-) -> None:
+def test_mask_works_on_0d_indices_under_vmap(dimensions, spec, tables):
     over_keys = torch.vmap(build_mask(spec, dimensions), in_dims=(None, None, None, 0))
     over_rows = torch.vmap(over_keys, in_dims=(None, None, 0, None))
     for b, table in enumerate(tables):

@@ -155,7 +155,7 @@ def _relative_distance(
 
 
 @pytest.fixture
-def relative_distance() -> Callable[..., float]:
+def relative_distance():
     """Of two Results in many digits."""
     return _relative_distance
 
@@ -170,13 +170,13 @@ def _planted(module: ModuleType, right: str, wrong: str) -> ModuleType:
 
 
 @pytest.fixture
-def planted() -> Callable[[ModuleType, str, str], ModuleType]:
+def planted():
     """A copy of a module in which one passage, there once, is another."""
     return _planted
 
 
 @pytest.fixture
-def allowance() -> Callable[..., Allowance]:
+def allowance():
     """Of Inputs."""
     return Allowance.of
 
@@ -213,6 +213,6 @@ def _python_loop(
 
 
 @pytest.fixture
-def python_loop() -> Callable[..., Outputs]:
+def python_loop():
     """Attention in 160 bits by four nested loops; the mask and score are Python on integers."""
     return _python_loop

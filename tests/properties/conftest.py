@@ -80,5 +80,5 @@ class Suite:
 
 
 @pytest.fixture(scope="session")
-def suite() -> Suite:
+def suite():
     return Suite()

@@ -187,7 +187,7 @@ LAYOUTS = "layouts.strides_do_not_matter"
 
 
 @pytest.mark.parametrize("row", ROWS, ids="-".join)
-def test_a_property_fails_the_fault_it_is_for(suite, row: list[str]) -> None:
+def test_a_property_fails_the_fault_it_is_for(suite, row):
     name, question, fault, *rest = row
     asked = suite.properties[name]
     family, dtype = [*rest, *(asked.families[0], "fp32")[len(rest) :]]
@@ -198,20 +198,20 @@ def test_a_property_fails_the_fault_it_is_for(suite, row: list[str]) -> None:
 
 
 @pytest.mark.parametrize("question", [name for name in RELATIONS if name.startswith("strides")])
-def test_strides_are_used(suite, question: str) -> None:
+def test_strides_are_used(suite, question):
     asked = dataclasses.replace(suite.properties[LAYOUTS], questions=(question,))
     faults = {"strides_offset": "OffsetIgnored", "strides_far": "WrappedOffsets"}
     fault = faults.get(question, "AsContiguous")
     assert suite.failing(suite.under_test(fault, "full", "fp32"), asked)
 
 
-def test_every_property_and_question_has_its_fault(suite) -> None:
+def test_every_property_and_question_has_its_fault(suite):
     asked = {(name, q) for name, each in suite.properties.items() for q in each.questions}
     assert {(name, question) for name, question, *_ in ROWS} == {
         pair for pair in asked if pair[0] != LAYOUTS
     }
 
 
-def test_every_question_is_asked_by_a_property(suite) -> None:
+def test_every_question_is_asked_by_a_property(suite):
     asked = {question for each in suite.properties.values() for question in each.questions}
     assert asked == {"compare", *RELATIONS, *PROBES}

@@ -19,7 +19,7 @@ ASKED = {
 
 
 @pytest.mark.parametrize("name", ASKED)
-def test_a_right_kernel_passes(suite, name: str) -> None:
+def test_a_right_kernel_passes(suite, name):
     """The faults of its pages are faults of it: nothing else of them is wrong."""
     kernel = suite.under_test("Gathering", ASKED[name], "bf16")
     few = settings(max_examples=6, derandomize=True, database=None, deadline=None)
@@ -34,7 +34,7 @@ def test_a_right_kernel_passes(suite, name: str) -> None:
     assert asked["pass"] == sum(asked.values()) == few.max_examples
 
 
-def test_every_property_of_pages_draws_pages(suite) -> None:
+def test_every_property_of_pages_draws_pages(suite):
     of_pages = {name for name in suite.properties if name.startswith("paged.")}
     assert of_pages == {f"paged.{name}" for name in ASKED}
     assert all(suite.properties[name].kind.paged for name in of_pages)

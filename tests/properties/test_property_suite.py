@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +16,7 @@ Judge = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
-def judge(warm_python: Any) -> Judge:
+def judge(warm_python):
     """``pytest properties …`` from the root, in one dtype."""
     env = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
 
@@ -33,17 +32,17 @@ def kernel(name: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def wide(judge: Judge) -> subprocess.CompletedProcess[str]:
+def wide(judge):
     return judge("properties/test_causal.py", kernel("wide"))
 
 
-def test_a_mask_one_key_too_wide_fails(wide: subprocess.CompletedProcess[str]) -> None:
+def test_a_mask_one_key_too_wide_fails(wide):
     assert wide.returncode == 1
     assert f"{FUTURE}[planted.wide-fp32-causal]" in wide.stdout
     assert "passed" not in wide.stdout
 
 
-def test_it_shrinks_to_one_row_and_two_keys(wide: subprocess.CompletedProcess[str]) -> None:
+def test_it_shrinks_to_one_row_and_two_keys(wide):
     assert "problem    fp32 causal B1 H1 Q1 K2 D1 normal seed 0\n" in wide.stdout
     assert "question   future_keys row=0: " in wide.stdout
     assert re.search(
@@ -51,11 +50,11 @@ def test_it_shrinks_to_one_row_and_two_keys(wide: subprocess.CompletedProcess[st
     )
 
 
-def test_what_failed_is_the_whole_text(wide: subprocess.CompletedProcess[str]) -> None:
+def test_what_failed_is_the_whole_text(wide):
     assert not re.search("hypothesis|Traceback|hidden", wide.stdout.lower().replace("/hyp", ""))
 
 
-def test_its_reproducer_reproduces_it(wide: subprocess.CompletedProcess[str]) -> None:
+def test_its_reproducer_reproduces_it(wide):
     _, _, after = wide.stdout.partition(f"{FUTURE}[planted.wide-fp32-causal]")
     command = re.search(r"Reproduce: attncheck (repro \w{10})\n", after)
     assert command
@@ -70,32 +69,32 @@ def test_its_reproducer_reproduces_it(wide: subprocess.CompletedProcess[str]) ->
     assert "bit for bit" in again.stdout
 
 
-def test_a_triton_mask_one_key_too_wide_fails(judge: Judge) -> None:
+def test_a_triton_mask_one_key_too_wide_fails(judge):
     done = judge("properties/test_causal.py", "-k", "future_keys", kernel("WideFlash2"))
     assert done.returncode == 1
     assert "problem    fp32 causal B1 H1 Q1 K2 D1 normal seed 0\n" in done.stdout
 
 
-def test_a_dropped_diagonal_fails(judge: Judge) -> None:
+def test_a_dropped_diagonal_fails(judge):
     done = judge("properties/test_causal.py", "-k", "exact", kernel("Strict"))
     assert done.returncode == 1
     assert "problem    fp32 causal B1 H1 Q1 K1 D1 normal seed 0\n" in done.stdout
 
 
-def test_a_kernel_that_raises_fails_with_its_message(judge: Judge) -> None:
+def test_a_kernel_that_raises_fails_with_its_message(judge):
     done = judge("properties/test_determinism.py", "-k", "two_runs and full", kernel("Raising"))
     assert done.returncode == 1
     assert "RuntimeError: illegal memory access" in done.stdout
     assert " Q1 K2 D1 " in done.stdout
 
 
-def test_a_kernel_without_fault_passes(judge: Judge) -> None:
+def test_a_kernel_without_fault_passes(judge):
     done = judge("properties/test_causal.py", kernel("right"))
     assert (done.returncode, done.stdout.count("failed")) == (0, 0)
     assert "passed" in done.stdout
 
 
-def test_a_kernel_that_takes_nothing_does_not_pass(judge: Judge) -> None:
+def test_a_kernel_that_takes_nothing_does_not_pass(judge):
     done = judge("properties/test_causal.py", kernel("Picky"))
     assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED
     assert f"no tests of {PLANTED}::Picky in fp32: head_dim must be 512" in done.stdout
@@ -111,14 +110,14 @@ def test_a_kernel_that_takes_nothing_does_not_pass(judge: Judge) -> None:
         (kernel("Absent"), "cannot run on cpu: it needs a quantum computer"),
     ],
 )
-def test_a_wrong_kernel_ends_pytest_in_one_line(judge: Judge, option: str, message: str) -> None:
+def test_a_wrong_kernel_ends_pytest_in_one_line(judge, option, message):
     done = judge("properties", option)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert message in done.stderr.splitlines()[0]
     assert "Traceback" not in done.stderr + done.stdout
 
 
-def test_the_plugin_imports_nothing_heavy() -> None:
+def test_the_plugin_imports_nothing_heavy():
     code = (
         "import sys, attncheck.suite.pytest_plugin; "
         "print(*{'torch', 'triton', 'hypothesis', 'numpy'} & set(sys.modules))"

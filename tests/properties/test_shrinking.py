@@ -183,7 +183,7 @@ def asked(question: str, problem: Problem) -> Iterator[Case]:
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
-def test_it_shrinks_to_within_a_tile_of_the_smallest_that_fails(suite, fault: Fault) -> None:
+def test_it_shrinks_to_within_a_tile_of_the_smallest_that_fails(suite, fault):
     of_property = suite.properties[fault.finds]
     kernel = suite.under_test(fault.planted, fault.family, fault.dtype)
     smallest = next(case.problem for case in grid(fault) if suite.fails(kernel, case))

@@ -2,7 +2,6 @@
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from attncheck.mods.scores import SCORES
 
 
 @pytest.fixture(autouse=True)
-def _forgotten() -> Iterator[None]:
+def _forgotten():
     """Other tests go through all distributions and masks there are."""
     before = [(registry, dict(registry)) for registry in (DISTRIBUTIONS, MASKS, SCORES)]
     yield
@@ -33,7 +32,7 @@ def _one_thread(one_thread):
 
 
 @pytest.fixture(scope="session")
-def allowance() -> Callable[..., Any]:
+def allowance():
     """How far two float64 evaluations of Inputs may lie apart: that of the oracles' tests."""
     path = Path(__file__).parents[1] / "oracles" / "conftest.py"
     spec = importlib.util.spec_from_file_location("allowance_of_the_oracles", path)
@@ -46,7 +45,7 @@ def allowance() -> Callable[..., Any]:
 
 
 @pytest.fixture
-def recorded(tmp_path) -> Callable[..., Recording]:
+def recorded(tmp_path):
     """Record one call of the function with these arguments, and read it back."""
 
     def record(*args: Any, **kwargs: Any) -> Recording:

@@ -92,12 +92,12 @@ REASONS = [
 
 
 @pytest.mark.parametrize(("question", "changes", "reason"), REASONS)
-def test_a_relation_says_why_it_does_not_apply(question, changes, reason, small) -> None:
+def test_a_relation_says_why_it_does_not_apply(question, changes, reason, small):
     found = relation_named(question).unfit(small(**changes))
     assert (found is None) if reason is None else (reason in (found or ""))
 
 
-def test_each_relation_is_about_one_operation(softmax, small) -> None:
+def test_each_relation_is_about_one_operation(softmax, small):
     of_softmax = {name for name in RELATIONS if name.startswith("softmax_")}
     for name, relation in RELATIONS.items():
         expected = None if name in {*of_softmax, "repeat"} else "it is about attention"
@@ -111,7 +111,7 @@ def test_each_relation_is_about_one_operation(softmax, small) -> None:
 COUNTS = ("empty_rows", "first_row", "key_shift", "logit_shift", "one_hot", "zero_query")
 
 
-def test_a_sink_is_a_reason_for_what_counts_keys_alone(small) -> None:
+def test_a_sink_is_a_reason_for_what_counts_keys_alone(small):
     masks = [FULL, CAUSAL, Spec.of("padding", lengths=[5, 0]), DOCUMENT]
     for name, relation in RELATIONS.items():
         plain = [relation.unfit(small(mask)) for mask in masks]
@@ -127,7 +127,7 @@ def test_a_sink_is_a_reason_for_what_counts_keys_alone(small) -> None:
             probe.inputs(small(sink=True), {})
 
 
-def test_what_parameters_are_allowed(small) -> None:
+def test_what_parameters_are_allowed(small):
     assert relation_named("call_order").allowed(small(query=1, kv=1)) == {"between": (0,)}
     assert relation_named("rectangular").allowed(small(score=ALIBI))["last"] == [0]
     far = relation_named("strides_far")
@@ -141,7 +141,7 @@ def test_what_parameters_are_allowed(small) -> None:
 
 
 @pytest.mark.parametrize("parameters", [{}, {"row": 5}, {"row": -1}, {"column": 0}])
-def test_impossible_parameters_are_refused(parameters, small) -> None:
+def test_impossible_parameters_are_refused(parameters, small):
     case = Case(problem=small(CAUSAL), question="future_keys", parameters=parameters)
     with pytest.raises(ProblemError):
         check_relation(Ideal(), case)
@@ -149,7 +149,7 @@ def test_impossible_parameters_are_refused(parameters, small) -> None:
         check_relation(Ideal(), Case(problem=small(), question="future_keys"))
 
 
-def test_an_unknown_question_lists_the_relations() -> None:
+def test_an_unknown_question_lists_the_relations():
     with pytest.raises(UnknownName, match="future_keys"):
         relation_named("compare")
 
@@ -170,7 +170,7 @@ def test_an_unknown_question_lists_the_relations() -> None:
         (Spec.of("mine.py::mask"), "b h kv_idx q_idx"),
     ],
 )
-def test_a_mod_reads_these_indices(mod, indices) -> None:
+def test_a_mod_reads_these_indices(mod, indices):
     """As far as its names tell, and never fewer than it does."""
     assert sorted(indices_read(mod)) == indices.split()
 
@@ -191,18 +191,18 @@ def test_a_mod_reads_these_indices(mod, indices) -> None:
         (Spec.of("not", CAUSAL), 7),
     ],
 )
-def test_first_hidden_is_hidden_by_the_callable_too(mask, first, small, visible) -> None:
+def test_first_hidden_is_hidden_by_the_callable_too(mask, first, small, visible):
     problem = small(mask)
     assert first_hidden(problem, 2) == first
     assert not visible(problem)[:, :, :3, first:].any()
 
 
-def test_first_hidden_stays_within_the_keys(small) -> None:
+def test_first_hidden_stays_within_the_keys(small):
     short = small(BOTTOM_RIGHT, query=7, kv=2)
     assert [first_hidden(short, row) for row in range(7)] == [0, 0, 0, 0, 0, 1, 2]
 
 
-def test_rows_without_keys_are_those_that_see_none(small) -> None:
+def test_rows_without_keys_are_those_that_see_none(small):
     empty = rows_without_keys(small(Spec.of("padding", lengths=[4, 0])))
     assert empty[:, :, 0].tolist() == [[False] * 4, [True] * 4]
     beyond = rows_without_keys(small(BOTTOM_RIGHT, query=9, kv=7))

@@ -52,7 +52,7 @@ def places(sequences, rows, keys):
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("query", [7, 9])
-def test_a_mask_is_shifted(mask, part, query, small) -> None:
+def test_a_mask_is_shifted(mask, part, query, small):
     whole = small(MASKS[mask], batch=3, heads=2, query=query, kv=9)
     excerpt = Excerpt(**dict(zip(("sequences", "rows", "keys"), PARTS[part], strict=True)))
     shifted = excerpt.problem(whole)
@@ -63,7 +63,7 @@ def test_a_mask_is_shifted(mask, part, query, small) -> None:
 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("score", SCORES)
-def test_a_score_mod_is_shifted_or_refused(score, part, small) -> None:
+def test_a_score_mod_is_shifted_or_refused(score, part, small):
     whole = small(batch=3, heads=2, query=7, kv=9, score=SCORES[score])
     excerpt = Excerpt(**dict(zip(("sequences", "rows", "keys"), PARTS[part], strict=True)))
     read_apart = score in {"alibi", "bias", "chain"} and excerpt.offset != 0
@@ -91,12 +91,12 @@ def test_a_score_mod_is_shifted_or_refused(score, part, small) -> None:
         ("document", {"rows": range(3, 6), "keys": range(3, 6)}, "document"),
     ],
 )
-def test_a_name_is_kept_where_there_is_one(mask, excerpt, name, small) -> None:
+def test_a_name_is_kept_where_there_is_one(mask, excerpt, name, small):
     whole = small(MASKS[mask], batch=3, query=9, kv=9)
     assert Excerpt.of(whole, **excerpt).problem(whole).mask.name == name
 
 
-def test_what_cannot_be_said_is_refused(small) -> None:
+def test_what_cannot_be_said_is_refused(small):
     # As long as a text may be: there is no room for an offset.
     whole = small(Spec.of("expression", text=f"kv_idx >={'0':>191}"))
     assert can_excerpt(whole, Excerpt.of(whole, keys=range(3)))
@@ -104,7 +104,7 @@ def test_what_cannot_be_said_is_refused(small) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "e4m3"])
-def test_tensors_are_cut_and_lie_in_memory_of_their_own(dtype, small) -> None:
+def test_tensors_are_cut_and_lie_in_memory_of_their_own(dtype, small):
     inputs = inputs_room.draw_inputs(small(dtype=dtype))
     excerpt = Excerpt(sequences=range(1, 2), rows=range(2, 5), keys=range(3))
     cut = excerpt.inputs(inputs)

@@ -40,13 +40,13 @@ def ask(subject, launch: int):
 
 
 @pytest.mark.parametrize("launch", range(8))
-def test_launches_are_counted_round(launch: int) -> None:
+def test_launches_are_counted_round(launch):
     expected = "fail" if launch % 3 == 2 else "pass"
     assert ask(Launched(), launch).status == expected
     assert launch in relation_named("launches").allowed(PROBLEM)["launch"]
 
 
-def test_the_failure_is_of_the_other_launch() -> None:
+def test_the_failure_is_of_the_other_launch():
     record = ask(Launched(), 2)
     assert record.kernel == "planted-launched"
     assert record.judgement.rule == "relation"
@@ -54,7 +54,7 @@ def test_the_failure_is_of_the_other_launch() -> None:
     assert "±" in record.judgement.reason  # bounds, not bits: tiles round otherwise
 
 
-def test_a_kernel_without_launches_is_not_asked() -> None:
+def test_a_kernel_without_launches_is_not_asked():
     record = ask(Ideal(), 0)
     assert (record.status, record.reason) == ("unsupported", "has no launch but its own")
     assert not is_askable(Ideal(), ("launches",))
@@ -63,7 +63,7 @@ def test_a_kernel_without_launches_is_not_asked() -> None:
     assert is_askable(Launched(), ("launches",))
 
 
-def test_a_kernel_that_raises_when_asked_for_them_is_an_error() -> None:
+def test_a_kernel_that_raises_when_asked_for_them_is_an_error():
     class Raising(Ideal):
         def launches(self, problem, device):
             raise KeyError("no such tile")
@@ -75,7 +75,7 @@ def test_a_kernel_that_raises_when_asked_for_them_is_an_error() -> None:
     )
 
 
-def test_a_launch_that_refuses_is_unsupported() -> None:
+def test_a_launch_that_refuses_is_unsupported():
     class Refusing(Ideal):
         def launches(self, problem, device):
             class Never(Ideal):

@@ -142,22 +142,20 @@ def find(kernel, question, problem, chosen, ask) -> bool:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "e4m3"])
 @pytest.mark.parametrize(("fault", "question", "changes", "chosen"), FAULTS)
-def test_a_planted_fault_is_found(fault, question, changes, chosen, dtype, small, ask) -> None:
+def test_a_planted_fault_is_found(fault, question, changes, chosen, dtype, small, ask):
     problem = small(**{"dtype": dtype} | changes)
     assert find(planted(fault), question, problem, chosen, ask)
 
 
 @pytest.mark.parametrize(("fault", "question", "changes", "chosen"), OF_ONE_DTYPE)
-def test_a_fault_of_one_dtype_is_found(
-    fault, question, changes, chosen, small, softmax, ask
-) -> None:
+def test_a_fault_of_one_dtype_is_found(fault, question, changes, chosen, small, softmax, ask):
     problem = softmax(**changes) if "operation" in changes else small(**changes)
     assert find(planted(fault), question, problem, chosen, ask)
 
 
 @pytest.mark.parametrize("heads", [(4, 2), (6, 2), (6, 3), (4, 4)])
 @pytest.mark.parametrize("fault", ["Interleaved", "NextKeyHead", "LastHeadOff"])
-def test_a_kernel_that_knows_a_head_by_its_place_fails(fault, heads, small, ask) -> None:
+def test_a_kernel_that_knows_a_head_by_its_place_fails(fault, heads, small, ask):
     problem = small(CAUSAL, heads=heads[0], kv_heads=heads[1], dtype="fp32")
     right = heads[0] == heads[1] and fault == "Interleaved"  # it is h // group then
     # Two key heads are each the one after the other, in whatever order.
@@ -169,7 +167,7 @@ def test_a_kernel_that_knows_a_head_by_its_place_fails(fault, heads, small, ask)
     ("fault", "size"),
     [("PagesTransposed", 3), ("PageOneLonger", 3), ("SharedIsTheFirstOnes", 3), ("KeptByPage", 2)],
 )
-def test_a_fault_of_pages_is_found(fault, size, small, ask) -> None:
+def test_a_fault_of_pages_is_found(fault, size, small, ask):
     problem = small(Spec.of("padding", lengths=[7, 3]), paging=Paging(size=2, seed=3, shared=1))
     found = ask(planted(fault), "pages", problem, size=size, order=1, shared=0)
     assert isinstance(found, Finding)
@@ -185,9 +183,7 @@ def test_a_fault_of_pages_is_found(fault, size, small, ask) -> None:
         ("StalePadding", "call_order", {}, {"between": 1}),
     ],
 )
-def test_a_fault_of_other_numbers_is_not_found(
-    fault, question, changes, chosen, small, ask
-) -> None:
+def test_a_fault_of_other_numbers_is_not_found(fault, question, changes, chosen, small, ask):
     assert ask(planted(fault), question, small(**changes), **chosen) is None
 
 
@@ -199,9 +195,7 @@ def test_a_fault_of_other_numbers_is_not_found(
         ("PairsShareAMaximum", "softmax_rows", {"operation": "softmax", "kv": 33, "query": 7}),
     ],
 )
-def test_without_the_promise_bits_are_not_compared(
-    fault, question, changes, small, softmax, ask
-) -> None:
+def test_without_the_promise_bits_are_not_compared(fault, question, changes, small, softmax, ask):
     problem = softmax(**changes) if "operation" in changes else small(**changes)
     kernel = planted(fault)
     assert find(kernel, question, problem, None, ask)
@@ -209,7 +203,7 @@ def test_without_the_promise_bits_are_not_compared(
     assert not find(kernel, question, problem, None, ask)
 
 
-def test_findings_are_at_their_places(small, ask) -> None:
+def test_findings_are_at_their_places(small, ask):
     found = ask(planted("LongerWindow"), "hidden_keys", small(WINDOW), row=3)
     assert found.place[2] == 3
     found = ask(planted("Overflowing"), "hidden_keys_huge", small(WINDOW))
@@ -223,13 +217,13 @@ def test_findings_are_at_their_places(small, ask) -> None:
     assert [each and each.place[2] for each in found] == [None, None, 4, 3, 2, 1, 0]
 
 
-def test_split_merge_is_not_compared_without_lse(small, ask) -> None:
+def test_split_merge_is_not_compared_without_lse(small, ask):
     found = ask(planted("WithoutLse"), "split_merge", small())
     assert isinstance(found, Failure)
     assert (found.kind, found.message) == ("refused", "gives no LSE")
 
 
-def test_strides_that_torch_does_not_take_are_refused(small, ask) -> None:
+def test_strides_that_torch_does_not_take_are_refused(small, ask):
     found = ask("sdpa-flash", "strides_transposed", small(CAUSAL, value_dim=6))
     assert isinstance(found, Failure)
     assert found.kind == "refused"

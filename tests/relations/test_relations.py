@@ -50,22 +50,22 @@ def find(small):
         ("OneBuffer", "repeat"),
     ],
 )
-def test_a_planted_fault_is_found(fault, question, dtype, find) -> None:
+def test_a_planted_fault_is_found(fault, question, dtype, find):
     assert isinstance(find(fault, question, dtype=dtype), Finding)
 
 
 @pytest.mark.parametrize("question", [*FUTURES, "repeat", "zero_values"])
-def test_a_fault_that_a_relation_is_not_about_is_not_found(question, find) -> None:
+def test_a_fault_that_a_relation_is_not_about_is_not_found(question, find):
     assert find("DiagonalDropped", question) is None
 
 
-def test_a_kernel_that_raises_fails_with_its_message(find) -> None:
+def test_a_kernel_that_raises_fails_with_its_message(find):
     found = find("Raising", "repeat")
     assert isinstance(found, Failure)
     assert found.message == "RuntimeError: illegal memory access"
 
 
-def test_the_finding_says_where_what_and_how_many(find, small) -> None:
+def test_the_finding_says_where_what_and_how_many(find, small):
     finding = find("DiagonalDropped", "first_row")
     v = draw_inputs(small(Spec.of("causal"), heads=6, head_dim=3, value_dim=4)).v
     assert finding.message == (
@@ -74,7 +74,7 @@ def test_the_finding_says_where_what_and_how_many(find, small) -> None:
     )
 
 
-def test_bits_are_compared_to_the_last() -> None:
+def test_bits_are_compared_to_the_last():
     zero, nan = torch.zeros(2), torch.tensor([torch.nan, 1.0])
     assert compare_bits("out", zero, zero) is None
     assert compare_bits("out", -zero, zero) is not None
@@ -88,7 +88,7 @@ def test_bits_are_compared_to_the_last() -> None:
         assert finding.value != finding.expected
 
 
-def test_values_leave_the_sign_of_zero_open_and_nothing_else() -> None:
+def test_values_leave_the_sign_of_zero_open_and_nothing_else():
     zero, nan = torch.zeros(2), torch.tensor([0.0, torch.nan])
     assert compare_values("out", -zero, zero) is None
     assert compare_values("out", nan, zero) is not None
@@ -105,14 +105,14 @@ def _part(out, lse):
     return Outputs(out.view(1, 1, 1, 1), lse.view(1, 1, 1))
 
 
-def test_parts_are_merged_by_their_weights() -> None:
+def test_parts_are_merged_by_their_weights():
     both = merge_parts(_part(1.0, math.log(3.0)), _part(5.0, 0.0))
     torch.testing.assert_close(both.out.item(), 2.0)
     torch.testing.assert_close(both.lse.item(), math.log(4.0))
 
 
 @pytest.mark.parametrize("unseen", [0.0, math.nan, math.inf])
-def test_a_part_that_is_not_seen_counts_for_nothing(unseen) -> None:
+def test_a_part_that_is_not_seen_counts_for_nothing(unseen):
     nothing, errors = _part(unseen, -math.inf), _part(math.inf, math.inf)
     both = merge_parts(nothing, _part(5.0, 2.0))
     assert (both.out.item(), both.lse.item()) == (5.0, 2.0)
@@ -124,7 +124,7 @@ def test_a_part_that_is_not_seen_counts_for_nothing(unseen) -> None:
     assert (none.out.item(), none.lse.item()) == (0.0, -math.inf)
 
 
-def test_no_error_within_those_of_the_parts_passes_the_merges() -> None:
+def test_no_error_within_those_of_the_parts_passes_the_merges():
     numbers = torch.Generator().manual_seed(0)
 
     def parts(out, lse):

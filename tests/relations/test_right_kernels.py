@@ -59,14 +59,14 @@ def problems(dtype, small):
 
 @pytest.mark.parametrize("question", OF_ATTENTION)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_ideal_kernel_passes(question, dtype, small, ask, numbers) -> None:
+def test_the_ideal_kernel_passes(question, dtype, small, ask, numbers):
     for problem in problems(dtype, small):
         if relation_named(question).unfit(problem) is None:
             for chosen in numbers(question, problem):
                 assert ask(Ideal(), question, problem, **chosen) is None
 
 
-def test_every_relation_about_out_applies_to_some_of_these_problems(small) -> None:
+def test_every_relation_about_out_applies_to_some_of_these_problems(small):
     everything = [problem for dtype in DTYPES for problem in problems(dtype, small)]
     silent = {n for n in OF_ATTENTION if all(RELATIONS[n].unfit(p) for p in everything)}
     assert silent == {"zero_loss", "lse_loss", "euler", "group_sums"}
@@ -74,7 +74,7 @@ def test_every_relation_about_out_applies_to_some_of_these_problems(small) -> No
 
 @pytest.mark.parametrize("question", OF_ATTENTION)
 @pytest.mark.parametrize("kernel", ["triton-flash2", "triton-flash1", "sdpa-math"])
-def test_other_right_kernels_pass(question, kernel, small, ask, numbers) -> None:
+def test_other_right_kernels_pass(question, kernel, small, ask, numbers):
     if kernel == "sdpa-math" and question.endswith("_nan"):
         pytest.skip("torch multiplies hidden values by 0")
     for name in ("causal", "rows without keys", "tiled"):
@@ -91,7 +91,7 @@ def test_other_right_kernels_pass(question, kernel, small, ask, numbers) -> None
     ("dtype", "distribution"),
     [("fp32", "large_logits"), ("fp16", "normal"), ("bf16", "negative_logits")],
 )
-def test_softmax_kernels_pass(question, kernel, dtype, distribution, softmax, ask, numbers) -> None:
+def test_softmax_kernels_pass(question, kernel, dtype, distribution, softmax, ask, numbers):
     problem = softmax(dtype=dtype, distribution=distribution)
     for chosen in numbers(question, problem):
         assert ask(kernel, question, problem, **chosen) is None
@@ -109,7 +109,7 @@ def test_softmax_kernels_pass(question, kernel, dtype, distribution, softmax, as
     ("question", "dtypes"),
     [("values_scaled", ("fp32", "fp16")), ("descale", ("e4m3", "e5m2"))],
 )
-def test_powers_of_two_keep_every_bit_in_any_tiling(question, dtypes, tiling, small, ask) -> None:
+def test_powers_of_two_keep_every_bit_in_any_tiling(question, dtypes, tiling, small, ask):
     for dtype in dtypes:
         problem = small(CAUSAL, dtype=dtype, kv=9, query=9, distribution="large_logits", scale=80.0)
         ((name, values),) = relation_named(question).allowed(problem).items()
@@ -119,7 +119,7 @@ def test_powers_of_two_keep_every_bit_in_any_tiling(question, dtypes, tiling, sm
 
 @pytest.mark.parametrize("distribution", ["large_logits", "outliers", "negative_logits", "sink"])
 @pytest.mark.parametrize("dtype", ["fp32", "tf32", "fp16", "bf16"])
-def test_scaled_queries_keep_every_bit(dtype, distribution, small, ask) -> None:
+def test_scaled_queries_keep_every_bit(dtype, distribution, small, ask):
     for scale in (0.0, 30.0, 2.0**-100):
         problem = small(CAUSAL, dtype=dtype, distribution=distribution, score=CAPPED, scale=scale)
         for exponent in relation_named("scaled_query").allowed(problem)["exponent"]:
@@ -130,18 +130,18 @@ def test_scaled_queries_keep_every_bit(dtype, distribution, small, ask) -> None:
 @pytest.mark.parametrize(
     "mask", [BOTTOM_RIGHT, WINDOW, DOCUMENT, Spec.of("prefix_lm", prefix=3), Spec.of("not", FULL)]
 )
-def test_any_mask_can_be_split(mask, cut, small, ask) -> None:
+def test_any_mask_can_be_split(mask, cut, small, ask):
     assert ask(Ideal(), "split_merge", small(mask, score=CAPPED), cut=cut) is None
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2"])
-def test_a_kernel_that_finds_its_keys_in_pages_keeps_every_bit(dtype, small, ask, numbers) -> None:
+def test_a_kernel_that_finds_its_keys_in_pages_keeps_every_bit(dtype, small, ask, numbers):
     paging = Paging(size=2, seed=3, shared=1)
     problem = small(Spec.of("padding", lengths=[7, 3]), paging=paging, dtype=dtype)
     for chosen in numbers("pages", problem):
         assert ask(planted("Gathering"), "pages", problem, **chosen) is None
 
 
-def test_flex_passes_in_the_cells_own_order(small, ask) -> None:
+def test_flex_passes_in_the_cells_own_order(small, ask):
     problem = small(**PROBLEMS["morton"], dtype="fp16")
     assert ask("flex", "neighborhood_order", problem) is None

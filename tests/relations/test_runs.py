@@ -30,7 +30,7 @@ def all_numbers(question, problem):
     return [{name: value} for value in values]
 
 
-def test_a_relation_leaves_its_inputs_as_they_are(small) -> None:
+def test_a_relation_leaves_its_inputs_as_they_are(small):
     drawn = draw_inputs(small(CAUSAL, dtype="tf32", backward=True))
     before = {name: tensor.clone() for name, tensor in drawn.tensors().items()}
     for relation in RELATIONS.values():
@@ -45,7 +45,7 @@ def test_a_relation_leaves_its_inputs_as_they_are(small) -> None:
 
 
 @pytest.mark.parametrize("question", FUTURES)
-def test_only_the_future_changes(question, small) -> None:
+def test_only_the_future_changes(question, small):
     before, after = runs(question, small(CAUSAL), row=2)
     assert torch.equal(before.q, after.q)
     for old, new in ((before.k, after.k), (before.v, after.v)):
@@ -54,7 +54,7 @@ def test_only_the_future_changes(question, small) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "tf32", "fp16", "bf16"])
-def test_huge_is_finite_and_as_large_as_can_be(dtype, small) -> None:
+def test_huge_is_finite_and_as_large_as_can_be(dtype, small):
     k = runs("future_keys_huge", small(CAUSAL, dtype=dtype), row=0)[1].k[:, :, 1:]
     largest = FORMATS["fp32" if dtype == "tf32" else dtype].max
     assert torch.isfinite(k).all()
@@ -67,7 +67,7 @@ def test_huge_is_finite_and_as_large_as_can_be(dtype, small) -> None:
     [CAUSAL, Spec.of("sliding_window", window=2), Spec.of("padding", lengths=[4, 0]),
      Spec.of("expression", text="(kv_idx + h // 2) % 3 <= q_idx"), Spec.of("not", FULL)],
 )  # fmt: skip
-def test_only_what_the_row_does_not_see_changes(mask, small, visible) -> None:
+def test_only_what_the_row_does_not_see_changes(mask, small, visible):
     problem = small(mask)
     drawn = draw_inputs(problem)
     hidden = ~visible(problem).unflatten(1, (2, 2)).any(2)  # (batch, kv_heads, rows, keys)
@@ -79,7 +79,7 @@ def test_only_what_the_row_does_not_see_changes(mask, small, visible) -> None:
         assert torch.equal(mask_visibility.keys_hidden_from(problem, row), hidden[:, :, row])
 
 
-def test_one_hot_makes_one_score_0_and_all_others_low(small) -> None:
+def test_one_hot_makes_one_score_0_and_all_others_low(small):
     problem = small(FULL, dtype="e4m3", head_dim=9)
     q, k, _ = runs("one_hot", problem, turn=0)[0].promoted()
     scores = problem.scale * q @ k.repeat_interleave(2, dim=1).mT
@@ -92,7 +92,7 @@ def test_one_hot_makes_one_score_0_and_all_others_low(small) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("distribution", ["normal", "sink", "zero_q"])
-def test_v_is_normal_before_and_after(dtype, distribution, small) -> None:
+def test_v_is_normal_before_and_after(dtype, distribution, small):
     problem = small(dtype=dtype, distribution=distribution)
     fmt = problem.formats.storage
     for chosen in all_numbers("values_scaled", problem):
@@ -107,7 +107,7 @@ def test_v_is_normal_before_and_after(dtype, distribution, small) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_key_shift_moves_every_logit_alike(dtype, small) -> None:
+def test_a_key_shift_moves_every_logit_alike(dtype, small):
     problem = small(dtype=dtype)
     for chosen in all_numbers("key_shift", problem):
         before, after = runs("key_shift", problem, **chosen)
@@ -127,7 +127,7 @@ def test_a_key_shift_moves_every_logit_alike(dtype, small) -> None:
 
 
 @pytest.mark.parametrize("run", [1, 2, 4])
-def test_every_key_is_in_one_of_two_parts(run, small) -> None:
+def test_every_key_is_in_one_of_two_parts(run, small):
     one, other, both = runs("values_added", small(dtype="e4m3"), run=run)
     parts = [each.v.float().ne(0).any(-1).long() for each in (one, other)]
     assert torch.equal(parts[0] + parts[1], torch.ones(2, 2, 7, dtype=torch.long))
@@ -136,7 +136,7 @@ def test_every_key_is_in_one_of_two_parts(run, small) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
-def test_a_scaled_query_is_the_same_question(dtype, small) -> None:
+def test_a_scaled_query_is_the_same_question(dtype, small):
     drawn = draw_inputs(small(dtype=dtype, distribution="outliers"))
     drawn = drawn.replace(q=drawn.q * 2.0**7)  # in fp16 some are beyond a further 2^8
     before, after = relation_named("scaled_query").runs(drawn, {"exponent": 10})
@@ -147,7 +147,7 @@ def test_a_scaled_query_is_the_same_question(dtype, small) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["e4m3", "e5m2"])
-def test_halved_inputs_are_the_same_numbers(dtype, small) -> None:
+def test_halved_inputs_are_the_same_numbers(dtype, small):
     problem = small(dtype=dtype, distribution="outliers")
     drawn, (before, after) = draw_inputs(problem), runs("descale", problem, tensor=1)
     for one, other in zip(before.promoted(), after.promoted(), strict=True):
@@ -160,7 +160,7 @@ def test_halved_inputs_are_the_same_numbers(dtype, small) -> None:
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("distribution", ["normal", "large_logits", "outliers"])
-def test_every_softmax_shift_is_exact(dtype, distribution, softmax) -> None:
+def test_every_softmax_shift_is_exact(dtype, distribution, softmax):
     problem = softmax(dtype=dtype, distribution=distribution)
     for chosen in all_numbers("softmax_shift", problem):
         before, after = runs("softmax_shift", problem, **chosen)
@@ -175,9 +175,7 @@ def test_every_softmax_shift_is_exact(dtype, distribution, softmax) -> None:
 
 @pytest.mark.parametrize("mask", [FULL, PADDING, DOCUMENT, PREFIX, Spec.of("or", DOCUMENT, PREFIX)])
 @pytest.mark.parametrize("shuffle", [0, 3])
-def test_keys_are_permuted_among_those_that_the_same_rows_see(
-    mask, shuffle, small, visible
-) -> None:
+def test_keys_are_permuted_among_those_that_the_same_rows_see(mask, shuffle, small, visible):
     before, after = runs("key_permutation", small(mask), shuffle=shuffle)
     seen = visible(before.problem)
     for b in range(2):
@@ -188,7 +186,7 @@ def test_keys_are_permuted_among_those_that_the_same_rows_see(
     assert not torch.equal(before.k, after.k) or shuffle
 
 
-def test_lengths_go_with_their_sequences(small) -> None:
+def test_lengths_go_with_their_sequences(small):
     nested = Spec.of("and", CAUSAL, Spec.of("not", PADDING))
     drawn, after = runs("batch_permutation", small(nested, dtype="e4m3"), turn=1)
     assert after.problem.mask.parts[1].parts[0] == Spec.of("padding", lengths=[6, 3])
@@ -196,7 +194,7 @@ def test_lengths_go_with_their_sequences(small) -> None:
     assert torch.equal(after.q.float(), drawn.q.float().flip(0))
 
 
-def test_heads_and_sequences_take_their_loss_and_sink_with_them(small) -> None:
+def test_heads_and_sequences_take_their_loss_and_sink_with_them(small):
     problem = small(dtype="fp32", backward=True, dlse=True, sink=True)
     drawn, turned = runs("batch_permutation", problem, turn=1)
     assert torch.equal(turned.dout, drawn.dout[[1, 0]])
@@ -207,7 +205,7 @@ def test_heads_and_sequences_take_their_loss_and_sink_with_them(small) -> None:
     assert torch.equal(turned.sink, drawn.sink[heads])
 
 
-def test_rows_of_all_heads_and_sequences_change_places(softmax) -> None:
+def test_rows_of_all_heads_and_sequences_change_places(softmax):
     drawn, after = runs("softmax_rows", softmax(), turn=0)
     rows = drawn.x.flatten(0, 2)
     assert torch.equal(after.x.flatten(0, 2), torch.cat([rows[:1], rows[1:].flip(0)]))
@@ -220,7 +218,7 @@ SIDES = {"canvas": [3, 5], "kernel": [3, 3]}
     "mask",
     [Spec.of("neighborhood_tiled", **SIDES, tile=[2, 2]), Spec.of("neighborhood_morton", **SIDES)],
 )
-def test_every_cell_keeps_its_neighbours(mask, small, visible) -> None:
+def test_every_cell_keeps_its_neighbours(mask, small, visible):
     """The plain problem's mask, its rows and keys moved back, is the other's."""
     plain, drawn = runs("neighborhood_order", small(mask, query=17, kv=19, dtype="fp32"))
     assert plain.problem.mask == Spec.of("neighborhood", **SIDES)
@@ -238,13 +236,13 @@ def test_every_cell_keeps_its_neighbours(mask, small, visible) -> None:
     assert not torch.equal(before, after)
 
 
-def test_mods_that_read_no_row_are_decoded_by_their_own_names(small) -> None:
+def test_mods_that_read_no_row_are_decoded_by_their_own_names(small):
     drawn, last = runs("prefill_rows", small(PADDING, score=Spec.of("softcap", cap=5.0)), rows=2)
     assert (last.problem.mask, last.problem.score) == (PADDING, drawn.problem.score)
     assert torch.equal(last.q, drawn.q[:, :, -2:])
 
 
-def test_one_part_of_a_split_has_the_sink(small) -> None:
+def test_one_part_of_a_split_has_the_sink(small):
     first, second, whole = runs("split_merge", small(sink=True), cut=3)
     assert [run.problem.sink for run in (first, second, whole)] == [True, False, True]
     assert second.sink is None
@@ -255,7 +253,7 @@ def test_one_part_of_a_split_has_the_sink(small) -> None:
 
 @pytest.mark.parametrize("question", STRIDES)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "e4m3"])
-def test_a_kernel_gets_the_same_numbers_in_other_strides(question, dtype, small) -> None:
+def test_a_kernel_gets_the_same_numbers_in_other_strides(question, dtype, small):
     backward = {"backward": True} if dtype == "fp32" else {}
     plain, laid_out = (x.clone() for x in runs(question, small(dtype=dtype, **backward)))
     for name in ("q", "k", "v", "dout") if backward else "qkv":
@@ -268,7 +266,7 @@ def test_a_kernel_gets_the_same_numbers_in_other_strides(question, dtype, small)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "e4m3"])
-def test_no_vector_is_aligned_at_an_offset(dtype, small) -> None:
+def test_no_vector_is_aligned_at_an_offset(dtype, small):
     laid_out = runs("strides_offset", small(dtype=dtype))[1]
     for tensor in (laid_out.q, laid_out.k, laid_out.v):
         start = tensor.data_ptr() - tensor.untyped_storage().data_ptr()
@@ -277,7 +275,7 @@ def test_no_vector_is_aligned_at_an_offset(dtype, small) -> None:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "e4m3", "e5m2"])
 @pytest.mark.parametrize("question", ["strides_gapped", "strides_packed"])
-def test_gaps_are_nan(question, dtype, small) -> None:
+def test_gaps_are_nan(question, dtype, small):
     laid_out = runs(question, small(dtype=dtype))[1]
     tensors = (laid_out.q, laid_out.k, laid_out.v)
     buffers = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
@@ -286,7 +284,7 @@ def test_gaps_are_nan(question, dtype, small) -> None:
     assert int(everything.isfinite().sum()) == numbers < len(everything)
 
 
-def test_the_numbers_stay_and_the_pages_change(small) -> None:
+def test_the_numbers_stay_and_the_pages_change(small):
     paging = Paging(size=2, seed=3, shared=1)
     before, after = runs("pages", small(paging=paging), size=16, order=2, shared=0)
     assert after.problem.paging == Paging(size=16, seed=5, shared=0)

@@ -28,20 +28,20 @@ def far(problem, name):
 
 @pytest.mark.parametrize("dtype", ["fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2"])
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_the_ideal_kernel_keeps_every_bit(name, dtype, small, ask) -> None:
+def test_the_ideal_kernel_keeps_every_bit(name, dtype, small, ask):
     asked = small(CAUSAL, dtype=dtype, distribution="large_logits")
     assert ask(Ideal(), "strides_far", asked, tensor=TENSORS[name]) is None
 
 
 @pytest.mark.parametrize("kernel", ["ideal", "triton-flash2", "sdpa-math"])
-def test_gradients_are_kept_too(kernel, small, ask) -> None:
+def test_gradients_are_kept_too(kernel, small, ask):
     asked = small(CAUSAL, batch=1, heads=2, dtype="fp32", backward=True)
     assert ask(kernel, "strides_far", asked, tensor=3) is None
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "e4m3"])
 @pytest.mark.parametrize("name", TENSORS)
-def test_offsets_of_32_bits_are_found(name, dtype, small, ask) -> None:
+def test_offsets_of_32_bits_are_found(name, dtype, small, ask):
     backward = name == "dout"
     asked = small(dtype="fp32" if backward else dtype, backward=backward)
     found = ask(planted("WrappedOffsets"), "strides_far", asked, tensor=TENSORS[name])
@@ -50,7 +50,7 @@ def test_offsets_of_32_bits_are_found(name, dtype, small, ask) -> None:
 
 @pytest.mark.parametrize("length", [3, 4, 7, 70])
 @pytest.mark.parametrize("name", TENSORS)
-def test_a_wrapped_offset_is_inside(name, length, small) -> None:
+def test_a_wrapped_offset_is_inside(name, length, small):
     _, tensor = far(small(query=length, kv=length, backward=True), name)
     elements = tensor.untyped_storage().nbytes() // tensor.element_size()
     row, last = tensor.stride(2), (length - 1) * tensor.stride(2)
@@ -61,7 +61,7 @@ def test_a_wrapped_offset_is_inside(name, length, small) -> None:
     assert row * tensor.element_size() % 16 == 0
 
 
-def test_a_clone_is_as_far_apart_and_takes_no_more(small) -> None:
+def test_a_clone_is_as_far_apart_and_takes_no_more(small):
     laid_out, tensor = far(small(), "k")
     before = _resident()
     clone = laid_out.clone().k
@@ -75,7 +75,7 @@ def test_a_clone_is_as_far_apart_and_takes_no_more(small) -> None:
     assert _resident() - before < 1 << 26
 
 
-def test_no_kernel_is_blamed_for_too_small_a_machine(small, ask, monkeypatch) -> None:
+def test_no_kernel_is_blamed_for_too_small_a_machine(small, ask, monkeypatch):
     class Lacking(Ideal):
         def prepare(self, inputs):
             raise MemoryError
@@ -93,7 +93,7 @@ def test_no_kernel_is_blamed_for_too_small_a_machine(small, ask, monkeypatch) ->
     assert "48 GiB are needed" in found.message
 
 
-def test_in_its_own_question_no_memory_is_a_fault_of_ours(small, ask, monkeypatch) -> None:
+def test_in_its_own_question_no_memory_is_a_fault_of_ours(small, ask, monkeypatch):
     def nothing(*_):
         raise MemoryError
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
+from tests.messages import one_line
 
 from attncheck.core.errors import UnknownName, UsageError
 from attncheck.core.source_files import import_file
@@ -58,9 +59,8 @@ def test_numbers_that_json_has_no_word_for_come_back():
     ],
 )
 def test_json_that_is_no_gate_is_refused_in_one_line(broken, fact):
-    with pytest.raises(UsageError, match=fact) as caught:
+    with one_line(UsageError, match=fact):
         load_report(broken, GateReport)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
+from tests.messages import one_line
 
 from attncheck.core.errors import UsageError
 from attncheck.reporting.image_files import check_plots, report_image, write_plots
@@ -206,9 +207,9 @@ def test_a_place_that_cannot_be_written_is_told_beforehand(tmp_path):
 
 def test_without_matplotlib_the_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UsageError) as error:
+    with one_line(
+        UsageError,
+        whole="a plot needs matplotlib, which is not installed: pip install 'attncheck[plot]'.",
+    ):
         check_plots(["a.png"])
-    assert str(error.value) == (
-        "a plot needs matplotlib, which is not installed: pip install 'attncheck[plot]'."
-    )
     check_plots([])  # asked for nothing, it needs nothing

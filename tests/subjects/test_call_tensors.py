@@ -71,7 +71,7 @@ def nothing_kept():
 
 
 @pytest.mark.parametrize("read", READERS)
-def test_dtype_seed_and_head_dim_are_not_a_mods(read) -> None:
+def test_dtype_seed_and_head_dim_are_not_a_mods(read):
     other = PROBLEM.replace(dtype="fp32", seed=3, head_dim=16, scale=USUAL_SCALE)
     assert read(PROBLEM, "cpu") is read(other, "cpu")
 
@@ -79,7 +79,7 @@ def test_dtype_seed_and_head_dim_are_not_a_mods(read) -> None:
 @pytest.mark.parametrize("read", READERS[:2])
 @pytest.mark.parametrize("change", [{"kv": 10}, {"query": 7}, {"heads": 2, "kv_heads": 2}])
 @pytest.mark.usefixtures("nothing_kept")
-def test_a_trace_that_dimensions_share_is_checked_in_each(monkeypatch, read, change) -> None:
+def test_a_trace_that_dimensions_share_is_checked_in_each(monkeypatch, read, change):
     """The library's mods have one trace whatever the lengths: what it says there is asked anew."""
     asked = []
 
@@ -94,20 +94,20 @@ def test_a_trace_that_dimensions_share_is_checked_in_each(monkeypatch, read, cha
     assert asked == [problem.dimensions for problem in problems]
 
 
-def test_dimensions_are_a_masks() -> None:
+def test_dimensions_are_a_masks():
     bottom = PROBLEM.replace(mask=Spec.of("causal_bottom_right"))
     first, second = (kernel_mods.mask_expression(bottom.replace(kv=kv), "cpu") for kv in (9, 10))
     assert (first.captured, second.captured) == ((3,), (4,))
 
 
-def test_numbers_are_a_mods() -> None:
+def test_numbers_are_a_mods():
     other = PROBLEM.replace(mask=Spec.of("padding", lengths=[4]))
     assert kernel_mods.mask_expression(PROBLEM, "cpu") is not kernel_mods.mask_expression(
         other, "cpu"
     )
 
 
-def test_a_wrong_trace_is_refused_each_time_with_the_problem_it_was_asked_for(monkeypatch) -> None:
+def test_a_wrong_trace_is_refused_each_time_with_the_problem_it_was_asked_for(monkeypatch):
     monkeypatch.setattr(trace, "count_disagreements", lambda *_, **__: 3)
     problems = [PROBLEM.replace(query=61, seed=seed) for seed in (1, 2)]
     for problem in problems:

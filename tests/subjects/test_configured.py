@@ -5,6 +5,7 @@ import sys
 from importlib.metadata import EntryPoint
 
 import pytest
+from tests.messages import one_line
 
 from attncheck.core.errors import UnknownName, UsageError
 from attncheck.subjects.capabilities import configuration
@@ -85,9 +86,8 @@ def test_a_nearer_file_comes_first_and_one_without_kernels_is_passed(project):
 )
 def test_a_file_that_cannot_be_is_one_line(project, text, said):
     (project / "pyproject.toml").write_text(text)
-    with pytest.raises(UsageError, match=said) as error:
+    with one_line(UsageError, match=said):
         load_subject("mine")
-    assert "\n" not in str(error.value)
 
 
 def test_two_files_of_one_folder(project):

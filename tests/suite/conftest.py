@@ -44,6 +44,6 @@ class Repository:
 
 
 @pytest.fixture
-def repository(tmp_path: Path, warm_python: Any) -> Repository:
+def repository(tmp_path, warm_python):
     """An empty one."""
     return Repository(tmp_path, warm_python)

@@ -32,13 +32,13 @@ def under_test(name: str = "ideal", device: str = "cpu") -> UnderTest:
     )
 
 
-def test_pytest_gives_it_the_kernel_alone() -> None:
+def test_pytest_gives_it_the_kernel_alone():
     assert list(inspect.signature(_property).parameters) == ["kernel"]
     assert _property.__doc__ == "Said of it."
     assert inspect.unwrap(_property).__code__.co_filename == __file__
 
 
-def test_cases_are_of_the_kernel_dtype_and_family() -> None:
+def test_cases_are_of_the_kernel_dtype_and_family():
     drawn: list[Case] = []
 
     @hypothesis.settings(CI, max_examples=30)
@@ -53,7 +53,7 @@ def test_cases_are_of_the_kernel_dtype_and_family() -> None:
     assert all(ASKED.fits(case.question, case.problem) for case in drawn)
 
 
-def test_on_a_gpu_more_is_asked_of_what_was_compiled() -> None:
+def test_on_a_gpu_more_is_asked_of_what_was_compiled():
     problem = Problem(query=300, kv=400, mask=Spec.of("causal"))
     case = Case(problem=problem, question="future_keys", parameters={"row": 0})
     repeats = TIERS["pr"].repeats_gpu
@@ -72,6 +72,6 @@ def test_on_a_gpu_more_is_asked_of_what_was_compiled() -> None:
     ],
     ids=["question", "family"],
 )
-def test_what_there_is_not_is_said(questions, families, message: str) -> None:
+def test_what_there_is_not_is_said(questions, families, message):
     with pytest.raises(UnknownName, match=message):
         asks(*questions, families=families)

@@ -19,7 +19,7 @@ class Misaligned(Ideal):
 
 
 @pytest.fixture
-def on_a_gpu(monkeypatch) -> UnderTest:
+def on_a_gpu(monkeypatch):
     kernel = UnderTest("misaligned", Misaligned(), "cpu")
     monkeypatch.setattr(kernel, "device", "cuda")
     answer = UnderTest("misaligned", Misaligned(), "cpu").answer
@@ -33,19 +33,19 @@ def failed(kernel: UnderTest, case: Case) -> str:
     return str(found.value.record.case_id)
 
 
-def test_the_first_case_is_blamed_also_for_what_comes_after(on_a_gpu, monkeypatch) -> None:
+def test_the_first_case_is_blamed_also_for_what_comes_after(on_a_gpu, monkeypatch):
     monkeypatch.setattr(under_test, "gpu_is_lost", lambda: True)
     assert failed(on_a_gpu, FIRST) == FIRST.id
     assert failed(on_a_gpu, LATER) == FIRST.id
 
 
-def test_an_error_that_leaves_the_gpu_is_its_own(on_a_gpu, monkeypatch) -> None:
+def test_an_error_that_leaves_the_gpu_is_its_own(on_a_gpu, monkeypatch):
     monkeypatch.setattr(under_test, "gpu_is_lost", lambda: False)
     assert failed(on_a_gpu, FIRST) == FIRST.id
     assert failed(on_a_gpu, LATER) == LATER.id
 
 
-def test_later_tests_of_the_process_are_skipped() -> None:
+def test_later_tests_of_the_process_are_skipped():
     class Lost:
         lost_by = "test_layouts.py::test_strides"
 

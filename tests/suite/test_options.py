@@ -15,7 +15,7 @@ def test_it(pytestconfig):
 """
 
 
-def test_a_conftest_keeps_its_own_option(repository) -> None:
+def test_a_conftest_keeps_its_own_option(repository):
     done = repository(
         "--device=tpu",
         "--attncheck-device=cpu",
@@ -25,7 +25,7 @@ def test_a_conftest_keeps_its_own_option(repository) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_plugin_keeps_its_own_option(repository) -> None:
+def test_a_plugin_keeps_its_own_option(repository):
     done = repository(
         "-p",
         "theirs",
@@ -36,7 +36,7 @@ def test_a_plugin_keeps_its_own_option(repository) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_an_option_of_a_conftest_that_is_found_late_does_not_collide(repository) -> None:
+def test_an_option_of_a_conftest_that_is_found_late_does_not_collide(repository):
     done = repository(
         "--tier=pr",
         deep__conftest=OPTION.format(name="tier"),
@@ -54,7 +54,7 @@ def test_an_option_of_a_conftest_that_is_found_late_does_not_collide(repository)
         ("--attncheck-tier=hard", "tier 'hard' is not known"),
     ],
 )
-def test_a_wrong_value_ends_run_pytest_one_line(repository, option: str, message: str) -> None:
+def test_a_wrong_value_ends_run_pytest_one_line(repository, option, message):
     done = repository(option, test_a="def test_it(): pass")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert message in done.stderr
@@ -70,7 +70,7 @@ class _Parser:
         return object(), [args[0]]
 
 
-def test_short_names_are_spelled_out_up_to_two_dashes() -> None:
+def test_short_names_are_spelled_out_up_to_two_dashes():
     args = ["--kernel", "a", "--tier=pr", "--device", "3", "-k", "kernel", "--", "--kernel"]
     assert spelled_out(_Parser(), args) == [
         *["--attncheck-kernel", "a", "--attncheck-tier=pr", "--device", "3"],
@@ -78,7 +78,7 @@ def test_short_names_are_spelled_out_up_to_two_dashes() -> None:
     ]
 
 
-def test_ours_is_said_in_the_help(repository) -> None:
+def test_ours_is_said_in_the_help(repository):
     done = repository("--help")
     assert "--attncheck-kernel" in done.stdout
     assert "--kernel too" in " ".join(done.stdout.split())

@@ -41,7 +41,7 @@ class Raising(Ideal):
 
 
 @pytest.mark.parametrize("processes", [(), ("-n", "2")], ids=["alone", "xdist"])
-def test_the_summary_is_of_all_processes(repository, processes) -> None:
+def test_the_summary_is_of_all_processes(repository, processes):
     done = repository(
         "--kernel=kernels.py::Picky", "-rs", *processes, kernels=KERNELS, test_a=PROPERTY
     )
@@ -54,7 +54,7 @@ def test_the_summary_is_of_all_processes(repository, processes) -> None:
     assert "no tests of kernels.py::Picky in fp32: no " in done.stdout
 
 
-def test_hidden_nan_that_reaches_a_row_is_said_at_the_end(repository) -> None:
+def test_hidden_nan_that_reaches_a_row_is_said_at_the_end(repository):
     """A function promises no better, unless its table does."""
     formula = """
 def unfused(query, key, value, is_causal=False, scale=None, enable_gqa=False):
@@ -76,18 +76,18 @@ def unfused(query, key, value, is_causal=False, scale=None, enable_gqa=False):
     assert said in done.stdout
 
 
-def test_where_all_is_skipped_nothing_was_tested(repository) -> None:
+def test_where_all_is_skipped_nothing_was_tested(repository):
     done = repository("--kernel=kernels.py::Nothing", kernels=KERNELS, test_a=PROPERTY)
     assert "4 skipped" in done.stdout
     assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED
 
 
-def test_where_nothing_is_collected_nothing_was_tested(repository) -> None:
+def test_where_nothing_is_collected_nothing_was_tested(repository):
     done = repository("--kernel=ideal", "--dtype=fp16", test_a=PROPERTY)
     assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED
 
 
-def test_a_kernel_that_always_raises_fails_with_what_it_raised(repository) -> None:
+def test_a_kernel_that_always_raises_fails_with_what_it_raised(repository):
     done = repository(
         *("--kernel=kernels.py::Raising", "--junitxml=junit.xml", "-k", "bf16-full"),
         kernels=KERNELS,
@@ -119,7 +119,7 @@ def outcome(kernel: str, **tally: object) -> PropertyOutcome:
     )
 
 
-def test_it_adds_up() -> None:
+def test_it_adds_up():
     outcomes = [
         outcome("b", problems={"pass": 3, "unsupported": 2}, seconds=2.0, compiling=1.0),
         outcome("b", problems={"pass": 1, "warn": 1}, seconds=2.0),

@@ -46,25 +46,25 @@ def pytest_sessionfinish(session):
 """
 
 
-def test_kernels_and_problems_of_their_own_are_left_alone(repository) -> None:
+def test_kernels_and_problems_of_their_own_are_left_alone(repository):
     done = repository.fresh(conftest=CONFTEST + NOTHING_HEAVY, test_a=OF_THEIR_OWN)
     assert "5 passed" in done.stdout, done.stdout + done.stderr
 
 
-def test_ours_are_the_kernels_that_are_asked_for(repository) -> None:
+def test_ours_are_the_kernels_that_are_asked_for(repository):
     done = repository("--collect-only", *TWO, test_a=OURS)
     found = set(done.stdout.splitlines())
     assert found >= {"test_a.py::test_it[ideal]", "test_a.py::test_it[sdpa-math]"}
     assert "test_a.py::test_both[ideal-causal-wide]" in found
 
 
-def test_a_kernel_that_does_not_take_a_problem_is_skipped(repository) -> None:
+def test_a_kernel_that_does_not_take_a_problem_is_skipped(repository):
     done = repository("-k", "gqa or one-key", "-rs", "--dtype=e4m3", *TWO, test_a=OURS)
     assert "2 passed, 2 skipped" in done.stdout, done.stdout
     assert "sdpa-math takes no such problem on cpu: takes no fp8 inputs" in done.stdout
 
 
-def test_by_default_they_are_the_projects_own(repository) -> None:
+def test_by_default_they_are_the_projects_own(repository):
     (repository.path / "attncheck.toml").write_text(
         '[kernels.mine]\nentry = "mine.py::fwd"\nconvention = "sdpa"\n'
     )

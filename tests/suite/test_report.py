@@ -16,5 +16,5 @@ pytest_plugins = ["pytester"]
         (["-k", "causal and bf16"], "pytest -k 'causal and bf16'"),
     ],
 )
-def test_the_command_names_no_folder(args: list[str], said: str) -> None:
+def test_the_command_names_no_folder(args, said):
     assert pytest_command(args) == said

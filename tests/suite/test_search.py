@@ -89,7 +89,7 @@ def holds(kernel: UnderTest, case: Case) -> None:
     kernel.must_hold(case)
 
 
-def test_it_ends_with_the_smallest_case_and_its_diagnosis() -> None:
+def test_it_ends_with_the_smallest_case_and_its_diagnosis():
     kernel = under_test(Halves())
     with pytest.raises(WrongAnswer, match=r"FAIL bound compare: out\[0, \d, ") as raised:
         search_cases(holds, kernel, CASES)
@@ -98,9 +98,7 @@ def test_it_ends_with_the_smallest_case_and_its_diagnosis() -> None:
 
 
 @pytest.mark.parametrize("holds_on", [True, False])
-def test_one_failure_is_made_smaller_and_not_another(
-    monkeypatch: pytest.MonkeyPatch, *, holds_on: bool
-) -> None:
+def test_one_failure_is_made_smaller_and_not_another(monkeypatch, *, holds_on):
     if not holds_on:
         monkeypatch.setattr(UnderTest, "_is_another", lambda *_: False)
     with pytest.raises(WrongAnswer) as raised:
@@ -109,7 +107,7 @@ def test_one_failure_is_made_smaller_and_not_another(
     assert ("the output is off by a factor" in str(raised.value)) == holds_on
 
 
-def test_a_failure_of_another_case_is_raised_as_itself() -> None:
+def test_a_failure_of_another_case_is_raised_as_itself():
     def beside(case: Case) -> list[Case]:
         return [Case(problem=case.problem.replace(kv=case.problem.kv + 6))]
 
@@ -118,22 +116,22 @@ def test_a_failure_of_another_case_is_raised_as_itself() -> None:
     assert Case.from_json(raised.value.record.case).problem.kv == 7
 
 
-def test_a_kernel_that_fails_now_and_then_is_told_so() -> None:
+def test_a_kernel_that_fails_now_and_then_is_told_so():
     with pytest.raises(WrongAnswer, match="It does not fail every time"):
         search_cases(holds, under_test(Seldom()), CASES)
 
 
-def test_a_kernel_that_refuses_everything_as_it_is_called_is_skipped() -> None:
+def test_a_kernel_that_refuses_everything_as_it_is_called_is_skipped():
     with pytest.raises(pytest.skip.Exception, match="takes no such problem on cpu: not on Mondays"):
         search_cases(holds, under_test(Refusing()), CASES)
 
 
-def test_a_property_of_nothing_fails() -> None:
+def test_a_property_of_nothing_fails():
     with pytest.raises(pytest.fail.Exception, match="nothing was tested"):
         search_cases(holds, under_test(Ideal()), CASES.filter(lambda _: False))
 
 
-def test_what_is_drawn_is_the_same_every_time_and_another_for_each_kernel() -> None:
+def test_what_is_drawn_is_the_same_every_time_and_another_for_each_kernel():
     def drawn(name: str) -> list[int]:
         kernel = under_test(Ideal())
         kernel.name = name
@@ -146,14 +144,14 @@ def test_what_is_drawn_is_the_same_every_time_and_another_for_each_kernel() -> N
     assert len(drawn("a")) == 20
 
 
-def test_each_tier_draws_as_many_as_it_says() -> None:
+def test_each_tier_draws_as_many_as_it_says():
     for tier in TIERS.values():
         assert hypothesis.settings.get_profile(tier.profile).deadline is None
         assert tier.examples >= tier.examples_on("cpu", triton=True) > 1
         assert tier.examples_on("cuda", triton=True) > 1  # the first is the plainest
 
 
-def test_a_kernel_that_refuses_the_first_few_is_not_asked_hundreds() -> None:
+def test_a_kernel_that_refuses_the_first_few_is_not_asked_hundreds():
     class Picky(Ideal):
         name = "picky"
         asked = 0
@@ -173,7 +171,7 @@ def test_a_kernel_that_refuses_the_first_few_is_not_asked_hundreds() -> None:
 def _property(kernel: UnderTest, case: Case) -> None: ...
 
 
-def test_a_kernel_that_takes_few_is_asked_as_often_as_any() -> None:
+def test_a_kernel_that_takes_few_is_asked_as_often_as_any():
     kernel = under_test(Ideal())
     rare = st.integers(1, 400).filter(lambda kv: kv % 20 == 3)
     search_cases(

@@ -38,7 +38,7 @@ class Raising(Ideal):
 
 def asked(*families: str, **more: object) -> PropertySpec:
     @asks("compare", families=families, **more)
-    def test_it(kernel: object, case: object) -> None: ...
+    def test_it(kernel, case): ...
 
     (mark,) = test_it.pytestmark
     assert mark.name == MARK
@@ -51,7 +51,7 @@ def session(*subjects: Ideal, **options: object) -> Session:
     return found
 
 
-def test_a_test_for_each_kernel_dtype_and_family_in_that_order() -> None:
+def test_a_test_for_each_kernel_dtype_and_family_in_that_order():
     params = session(Ideal(), Narrow()).params(asked("full", "causal"))
     ids = [param.id for param in params]
     assert ids[:3] == ["ideal-fp32-full", "ideal-fp32-causal", "ideal-tf32-full"]
@@ -60,35 +60,35 @@ def test_a_test_for_each_kernel_dtype_and_family_in_that_order() -> None:
     ]
 
 
-def test_a_family_that_is_not_taken_says_why() -> None:
+def test_a_family_that_is_not_taken_says_why():
     params = session(Narrow(), dtypes=("bf16",)).params(asked("full", "causal"))
     assert [param.refused for param in params] == ["", "bf16 has no mask"]
 
 
-def test_a_dtype_that_is_not_taken_is_said_once() -> None:
+def test_a_dtype_that_is_not_taken_is_said_once():
     found = session(Narrow())
     found.params(asked("full"))
     assert set(found.untaken["narrow"]) == {"fp32", "tf32"}  # fp8 does not concern it
     assert not session(Narrow()).params(asked(SOFTMAX))
 
 
-def test_what_was_asked_for_by_name_and_does_not_concern_it_is_said() -> None:
+def test_what_was_asked_for_by_name_and_does_not_concern_it_is_said():
     found = session(Narrow(), kernels=("narrow",), dtypes=("e4m3",))
     assert not found.params(asked("full"))
     assert found.untaken == {"narrow": {"e4m3": NOT_APPLICABLE}}
 
 
-def test_a_property_of_some_dtypes_is_asked_of_these() -> None:
+def test_a_property_of_some_dtypes_is_asked_of_these():
     params = session(Ideal()).params(asked("full", dtypes=("e4m3", "e5m2")))
     assert [param.dtype for param in params] == ["e4m3", "e5m2"]
 
 
-def test_a_kernel_that_raises_when_it_is_asked_is_tested() -> None:
+def test_a_kernel_that_raises_when_it_is_asked_is_tested():
     assert not KernelSupport(Raising(), "cpu").refusal("causal", "bf16")
 
 
 @pytest.mark.parametrize("family", [*MASK_FAMILIES, SOFTMAX])
-def test_every_family_has_samples(family: str) -> None:
+def test_every_family_has_samples(family):
     found = sample_problems(family, "bf16")
     assert found
     assert not KernelSupport(Ideal(), "cpu").refusal(family, "bf16")
@@ -96,7 +96,7 @@ def test_every_family_has_samples(family: str) -> None:
     assert all(each.mask.name == named for each in found) or family in {"composition", SOFTMAX}
 
 
-def test_a_kernel_is_under_test_with_what_its_id_says() -> None:
+def test_a_kernel_is_under_test_with_what_its_id_says():
     found = session(Ideal())
     (param,) = found.params(asked("causal", dtypes=("bf16",)))
     kernel = found.under_test(param)
@@ -115,7 +115,7 @@ class OfPages(Ideal):
         return None if problem.paging.size == 64 else "pages of 64"
 
 
-def test_properties_of_pages_are_asked_of_kernels_of_pages() -> None:
+def test_properties_of_pages_are_asked_of_kernels_of_pages():
     class Plain(Ideal):
         name = "plain"
 
@@ -131,18 +131,18 @@ def test_properties_of_pages_are_asked_of_kernels_of_pages() -> None:
 
 
 @pytest.mark.parametrize("family", MASK_FAMILIES)
-def test_every_family_has_samples_in_pages(family: str) -> None:
+def test_every_family_has_samples_in_pages(family):
     assert all(each.paging for each in sample_problems(family, "bf16", ProblemKind(paged=True)))
     assert not KernelSupport(OfPages(), "cpu").refusal(family, "bf16", ProblemKind(paged=True))
     assert KernelSupport(OfPages(), "cpu").refusal(family, "bf16") == NOT_APPLICABLE
 
 
-def test_a_softmax_has_no_pages() -> None:
+def test_a_softmax_has_no_pages():
     assert not sample_problems(SOFTMAX, "bf16", ProblemKind(paged=True))
 
 
 @pytest.mark.parametrize("family", MASK_FAMILIES)
-def test_every_family_has_samples_with_a_backward(family: str) -> None:
+def test_every_family_has_samples_with_a_backward(family):
     assert all(
         each.backward for each in sample_problems(family, "bf16", ProblemKind(backward=True))
     )
@@ -151,7 +151,7 @@ def test_every_family_has_samples_with_a_backward(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", MASK_FAMILIES)
-def test_every_family_has_samples_of_what_score_mods_read(family: str) -> None:
+def test_every_family_has_samples_of_what_score_mods_read(family):
     kind = ProblemKind(backward=True, captured=True)
     assert all(each.dcaptured for each in sample_problems(family, "bf16", kind))
     assert not KernelSupport(Ideal(), "cpu").refusal(family, "bf16", kind)
@@ -161,7 +161,7 @@ def test_every_family_has_samples_of_what_score_mods_read(family: str) -> None:
     assert KernelSupport(without, "cpu").refusal(family, "bf16", kind) == reason
 
 
-def test_a_kernel_of_gradients_alone_is_asked_for_them() -> None:
+def test_a_kernel_of_gradients_alone_is_asked_for_them():
     class Alone(Ideal):
         name = "alone"
 

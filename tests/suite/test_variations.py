@@ -16,7 +16,7 @@ def of(case: Case, count: int = 5, *, lengths: bool = True, **more: object) -> l
     return list(variations(case, count, fits=fits, lengths=lengths, **more))
 
 
-def test_they_share_the_structure_and_nothing_else() -> None:
+def test_they_share_the_structure_and_nothing_else():
     found = [each.problem for each in of(CASE)]
     for name in STRUCTURE:
         assert {getattr(each, name) for each in found} == {getattr(CASE.problem, name)}
@@ -25,19 +25,19 @@ def test_they_share_the_structure_and_nothing_else() -> None:
     assert all(each.query > 20 and each.kv > 30 for each in found)
 
 
-def test_lengths_stay_where_they_are_compiled_in_or_the_mask_counts_them() -> None:
+def test_lengths_stay_where_they_are_compiled_in_or_the_mask_counts_them():
     assert {each.problem.kv for each in of(CASE, lengths=False)} == {60}
     padding = Spec.of("padding", lengths=[60])
     found = of(Case(problem=CASE.problem.replace(mask=padding)))
     assert [each.problem.kv for each in found] == [60] * 5
 
 
-def test_they_shrink_with_the_case() -> None:
+def test_they_shrink_with_the_case():
     small = Case(problem=Problem(query=1, kv=2, mask=Spec.of("causal")))
     assert {(each.problem.query, each.problem.kv) for each in of(small)} == {(1, 2)}
 
 
-def test_the_relations_numbers_move_on_among_those_that_it_allows() -> None:
+def test_the_relations_numbers_move_on_among_those_that_it_allows():
     case = Case(problem=CASE.problem, question="future_keys", parameters={"row": 0})
     found = of(case)
     assert len({each.parameters["row"] for each in found}) > 1
@@ -45,13 +45,13 @@ def test_the_relations_numbers_move_on_among_those_that_it_allows() -> None:
         relation_named("future_keys").check(each.problem, each.parameters)
 
 
-def test_only_what_fits_and_only_the_distributions_that_are_asked() -> None:
+def test_only_what_fits_and_only_the_distributions_that_are_asked():
     assert not of(CASE, fits=lambda *_: False)
     asked = of(CASE, distributions=("normal", "large_logits"))
     assert {each.problem.distribution for each in asked} == {"normal", "large_logits"}
 
 
 @pytest.mark.parametrize("count", [0, 3])
-def test_a_softmax_has_scores(count: int) -> None:
+def test_a_softmax_has_scores(count):
     case = Case(problem=Problem(operation="softmax", query=3, kv=9))
     assert len(of(case, count)) == count

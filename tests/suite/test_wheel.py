@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(tmp_path_factory):
     """A folder with what the wheel installs."""
     pytest.importorskip("hatchling", reason="what builds the wheel is not installed")
     folder = tmp_path_factory.mktemp("wheel")
@@ -24,19 +24,19 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
-def test_every_property_is_in_it(installed: Path) -> None:
+def test_every_property_is_in_it(installed):
     ours = {path.name for path in (ROOT / "properties").iterdir() if path.is_file()}
     assert {path.name for path in (installed / "attncheck" / "properties").iterdir()} == ours
 
 
-def test_every_template_is_in_it(installed: Path) -> None:
+def test_every_template_is_in_it(installed):
     folder = Path("attncheck") / "reporting" / "templates"
     ours = {path.name: path.read_bytes() for path in (ROOT / "src" / folder).iterdir()}
     assert {path.name: path.read_bytes() for path in (installed / folder).iterdir()} == ours
     assert "page.html.j2" in ours
 
 
-def test_they_run_from_it(installed: Path, tmp_path: Path) -> None:
+def test_they_run_from_it(installed, tmp_path):
     done = subprocess.run(
         [
             *(sys.executable, "-m", "pytest", "--pyargs", "attncheck.properties", "-q", "-v"),

@@ -43,7 +43,7 @@ every_mod = pytest.mark.parametrize(
 
 
 @every_mod
-def test_all_backends_agree(spec, build, trace) -> None:
+def test_all_backends_agree(spec, build, trace):
     # The interpreter runs a program a key for each score mod: of those one in it is enough.
     ours = (
         [subject_named("triton-flash2")] if build is build_mask or spec == SCORES["offset"] else []
@@ -55,7 +55,7 @@ def test_all_backends_agree(spec, build, trace) -> None:
 
 
 @every_mod
-def test_it_survives_json_bit_for_bit(spec, build, trace) -> None:
+def test_it_survives_json_bit_for_bit(spec, build, trace):
     mod = build(spec, SMALL)
     traced = trace(mod)
     again = expression.expression_from_json(expression.expression_to_json(traced))
@@ -81,11 +81,11 @@ def test_it_survives_json_bit_for_bit(spec, build, trace) -> None:
     ],
     ids=str,
 )
-def test_no_index_leaves_its_table_nor_32_bits(spec) -> None:
+def test_no_index_leaves_its_table_nor_32_bits(spec):
     check_index_ranges(trace_mask(build_mask(spec, LARGE)), LARGE)
 
 
-def test_of_a_table_that_is_too_short_it_is_said() -> None:
+def test_of_a_table_that_is_too_short_it_is_said():
     """As the masks clamp, or an offset builds for the longer problem: without it, an error."""
     short = build_mask(MASKS["documents"], SMALL)
     longer = Dimensions(batch=2, heads=2, query=14, kv=18)

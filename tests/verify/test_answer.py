@@ -49,16 +49,16 @@ def status(subject, question, parameters=None):
 
 
 @pytest.mark.parametrize("question", ["compare", "repeat"])
-def test_the_ideal_kernel_passes(question) -> None:
+def test_the_ideal_kernel_passes(question):
     assert status(Ideal(), question) == "pass"
 
 
-def test_a_probe_is_answered() -> None:
+def test_a_probe_is_answered():
     case = probes.cases("decode", PROBLEM)[0]
     assert run_case(Ideal(), case, device="cpu").status == "pass"
 
 
-def test_a_last_bit_fails_who_promises_bits() -> None:
+def test_a_last_bit_fails_who_promises_bits():
     record = run_case(moved(), Case(problem=PROBLEM, question="repeat"), device="cpu")
     assert (record.status, record.judgement.rule) == ("fail", "relation")
     assert record.judgement.worst.tensor == "lse"
@@ -67,18 +67,18 @@ def test_a_last_bit_fails_who_promises_bits() -> None:
     assert record.judgement.worst.tile == "query tile 0, rows 0–4"
 
 
-def test_a_last_bit_is_within_the_bounds_of_who_does_not() -> None:
+def test_a_last_bit_is_within_the_bounds_of_who_does_not():
     assert status(moved(promises=frozenset({"hidden"})), "repeat") == "pass"
 
 
 @pytest.mark.parametrize(("withdrawn", "expected"), [("batch", "fail"), ("group", "pass")])
-def test_bits_of_a_group_are_a_promise_of_their_own(withdrawn, expected) -> None:
+def test_bits_of_a_group_are_a_promise_of_their_own(withdrawn, expected):
     """A kernel may be independent of its batch, and pack the rows of a group into one tile."""
     grouped = moved(promises=Ideal.promises - {withdrawn})
     assert status(grouped, "gqa_repeat") == expected
 
 
-def test_more_than_rounding_is_not() -> None:
+def test_more_than_rounding_is_not():
     twice = in_turns(lambda right, number: Outputs(right.out * (1 + number % 2)))
     doubled = spoiled(twice, promises=frozenset({"hidden"}))
     record = run_case(doubled, Case(problem=PROBLEM, question="repeat"), device="cpu")
@@ -87,13 +87,13 @@ def test_more_than_rounding_is_not() -> None:
     assert "±" in record.judgement.reason
 
 
-def test_what_is_not_promised_of_hidden_keys_is_not_asked() -> None:
+def test_what_is_not_promised_of_hidden_keys_is_not_asked():
     assert status(Unsure(), "future_keys_nan", {"row": 0}) == "unsupported"
     assert status(Unsure(), "future_keys", {"row": 0}) == "pass"
 
 
 @pytest.mark.parametrize("question", ["future_keys_nan", "hidden_keys_nan"])
-def test_hidden_nan_that_reaches_a_row_is_a_failure_only_where_promised(question) -> None:
+def test_hidden_nan_that_reaches_a_row_is_a_failure_only_where_promised(question):
     case = Case(problem=PROBLEM, question=question, parameters={"row": 1})
     # A common flash kernel: a weight of 0 multiplies whatever the mask hides.
     leaking = kernel("HiddenTimesZero")
@@ -111,7 +111,7 @@ def test_hidden_nan_that_reaches_a_row_is_a_failure_only_where_promised(question
     assert record.judgement.reason.startswith("out[")
 
 
-def test_large_numbers_that_reach_a_row_are_a_failure() -> None:
+def test_large_numbers_that_reach_a_row_are_a_failure():
     def leaking(inputs, right):
         return Outputs(right.out + inputs.v[:, :, -1:] * 2.0**-20, right.lse)
 
@@ -119,12 +119,12 @@ def test_large_numbers_that_reach_a_row_are_a_failure() -> None:
     assert status(spoiled(leaking, promises=promises), "future_keys_huge", {"row": 0}) == "fail"
 
 
-def test_a_refusal_as_it_is_called_is_unsupported() -> None:
+def test_a_refusal_as_it_is_called_is_unsupported():
     record = run_case(Picky(), Case(problem=PROBLEM, question="repeat"), device="cpu")
     assert (record.status, record.reason) == ("unsupported", "not today")
 
 
-def test_wrong_elements_of_a_comparison_are_counted() -> None:
+def test_wrong_elements_of_a_comparison_are_counted():
     class Half(Ideal):
         def prepare(self, inputs):
             call = super().prepare(inputs)
@@ -141,18 +141,18 @@ def test_wrong_elements_of_a_comparison_are_counted() -> None:
     assert 0 < judgement.wrong <= 5 * 8 < judgement.compared == 2 * 5 * 8
 
 
-def test_an_unknown_question_is_a_usage_error() -> None:
+def test_an_unknown_question_is_a_usage_error():
     with pytest.raises(UnknownName, match="question 'wrong' is not known"):
         run_case(Ideal(), Case(problem=PROBLEM, question="wrong"), device="cpu")
 
 
 @pytest.mark.parametrize("question", ["compare", *RELATIONS, *probes.PROBES])
-def test_every_question_has_a_summary_of_one_line(question: str) -> None:
+def test_every_question_has_a_summary_of_one_line(question):
     assert question_summary(question)
     assert "\n" not in question_summary(question)
 
 
-def test_a_kernel_of_another_operation_is_not_asked() -> None:
+def test_a_kernel_of_another_operation_is_not_asked():
     class Softmax(Ideal):
         def concerns(self, problem):
             return problem.operation == "softmax"
@@ -163,7 +163,7 @@ def test_a_kernel_of_another_operation_is_not_asked() -> None:
         assert (record.status, record.reason) == ("unsupported", "it does not compute attention")
 
 
-def test_where_nothing_is_bounded_nothing_passes(monkeypatch) -> None:
+def test_where_nothing_is_bounded_nothing_passes(monkeypatch):
     def unbounded(runs, *_):
         nothing = [torch.full(tuple(run.q.shape[:3]), torch.inf) for run in runs]
         return [Outputs(inf[..., None].expand(*inf.shape, 8), inf) for inf in nothing]

@@ -32,7 +32,7 @@ def ask(kernel, question, **numbers):
 
 
 @pytest.mark.parametrize("question", ["guards", "unwritten", "repeats", "elsewhere"])
-def test_a_right_copy_passes(question) -> None:
+def test_a_right_copy_passes(question):
     record = ask(planted.Copying(), question)
     assert record.status == "pass", (record.reason, record.judgement)
 
@@ -45,7 +45,7 @@ def test_a_right_copy_passes(question) -> None:
         ("ReadsBeyond", "unwritten", "reads poison: 74 of 74 elements of lse"),
     ],
 )
-def test_a_fault_at_the_last_tile_is_found(fault, question, said) -> None:
+def test_a_fault_at_the_last_tile_is_found(fault, question, said):
     record = ask(getattr(planted, fault)(), question)
     assert (record.status, record.judgement.rule) == ("fail", "memory")
     assert said in record.judgement.reason
@@ -54,7 +54,7 @@ def test_a_fault_at_the_last_tile_is_found(fault, question, said) -> None:
 @on_a_gpu
 @pytest.mark.parametrize("kernel", ["triton-flash2", "triton-varlen", "sdpa-flash", "sdpa-cudnn"])
 @pytest.mark.parametrize("question", CHECKS)
-def test_right_kernels_pass_on_a_gpu(kernel, question) -> None:
+def test_right_kernels_pass_on_a_gpu(kernel, question):
     if CHECKS[question].unfit(SMALL):
         pytest.skip("one sequence has no neighbours")
     record = ask(kernel, question)
@@ -64,7 +64,7 @@ def test_right_kernels_pass_on_a_gpu(kernel, question) -> None:
 
 
 @on_a_gpu
-def test_atomics_are_found() -> None:
+def test_atomics_are_found():
     record = ask(planted.Atomic(), "repeats", calls=32)
     assert (record.status, record.judgement.rule) == ("fail", "determinism")
 
@@ -80,12 +80,12 @@ def test_atomics_are_found() -> None:
         "AllOnOwnStream",
     ],
 )
-def test_an_unsynchronised_stream_is_found(fault) -> None:
+def test_an_unsynchronised_stream_is_found(fault):
     record = ask(getattr(planted, fault)(), "streams")
     assert (record.status, record.judgement.rule) == ("fail", "determinism")
 
 
 @on_a_gpu
-def test_a_stream_that_is_joined_passes() -> None:
+def test_a_stream_that_is_joined_passes():
     record = ask(planted.OwnStreamJoined(), "streams")
     assert record.status == "pass", (record.reason, record.judgement)

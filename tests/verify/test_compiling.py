@@ -17,14 +17,14 @@ def compiled(clock: Compiling, microseconds: int) -> None:
     )
 
 
-def test_it_adds_up_what_triton_tells() -> None:
+def test_it_adds_up_what_triton_tells():
     clock = Compiling()
     compiled(clock, 250_000)
     compiled(clock, 500_000)
     assert clock.seconds == 0.75
 
 
-def test_triton_within_torch_counts_once() -> None:
+def test_triton_within_torch_counts_once():
     clock, start = Compiling(), time.perf_counter()
     clock._started(None)
     compiled(clock, 10**9)
@@ -32,7 +32,7 @@ def test_triton_within_torch_counts_once() -> None:
     assert 0 < clock.seconds <= time.perf_counter() - start
 
 
-def test_triton_takes_it_and_whoever_listened_still_hears(monkeypatch) -> None:
+def test_triton_takes_it_and_whoever_listened_still_hears(monkeypatch):
     from triton import knobs
 
     heard = []
@@ -46,7 +46,7 @@ def test_triton_takes_it_and_whoever_listened_still_hears(monkeypatch) -> None:
     assert len(heard) == 1
 
 
-def test_torch_tells_when_it_compiles() -> None:
+def test_torch_tells_when_it_compiles():
     import torch
     from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 

@@ -24,7 +24,7 @@ ON_A_CPU = ["repeats", "elsewhere", "neighbours", "schedules"]
 
 @pytest.mark.parametrize("question", ON_A_CPU)
 @pytest.mark.parametrize("kernel", RIGHT)
-def test_a_right_kernel_passes(kernel, question) -> None:
+def test_a_right_kernel_passes(kernel, question):
     ready(kernel)
     problem = SMALL.replace(query=17, kv=20, head_dim=16, value_dim=16, dtype="fp16")
     record = ask(kernel, question, problem)
@@ -47,7 +47,7 @@ def test_a_right_kernel_passes(kernel, question) -> None:
         ("WrongUnpromised", "repeats", "pairs of calls: repeat"),
     ],
 )
-def test_a_planted_fault_is_found(fault, question, said) -> None:
+def test_a_planted_fault_is_found(fault, question, said):
     problem = SMALL.replace(backward="Gradients" in fault)
     record = ask(KERNELS[fault](), question, problem)
     assert (record.status, record.judgement.rule) == ("fail", "determinism"), record.reason
@@ -56,24 +56,24 @@ def test_a_planted_fault_is_found(fault, question, said) -> None:
 
 
 @pytest.mark.parametrize("fault", ["ByAddress", "ByThreads"])
-def test_what_only_moving_shows_is_not_seen_in_place(fault) -> None:
+def test_what_only_moving_shows_is_not_seen_in_place(fault):
     assert ask(KERNELS[fault](), "repeats").status == "pass"
 
 
 @pytest.mark.parametrize("question", ["repeats", "elsewhere"])
-def test_bits_that_are_not_promised_are_compared_within_bounds(question) -> None:
+def test_bits_that_are_not_promised_are_compared_within_bounds(question):
     record = ask(KERNELS["AnyOrderUnpromised"](), question)
     assert record.status == "pass"
     assert record.judgement.reason.startswith("0/3 ")
 
 
-def test_a_call_elsewhere_that_promises_no_bits_is_judged() -> None:
+def test_a_call_elsewhere_that_promises_no_bits_is_judged():
     record = ask(KERNELS["WrongElsewhereUnpromised"](), "elsewhere")
     assert (record.status, record.judgement.rule) == ("fail", "determinism")
     assert record.judgement.reason.startswith("nondeterministic 3/3 calls: lse[0, ")
 
 
-def test_gradients_that_are_not_promised_are_said() -> None:
+def test_gradients_that_are_not_promised_are_said():
     record = ask(KERNELS["AnyGradientsUnpromised"](), "repeats", SMALL.replace(backward=True))
     assert record.status == "pass"
     assert record.judgement.warnings == (
@@ -81,16 +81,16 @@ def test_gradients_that_are_not_promised_are_said() -> None:
     )
 
 
-def test_more_calls_are_a_smaller_bound() -> None:
+def test_more_calls_are_a_smaller_bound():
     assert "0/31 calls" in ask("ideal", "repeats", calls=32).judgement.reason
 
 
-def test_a_cpu_has_no_streams() -> None:
+def test_a_cpu_has_no_streams():
     record = ask("ideal", "streams")
     assert (record.status, record.reason) == ("unsupported", "a CPU has no streams")
 
 
-def test_a_kernel_that_raises_is_an_error() -> None:
+def test_a_kernel_that_raises_is_an_error():
     class Raising(Ideal):
         def prepare(self, inputs):
             raise ValueError("planted")
@@ -100,14 +100,14 @@ def test_a_kernel_that_raises_is_an_error() -> None:
         assert (record.status, record.reason) == ("error", "ValueError: planted")
 
 
-def test_what_is_alone_has_no_neighbours() -> None:
+def test_what_is_alone_has_no_neighbours():
     alone = SMALL.replace(batch=1)
     assert unfit_reason("neighbours", alone) == "its only sequence is alone; it has one sequence"
     with pytest.raises(ProblemError, match="its only sequence is alone"):
         ask("ideal", "neighbours", alone)
 
 
-def test_the_page_names_every_check() -> None:
+def test_the_page_names_every_check():
     page = (Path(__file__).parents[2] / "docs" / "reference" / "checks.md").read_text(
         encoding="utf-8"
     )
@@ -115,7 +115,7 @@ def test_the_page_names_every_check() -> None:
     assert re.findall(r"^\| `(\w+)`", table, re.MULTILINE) == list(CHECKS)
 
 
-def test_checks_are_questions() -> None:
+def test_checks_are_questions():
     for name, check in CHECKS.items():
         check_question(name)
         assert question_summary(name) == check.summary

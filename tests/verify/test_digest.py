@@ -21,7 +21,7 @@ OUT = torch.tensor([[[[1.0, -2.0], [0.0, 4.0]]]])
 CASE = Case(problem=Problem(query=24, head_dim=16, dtype="bf16"))
 
 
-def test_the_same_bits_have_one_digest_whatever_their_strides() -> None:
+def test_the_same_bits_have_one_digest_whatever_their_strides():
     other = OUT.transpose(-1, -2).contiguous().transpose(-1, -2)
     assert other.stride() != OUT.stride()
     assert outputs_digest(Outputs(OUT)) == outputs_digest(Outputs(other))
@@ -38,11 +38,11 @@ def test_the_same_bits_have_one_digest_whatever_their_strides() -> None:
         pytest.param(Outputs(torch.nextafter(OUT, OUT + 1)), id="last bit"),
     ],
 )
-def test_other_bits_have_another(other: Outputs) -> None:
+def test_other_bits_have_another(other):
     assert outputs_digest(other) != outputs_digest(Outputs(OUT))
 
 
-def test_the_payload_of_a_nan_is_a_bit_too() -> None:
+def test_the_payload_of_a_nan_is_a_bit_too():
     quiet, other = (torch.tensor([bits], dtype=torch.int32) for bits in (0x7FC00000, 0x7FC00001))
     assert outputs_digest(Outputs(quiet.view(torch.float32))) != outputs_digest(
         Outputs(other.view(torch.float32))
@@ -53,7 +53,7 @@ def test_the_payload_of_a_nan_is_a_bit_too() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float64])
-def test_of_every_dtype_and_of_nothing(dtype: torch.dtype) -> None:
+def test_of_every_dtype_and_of_nothing(dtype):
     assert outputs_digest(Outputs(OUT.to(dtype))) != outputs_digest(Outputs(OUT.to(torch.float16)))
     assert outputs_digest(Outputs(torch.empty(1, 1, 0, 4, dtype=dtype)))
 
@@ -79,13 +79,13 @@ class Drifting(Ideal):
         return later
 
 
-def test_a_comparison_carries_its_digest() -> None:
+def test_a_comparison_carries_its_digest():
     evidence = EvidenceBuilder(CASE, "cpu")
     record = run_case(Ideal(), evidence.case, device=evidence.device, evidence=evidence)
     assert record.digest == outputs_digest(Ideal().run(evidence.inputs))
 
 
-def test_a_kernel_that_repeats_itself_is_measured_once() -> None:
+def test_a_kernel_that_repeats_itself_is_measured_once():
     record = measure_accuracy(Ideal(), CASE, device="cpu")
     assert record.status == "pass"
     assert isinstance(record.digest, str)
@@ -99,7 +99,7 @@ def test_a_kernel_that_repeats_itself_is_measured_once() -> None:
     assert 1 <= out.freedom <= record.out.elements
 
 
-def test_of_one_that_does_not_the_largest_error_of_several_runs_counts() -> None:
+def test_of_one_that_does_not_the_largest_error_of_several_runs_counts():
     drifting = Drifting()
     record = measure_accuracy(drifting, CASE, device="cpu", runs=3)
     one = measure_accuracy(Drifting(), CASE, device="cpu", runs=1)
@@ -110,7 +110,7 @@ def test_of_one_that_does_not_the_largest_error_of_several_runs_counts() -> None
     assert record.accuracy["out"].rmse > one.accuracy["out"].rmse
 
 
-def test_bits_that_happen_to_be_equal_each_time_have_a_digest() -> None:
+def test_bits_that_happen_to_be_equal_each_time_have_a_digest():
     still = Drifting(step=0.0)
     record = measure_accuracy(still, CASE, device="cpu", runs=3)
     assert still.calls == 3
@@ -126,7 +126,7 @@ class Refusing(Drifting):
         raise Refused("not today")
 
 
-def test_what_is_not_taken_is_asked_once() -> None:
+def test_what_is_not_taken_is_asked_once():
     record = measure_accuracy(Refusing(), CASE, device="cpu")
     assert record.status == "unsupported"
     assert record.accuracy is msgspec.UNSET

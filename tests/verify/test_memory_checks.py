@@ -32,7 +32,7 @@ OF_MEMORY = [name for name, check in CHECKS.items() if check.stage == "memory"]
 
 @pytest.mark.parametrize("question", OF_MEMORY)
 @pytest.mark.parametrize("kernel", RIGHT)
-def test_a_right_kernel_passes(kernel, question) -> None:
+def test_a_right_kernel_passes(kernel, question):
     ready(kernel)
     problem = SMALL.replace(query=17, kv=20, head_dim=16, value_dim=16, dtype="fp16")
     record = ask(kernel, question, problem)
@@ -43,7 +43,7 @@ def test_a_right_kernel_passes(kernel, question) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("question", OF_MEMORY)
-def test_a_kernel_that_allocates_its_outputs_passes(question, dtype) -> None:
+def test_a_kernel_that_allocates_its_outputs_passes(question, dtype):
     record = ask(planted.Allocating(), question, SMALL.replace(dtype=dtype))
     assert (record.status, record.judgement.warnings) == ("pass", ())
 
@@ -61,20 +61,20 @@ def test_a_kernel_that_allocates_its_outputs_passes(question, dtype) -> None:
         ("BeforeWorkspace", "before a tensor (7,) of int32"),
     ],
 )
-def test_a_write_beside_a_tensor_is_found(fault, said, dtype) -> None:
+def test_a_write_beside_a_tensor_is_found(fault, said, dtype):
     record = ask(getattr(planted, fault)(), "guards", SMALL.replace(dtype=dtype))
     assert (record.status, record.judgement.rule) == ("fail", "memory")
     assert "out-of-bounds write" in record.judgement.reason
     assert said in record.judgement.reason
 
 
-def test_the_two_patterns_agree_in_no_byte() -> None:
+def test_the_two_patterns_agree_in_no_byte():
     one, other = (pattern(7, 200_000, torch.device("cpu"), fill) for fill in ("pattern", "inverse"))
     assert bool((one ^ other == 0xFF).all())
     assert len(one.unique()) == 256
 
 
-def test_a_write_between_the_elements_of_an_input_is_found() -> None:
+def test_a_write_between_the_elements_of_an_input_is_found():
     gapped = RELATIONS["strides_gapped"].runs(inputs_room.draw_inputs(SMALL), {})[1]
     guards = GuardBands("pattern", torch.device("cpu"))
     given = guards.copied(gapped)
@@ -83,7 +83,7 @@ def test_a_write_between_the_elements_of_an_input_is_found() -> None:
     assert guards.look() == "wrote 1 byte between elements of its input k"
 
 
-def test_what_has_no_guard_bands_is_said() -> None:
+def test_what_has_no_guard_bands_is_said():
     record = ask("sdpa-flash", "guards", SMALL.replace(value_dim=6))
     assert record.status == "pass"
     assert record.judgement.warnings == (
@@ -93,7 +93,7 @@ def test_what_has_no_guard_bands_is_said() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fault", ["LastRow", "LastRowByItself"])
-def test_an_unwritten_row_is_found(fault, dtype) -> None:
+def test_an_unwritten_row_is_found(fault, dtype):
     record = ask(getattr(planted, fault)(), "unwritten", SMALL.replace(dtype=dtype))
     assert (record.status, record.judgement.rule) == ("fail", "memory")
     assert record.judgement.reason == (
@@ -102,7 +102,7 @@ def test_an_unwritten_row_is_found(fault, dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_without_torch_s_fill_nothing_passes(dtype, monkeypatch) -> None:
+def test_without_torch_s_fill_nothing_passes(dtype, monkeypatch):
     """As glibc gives what was just freed: it may hold the right numbers of the call before."""
     monkeypatch.setattr(memory_patterns, "_torch_flag", lambda fill: None)
     for fault in (planted.LastRowByItself(), planted.ByItself()):
@@ -110,14 +110,14 @@ def test_without_torch_s_fill_nothing_passes(dtype, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("fault", ["KeptOutput", "NumpyOutput"])
-def test_memory_that_nobody_filled_is_said(fault) -> None:
+def test_memory_that_nobody_filled_is_said(fault):
     record = ask(getattr(planted, fault)(), "unwritten", SMALL.replace(dtype="fp32"))
     assert (record.status, record.judgement.rule) == ("inconclusive", "memory")
     assert record.judgement.reason == f"out {UNREACHED}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_cpp_allocates_is_filled(dtype) -> None:
+def test_what_cpp_allocates_is_filled(dtype):
     if memory_patterns._torch_flag("pattern") is None:
         pytest.skip("this torch does not fill what it allocates")
     assert ask(planted.ByItself(), "unwritten", SMALL.replace(dtype=dtype)).status == "pass"
@@ -125,18 +125,18 @@ def test_what_cpp_allocates_is_filled(dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fault", ["EmptyWorkspace", "Swallowing"])
-def test_a_read_of_what_nobody_wrote_is_found(fault, dtype) -> None:
+def test_a_read_of_what_nobody_wrote_is_found(fault, dtype):
     record = ask(getattr(planted, fault)(), "unwritten", SMALL.replace(dtype=dtype))
     assert (record.status, record.judgement.rule) == ("fail", "memory")
     assert record.judgement.reason.startswith("reads poison: 40 of 40 elements of lse")
 
 
-def test_what_nobody_wrote_may_be_read_and_masked() -> None:
+def test_what_nobody_wrote_may_be_read_and_masked():
     assert ask(planted.EmptyUnused(), "unwritten").status == "pass"
 
 
 @pytest.mark.parametrize("part", planted.STATES)
-def test_a_changed_process_is_found_and_put_right(part) -> None:
+def test_a_changed_process_is_found_and_put_right(part):
     before = process_state(torch.device("cpu"))
     record = ask(planted.Changing(part), "state")
     assert (record.status, record.judgement.rule) == ("fail", "state")
@@ -156,7 +156,7 @@ def attention(q, k, v, is_causal=False):
 
 
 @pytest.mark.parametrize("isolated", [False, True])
-def test_what_earlier_calls_have_changed_already_is_found(isolated, tmp_path) -> None:
+def test_what_earlier_calls_have_changed_already_is_found(isolated, tmp_path):
     kernel = tmp_path / "flagged.py"
     kernel.write_text(FLAGGED)
     problem = SMALL.replace(kv_heads=4, dtype="fp32", value_dim=6)
@@ -180,7 +180,7 @@ def test_what_earlier_calls_have_changed_already_is_found(isolated, tmp_path) ->
     assert "torch.backends.cudnn.deterministic" in found.reason
 
 
-def test_what_the_first_call_alone_changes_is_a_warning() -> None:
+def test_what_the_first_call_alone_changes_is_a_warning():
     record = ask(planted.Changing("the default dtype", once=True), "state")
     assert record.status == "pass"
     assert record.judgement.warnings == (
@@ -197,7 +197,7 @@ def test_what_the_first_call_alone_changes_is_a_warning() -> None:
         ("tensor", "bytes of tensors"),
     ],
 )
-def test_a_leak_is_found(what, said) -> None:
+def test_a_leak_is_found(what, said):
     kernel = planted.Keeping(what)
     try:
         record = ask(kernel, "leaks")
@@ -207,12 +207,12 @@ def test_a_leak_is_found(what, said) -> None:
     assert said in record.judgement.reason
 
 
-def test_a_cache_that_fills_is_no_leak() -> None:
+def test_a_cache_that_fills_is_no_leak():
     kernel = planted.Keeping("tensor", most=6)  # the last window adds nothing
     assert ask(kernel, "leaks").status == "pass"
 
 
-def test_a_record_of_a_check_is_plain_data() -> None:
+def test_a_record_of_a_check_is_plain_data():
     import msgspec
 
     record = ask(planted.ByteAfter(), "guards")

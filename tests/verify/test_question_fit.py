@@ -21,7 +21,7 @@ class Of(Ideal):
         return is_one == self._wants and (self.sinks or not problem.sink)
 
 
-def test_a_kernel_of_pages_gets_pages_of_usual_sizes() -> None:
+def test_a_kernel_of_pages_gets_pages_of_usual_sizes():
     found = adapted_problems(Of(pages=True), PROBLEM, InProcess())
     assert [each.paging for each in found] == [
         Paging(size=size, shared=1) for size in (16, 64, 256)
@@ -31,7 +31,7 @@ def test_a_kernel_of_pages_gets_pages_of_usual_sizes() -> None:
     assert first.paging == Paging(size=16)
 
 
-def test_any_other_gets_what_it_was_to_get() -> None:
+def test_any_other_gets_what_it_was_to_get():
     paged = PROBLEM.replace(paging=Paging(size=3))
     for subject, problem in (
         (Of(), PROBLEM),
@@ -43,7 +43,7 @@ def test_any_other_gets_what_it_was_to_get() -> None:
         assert adapted_problems(subject, problem, InProcess()) == (problem,)
 
 
-def test_why_not() -> None:
+def test_why_not():
     for subject, problem, reason in (
         (Of(), PROBLEM.replace(paging=Paging(size=3)), "it takes no paged keys and values"),
         (Of(pages=True), PROBLEM, "it takes paged keys and values alone"),
@@ -54,7 +54,7 @@ def test_why_not() -> None:
         assert not_applicable_reason(subject, problem, InProcess()) == reason
 
 
-def test_a_backward_in_pages_there_is_not() -> None:
+def test_a_backward_in_pages_there_is_not():
     """There is no such Problem: asking for one of a kernel of pages raised."""
     backward = PROBLEM.replace(backward=True, dlse=True)
     assert adapted_problems(Of(pages=True), backward, InProcess()) == (backward,)

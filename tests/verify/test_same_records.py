@@ -34,7 +34,7 @@ def facts(record) -> dict:
 
 
 @pytest.mark.parametrize("name", builtin_names())
-def test_the_same_case_gives_the_same_record_whoever_asks(name: str) -> None:
+def test_the_same_case_gives_the_same_record_whoever_asks(name):
     gate, subject = (
         GateWorker(Choices.of({"tier": "smoke", "isolated": False})),
         subject_named(name),
@@ -56,7 +56,7 @@ def test_the_same_case_gives_the_same_record_whoever_asks(name: str) -> None:
         assert facts(record) == by_name[record["variant"]]
 
 
-def test_a_kernel_of_pages_alone_is_tested_from_python_too() -> None:
+def test_a_kernel_of_pages_alone_is_tested_from_python_too():
     """It was told that nothing was tested, where the command line tested it."""
     (record,) = attncheck.check("triton-paged", SMALL, device="cpu")
     assert (record.status, record.case["problem"]["paging"]["size"]) == ("pass", 16)

@@ -48,13 +48,13 @@ def fake(tmp_path, monkeypatch):
     return make
 
 
-def test_without_one_it_is_said(monkeypatch) -> None:
+def test_without_one_it_is_said(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     (record,) = sanitizer.sanitized("ideal", CASES[:1], "memcheck", device="cpu")
     assert (record.status, record.reason) == ("unsupported", sanitizer.ABSENT)
 
 
-def test_an_error_is_its_case_s(fake) -> None:
+def test_an_error_is_its_case_s(fake):
     fake(_REPORT, code=99)
     before, wrong, after = sanitizer.sanitized("ideal", CASES, "memcheck", device="cpu")
     assert (before.status, wrong.status, after.status) == ("pass", "fail", "pass")
@@ -66,7 +66,7 @@ def test_an_error_is_its_case_s(fake) -> None:
     )
 
 
-def test_a_kernel_that_raises_and_one_that_dies(fake, tmp_path) -> None:
+def test_a_kernel_that_raises_and_one_that_dies(fake, tmp_path):
     fake()
     kernel = tmp_path / "kernel.py"
     kernel.write_text(
@@ -84,13 +84,13 @@ def test_a_kernel_that_raises_and_one_that_dies(fake, tmp_path) -> None:
     assert records[1].reason == "ValueError: planted"
 
 
-def test_one_that_does_not_end_is_ended(fake) -> None:
+def test_one_that_does_not_end_is_ended(fake):
     fake(text="#!/bin/sh\nexec sleep 1000\n")
     (record,) = sanitizer.sanitized("ideal", CASES[:1], "memcheck", device="cpu", seconds=0.2)
     assert record.status == "timeout"
 
 
-def test_another_tool_is_no_tool() -> None:
+def test_another_tool_is_no_tool():
     with pytest.raises(UsageError, match="memcheck"):
         sanitizer.sanitized("ideal", CASES, "memchek")
 
@@ -100,7 +100,7 @@ def test_another_tool_is_no_tool() -> None:
     reason="needs a CUDA GPU and compute-sanitizer",
 )
 @pytest.mark.parametrize("tool", sanitizer.TOOLS)
-def test_a_right_kernel_passes_on_a_gpu(tool) -> None:
+def test_a_right_kernel_passes_on_a_gpu(tool):
     case = Case(problem=Problem(heads=2, query=80, kv=100, head_dim=64, dtype="fp16"))
     (record,) = sanitizer.sanitized("triton-flash2", [case], tool)
     assert record.status == "pass", (record.reason, record.judgement)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.messages import one_line
 from tests.workers.stub_work import unit
 
 from attncheck.records.record import Record
@@ -220,9 +221,8 @@ def test_a_second_writer_is_refused_in_one_line(two):
 )
 def test_another_run_is_refused_and_what_differs_is_said(two, other, said):
     before = two.read_bytes()
-    with pytest.raises(JournalError, match="start anew with --fresh") as excinfo:
+    with one_line(JournalError, said, match="start anew with --fresh"):
         opened(two, **other)
-    assert said in str(excinfo.value)
     assert two.read_bytes() == before
     with opened(two, resume=False, **other) as journal:
         assert not journal.results

@@ -1,0 +1,223 @@
+"""Compile kernels for Hopper, without one: ``compile_for_hopper.py WHAT …`` calls WHAT of these."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+
+from attncheck.core.mod_spec import Spec
+from attncheck.inputs.problem import Problem
+from attncheck.kernels import gradient_terms
+from attncheck.kernels.decode_forward import _merge, _split
+from attncheck.kernels.launch import block_dim
+from attncheck.kernels.softmax_forward import KINDS, Launch, _softmax
+from attncheck.mods.scores import temperature
+from attncheck.mods.to_triton import to_triton
+from attncheck.mods.trace import trace_derivative, trace_score
+from attncheck.subjects.kernel_mods import mask_expression, score_expression
+from attncheck.subjects.softmax_kernels import launch_softmax
+from attncheck.subjects.triton_caches import Decode
+from attncheck.subjects.triton_flash import Flash2
+
+HOPPER = GPUTarget("cuda", 90, 32)
+TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+SPILLS = Path(__file__).parents[2] / "benchmarks" / "spills.py"
+MOST_SPILLED = 80  # bytes a thread: what the forwards' tiles may (subjects/triton_flash.py)
+
+
+def compiled(kernel, constants, types, divisible=(), **options):
+    """A kernel whose other arguments are 32-bit numbers; 16 divides pointers and ``divisible``."""
+    names = kernel.arg_names
+    types = types | dict.fromkeys(constants, "constexpr")
+    signature = {name: types.get(name, "i32") for name in names}
+    source = ASTSource(
+        kernel,
+        signature=signature,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={
+            (i,): [["tt.divisibility", 16]]
+            for i, kind in enumerate(signature.values())
+            if kind in divisible or "*" in kind
+        },
+    )
+    return triton.compile(source, target=HOPPER, options=options)
+
+
+def spilled(kernel):
+    """Bytes of stack a thread."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        said = subprocess.run([TOOL, "-res-usage", file.name], capture_output=True, text=True)
+    return int(re.search(r"STACK:(\d+)", said.stdout)[1])
+
+
+# decode: as its subject launches it there it hardly spills
+
+
+def split(problem, page):
+    """The launch of the splits, for contiguous tensors."""
+    chosen = Decode().launch(problem, "cuda")
+    mask, score = (to_triton(t(problem, "cpu")) for t in (mask_expression, score_expression))
+    storage, scaled = problem.formats.storage.torch_dtype, problem.formats.scaled
+    constants = {
+        "MASK": mask.function, "SCORE": score.function, "IDENTITY": False, "FREE": chosen.free,
+        "PAGE": page, "SCALED": scaled, "WEIGHTS_SCALE": chosen.weights_scale,
+        "BLOCK_Q": chosen.block_query, "BLOCK_K": chosen.block_kv,
+        "BLOCK_D": block_dim(problem.head_dim, storage),
+        "BLOCK_V": block_dim(problem.value_dim, storage), "PRECISION": chosen.precision,
+        "IMPRECISE": chosen.max_num_imprecise_acc,
+        "q_col": 1, "k_col": 1, "v_col": 1,
+    }  # fmt: skip
+    stored = {"fp32": "*fp32", "bf16": "*bf16", "e4m3": "*fp8e4nv"}[problem.dtype]
+    types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), stored)
+    types |= dict.fromkeys(("out_ptr", "lse_ptr"), "*fp32") | {"factor": "fp32"}
+    types |= {
+        "descale": ("*fp32",) * 3 if scaled else (),
+        "pages": ("*i32", "i32") if page else (),
+        "mask_captured": tuple("i32" for _ in mask.captured),
+        "score_captured": ("*fp32", "i32"),  # alibi's slopes and how many there are
+    }
+    assert len(score.captured) == len(types["score_captured"])
+    options = {"num_warps": chosen.warps, "num_stages": chosen.stages}
+    return compiled(_split, constants, types, ("i32",), **options)
+
+
+def decode():
+    sizes = {"heads": 8, "kv_heads": 1, "kv": 4096, "head_dim": 128}
+    mods = {"mask": Spec.of("causal_bottom_right"), "score": Spec.of("alibi")}
+    for dtype, query, page in (("bf16", 1, 16), ("e4m3", 4, 16), ("fp32", 2, 0)):
+        found = spilled(split(Problem(dtype=dtype, query=query, **sizes, **mods), page))
+        assert found <= MOST_SPILLED, (dtype, query, page, found)
+    types = dict.fromkeys(("part_ptr", "part_lse_ptr", "lse_ptr"), "*fp32")
+    types |= {"out_ptr": "*bf16", "sink": ("*fp32",)}
+    merge = {"SINK": True, "BLOCK_R": 16, "BLOCK_V": 128}
+    assert spilled(compiled(_merge, merge, types, ("i32",))) == 0
+
+
+# softmax: loads and stores are wide, and nothing spills
+
+
+def rows(kind, dtype, chosen, one_block, align, ends, flat=True, unit=True):
+    constants = {
+        "STATISTICS": KINDS[kind], "NAIVE": kind == "naive", "ONE_BLOCK": one_block, "FLAT": flat,
+        "UNIT": unit, "ALIGN": align, "ENDS": ends, "BLOCK_R": chosen.block_rows,
+        "BLOCK_C": chosen.block_columns, "STAGES": chosen.stages,
+    } | ({"x_col": 1} if unit else {})  # fmt: skip
+    types = {"x_ptr": "*" + dtype, "out_ptr": "*" + dtype, "lse_ptr": "*fp32"}
+    return compiled(_softmax, constants, types, num_warps=chosen.warps)
+
+
+def softmax():
+    for kind in KINDS:
+        wide = (("fp32", 65536),) if kind == "online" else ()
+        for dtype, columns in (("bf16", 32768), ("fp16", 50257), *wide):
+            chosen = launch_softmax(kind, columns, dtype, "cuda")
+            align, ends = 4 if dtype == "fp32" else 8, columns % 2 == 1
+            kernel = rows(kind, dtype, chosen, chosen.block_columns >= columns, align, ends)
+            ptx = kernel.asm["ptx"]
+            loads = re.findall(r"ld\.global\S*\.v4\.b32|cp\.async\S*\.global", ptx)
+            stores = re.findall(r"st\.global\S*\.v4\.b32", ptx)
+            each = chosen.block_columns // align // (32 * chosen.warps)
+            assert len(loads) >= each, (kind, dtype, columns, len(loads))
+            assert len(stores) == each, (kind, dtype, columns, len(stores))
+            assert spilled(kernel) == 0, (kind, dtype, columns, spilled(kernel))
+    rows("blocked", "bf16", Launch(block_columns=1024), False, 1, False, flat=False, unit=False)
+
+
+# careful: who adds a row of weights up in the forward's two launches? A row sum has one order in
+# both only where both lay the scores out alike: how many warps share the keys of a row.
+
+
+def warps_of_scores(spills, problem, kind):
+    """``warpsPerCTA`` of the first product's result."""
+    source, options = spills.source_of("flash2", problem, spills.KINDS[kind])
+    text = triton.compile(source, target=HOPPER, options=options).asm["ttgir"]
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", text, re.MULTILINE))
+    products = [x for x in text.splitlines() if "tt.dot " in x or "warp_group_dot " in x]
+    name = re.findall(r"(#\w+)>\s*(?:loc\(.*\))?$", products[0])[-1]
+    return re.search(r"warpsPerCTA = (\[[^]]*\])", layouts[name])[1]
+
+
+def careful(*tiles):
+    """Print ``same`` or ``apart`` for each dtype, head dim and tile, ``DTYPE:DIM[:Q,KV,WARPS]``."""
+    spec = importlib.util.spec_from_file_location("spills", SPILLS)
+    sys.modules["spills"] = spills = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(spills)
+    chosen = Flash2.launch
+    for asked in tiles:
+        dtype, dim, *tile = asked.split(":")
+        if tile:
+            q, kv, warps = map(int, tile[0].split(","))
+            changes = {"block_query": q, "block_kv": kv, "warps": warps}
+            Flash2.launch = lambda *given, c=changes: replace(chosen(*given), **c)
+        problem = Problem(
+            heads=16, query=4096, head_dim=int(dim), dtype=dtype, mask=Spec.of("causal")
+        )
+        found = {warps_of_scores(spills, problem, kind) for kind in ("causal", "careful")}
+        verdict = "same" if len(found) == 1 else "apart"
+        sys.stdout.write(f"{asked} {verdict} {' '.join(sorted(found))}\n")
+        Flash2.launch = chosen
+
+
+# names: a score mod and its slope in one kernel
+
+
+@triton.jit
+def both(x_ptr, captured, slopes, SCORE: tl.constexpr, SLOPE: tl.constexpr):  # noqa: N803
+    x = tl.load(x_ptr)
+    i = tl.program_id(0)
+    y = SCORE(x, i, i, i, i, (captured,)) + SLOPE(x, i, i, i, i, (slopes,))
+    tl.store(x_ptr, y)
+
+
+def names():
+    """Print how often it divides."""
+    mod = temperature(3.0)
+    score, slope = to_triton(trace_score(mod)), to_triton(trace_derivative(mod))
+    assert len(score.captured) == len(slope.captured) == 1
+    types = {"x_ptr": "*fp32", "captured": "fp32", "slopes": "fp32"}
+    text = compiled(both, {"SCORE": score.function, "SLOPE": slope.function}, types).asm["ttir"]
+    sys.stdout.write(f"{text.count('arith.divf')}\n")
+
+
+# deltas: one line more than once is one kernel, in which a row is added up in one order
+
+
+def deltas(*how):
+    """Print what Triton compiles delta's kernel for, a line for each layout of dO."""
+    shape, like = (2, 1, 40, 40), {"dtype": torch.float16}
+    layouts = (
+        torch.empty(shape, **like),
+        torch.empty(2, 1, 41, 48, **like)[:, :, :40, :40],
+        torch.empty(1, **like).expand(shape),
+        torch.empty(2 * 40 * 40 + 1, **like)[1:].view(shape),
+        torch.empty(shape, **like).mT,
+    )
+    kernel = gradient_terms._row_deltas
+    if "specialised" in how:  # as it would be without what is said of its arguments
+        for parameter in kernel.params:
+            parameter.do_not_specialize = parameter.do_not_specialize_on_alignment = False
+    backend = make_backend(HOPPER)
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    out, of_rows = torch.empty(shape, **like), torch.empty(shape[:3])
+    for dout in layouts:
+        _, compiled_for, _ = bind(
+            out, dout, of_rows, of_rows, (), *out.stride(), *dout.stride(), 1, 40, 40, DLSE=False,
+            BLOCK_Q=64, BLOCK_V=64, num_warps=4, debug=False,
+        )  # fmt: skip
+        sys.stdout.write(f"{compiled_for}\n")
+
+
+globals()[sys.argv[1]](*sys.argv[2:])
