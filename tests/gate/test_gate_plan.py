@@ -31,6 +31,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from driven import choices, named
 
 PLAIN = {
+    "extent": "",
+    "scale": "",
     "score": "none",
     "stored": "plain",
     "backward": "backward",
