@@ -217,9 +217,8 @@ BAD_SCORES = {
 @pytest.mark.parametrize("text", BAD_MASKS | BAD_SCORES)
 def test_what_is_no_mod_is_refused_in_a_line(text):
     check = library.check_mask if text in BAD_MASKS else library.check_score
-    with one_line(
-        ProblemError, whole=f"expression.text={text!r}: {(BAD_MASKS | BAD_SCORES)[text]}"
-    ):
+    says = (BAD_MASKS | BAD_SCORES)[text]
+    with one_line(ProblemError, whole=f"expression.text={text!r}: {says}"):
         check(Spec.of("expression", text=text), DIMENSIONS)
 
 

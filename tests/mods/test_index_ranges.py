@@ -195,11 +195,9 @@ def test_what_is_beyond_is_named_with_its_place(mod, what, number, place):
     number = "" if number is None else number
     says = {COMPUTES: f" = {number}", DIVIDES: f" by {number}"}.get(what, f" with {number}")
     place = f" at (b, h, q_idx, kv_idx) = {'' if place is None else place}"
-    longer = Dimensions(batch=2, heads=3, query=10, kv=12)
+    sizes = DIMENSIONS if what != COMPUTES else Dimensions(batch=2, heads=3, query=10, kv=12)
     with one_line(ProblemError, says, start=start, match=re.escape(place)) as error:
-        check_index_ranges(
-            trace_mask(mod), longer if what == COMPUTES else DIMENSIONS, "mask 'mine'"
-        )
+        check_index_ranges(trace_mask(mod), sizes, "mask 'mine'")
     assert LATER.get(what, "") in str(error.value)
 
 
