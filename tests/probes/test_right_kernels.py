@@ -188,7 +188,8 @@ def test_a_function_that_renormalises_by_tile_passes_check(tile):
         batch, heads, rows, dim = query.shape
         problem = Problem(
             batch=batch, heads=heads, kv_heads=key.shape[1], query=rows, kv=key.shape[2],
-            head_dim=dim, value_dim=value.shape[3], dtype="fp16", scale=USUAL_SCALE if scale is None else scale,
+            head_dim=dim, value_dim=value.shape[3], dtype="fp16",
+            scale=USUAL_SCALE if scale is None else scale,
             mask=Spec.of("causal" if is_causal else "full"),
         )  # fmt: skip
         return design.attend(Inputs(problem=problem, q=query, k=key, v=value)).out
