@@ -27,14 +27,11 @@ if TYPE_CHECKING:
 
 _SCHEMA = 1
 
-BASELINE_FILE = "attncheck-baseline.json"
-"""Name of the file, in the folder of the project."""
+BASELINE_FILE = "attncheck-baseline.json"  # name of the file, in the folder of the project
 
-LARGEST_BASELINE = 2**26
-"""Bytes of the largest baseline that is read: some 100,000 entries."""
+LARGEST_BASELINE = 2**26  # bytes of the largest baseline that is read: some 100,000 entries
 
-Key: TypeAlias = tuple[str, str, str]
-"""Kernel, Case, architecture."""
+Key: TypeAlias = tuple[str, str, str]  # kernel, Case, architecture
 
 _DIGITS = 6  # significant, of every number: a ten-thousandth of what chance moves, and short lines
 # Empty too: a kernel whose bits change from call to call has no digest to keep.

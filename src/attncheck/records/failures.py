@@ -21,10 +21,8 @@ from attncheck.records.record import FAILED_STATUSES, Environment, Record, Repor
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-FAILURE_FOLDER = "failures"
-"""Name of the folder of failures, in that of the reports."""
-MOST_KEPT = 200
-"""Failures that a folder keeps; the oldest goes when one more comes."""
+FAILURE_FOLDER = "failures"  # name of the folder of failures, in that of the reports
+MOST_KEPT = 200  # failures that a folder keeps; the oldest goes when one more comes
 
 _SCHEMA = 1
 _LARGEST = 2**22  # bytes of one failure, case or problem

@@ -180,8 +180,7 @@ class OwnTestsReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     scores: tuple[OwnTestsScore, ...]  # in the order of the catalogue
 
 
-ATTNCHECK_RULE = "attncheck"
-"""In place of a rule's name: the gate."""
+ATTNCHECK_RULE = "attncheck"  # in place of a rule's name: the gate
 
 
 class SmallestFault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

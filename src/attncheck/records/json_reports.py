@@ -28,11 +28,9 @@ if TYPE_CHECKING:
 
     from attncheck.records.record import Record
 
-LARGEST_REPORT = 2**26
-"""Bytes of the largest report that is read: some 40,000 records."""
+LARGEST_REPORT = 2**26  # bytes of the largest report that is read: some 40,000 records
 
-LARGEST_GATE = 2**28
-"""Bytes of the largest gate's report: some 100,000 answers."""
+LARGEST_GATE = 2**28  # bytes of the largest gate's report: some 100,000 answers
 
 R = TypeVar("R", bound=msgspec.Struct)
 

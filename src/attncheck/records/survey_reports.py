@@ -9,8 +9,7 @@ import msgspec
 from attncheck.core.judgement import Place
 from attncheck.records.record import Environment
 
-TRUTH = "truth"
-"""The oracle that kernels are compared with, in certificates."""
+TRUTH = "truth"  # the oracle that kernels are compared with, in certificates
 
 
 class Distance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -201,8 +200,7 @@ class ModReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 # One character each, so that a row of tiles is a text that reads as a picture.
-EMPTY, PARTIAL, FULL = "0", "1", "2"
-"""Kinds of tile in a map."""
+EMPTY, PARTIAL, FULL = "0", "1", "2"  # kinds of tile in a map
 
 
 class BlockRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
