@@ -38,16 +38,15 @@ from attncheck.records.record import FAILED_STATUSES
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from attncheck.gate.choices import Choices
     from attncheck.gate.other_commit import CommitTree
+    from attncheck.gate.planning import Choices
     from attncheck.records.baseline_entries import Baseline
     from attncheck.records.run_reports import Answer, GateReport
     from attncheck.workers.journal_format import JournalContent
     from attncheck.workers.pool import RunEnd, RunEvent
     from attncheck.workers.units import Done, Unit
 
-FAILURES = "reports/failures"
-"""The folder of failures, in which attncheck repro looks for them."""
+FAILURES = "reports/failures"  # the folder of failures, in which attncheck repro looks for them
 
 _PER_RUN = {"seed", "started", "typed"}  # of a journal's header: no part of the plan
 _OF_SOURCES = frozenset({"sources", "started", "seed", "typed"})
@@ -199,9 +198,9 @@ def plan_run(
     if missing := [name for name in ("hypothesis", "pytest") if find_spec(name) is None]:
         raise UsageError(f"a gate needs {missing[0]}: pip install 'attncheck[properties]'.")
     from attncheck.cases.tier import default_tier, tier_named
-    from attncheck.gate.choices import BaselineCases, Choices, parse_stages
     from attncheck.gate.gate_report import journal_header
     from attncheck.gate.plan import describe_units, replay_units
+    from attncheck.gate.planning import BaselineCases, Choices, parse_stages
     from attncheck.gate.sources import source_fingerprint
     from attncheck.subjects.conventions.declarations import convention_named
     from attncheck.verify.environment import usable_device
