@@ -133,7 +133,9 @@ def _drop_statement(site: _Site) -> Iterator[ast.AST]:
 def _wrong_index(site: _Site) -> Iterator[ast.AST]:
     """The next name that stands for a thing of the same kind; another axis of a shape or grid."""
     node, parent = site.node, site.parent
-    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+    # Tensors of one call have one device and one dtype: there any of them says the same.
+    same = isinstance(parent, ast.Attribute) and parent.attr in {"device", "dtype"}
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and not same:
         for names in site.roles.values():
             if node.id in names and len(names) > 1:
                 at = names.index(node.id)
