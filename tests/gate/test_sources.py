@@ -8,9 +8,9 @@ import pytest
 
 from attncheck.cli import long_runs
 from attncheck.cli.gate import _changed
-from attncheck.gate.choices import Choices
 from attncheck.gate.gate_worker import GateWorker
 from attncheck.gate.plan import describe_units
+from attncheck.gate.planning import Choices
 from attncheck.gate.sources import changed_source, file_hashes, source_fingerprint
 from attncheck.workers.journal_format import JournalContent
 from attncheck.workers.units import Done, Unit

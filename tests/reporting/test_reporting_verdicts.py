@@ -7,9 +7,8 @@ from tests.reporting.pages import csv_rows
 
 from attncheck.core.judgement import BlindSpot, Judgement, Precision, Worst, share_text
 from attncheck.core.tensor_names import GRADIENTS
-from attncheck.reporting.blind_spots import missed_faults, visible_faults
 from attncheck.reporting.number_text import percent
-from attncheck.reporting.record_text import JUDGED, STATUS_LOOKS
+from attncheck.reporting.record_text import JUDGED, STATUS_LOOKS, missed_faults, visible_faults
 from attncheck.reporting.rendering import render
 
 PAGES = ("table", "md")

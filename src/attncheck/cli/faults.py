@@ -360,7 +360,7 @@ def _measure_sensitivities(interrupts: Interrupts, options: FaultOptions) -> int
     """
     from attncheck.core.formats import DTYPES
     from attncheck.faults.continuous_faults import CONTINUOUS_FAULTS, continuous_fault_named
-    from attncheck.gate.choices import Choices
+    from attncheck.gate.planning import Choices
     from attncheck.records.fault_scores import SensitivityReport
 
     device, tier = _device_and_tier(options)

@@ -38,8 +38,8 @@ from attncheck.records.record import FAILED_STATUSES
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from attncheck.gate.choices import Choices
     from attncheck.gate.other_commit import CommitTree
+    from attncheck.gate.planning import Choices
     from attncheck.records.baseline_entries import Baseline
     from attncheck.records.run_reports import Answer, GateReport
     from attncheck.workers.journal_format import JournalContent
@@ -199,9 +199,9 @@ def plan_run(
     if missing := [name for name in ("hypothesis", "pytest") if find_spec(name) is None]:
         raise UsageError(f"a gate needs {missing[0]}: pip install 'attncheck[properties]'.")
     from attncheck.cases.tier import default_tier, tier_named
-    from attncheck.gate.choices import BaselineCases, Choices, parse_stages
     from attncheck.gate.gate_report import journal_header
     from attncheck.gate.plan import describe_units, replay_units
+    from attncheck.gate.planning import BaselineCases, Choices, parse_stages
     from attncheck.gate.sources import source_fingerprint
     from attncheck.subjects.conventions.declarations import convention_named
     from attncheck.verify.environment import usable_device

@@ -48,7 +48,7 @@ def flag(flags: str, text: str) -> Any:
 
 def argument(metavar: str, **how: Any) -> Any:
     """Return the declaration of a word without an option."""
-    many = {"default": ()} if how.get("nargs") == -1 else {}
+    many: dict[str, Any] = {"default": ()} if how.get("nargs") == -1 else {}
     return field(**many, metadata={"flags": None, "how": {"metavar": metavar or None, **how}})
 
 
