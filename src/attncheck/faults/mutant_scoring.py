@@ -38,7 +38,7 @@ from attncheck.records.fault_scores import MutantScore
 from attncheck.records.record import FAILED_STATUSES, Diagnosis, Record
 from attncheck.subjects.load import load_subject
 from attncheck.surveys.claims import claimed_questions, find_claims, on_terms
-from attncheck.verify.environment import prepare
+from attncheck.verify.environment import environment, fingerprint, prepare
 from attncheck.verify.executor import Execution, Failure, InProcess
 from attncheck.verify.question_fit import adapted_problems
 from attncheck.verify.remote_kernel import Deadlines
@@ -56,6 +56,7 @@ TOOLS = ("check", "smoke", "pr")
 TABLE = "mutants.toml"
 """Beside kernels: what is known of their mutants."""
 
+_PATIENCE = Deadlines().call + Deadlines().imports  # seconds between two words of a process
 _REFERENCE_DTYPES = ("bf16", "fp16", "fp32")
 _REFERENCE_LENGTHS = ((64, 64), (77, 77), (1, 70), (33, 130))
 _FIRST = Problem(query=64, heads=2, head_dim=64, dtype="bf16")
@@ -113,6 +114,18 @@ def read_table(folder: Path) -> MutantTable:
         return msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), MutantTable)
     except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
         raise UsageError(f"{path}: {error}.") from None
+
+
+def kernels_of_table(path: Path) -> list[str]:
+    """Return the kernels that a table names, ``FILE.py::NAME`` from here.
+
+    Raises:
+        UsageError: where it names none.
+    """
+    kernels = [str(path.parent / spec) for spec in read_table(path.parent).kernels]
+    if not kernels:
+        raise UsageError(f"--mutants needs a KERNEL, FILE.py::NAME: {path} names none.")
+    return kernels
 
 
 @cache
@@ -213,14 +226,17 @@ class MutantScorer:
         else:
             job = _Job(mutant, Path(file).absolute(), function, unit.tier, naming=self._naming)
             score = replace(score, **_in_a_fork(job.run))
-            score = _judged_name(score, family)
+            score = judged_name(score, family)
         seconds = round(time.perf_counter() - start, 3)
-        return Done(unit=unit.id, facts={"score": to_builtins(score)}, seconds=seconds)
+        where = environment("cpu")
+        facts = {"score": to_builtins(score), "key": fingerprint(where)}
+        facts["environment"] = to_builtins(where)
+        return Done(unit=unit.id, facts=facts, seconds=seconds)
 
 
-def _judged_name(score: MutantScore, family: Family | None) -> MutantScore:
-    """Return the score with what its diagnosis is worth."""
-    if score.outcome != "caught" or score.tool != "check":
+def judged_name(score: MutantScore, family: Family | None) -> MutantScore:
+    """Return the score with what its diagnosis is worth, given what it is right to say."""
+    if score.outcome != "caught" or score.tool != TOOLS[0]:
         return score
     if family is None:
         return replace(score, named="unjudged")
@@ -235,7 +251,6 @@ def _in_a_fork(run: Callable[[Callable[..., None]], None]) -> dict[str, Any]:
 
     One that dies, or is silent for longer than a call may take, has failed the question it was at.
     """
-    patience = Deadlines().call + Deadlines().imports
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -251,15 +266,15 @@ def _in_a_fork(run: Callable[[Callable[..., None]], None]) -> dict[str, Any]:
         finally:
             os._exit(0)
     os.close(writer)
-    return _heard(child, reader, patience)
+    return _heard(child, reader)
 
 
-def _heard(child: int, reader: int, patience: float) -> dict[str, Any]:
+def _heard(child: int, reader: int) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     start, rest = time.perf_counter(), b""
     silent = False
     while True:
-        ready, _, _ = select.select([reader], [], [], patience)
+        ready, _, _ = select.select([reader], [], [], _PATIENCE)
         if not ready:
             silent = True
             break
@@ -319,7 +334,10 @@ class _Job:
             for each in adapted_problems(subject, problem, executor):
                 if executor.refusal(subject, each, "cpu") is None:
                     result = executor.run(subject, draw_inputs(each, "cpu"))
-                    raised = isinstance(result, Failure) and result.kind not in {"refused", "contract"}
+                    raised = isinstance(result, Failure) and result.kind not in {
+                        "refused",
+                        "contract",
+                    }
                     reasons.append(result.message if raised else "")  # type: ignore[union-attr]
                     break
         return one_line(next((reason for reason in reasons if reason), ""))

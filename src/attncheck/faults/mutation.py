@@ -11,6 +11,7 @@ import ast
 import copy
 import difflib
 import hashlib
+import textwrap
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -235,8 +236,12 @@ def _flip_operator(site: _Site) -> Iterator[ast.AST]:
 
 
 _OTHER_REDUCTION = {"sum": "max", "max": "sum", "amax": "sum"} | {
-    **{"maximum": "minimum", "minimum": "maximum", "exp": "exp2", "exp2": "exp"},
-    **{"log": "log2", "log2": "log"},
+    "maximum": "minimum",
+    "minimum": "maximum",
+    "exp": "exp2",
+    "exp2": "exp",
+    "log": "log2",
+    "log2": "log",
 }
 
 
@@ -261,9 +266,9 @@ def _transpose(site: _Site) -> Iterator[ast.AST]:
         yield node.func.value  # type: ignore[attr-defined]
     if isinstance(node, ast.Attribute) and node.attr in {"T", "mT"}:
         yield node.value
-    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Tuple):
-        if sorted(map(ast.unparse, node.slice.elts)) == [":", "None"]:
-            yield _changed(node, slice=_changed(node.slice, elts=node.slice.elts[::-1]))
+    index = node.slice if isinstance(node, ast.Subscript) else None
+    if isinstance(index, ast.Tuple) and sorted(map(ast.unparse, index.elts)) == [":", "None"]:
+        yield _changed(node, slice=_changed(index, elts=index.elts[::-1]))
 
 
 OPERATORS: dict[str, Callable[[_Site], Iterator[ast.AST | str]]] = {
@@ -305,15 +310,16 @@ def mutants_of(kernel: str, source: str, operators: Sequence[str] = ()) -> list[
         tree = ast.parse(source)
     except SyntaxError as error:
         raise UsageError(f"{kernel} is no Python: {error}.") from None
-    lines, seen = source.splitlines(keepends=True), {_code(source)}
+    lines, seen = source.splitlines(keepends=True), set[bytes]()
     found, labels = [], Counter[str]()
     sites = [*_sites(tree)]
     sites.sort(key=lambda site: (site.node.lineno, site.node.col_offset))  # type: ignore[attr-defined]
     for site in sites:
+        if isinstance(site.node, ast.stmt):
+            seen.add(_replaced(lines, site, ast.unparse(site.node))[1] or b"")
         for name in operators or OPERATORS:
             for new in OPERATORS[name](site):
-                text = _replaced(lines, site, new)
-                code = _code(text)
+                text, code = _replaced(lines, site, new)
                 # What is no Python, or the same program again, is no mutant.
                 if code is None or code in seen:
                     continue
@@ -341,22 +347,10 @@ def sampled(mutants: Sequence[Mutant], most: int) -> list[Mutant]:
     return [one for one in mutants if one.id in kept]
 
 
-def _code(text: str) -> bytes | None:
-    """Return what a source compiles to, wherever its lines are; None for no Python.
-
-    The optimised syntax tree: two sources that have one have the same bytecode.
-    """
-    try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError):
-        return None
-    return ast.dump(_Folded().visit(tree)).encode()
-
-
 class _Folded(ast.NodeTransformer):
     """What Python computes when it compiles: numbers of numbers; ``-`` of a number."""
 
-    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:  # noqa: N802  # ast's name
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:  # ast's name
         self.generic_visit(node)
         inner = node.operand
         number = isinstance(inner, ast.Constant) and isinstance(inner.value, int | float)
@@ -389,7 +383,9 @@ def _roles(function: ast.FunctionDef) -> dict[str, list[str]]:
     names = [one.arg for one in function.args.args]
     strides = [name for name in names if "stride" in name or _is_short_stride(name)]
     roles["stride"] = strides
-    roles["tensor"] = [n for n in names if n.lower().removesuffix("_ptr").removesuffix("_cache") in {"q", "k", "v"}]
+    roles["tensor"] = [
+        n for n in names if n.lower().removesuffix("_ptr").removesuffix("_cache") in {"q", "k", "v"}
+    ]
     for node in ast.walk(function):
         if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name):
             continue
@@ -398,7 +394,9 @@ def _roles(function: ast.FunctionDef) -> dict[str, list[str]]:
             roles.setdefault("program", []).append(name)
         elif "arange" in value:
             roles.setdefault("offset", []).append(name)
-        elif isinstance(node.value, ast.BinOp) and isinstance(node.value.op, ast.FloorDiv | ast.Mod):
+        elif isinstance(node.value, ast.BinOp) and isinstance(
+            node.value.op, ast.FloorDiv | ast.Mod
+        ):
             roles.setdefault("program", []).append(name)
     return {role: list(dict.fromkeys(each)) for role, each in roles.items()}
 
@@ -409,20 +407,31 @@ def _is_short_stride(name: str) -> bool:
     return bool(last) and len(first) == 1 and len(last) <= 2 and first in "qkvos"
 
 
-def _replaced(lines: list[str], site: _Site, new: ast.AST | str) -> str:
-    """Return the text with that of one node written anew, in brackets where it may need them."""
+def _replaced(lines: list[str], site: _Site, new: ast.AST | str) -> tuple[str, bytes | None]:
+    """Return the text with that of one node written anew, in brackets where it may need them.
+
+    And what the statement around it says then, wherever that stands; None where it is no Python.
+    """
     node = site.node
     text = new if isinstance(new, str) else ast.unparse(ast.fix_missing_locations(new))
     if isinstance(new, ast.BinOp | ast.UnaryOp | ast.Compare) and not isinstance(node, ast.stmt):
         text = f"({text})"
     if isinstance(node, ast.stmt):
-        indent = " " * node.col_offset
-        text = text.replace("\n", f"\n{indent}")
-    first, last = node.lineno - 1, node.end_lineno - 1  # type: ignore[attr-defined]
+        text = text.replace("\n", f"\n{' ' * node.col_offset}")
+    first, last = node.lineno - 1, node.end_lineno  # type: ignore[attr-defined]
     # Columns are bytes of UTF-8.
     before = lines[first].encode()[: node.col_offset].decode()  # type: ignore[attr-defined]
-    after = lines[last].encode()[node.end_col_offset :].decode()  # type: ignore[attr-defined]
-    return "".join([*lines[:first], before + text + after, *lines[last + 1 :]])
+    after = lines[last - 1].encode()[node.end_col_offset :].decode()  # type: ignore[attr-defined]
+    statement = next(one for one in (node, *site.parents[::-1]) if isinstance(one, ast.stmt))
+    begin, end = statement.lineno - 1, statement.end_lineno or 0
+    around = [*lines[begin:first], before + text + after, *lines[last:end]]
+    try:
+        tree = ast.parse(textwrap.dedent("".join(around)))
+    except (SyntaxError, ValueError):
+        code = None
+    else:
+        code = f"{begin} {ast.dump(_Folded().visit(tree))}".encode()
+    return "".join([*lines[:begin], *around, *lines[end:]]), code
 
 
 def _diff(source: str, text: str) -> str:

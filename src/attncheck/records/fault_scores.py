@@ -289,7 +289,9 @@ class MutantScore(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     family: str = ""  # what its diagnosis is to say; empty where nobody has decided
     models: tuple[str, ...] = ()  # that it says, the likeliest first
     certain: int = 0  # how many of these, from the first on, it is certain of
-    named: Literal["", "right", "wrong", "none", "unjudged"] = ""  # wrong: another's, with certainty
+    named: Literal["", "right", "wrong", "none", "unjudged"] = (
+        ""  # wrong: another's, with certainty
+    )
     naming: float = 0.0  # seconds of the diagnosis
     peers: dict[str, bool] = {}  # whether another project's rule catches it on these problems
 
