@@ -224,7 +224,6 @@ def run_with_journal(  # one run, said once
         units: What is to be done; what the journal has is not done again.
         check: Raises UsageError where nothing can be done; called once it is known that the journal
             is this run's.
-        how: What else ``workers.pool.run_units`` takes.
 
     Raises:
         JournalError: where the journal holds another run that is not finished.

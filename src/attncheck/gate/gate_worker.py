@@ -50,7 +50,6 @@ class GateWorker:
     """Does the units of a gate, one after the other.
 
     Args:
-        choices: What is asked.
         known: Known failures; those beside the properties unless told.
         here: Makes what calls a kernel that has no process of its own: for who listens to it.
     """

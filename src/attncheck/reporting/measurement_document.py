@@ -139,11 +139,7 @@ def _closing(
 
 
 class RowsAsMeasured:
-    """The page of a Report whose Records come one by one: a row as soon as there is one.
-
-    Args:
-        report: Without Records yet.
-    """
+    """The page of a Report whose Records come one by one: a row as soon as there is one."""
 
     def __init__(self, report: Report) -> None:
         # One of those shown for each set of columns.

@@ -183,7 +183,6 @@ def write_gate(
     """Write the files of a gate into ``directory``, and ``repro/ID.py`` of each script.
 
     Args:
-        directory: Made if need be.
         scripts: The text of a standalone script by the id of its failure.
 
     Raises:

@@ -268,7 +268,6 @@ def detect_capabilities(
     """Try a kernel on some seventy Problems of at most 256 keys.
 
     Args:
-        make: How it is called.
         conventions: Those that it may have: the first by which it is right, else by which it gives
             an answer at all.
         advance: Called with a word before each question; what it raises ends the probe.

@@ -215,7 +215,6 @@ def mpmath_backend(
     """Compare the callable in float64 and the expression on mpmath numbers, on every index tuple.
 
     Args:
-        expression: What should be ``mod``.
         device: Where its tensors are.
         scores: What a score mod gets (default: the same as for kernels).
     """
@@ -307,7 +306,6 @@ def survey_mods(
 
     Args:
         mods: By name; those that ``refusals`` names first belong to a usage error.
-        file: The mods' file's own name.
         done: Called with the name of each mod as it is done.
     """
     records = []
@@ -398,7 +396,6 @@ def refusals(
     """Return why each mod that cannot be compared cannot, in a line with its name and place.
 
     Args:
-        file: Their file's own name.
         dimensions: The index ranges: none may lead outside a captured tensor.
         device: Where the tensors are that they capture.
     """

@@ -365,7 +365,6 @@ def under_conditions(
     """Within, calls are made ``under`` these conditions; what was seen is in its ``notes``.
 
     Args:
-        device: Where the kernel runs.
         first: What the process was before the first of all calls; where it is None, what it is now.
         earlier: Of a sequence, what its calls before this one left.
     """

@@ -54,11 +54,7 @@ _FATAL = {"crash", "timeout", "oom"}  # whatever a process says then, the next q
 
 
 class IsolatedExecutor:
-    """Calls a ``Remote`` where it is; an ``executor.Executor``.
-
-    Args:
-        connection: To the kernel's process.
-    """
+    """Calls a ``Remote`` where it is; an ``executor.Executor``."""
 
     def __init__(self, connection: KernelConnection) -> None:
         self._connection = connection

@@ -61,7 +61,6 @@ def open_kernel(
     Args:
         kernel: As ``subjects.load.load_subject`` takes it.
         convention: A name of a calling convention; empty for the first that fits.
-        device: ``cpu`` or ``cuda``.
         isolated: Whether it has a process of its own; by default all but attncheck's own have.
         deadlines: How long that may take.
         worker: A process that was started for it ahead of time; it is ended where it is not needed.

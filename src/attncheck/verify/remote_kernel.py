@@ -72,7 +72,6 @@ class KernelConnection:
     Args:
         kernel: As ``subjects.load.load_subject`` takes it.
         convention: A name of a calling convention; empty for the first that fits.
-        device: ``cpu`` or ``cuda``.
         gpu: What the process sees of the GPUs (``CUDA_VISIBLE_DEVICES``); empty for what this one
             sees.
         deadlines: How long it may take.
@@ -130,7 +129,6 @@ class KernelConnection:
         """Return the answer to a question.
 
         Args:
-            kind: Of the question.
             seconds: Until it is killed.
             most: Bytes beside JSON that an answer may have.
 
@@ -254,9 +252,7 @@ class RemoteSubject(Subject):
     """A kernel in another process: it says what that one says; ``IsolatedExecutor`` calls it.
 
     Args:
-        connection: To its process.
         words: What the process says of it.
-        executor: Calls it.
         launch: The name of one of its launches, and the Problem that it is of; None for its own.
 
     Raises:

@@ -136,7 +136,6 @@ def run_on_evidence(
     """Run ``subject`` on the inputs of ``evidence`` and judge it; a comparison or a probe.
 
     Args:
-        record: What is known before the kernel runs, of ``new_record``.
         timed: As of ``run_case``.
         brief: As of ``run_case``.
 
