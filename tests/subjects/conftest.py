@@ -12,6 +12,7 @@ import torch
 from attncheck.core.formats import FORMATS
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.input_tensors import Inputs
+from attncheck.verify.environment import prepare
 
 CHANCE = 1e-6  # of a false alarm of ``lead``, at most
 U32 = FORMATS["fp32"].unit_roundoff
@@ -20,6 +21,14 @@ U32 = FORMATS["fp32"].unit_roundoff
 @pytest.fixture(autouse=True)
 def _one_thread(one_thread):
     """In every test of this room."""
+
+
+@pytest.fixture(scope="session")
+def interpreted():
+    """Our kernels are interpreted here."""
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled here: the properties judge them on the GPU")
+    prepare("cpu")
 
 
 @dataclass(frozen=True, eq=False)

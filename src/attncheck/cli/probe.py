@@ -82,7 +82,7 @@ def run_probe(
     """The device, the kernel, and what it takes; raises UsageError for what cannot be."""
     # Before torch is imported: see ``attncheck check``.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from attncheck.cli.progress import progress
+    from attncheck.cli.long_runs import progress
     from attncheck.core.errors import UsageError
     from attncheck.subjects.load import load_candidate
     from attncheck.surveys.capability_detection import detect_capabilities

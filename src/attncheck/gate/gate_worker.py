@@ -13,10 +13,9 @@ import msgspec
 from msgspec.structs import replace
 
 from attncheck.core.errors import AttncheckError, UsageError
-from attncheck.gate.choices import Choices
 from attncheck.gate.gate_failures import SHRUNK_STATUSES, FailureLog
 from attncheck.gate.plan import plan_kernel
-from attncheck.gate.planning import CachingExecutor, Planning
+from attncheck.gate.planning import CachingExecutor, Choices, Planning
 from attncheck.gate.property_stage import KnownFailures, drawn_units
 from attncheck.gate.sources import file_hashes
 from attncheck.gate.stages import SANITIZER_VARIANT, sanitize_kernel

@@ -12,7 +12,7 @@ from attncheck.cases.mask_samples import sample_problems
 from attncheck.inputs.problem import Case
 from attncheck.suite.kernel_support import NOT_APPLICABLE, compares_launches
 from attncheck.suite.known_failures import FILE, KnownFailure, read_known_failures
-from attncheck.suite.property_catalogue import (
+from attncheck.suite.property_spec import (
     Property,
     properties,
     properties_folder,
