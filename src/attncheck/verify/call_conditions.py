@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from attncheck.verify.memory_patterns import Primed
     from attncheck.verify.process_effects import State
 
-Contents = Literal["numbers", "others", "nan"]
-"""Ordinary numbers, others in their place, or NaN."""
+Contents = Literal["numbers", "others", "nan", "huge"]
+"""Ordinary numbers, others in their place, NaN, or half of a format's largest."""
 
 _BAND = 1 << 16  # bytes before and after: more than a tile of a small problem's rows
 _ALIGNED = 4096
@@ -111,8 +111,10 @@ def _placed(tensor: torch.Tensor, contents: Contents) -> torch.Tensor:
 
 def _fill(part: torch.Tensor, like: torch.Tensor, contents: Contents) -> None:
     memory = part.view(like.dtype)
-    if contents == "nan":
-        memory.copy_(torch.full((1,), math.nan, device=memory.device).to(like.dtype))
+    if contents in {"nan", "huge"}:
+        large = torch.finfo(like.dtype).max / 2 if like.is_floating_point() else 0
+        value = large if contents == "huge" else math.nan
+        memory.copy_(torch.full((1,), value, device=memory.device).to(like.dtype))
         return
     fill: Literal["pattern", "inverse"] = "pattern" if contents == "numbers" else "inverse"
     hashed = pattern(len(memory), len(memory), memory.device, fill).float()
