@@ -40,8 +40,7 @@ if TYPE_CHECKING:
     from attncheck.surveys.claims import Claims
     from attncheck.verify.kernel_hosts import KernelHost
 
-_UNCLAIMED = "not refused: "
-"""Before the name of a question beyond a kernel's claims."""
+_UNCLAIMED = "not refused: "  # before the name of a question beyond a kernel's claims
 
 
 def work(**options: Any) -> GateWorker:

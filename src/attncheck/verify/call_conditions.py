@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import from_dlpack
 
 from attncheck.core import strided_alloc
+from attncheck.probes import PROBES
 from attncheck.subjects.conventions.function_subject import LEAVES_MODES
 from attncheck.verify.further_calls import compare_bits, repeat_calls
 from attncheck.verify.memory_patterns import (
@@ -36,12 +37,13 @@ if TYPE_CHECKING:
     from attncheck.core.outputs import Outputs
     from attncheck.core.tensor_names import TensorName
     from attncheck.inputs.input_tensors import Inputs
+    from attncheck.inputs.problem import Case
     from attncheck.subjects.capabilities.subject import Call, Subject
     from attncheck.verify.memory_patterns import Primed
     from attncheck.verify.process_effects import State
 
+# Ordinary numbers, others in their place, NaN, or half of a format's largest.
 Contents = Literal["numbers", "others", "nan", "huge"]
-"""Ordinary numbers, others in their place, NaN, or half of a format's largest."""
 
 _BAND = 1 << 16  # bytes before and after: more than a tile of a small problem's rows
 _ALIGNED = 4096
@@ -149,6 +151,24 @@ class CallConditions:
 
 
 PLAIN_CALL = CallConditions()
+_MOST_SURROUNDED = 1 << 23  # numbers of q, k and v: memory is filled on both sides of each
+
+
+def judged_conditions(case: Case) -> CallConditions:
+    """Return the conditions of a call whose numbers are judged: beside inputs nothing is to be read.
+
+    There is NaN in a comparison and huge numbers in a probe, unless the inputs are large.
+    """
+    problem = case.problem
+    widest = max(problem.head_dim, problem.value_dim, 1)
+    numbers = problem.batch * problem.heads * (problem.query + problem.kv) * widest
+    if problem.operation == "softmax" or numbers > _MOST_SURROUNDED:
+        return PLAIN_CALL
+    return CallConditions(
+        surroundings=Surroundings(contents="huge" if case.question in PROBES else "nan")
+    )
+
+
 _RETURNED: set[StorageWeakRef] = set()
 
 

@@ -19,7 +19,7 @@ from attncheck.records.record import GradientErrors, LseErrors, OutErrors, Recor
 from attncheck.relations import RELATIONS
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.call_checks import CHECKS, judge_call
-from attncheck.verify.call_conditions import PLAIN_CALL, CallConditions, Surroundings
+from attncheck.verify.call_conditions import PLAIN_CALL, judged_conditions
 from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Failure, Origin, out_of_memory
 from attncheck.verify.judging import judge_outputs, with_error_map
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from attncheck.probes import VisibleKeys
     from attncheck.records.record import Status
     from attncheck.subjects.capabilities.subject import Subject, Tiling
-    from attncheck.verify.call_conditions import Contents
     from attncheck.verify.executor import Execution, Executor
 
 __all__ = [
@@ -57,7 +56,6 @@ _BROKEN_RULES: dict[str, Rule] = {
     "mutation": "mutation",
     "memory": "memory",
 }
-_MOST_SURROUNDED = 1 << 24  # bytes of an input: three times as many are filled
 _STATUSES: dict[str, Status] = {
     "refused": "unsupported",
     "crash": "crash",
@@ -166,7 +164,7 @@ def run_on_evidence(
             evidence.inputs,
             origin=Origin(case=evidence.case),
             timed=timed,
-            under=PLAIN_CALL if timed else _surroundings(evidence),
+            under=PLAIN_CALL if timed else judged_conditions(evidence.case),
         )
         if isinstance(execution, Failure):
             return without_outputs(record, execution), None
@@ -184,14 +182,6 @@ def run_on_evidence(
         # Ours, because the kernel's own want of memory came back as a Failure.
         return replace(record, status="error", reason="out of memory for the exact result"), None
     return record, execution
-
-
-def _surroundings(evidence: EvidenceBuilder) -> CallConditions:
-    """Nothing beside small inputs is to be read: NaN of a comparison, huge numbers of a probe."""
-    if any(each.nbytes > _MOST_SURROUNDED for each in evidence.inputs.tensors().values()):
-        return PLAIN_CALL
-    contents: Contents = "huge" if evidence.case.question in PROBES else "nan"
-    return CallConditions(surroundings=Surroundings(contents=contents))
 
 
 def new_record(

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from attncheck.subjects.capabilities.capability_table import Capabilities
 
 
-GROUP = "attncheck.kernels"
-"""The entry-point group of published kernels."""
+GROUP = "attncheck.kernels"  # the entry-point group of published kernels
 
 FILES = {"attncheck.toml": (), "pyproject.toml": ("tool", "attncheck")}
 """Files that kernels are named in → the table of theirs that is attncheck's."""
