@@ -155,9 +155,9 @@ _MOST_SURROUNDED = 1 << 23  # numbers of q, k and v: memory is filled on both si
 
 
 def judged_conditions(case: Case) -> CallConditions:
-    """Return the conditions of a call whose numbers are judged: beside inputs nothing is to be read.
+    """Return the conditions of a call that is judged by its numbers.
 
-    There is NaN in a comparison and huge numbers in a probe, unless the inputs are large.
+    Beside inputs, unless they are large, lies NaN in a comparison and huge numbers in a probe.
     """
     problem = case.problem
     widest = max(problem.head_dim, problem.value_dim, 1)
