@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from attncheck import oracles
 from attncheck.core.draws import Draws
 from attncheck.core.errors import UsageError
-from attncheck.faults.continuous_faults import continuous_fault_named
+from attncheck.faults.continuous_faults import ContinuousFault, continuous_fault_named
 from attncheck.faults.peer_rules import FORWARD_RULES, GRADIENT_RULES, PeerReference
 from attncheck.gate.gate_worker import GateWorker
 from attncheck.gate.plan import describe_units, priority
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from attncheck.core.outputs import Outputs
-    from attncheck.faults.continuous_faults import ContinuousFault
     from attncheck.workers.units import Unit
 
 Question = tuple[str, "Callable[[int], bool]"]

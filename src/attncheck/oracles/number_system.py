@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attncheck.core.errors import UsageError
-from attncheck.oracles.mod_calls import is_identity
+from attncheck.oracles.mod_calls import Indices, is_identity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attncheck.mods.signatures import ScoreMod
-    from attncheck.oracles.mod_calls import Indices
 
 
 class Array(Protocol):

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.core.declared_arithmetic import FP32, Accumulator
+from attncheck.core.declared_arithmetic import FP32, Accumulator, Arithmetic
 from attncheck.core.formats import FORMATS
 
 if TYPE_CHECKING:
-    from attncheck.core.declared_arithmetic import Arithmetic
     from attncheck.inputs.problem import Problem
 
 HALF = 0.5  # a count that is off by this much is nearer to another whole number

@@ -7,7 +7,7 @@ mpmath numbers, and each kernel, whose mod is read out of its own results (``app
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -37,14 +37,11 @@ from attncheck.surveys.applied_mods import (
     lse_interval,
 )
 from attncheck.verify.environment import environment
-from attncheck.verify.executor import InProcess
+from attncheck.verify.executor import Executor, InProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from attncheck.mods.expression import Expression
     from attncheck.subjects.capabilities.subject import Subject
-    from attncheck.verify.executor import Executor
 
 DIMENSIONS = Dimensions(batch=2, heads=2, query=32, kv=40)
 """Few programs for an interpreter, but more than one block of keys, the last one short."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from attncheck.core.errors import ProblemError
-from attncheck.core.formats import FORMATS, dtype_named
+from attncheck.core.formats import FORMATS, Format, dtype_named
 from attncheck.core.mod_spec import Spec
 from attncheck.surveys.fingerprint_scenes import (
     DIM,
@@ -25,7 +25,6 @@ from attncheck.surveys.fingerprint_scenes import (
 from attncheck.verify.call_checks import Unanswered
 
 if TYPE_CHECKING:
-    from attncheck.core.formats import Format
     from attncheck.surveys.fingerprint_scenes import Grid, SceneResult, SceneRunner
 
 _BITS = FORMATS["fp32"].significand

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Protocol
 
 from attncheck.subjects.capabilities.named_kernels import BUILTIN
 from attncheck.subjects.load import load_subject
-from attncheck.verify.executor import InProcess
+from attncheck.verify.executor import Executor, InProcess
 from attncheck.verify.isolated import IsolatedKernel
 from attncheck.verify.remote_kernel import Deadlines, RemoteSubject
 
 if TYPE_CHECKING:
     from attncheck.subjects.capabilities.subject import Subject
-    from attncheck.verify.executor import Executor
     from attncheck.workers.process import Worker
 
 

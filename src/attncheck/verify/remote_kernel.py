@@ -10,7 +10,7 @@ import msgspec
 
 from attncheck.core.errors import UsageError
 from attncheck.inputs.question_parameters import PROMISES
-from attncheck.subjects.capabilities.subject import Subject, WrittenCall
+from attncheck.subjects.capabilities.subject import Call, Subject, Tiling, WrittenCall
 from attncheck.verify.kernel_messages import (
     check_description,
     from_fields,
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from attncheck.core.declared_arithmetic import Arithmetic
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
-    from attncheck.subjects.capabilities.subject import Call, Tiling
     from attncheck.subjects.terms import Terms
     from attncheck.verify.executor import Executor
 

@@ -31,14 +31,13 @@ from attncheck.workers.journal_format import (
     read_journal,
     read_journal_file,
 )
-from attncheck.workers.units import Shard
+from attncheck.workers.units import Done, Shard, Unit
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from types import TracebackType
     from typing import Self
 
-    from attncheck.workers.units import Done, Unit
 
 __all__ = [
     "MOST_LOST",
