@@ -19,6 +19,7 @@ from attncheck.records.record import GradientErrors, LseErrors, OutErrors, Recor
 from attncheck.relations import RELATIONS
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.call_checks import CHECKS, judge_call
+from attncheck.verify.call_conditions import PLAIN_CALL, judged_conditions
 from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Execution, Executor, Failure, Origin, out_of_memory
 from attncheck.verify.judging import judge_outputs, with_error_map
@@ -153,7 +154,11 @@ def run_on_evidence(
         # Before any kernel has run: nothing that it does can change the truth.
         evidence.establish(reference_errors=not brief)
         execution = executor.run(
-            subject, evidence.inputs, origin=Origin(case=evidence.case), timed=timed
+            subject,
+            evidence.inputs,
+            origin=Origin(case=evidence.case),
+            timed=timed,
+            under=PLAIN_CALL if timed else judged_conditions(evidence.case),
         )
         if isinstance(execution, Failure):
             return without_outputs(record, execution), None
