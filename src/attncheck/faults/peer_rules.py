@@ -320,9 +320,6 @@ class PeerRules:
 
     A rule that refuses the right kernel on the same problem has caught nothing there: nobody would
     keep a test that fails whatever is tested.
-
-    Args:
-        right: The kernel without the fault.
     """
 
     def __init__(self, right: Subject) -> None:

@@ -87,13 +87,8 @@ def _sizes(
     """Always the same choices in the same order, so that none is won by dropping another.
 
     Args:
-        draw: Hypothesis's.
         most_heads: Largest batch · heads.
-        head_counts: Heads and kv heads.
         squares: The shortest and the longest query, where it is to be kv.
-        query: Query lengths.
-        kv: Key lengths.
-        dims: Head and value dims.
     """
     heads, kv_heads = draw(head_counts)
     batch = draw(st.integers(1, min(_LARGEST_BATCH, most_heads // heads)))
@@ -126,14 +121,11 @@ def shapes(
     """Sizes with query and kv unequal both ways or equal, MHA, GQA and MQA, value_dim free.
 
     Args:
-        longest: Largest query and kv length.
-        shortest_query: Smallest query length.
         longest_query: Largest query length, where it is not ``longest``.
         shortest_kv: Smallest kv length.
         most_heads: Largest batch · heads: what an interpreted kernel's time is made of. From 8 on,
             a second sequence comes with several kv heads of several query heads each: a wrong
             stride of the batch shows beside a wrong head map.
-        largest_group: Most query heads on a kv head.
         head_dims: What head_dim and value_dim are drawn from; they shrink to the first.
 
     Raises:
@@ -169,8 +161,7 @@ def _head_counts(most: int, largest_group: int) -> tuple[tuple[int, int], ...]:
     return tuple(pair for pair in counts if pair[0] <= most)
 
 
-PAGE_SIZES = (16, 32, 64, 128, 256)
-"""Sizes that serving engines use."""
+PAGE_SIZES = (16, 32, 64, 128, 256)  # sizes that serving engines use
 
 ODD_PAGE_SIZES = (3, 1, 17)
 """Sizes that only a kernel takes which looks up each key by itself: no tile is made of them."""
