@@ -7,19 +7,18 @@ import json
 import re
 import time
 from html.parser import HTMLParser
-from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import msgspec
 import pytest
 from markdown_it import MarkdownIt
 from rich.cells import cell_len
+from tests.reporting import gate_reports as made
 from tests.reporting.conftest import Factory
 from tests.reporting.pages import as_table
 
 from attncheck.core.errors import UsageError
 from attncheck.core.sanitize_text import for_markdown, one_line
-from attncheck.core.source_files import import_file
 from attncheck.records.json_reports import load_report
 from attncheck.records.run_reports import GateReport
 from attncheck.reporting.gate_document import gate_page
@@ -31,8 +30,6 @@ from attncheck.reporting.rendering import (
     render,
     write_gate,
 )
-
-made = import_file(Path(__file__).parent / "gate_reports.py", "gate reports")
 
 HOSTILE = [
     "<script>alert(1)</script>",

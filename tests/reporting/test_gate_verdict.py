@@ -1,11 +1,9 @@
 """The exit code of a gate, what it calls a failure, and which comes first."""
 
-from pathlib import Path
-
 import msgspec
 import pytest
+from tests.reporting import gate_reports as made
 
-from attncheck.core.source_files import import_file
 from attncheck.reporting.gate_document import not_covered
 from attncheck.reporting.gate_verdict import (
     Policy,
@@ -14,8 +12,6 @@ from attncheck.reporting.gate_verdict import (
     gate_verdict,
     policy_of,
 )
-
-made = import_file(Path(__file__).parent / "gate_reports.py", "gate reports")
 
 
 def exit_code(report, **policy):

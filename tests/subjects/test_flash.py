@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.kernels.patched_kernels import PLANTED, faulty_forward
 from tests.kernels.watched_accesses import Watched
 from tests.subjects.sample_mods import MASKS
 from tests.subjects.sample_mods import SCORES as ALL_SCORES
@@ -132,11 +133,11 @@ TRUNCATED = """bits = p.to(tl.int32, bitcast=True) & -65536
     weights = bits.to(tl.float32, bitcast=True)"""
 
 
-def test_worse_than_the_ideal_kernel(subject, lead, planted, tmp_path, monkeypatch):
+def test_worse_than_the_ideal_kernel(subject, lead, tmp_path, monkeypatch):
     """bf16's weights truncated, not rounded to nearest."""
     inputs = draw_inputs(of_1024_rows(dtype="bf16"))
     best = Ideal(subject.tiling(inputs.problem, "cpu")).run(inputs)
-    wrong = planted(tmp_path, subject.forward().__name__, WEIGHTS, TRUNCATED)
+    wrong = faulty_forward(tmp_path, subject.forward().__name__, WEIGHTS, TRUNCATED)
     monkeypatch.setattr(type(subject), "forward", lambda self: wrong)
     assert lead(subject.run(inputs), best, oracles.dense(inputs).out) > 1
 
@@ -210,17 +211,17 @@ def largest_takes_all(subject, inputs, monkeypatch) -> bool:
 @pytest.mark.parametrize("right", [padded_rows_see_all, largest_takes_all])
 @pytest.mark.parametrize("dtype", ["fp32", "e4m3"])
 @pytest.mark.parametrize("kernel", [Flash2, Flash1, Ideal])
-def test_the_largest_finite_scores(kernel, dtype, right, exact, planted, tmp_path, monkeypatch):
+def test_the_largest_finite_scores(kernel, dtype, right, exact, tmp_path, monkeypatch):
     """And what is right elsewhere but brings scores to log2 units first is wrong there."""
     inputs = draw_inputs(small(query=70, kv=70, dtype=dtype))
     assert right(kernel(), inputs, monkeypatch)
-    plant_log2_units(kernel, planted, tmp_path, monkeypatch)
+    plant_log2_units(kernel, tmp_path, monkeypatch)
     ordinary = inputs.replace(problem=inputs.problem.replace(score=SCORES["softcap"]))
     assert exact(ordinary).excess(kernel().run(ordinary)) <= 1
     assert not right(kernel(), inputs, monkeypatch)
 
 
-def plant_log2_units(kernel, planted, tmp_path, monkeypatch):
+def plant_log2_units(kernel, tmp_path, monkeypatch):
     if kernel is Ideal:
         of_tile = ideal.Pass.modified
 
@@ -232,7 +233,7 @@ def plant_log2_units(kernel, planted, tmp_path, monkeypatch):
         return
     mod = "SCORE(s, b, h, rows[:, None], keys[None, :], captured)"
     there_and_back = f"{mod} * 1.4426950408889634 * 0.6931471805599453"
-    wrong = planted(tmp_path, kernel().forward().__name__, mod, there_and_back)
+    wrong = faulty_forward(tmp_path, kernel().forward().__name__, mod, there_and_back)
     monkeypatch.setattr(kernel, "forward", lambda self: wrong)
 
 
@@ -286,54 +287,6 @@ def test_a_stride_beyond_32_bits(name, subject):
     assert torch.equal(plain.out, far.out)
 
 
-TILE_FAULTS = {
-    "keys beyond the last are seen": (" & (keys < kv)[None, :]", ""),
-    "hidden scores count": ('return tl.where(seen, s, float("-inf"))', "return s"),
-    "hidden values reach the product": ("v_block = _where(finite, v_block)", "v_block = v_block"),
-    "an infinity is forgotten": ("acc += _not_finite(wide, finite, seen)", "acc += 0.0"),
-    "negative infinities are positive": ('tl.where(negative, float("-inf"), 0.0)', "float('inf')"),
-    "a score mod without log2 e": ("difference * 1.4426950408889634", "difference"),
-    "LSE in base 2": (" * 0.6931471805599453", ""),
-    "LSE in base 2 with a score mod": ("m + tl.log(", "m + tl.log2("),
-}
-FAULTS = {
-    "flash2": TILE_FAULTS
-    | {
-        "output is not rescaled": ("acc * alpha[:, None]", "acc"),
-        "row sum is not rescaled": ("total * alpha + tl.sum(p, 1)", "total + tl.sum(p, 1)"),
-        "last partial tile is lost": ("tl.cdiv(kv, BLOCK_K)", "kv // BLOCK_K"),
-        "last partial tile is not masked": ("or start + BLOCK_K > kv", "or start >= kv"),
-        "hidden tiles are called whole": ("(head & 1) == 0", "(head & 1) == 2"),
-        "hidden values are not done again with care": (
-            "if is_due(again_ptr, number, CAREFUL):",
-            "if not CAREFUL:",
-        ),
-        "kv head is h, not h // group": (
-            "(h64 // group) * k_head",
-            "(h64 % (heads // group)) * k_head",
-        ),
-        "maximum starts at 0": (
-            'tl.full([BLOCK_Q], float("-inf"), tl.float32)',
-            "tl.zeros([BLOCK_Q], tl.float32)",
-        ),
-    },
-    "flash1": TILE_FAULTS
-    | {
-        "output is not rescaled": ("before[:, None] * state", "total[:, None] * state"),
-        "row sum is not rescaled": ("before + beta * tl.sum(p, 1)", "before + tl.sum(p, 1)"),
-        "block is not rescaled": ("beta[:, None] * product", "product"),
-        "first block is lost": ("range(0, kv, launch", "range(launch.block_kv, kv, launch"),
-        "kv head is h, not h // group": (
-            "(h64 // group) * v_head",
-            "(h64 % (heads // group)) * v_head",
-        ),
-        "maximum starts at 0": ('torch.full(shape, float("-inf")', "torch.full(shape, 0.0"),
-        "sum is not written back": ("tl.store(total_ptr + row_at, total, mask=here)", "pass"),
-        "hidden blocks overwrite": ("if start < end:", "if start < end - BLOCK_K:"),
-    },
-}
-
-
 def infinities(outputs):
     """0 where the rows of ``asked_for``'s infinite value hold it, and no other."""
     truth = torch.where(torch.arange(70) >= 30, -math.inf, 0.0)
@@ -358,25 +311,22 @@ def asked_for(fault: str, problem: Problem):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "fault"), [(kernel, fault) for kernel, faults in FAULTS.items() for fault in faults]
+    ("kernel", "room", "fault"),
+    [
+        (kernel, room, fault)
+        for kernel in ("flash2_forward", "flash1_forward")
+        for room in ("tile", kernel)
+        for fault in PLANTED[room]
+    ],
 )
-def test_planted_faults_are_noticed(kernel, fault, exact, planted, tmp_path, monkeypatch):
-    subject = {"flash2": Flash2, "flash1": Flash1}[kernel]()
-    inputs, shown = asked_for(
-        fault,
-        small(
-            batch=1,
-            heads=6,
-            kv_heads=3,
-            query=70,
-            kv=101,
-            dtype="bf16",
-            distribution="negative_logits",
-        ),
-    )
+def test_planted_faults_are_noticed(kernel, room, fault, exact, tmp_path, monkeypatch):
+    subject = {"flash2_forward": Flash2, "flash1_forward": Flash1}[kernel]()
+    sizes = {"batch": 1, "heads": 6, "kv_heads": 3, "query": 70, "kv": 101}
+    problem = small(**sizes, dtype="bf16", distribution="negative_logits")
+    inputs, shown = asked_for(fault, problem)
     check = infinities if "infinit" in fault else exact(shown).excess
     assert check(subject.run(inputs)) <= 1
-    wrong = planted(tmp_path, f"{kernel}_forward", *FAULTS[kernel][fault])
+    wrong = faulty_forward(tmp_path, kernel, *PLANTED[room][fault].values())
     monkeypatch.setattr(type(subject), "forward", lambda self: wrong)
     assert not check(subject.run(inputs)) <= 1
 

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from tests.kernels.patched_kernels import faulty_forward
 
 from attncheck import oracles
 from attncheck.core.formats import DTYPES, FORMATS
@@ -159,23 +160,21 @@ def test_weights_are_scaled_before_they_are_rounded(subject, dtype, monkeypatch)
     ],
 )
 @pytest.mark.parametrize("subject", [Flash2, Flash1])
-def test_planted_faults_are_noticed(
-    subject, name, fault, dtype, exact, planted, tmp_path, monkeypatch
-):
+def test_planted_faults_are_noticed(subject, name, fault, dtype, exact, tmp_path, monkeypatch):
     del name
     inputs = draw_inputs(small(dtype))
     assert exact(inputs).excess(subject().run(inputs)) <= 1
     module = subject().forward().__name__
-    wrong = planted(tmp_path, module, *fault)
+    wrong = faulty_forward(tmp_path, module, *fault)
     monkeypatch.setattr(subject, "forward", lambda self: wrong)
     assert exact(inputs).excess(subject().run(inputs)) > 1
 
 
 @pytest.mark.parametrize(("subject", "sum_of"), [(Flash2, "alpha + "), (Flash1, "beta * ")])
-def test_a_scale_in_the_row_sum_is_noticed(subject, sum_of, dtype, exact, planted, tmp_path):
+def test_a_scale_in_the_row_sum_is_noticed(subject, sum_of, dtype, exact, tmp_path):
     inputs, right = draw_inputs(small(dtype)), f"{sum_of}tl.sum(p, 1)"
     module = subject().forward().__name__
-    wrong = planted(tmp_path, module, right, right.replace("(p,", "(p * 256.0,"))
+    wrong = faulty_forward(tmp_path, module, right, right.replace("(p,", "(p * 256.0,"))
 
     class Planted(subject):
         def forward(self):

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from tests.kernels.patched_kernels import PLANTED, faulty_forward
 
 from attncheck.cases.variants import plan_cells
 from attncheck.core.mod_spec import Spec
@@ -78,22 +79,9 @@ def test_it_reads_what_lies_in_pages(monkeypatch):
     assert status(Paged(), small()) == "fail"
 
 
-FAULTS = {
-    "a page is one key longer": ("table + keys // PAGE,", "table + keys // (PAGE + 1),"),
-    "slots one further": ("(keys % PAGE)", "((keys + 1) % PAGE)"),
-    "every sequence has the first one's pages": ("pages[0] + b64 * pages[1]", "pages[0]"),
-    "the table transposed": ("pages[0] + b64 * pages[1]", "pages[0] + b64"),
-    "the last page's tail is seen": ("& (keys < kv)[None, :]", ""),
-    "places in memory are masked": (
-        "elif partial:\n        s = hidden(s, visible(b, h, rows, keys,",
-        "elif partial:\n        s = hidden(s, visible(b, h, rows, (k_at // k_row).to(tl.int32),",
-    ),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_found(fault, tmp_path, planted):
-    kernel = planted(tmp_path, "flash2_forward", *FAULTS[fault])
+@pytest.mark.parametrize("fault", PLANTED["pages"])
+def test_a_planted_fault_is_found(fault, tmp_path):
+    kernel = faulty_forward(tmp_path, "flash2_forward", *PLANTED["pages"][fault].values())
 
     class Faulty(Paged):
         def forward(self):

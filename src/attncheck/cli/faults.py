@@ -471,9 +471,6 @@ def _run(
 ) -> tuple[RunEnd, JournalContent]:
     """Do what is selected; return how that ended, and what the journal says then.
 
-    Args:
-        typed: What was typed: where the journal is, how long, whether anew, what is told.
-
     Raises:
         UsageError: for a time or a folder that cannot be.
         JournalError: where the journal holds another run that is not finished.

@@ -46,8 +46,7 @@ if TYPE_CHECKING:
     from attncheck.workers.pool import RunEnd, RunEvent
     from attncheck.workers.units import Done, Unit
 
-FAILURES = "reports/failures"
-"""The folder of failures, in which attncheck repro looks for them."""
+FAILURES = "reports/failures"  # the folder of failures, in which attncheck repro looks for them
 
 _PER_RUN = {"seed", "started", "typed"}  # of a journal's header: no part of the plan
 _OF_SOURCES = frozenset({"sources", "started", "seed", "typed"})

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from attncheck.subjects.load import Candidate
     from attncheck.surveys.capability_detection import DetectedCapabilities
 
-NOTHING_TAKEN = 5
-"""Exit code."""
+NOTHING_TAKEN = 5  # exit code
 
 _QUESTIONS = 70  # about: how far a probe is
 

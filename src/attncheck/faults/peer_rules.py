@@ -332,10 +332,6 @@ class PeerRules:
 
     A rule that refuses the right kernel on the same problem has caught nothing there: nobody would
     keep a test that fails whatever is tested.
-
-    Args:
-        right: The kernel without the fault.
-        rules: By name.
     """
 
     def __init__(self, right: Subject, rules: Iterable[str] = tuple(FORWARD_RULES)) -> None:

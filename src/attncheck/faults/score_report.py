@@ -11,7 +11,7 @@ import msgspec
 
 from attncheck.faults.catalogue import CONTROLS, FAULTS
 from attncheck.faults.fault import HOSTS
-from attncheck.faults.fault_selection import FILE
+from attncheck.faults.fault_selection import FILE, FaultSelection
 from attncheck.records.fault_scores import (
     SCORED,
     ControlScore,
@@ -26,7 +26,6 @@ from attncheck.records.record import Environment
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from attncheck.faults.fault_selection import FaultSelection
     from attncheck.workers.journal_format import JournalContent
     from attncheck.workers.units import Done, Unit
 

@@ -145,8 +145,7 @@ def _drop_property(planning: Planning, unit: Unit, reason: str) -> None:
 
 # ------------------------------------------------------------ what is known to fail
 
-KNOWN = "known failure"
-"""How the reason of a known failure begins."""
+KNOWN = "known failure"  # how the reason of a known failure begins
 
 # What may be known; a process that is lost, or hangs, never is.
 _EXCUSED = frozenset({"fail", "error"})
