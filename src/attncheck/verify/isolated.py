@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Self
 
-from attncheck.verify.call_conditions import PLAIN_CALL, CallConditions
+from attncheck.verify.call_conditions import PLAIN_CALL, CallConditions, judged_conditions
 from attncheck.verify.executor import Execution, Failure, Origin
 from attncheck.verify.kernel_messages import (
     RemoteError,
@@ -54,11 +54,7 @@ _FATAL = {"crash", "timeout", "oom"}  # whatever a process says then, the next q
 
 
 class IsolatedExecutor:
-    """Calls a ``Remote`` where it is; an ``executor.Executor``.
-
-    Args:
-        connection: To the kernel's process.
-    """
+    """Calls a ``Remote`` where it is; an ``executor.Executor``."""
 
     def __init__(self, connection: KernelConnection) -> None:
         self._connection = connection
@@ -161,7 +157,7 @@ class IsolatedExecutor:
             if answer not in (True, None):
                 return
         self._connection.asked[case.problem] = None
-        words = _run_words(subject, Origin(case=case), PLAIN_CALL, timed=False)
+        words = _run_words(subject, Origin(case=case), judged_conditions(case), timed=False)
         self._connection.send("run", words, seconds=self._connection.deadlines.call)
 
     def _seconds(self, inputs: Inputs, calls: int) -> float:
