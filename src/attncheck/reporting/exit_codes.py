@@ -5,19 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from attncheck.records.fault_scores import (
-    ATTNCHECK_RULE,
-    FaultReport,
-    OwnTestsReport,
-    SensitivityReport,
-)
+from attncheck.records import fault_scores, survey_reports
 from attncheck.records.record import FAILED_STATUSES, UNTRUSTED_STATUSES, Report, Status
-from attncheck.records.survey_reports import (
-    CertificateReport,
-    FingerprintReport,
-    ModReport,
-    OracleReport,
-)
 from attncheck.reporting.check_document import check_outcome
 
 if TYPE_CHECKING:
@@ -34,22 +23,22 @@ def exit_code(report: msgspec.Struct) -> int:
         case Report():
             code = _of_statuses({record.status for record in report.records})
             code = INCOMPLETE if report.incomplete and code != FAILED else code
-        case FaultReport():
+        case fault_scores.FaultReport():
             code = _of_faults(report)
-        case OwnTestsReport():
+        case fault_scores.OwnTestsReport():
             code = _of_own_tests(report)
-        case SensitivityReport():
+        case fault_scores.SensitivityReport():
             # The gate must see each fault of some size.
-            unseen = any(one.rules[ATTNCHECK_RULE].size is None for one in report.seen)
+            unseen = any(one.rules[fault_scores.ATTNCHECK_RULE].size is None for one in report.seen)
             code = FAILED if unseen else PASSED
-        case FingerprintReport():
+        case survey_reports.FingerprintReport():
             code = _of_fingerprint(report)
-        case ModReport():
+        case survey_reports.ModReport():
             answers = [answer for record in report.records for answer in record.answers.values()]
             code = FAILED if {a.status for a in answers} - {"equal", "unsupported"} else PASSED
-        case OracleReport():
+        case survey_reports.OracleReport():
             code = _of_oracles(report)
-        case CertificateReport():
+        case survey_reports.CertificateReport():
             # The truth's error may be too much of an allowance, or more than is assumed of it.
             proven = (r.holds(report.limit) and r.within_a_priori for r in report.truths)
             code = PASSED if all(proven) else FAILED
@@ -78,7 +67,7 @@ def _of_statuses(statuses: set[Status]) -> int:
     return PASSED if statuses - {"unsupported"} else UNTESTED
 
 
-def _of_faults(report: FaultReport) -> int:
+def _of_faults(report: fault_scores.FaultReport) -> int:
     """0 where all is caught and no control flagged; 3 where not all has a score."""
     faults = Counter(score.outcome for score in report.scores)
     controls = Counter(score.outcome for score in report.controls)
@@ -89,7 +78,7 @@ def _of_faults(report: FaultReport) -> int:
     return PASSED if faults["caught"] or controls["clean"] else UNTESTED
 
 
-def _of_own_tests(report: OwnTestsReport) -> int:
+def _of_own_tests(report: fault_scores.OwnTestsReport) -> int:
     """0 where all that were shown are caught; 3 where one has no score."""
     count = Counter(score.status for score in report.scores)
     if count["missed"]:
@@ -99,7 +88,7 @@ def _of_own_tests(report: OwnTestsReport) -> int:
     return PASSED if count["caught"] else UNTESTED
 
 
-def _of_fingerprint(report: FingerprintReport) -> int:
+def _of_fingerprint(report: survey_reports.FingerprintReport) -> int:
     """1 where something read differs from what is declared, and is not finer."""
     if not any(record.calls for record in report.records):
         return UNTESTED
@@ -107,7 +96,7 @@ def _of_fingerprint(report: FingerprintReport) -> int:
     return FAILED if any(reading.standing == "differs" for reading in readings) else PASSED
 
 
-def _of_oracles(report: OracleReport) -> int:
+def _of_oracles(report: survey_reports.OracleReport) -> int:
     """1 where one that must not is not finite, wrong in a row without keys, or they disagree."""
     wrong = any(
         (record.rows.nonfinite and record.oracle not in report.may_overflow)

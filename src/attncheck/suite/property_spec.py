@@ -26,12 +26,7 @@ from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.capabilities import named_kernels
 from attncheck.suite.pytest_options import MARK
 from attncheck.suite.search import search_cases
-from attncheck.verify.question_fit import (
-    allowed_parameters,
-    check_question,
-    question_problem,
-    unfit_reason,
-)
+from attncheck.verify import question_fit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -72,8 +67,8 @@ class PropertySpec:
 
     def fits(self, question: str, problem: Problem) -> bool:
         """Return whether ``question`` of ``problem`` is what the property is about."""
-        problem = question_problem(question, problem)
-        if unfit_reason(question, problem) is not None:
+        problem = question_fit.question_problem(question, problem)
+        if question_fit.unfit_reason(question, problem) is not None:
             return False
         return self.where is None or self.where(problem)
 
@@ -96,7 +91,7 @@ def asks(
         UnknownName: for a question or a family that there is not.
     """
     for question in questions:
-        check_question(question)
+        question_fit.check_question(question)
     for family in families:
         if family != SOFTMAX:
             family_named(family)
@@ -132,8 +127,8 @@ def cases(draw: st.DrawFn, kernel: UnderTest, spec: PropertySpec) -> Case:
     """Draw cases of a property for one kernel, dtype and family; they shrink to the plainest."""
     # Drawn first: the question decides which Problems fit it.
     question = draw(st.sampled_from(spec.questions))
-    problem = question_problem(question, draw(_problems(kernel, spec, question)))
-    chosen = draw(parameters(allowed=allowed_parameters(question, problem)))
+    problem = question_fit.question_problem(question, draw(_problems(kernel, spec, question)))
+    chosen = draw(parameters(allowed=question_fit.allowed_parameters(question, problem)))
     return Case(problem=problem, question=question, parameters=chosen)
 
 
@@ -198,7 +193,9 @@ def variations(
         # Where a mask's numbers do not allow other lengths, the values alone are others.
         for changes in (values | sizes, values):
             try:
-                problem = question_problem(case.question, case.problem.replace(**changes))
+                problem = question_fit.question_problem(
+                    case.question, case.problem.replace(**changes)
+                )
             except ProblemError:  # documents that must cover a length, padding beyond it
                 continue
             if fits(case.question, problem):
@@ -234,7 +231,7 @@ def _other_lengths(problem: Problem, number: int, count: int) -> dict[str, int]:
 
 def _with_next_parameters(case: Case, problem: Problem, number: int) -> Case:
     chosen = {}
-    for name, allowed in allowed_parameters(case.question, problem).items():
+    for name, allowed in question_fit.allowed_parameters(case.question, problem).items():
         values: list[Any] = list(allowed)
         now = case.parameters.get(name)
         index = values.index(now) if now in values else 0

@@ -29,13 +29,7 @@ from attncheck.mods.operation_errors import KERNEL_FP32, TORCH_FP64
 from attncheck.mods.trace import trace_mask, trace_score
 from attncheck.oracles.mod_calls import Indices, call_mask, call_score_mod
 from attncheck.records.survey_reports import ModAnswer, ModRecord, ModReport
-from attncheck.surveys.applied_mods import (
-    NotMeasurable,
-    ScoreInputs,
-    applied_mask,
-    applied_score,
-    lse_interval,
-)
+from attncheck.surveys import applied_mods
 from attncheck.verify.environment import environment
 from attncheck.verify.executor import Executor, InProcess
 
@@ -190,14 +184,14 @@ def _backend(
         if expression.structure.inputs[0] != "score":
             visible_keys = allowed(*axes)
             assert isinstance(visible_keys, Truth)
-            weights = applied_mask(kernel, mod_name, mod, *where)
+            weights = applied_mods.applied_mask(kernel, mod_name, mod, *where)
             return _compare_mask(name, weights, visible_keys)
-        inputs = ScoreInputs.draw(dimensions)
+        inputs = applied_mods.ScoreInputs.draw(dimensions)
         scores = allowed(inputs.scores.numpy(), *axes)
         assert isinstance(scores, Interval)
-        values = applied_score(kernel, mod_name, mod, inputs, *where)
-        return _compare_score(name, values, lse_interval(scores))
-    except NotMeasurable as reason:
+        values = applied_mods.applied_score(kernel, mod_name, mod, inputs, *where)
+        return _compare_score(name, values, applied_mods.lse_interval(scores))
+    except applied_mods.NotMeasurable as reason:
         return Backend(name=name, status=reason.status, reason=str(reason))
     except KeyboardInterrupt:
         raise
@@ -210,7 +204,7 @@ def mpmath_backend(
     mod: Callable[..., Any],
     dimensions: Dimensions,
     device: str = "cpu",
-    scores: ScoreInputs | None = None,
+    scores: applied_mods.ScoreInputs | None = None,
 ) -> Backend:
     """Compare the callable in float64 and the expression on mpmath numbers, on every index tuple.
 
@@ -230,7 +224,7 @@ def mpmath_backend(
         visible = call_mask(mod, on_device).expand(indices.shape).cpu().numpy()
         expected = exactly(*axes)
         return _compare_mask("mpmath", visible.astype(float), Truth(expected, ~expected))
-    inputs = (scores or ScoreInputs.draw(dimensions)).scores
+    inputs = (scores or applied_mods.ScoreInputs.draw(dimensions)).scores
     value = call_score_mod(mod, inputs.to(device), on_device).detach().cpu().numpy()
     allowed = to_interval(expression, TORCH_FP64)(inputs.numpy(), *axes)
     assert isinstance(allowed, Interval)
