@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 DEATHS: frozenset[Status] = frozenset({"crash", "timeout", "oom"})
 """Statuses of a kernel whose process gave no answer."""
 
+MOST_DEATHS = 2
+"""Of a kernel's process, after which it is asked no more: each further one costs another."""
+
 _BROKEN = ("SIGABRT", "SIGSEGV", "SIGBUS")  # what a process may die of whose heap is broken
 _MOST_ASKED = 64  # problems that are asked between guard bands
 
@@ -93,7 +96,13 @@ def _describe_outcome(record: Record) -> str:
 
 
 def death_record(
-    error: Died, case: Case, *, kernel: str, variant: str = "", environment: str = ""
+    error: Died,
+    case: Case,
+    *,
+    kernel: str,
+    variant: str = "",
+    environment: str = "",
+    loading: bool = True,
 ) -> Record:
     """Return the Record of a kernel whose process died before it could be called.
 
@@ -103,6 +112,7 @@ def death_record(
         kernel: What was typed: it died before it could say its name.
         variant: Name of the question.
         environment: Fingerprint of this process.
+        loading: Whether it died as the kernel was loaded, which is said then.
     """
     statuses: dict[str, Status] = {"oom": "oom", "timeout": "timeout"}
     return Record(
@@ -112,6 +122,6 @@ def death_record(
         variant=variant,
         heads=head_arrangement(case.problem),
         status=statuses.get(error.kind, "crash"),
-        reason=str(error),
+        reason=f"as it was loaded, {error}" if loading else str(error),
         environment=environment,
     )
