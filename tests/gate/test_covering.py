@@ -3,11 +3,31 @@
 import itertools
 
 import pytest
+import torch
 
-from attncheck.cases.covering import EXCLUSIONS, HEADS, MASKS, SHAPES, covering_rows, row_problem
+from attncheck.cases.covering import (
+    ALONE,
+    BACKWARD,
+    EXCLUSIONS,
+    EXTENTS,
+    HEADS,
+    MASKS,
+    PLAIN_ROW,
+    SCALES,
+    SCORES,
+    SHAPES,
+    alone_rows,
+    covering_rows,
+    row_problem,
+)
+from attncheck.cases.covering import AXES as ALL_AXES
+from attncheck.inputs.problem import Case
+from attncheck.subjects.ideal import Ideal
+from attncheck.verify.verify import verify
 
+MASK_NAMES = tuple(MASKS)[:4]
 AXES = {
-    "mask": MASKS[:4],
+    "mask": MASK_NAMES,
     "stored": ("plain", "sink", "paged"),
     "backward": ("", "backward"),
     "dtype": ("fp32", "bf16", "e4m3"),
@@ -33,7 +53,7 @@ def test_every_choice_is_covered(strength):
 
 def test_an_array_of_fewer_rows_misses_some():
     rows = covering_rows(AXES, 2, EXCLUDED)
-    pairs = {(row["mask"], row["heads"]) for row in rows[: len(MASKS[:4]) * len(HEADS) - 1]}
+    pairs = {(row["mask"], row["heads"]) for row in rows[: len(MASK_NAMES) * len(HEADS) - 1]}
     assert pairs != possible(AXES, ("mask", "heads"), EXCLUDED)
 
 
@@ -53,14 +73,50 @@ def test_an_axis_without_values_makes_no_rows():
 
 @pytest.mark.parametrize("shapes", SHAPES)
 def test_every_mask_has_a_problem_of_every_shape_and_heads(shapes):
-    row = {
-        "score": "none",
-        "stored": "plain",
-        "backward": "",
-        "dtype": "bf16",
-        "dims": "64",
-        "distribution": "normal",
-    }
     for mask, shape, heads in itertools.product(MASKS, SHAPES[shapes], HEADS):
-        problem = row_problem(row | {"mask": mask, "shape": shape, "heads": heads}, shapes, 0)
+        row = {"mask": mask, "shape": shape, "heads": heads}
+        problem = row_problem(row, shapes, 0)
         assert (problem.query, problem.kv) == SHAPES[shapes][shape]
+
+
+ROWS = [
+    *({axis: value} for axis, values in ALL_AXES.items() for value in values),
+    *({"mask": mask, "extent": extent} for mask in MASKS for extent in EXTENTS),
+    *({"scale": scale, "score": score} for scale in SCALES for score in SCORES),
+]
+POSSIBLE = [
+    row
+    for row in ROWS
+    if not any(never(PLAIN_ROW | row) for _, never in EXCLUSIONS) and row.get("dtype") != "tf32"
+]
+
+
+@pytest.mark.parametrize("backward", BACKWARD)
+@pytest.mark.parametrize("row", POSSIBLE, ids=lambda row: "-".join(row.values()))
+def test_a_right_kernel_is_right_at_every_value(row, backward):
+    row = {"dtype": "fp16", "mask": "causal", "shape": "ragged", "backward": backward} | row
+    if any(never(PLAIN_ROW | row) for _, never in EXCLUSIONS):
+        row["backward"] = ""
+    case = Case(problem=row_problem(row, "tiny", 0))
+    (record,) = verify(Ideal(), [("", case)], device="cpu", command="").records
+    assert record.status in {"pass", "unsupported"}, record.judgement
+
+
+def test_a_boundary_is_where_it_is_said_to_be():
+    """Of windows 0, 1, all but one and all: keys that the last row sees."""
+    seen = {}
+    for extent in EXTENTS:
+        row = {"mask": "sliding_window", "extent": extent, "shape": "even"}
+        problem = row_problem(row, "tiny", 0)
+        last = torch.tensor(problem.query - 1)
+        zero = torch.zeros_like(last)
+        seen[extent] = int(problem.mask_mod()(zero, zero, last, torch.arange(problem.kv)).sum())
+    assert seen == {"": 16, "none": 0, "one": 1, "all but one": 63, "all": 64, "beyond": 64}
+
+
+def test_what_leaves_nothing_to_see_has_rows_of_its_own():
+    rows = list(alone_rows(ALL_AXES))
+    for axis, values in ALONE.items():
+        assert {row[axis] for row in rows} >= set(values)
+    for row in rows:
+        assert sum(row[axis] in values for axis, values in ALONE.items()) == 1

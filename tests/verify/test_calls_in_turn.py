@@ -4,11 +4,14 @@ from itertools import count
 
 import pytest
 import torch
+from tests.verify.asked_checks import SMALL, ready
 
 from attncheck.cases.check_cases import call_cases
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.problem import Case
 from attncheck.relations import RELATIONS
 from attncheck.subjects.conventions.declarations import adopted
+from attncheck.subjects.load import load_subject
 from attncheck.verify.relation_runs import relation_inputs
 from attncheck.verify.run_case import run_case
 
@@ -120,7 +123,7 @@ def first_failure(kernel):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_is_left_from_call_to_call_is_found(fault) -> None:
+def test_what_is_left_from_call_to_call_is_found(fault):
     plant, question, said = FAULTS[fault]
     record = first_failure(plant())
     assert record is not None
@@ -128,20 +131,20 @@ def test_what_is_left_from_call_to_call_is_found(fault) -> None:
     assert said in record.judgement.reason
 
 
-def test_a_kernel_that_keeps_nothing_passes() -> None:
+def test_a_kernel_that_keeps_nothing_passes():
     assert first_failure(right) is None
 
 
-def test_what_is_kept_by_what_the_inputs_hold_passes() -> None:
+def test_what_is_kept_by_what_the_inputs_hold_passes():
     whole = kept_by(lambda *tensors: tuple(each.float().sum().item() for each in tensors))
     assert first_failure(whole) is None
 
 
-def test_a_kernel_that_is_wrong_in_every_call_is_not_blamed_for_their_order() -> None:
+def test_a_kernel_that_is_wrong_in_every_call_is_not_blamed_for_their_order():
     assert first_failure(lambda query, key, value: 1.5 * right(query, key, value)) is None
 
 
-def test_memory_that_nobody_wrote_is_other_in_the_last_call() -> None:
+def test_memory_that_nobody_wrote_is_other_in_the_last_call():
     def unwritten(query, key, value):
         out = torch.empty_like(query)
         out[:, :, 1:] = right(query, key, value)[:, :, 1:]
@@ -152,7 +155,7 @@ def test_memory_that_nobody_wrote_is_other_in_the_last_call() -> None:
     assert "is call 1 again: out[0, 0, 0, 0]" in record.judgement.reason
 
 
-def test_a_kernel_of_whole_tiles_is_asked_two_lengths_of_them() -> None:
+def test_a_kernel_of_whole_tiles_is_asked_two_lengths_of_them():
     def takes(problem):
         return problem.query == problem.kv and problem.query % 128 == 0
 
@@ -163,13 +166,28 @@ def test_a_kernel_of_whole_tiles_is_asked_two_lengths_of_them() -> None:
     assert lengths == [256, 128, 256]
 
 
-def test_a_kernel_of_one_length_is_asked_nothing_of_shorter_calls() -> None:
+def test_a_kernel_of_one_length_is_asked_nothing_of_shorter_calls():
     names = [one.name for one in call_cases("bf16", takes=lambda problem: problem.query == 64)]
     assert names == ["state", "guards"]
 
 
-def test_mask_order_is_asked_in_turn_too() -> None:
+def test_mask_order_is_asked_in_turn_too():
     assert [name for name, each in RELATIONS.items() if each.in_turn] == [
         "call_order",
         "mask_order",
     ]
+
+
+@pytest.mark.parametrize("question", ["call_order", "guards"])
+@pytest.mark.parametrize("score", ["bias", "alibi", "relative_bias"])
+def test_a_mod_that_is_traced_meanwhile_is_what_it_is(score, question):
+    ready("triton-flash2")
+    numbers = {
+        "bias": {"seed": 0, "per_batch": 1, "per_head": 1},
+        "relative_bias": {"distance": 4, "seed": 0},
+    }.get(score, {})
+    problem = SMALL.replace(score=Spec.of(score, **numbers), dtype="fp16")
+    chosen = {"between": 0} if question == "call_order" else {}
+    case = Case(problem=problem, question=question, parameters=chosen)
+    record = run_case(load_subject("triton-flash2"), case, device="cpu")
+    assert record.status == "pass", (record.reason, record.judgement)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import TYPE_CHECKING, Any, cast
+import math
+from typing import TYPE_CHECKING, Any
 
 import covertable
 
@@ -17,7 +18,7 @@ from attncheck.core.errors import ProblemError
 from attncheck.core.formats import DTYPES
 from attncheck.core.mod_spec import FULL, NONE, Spec
 from attncheck.core.paged_layout import Paging
-from attncheck.inputs.problem import Problem
+from attncheck.inputs.problem import USUAL_SCALE, Problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -62,24 +63,118 @@ def _constraint(axes: Mapping[str, Sequence[Hashable]], exclusion: Exclusion) ->
     return {"operator": "fn", "requires": list(names), "evaluate": allowed}
 
 
-MASKS = (
-    "full",
-    "causal",
-    "causal_bottom_right",
-    "sliding_window",
-    "prefix_lm",
-    "document",
-    "padding",
-    "varlen",
-    "neighborhood",
-)
-"""By the names that variants have."""
-SCORES = ("none", "alibi", "softcap", "relative_bias")
-STORED = ("plain", "sink", "paged")
-"""What else a call has: nothing, a sink, keys in pages."""
-BACKWARD = ("", "backward")
+# ------------------------------------------------------------ the axes, and what a value stands for
+
+Fields = dict[str, Any]  # fields of a Problem
+
+EXTENTS = ("", "none", "one", "all but one", "all", "beyond")
+"""How many keys the number of a mask leaves: a part of them, and its boundary values."""
+_BEYOND = 2**20  # a window that hides nothing, of any kernel's lengths
+
+_CAUSAL, _BOTTOM_RIGHT = Spec.of("causal"), Spec.of("causal_bottom_right")
+
+
+def _extent(name: str, typical: int, most: int) -> int:
+    numbers = {"": typical, "none": 0, "one": 1, "all but one": most - 1, "all": most}
+    return max(0, numbers.get(name, _BEYOND))
+
+
+def _variant(name: str) -> Callable[[Shape, str], Spec]:
+    mods = (VARIANTS | FURTHER)[name].mods
+    assert mods is not None, "a softmax is no variant of attention"
+    return lambda sizes, _extent: mods(sizes)[0]
+
+
+def _window(sizes: Shape, extent: str) -> Spec:
+    # Of the shorter length: of few rows and many keys a quarter of the keys hides none.
+    typical = max(1, min(sizes.query, sizes.kv) // 4)
+    return Spec.of("sliding_window", window=_extent(extent, typical, sizes.query))
+
+
+def _padding(sizes: Shape, extent: str) -> Spec:
+    # Of each sequence another number; not none, which would leave nothing to bound.
+    cut = [max(1, sizes.kv - 3 * turn * sizes.kv // 8) for turn in range(1, sizes.batch + 1)]
+    if extent:
+        cut[0] = min(_extent(extent, 0, sizes.kv), sizes.kv)
+    return Spec.of("padding", lengths=cut)
+
+
+def _documents(sizes: Shape, extent: str) -> Spec:
+    if not extent:
+        return _variant("varlen")(sizes, extent)
+    # Rows of the first see ``keys`` keys; the last has keys and no rows: their gradients are 0.
+    keys = min(_extent(extent, 0, sizes.kv), sizes.kv - sizes.kv // 3)
+    rows = sizes.query // 2
+    return Spec.of(
+        "documents",
+        query_lengths=[rows, sizes.query - rows, 0],
+        kv_lengths=[keys, sizes.kv - keys - sizes.kv // 3, sizes.kv // 3],
+    )
+
+
+MASKS: dict[str, Callable[[Shape, str], Spec]] = {
+    "full": lambda _sizes, _extent: FULL,
+    "causal": lambda _sizes, _extent: _CAUSAL,
+    "causal_bottom_right": lambda _sizes, _extent: _BOTTOM_RIGHT,
+    "sliding_window": _window,
+    "prefix_lm": lambda sizes, extent: Spec.of(
+        "prefix_lm", prefix=_extent(extent, sizes.kv // 4, sizes.kv)
+    ),
+    "document": _variant("document"),
+    "padding": _padding,
+    "varlen": _documents,
+    "neighborhood": _variant("neighborhood"),
+    # As flash-attn aligns it: of few rows and many keys most tiles and splits lie outside.
+    "window_bottom_right": lambda sizes, extent: Spec.of(
+        "offset", _window(sizes, extent), rows=max(0, sizes.kv - sizes.query)
+    ),
+}
+"""The mask of (sizes, extent), by the names that variants have."""
+_OF_EXTENTS = {"sliding_window", "prefix_lm", "padding", "varlen", "window_bottom_right"}
+
+SCORES: dict[str, Callable[[Shape], Spec]] = {
+    "none": lambda _: NONE,
+    "alibi": lambda _: Spec.of("alibi"),
+    "softcap": lambda _: Spec.of("softcap", cap=20.0),
+    "relative_bias": lambda s: Spec.of("relative_bias", distance=s.kv // 4, seed=0),
+    # So small that a hidden key's score, if it were bent, would weigh as much as any.
+    "small softcap": lambda _: Spec.of("softcap", cap=0.5),
+    "large softcap": lambda _: Spec.of("softcap", cap=1.0e4),
+    "alibi by sequence": lambda _: Spec.of("alibi_by_sequence"),
+    "bias": lambda _: Spec.of("bias", seed=0, per_batch=1, per_head=1),
+}
+
+SCALES = {"": 1.0, "negative": -1.0, "huge": 300.0, "zero": 0.0, "tiny": 2.0**-30}
+"""Factors of 1/√head_dim."""
+
+STORED: dict[str, Fields] = {
+    "plain": {},
+    "sink": {"sink": True},
+    "paged": {"paging": Paging(size=16, seed=1)},
+    "sink equal": {"sink": True, "sink_logits": "equal"},
+    "pages of 1": {"paging": Paging(size=1, seed=1)},
+    "sink above": {"sink": True, "sink_logits": "above"},
+    "sink absent": {"sink": True, "sink_logits": "absent"},
+    "sink below": {"sink": True, "sink_logits": "below"},
+    "pages of 256": {"paging": Paging(size=256, seed=1)},  # above any tile
+}
+"""What else a call has: nothing, a sink, keys in pages, the smallest that engines use first."""
+
+BACKWARD: dict[str, Fields] = {
+    "": {},
+    "backward": {"backward": True},
+    "backward of LSE": {"backward": True, "dlse": True},
+}
 
 SHAPES: dict[str, dict[str, tuple[int, int]]] = {
+    "tiny": {
+        "ragged": (33, 75),
+        "wide": (17, 150),
+        "tall": (83, 40),
+        "even": (64, 64),
+        "one row": (1, 129),
+        "one key": (5, 1),
+    },
     "small": {
         "even": (64, 64),
         "ragged": (77, 93),
@@ -115,8 +210,12 @@ HEADS: dict[str, tuple[int, int, int]] = {
     "GQA": (1, 4, 2),
     "MQA": (1, 3, 1),
     "sequences GQA": (2, 6, 2),
+    "group of 7": (1, 14, 2),
+    "group of 5": (2, 5, 1),
+    "group of 6": (1, 6, 1),
 }
-"""Batch, heads, kv heads; with 6/2, h // group and h % kv_heads differ."""
+"""Batch, heads, kv heads; with 6/2, h // group and h % kv_heads differ; 3, 5, 6 and 7 rows of a
+group fill no tile."""
 
 DIMS: dict[str, tuple[int, int]] = {
     "64": (64, 64),
@@ -126,8 +225,11 @@ DIMS: dict[str, tuple[int, int]] = {
     "96/128": (96, 128),
     "1": (1, 1),
     "256": (256, 256),
+    "33/31": (33, 31),
+    "8/24": (8, 24),
+    "72": (72, 72),
 }
-"""Of q and k, and of v: powers of two, what lies between them, and what fits no vector."""
+"""Of q and k, and of v: powers of two, what lies between and beside them, what fits no vector."""
 
 DISTRIBUTIONS = (
     "normal",
@@ -140,26 +242,66 @@ DISTRIBUTIONS = (
     "constant_rows",
 )
 
+ALONE: dict[str, tuple[str, ...]] = {
+    "extent": ("none", "one"),
+    "scale": ("zero", "tiny"),
+    "stored": ("sink above",),
+}
+"""Values that leave nothing to see of the others: asked in rows of their own."""
+
+
+def _paged(row: Mapping[str, Any]) -> bool:
+    return "paging" in STORED[row["stored"]]
+
+
+_WIDE = {"large_logits", "one_hot", "sink"}  # distributions
+
 EXCLUSIONS: tuple[Exclusion, ...] = (
-    (("stored", "backward"), lambda row: row["stored"] == "paged" and bool(row["backward"])),
+    (("stored", "backward"), lambda row: _paged(row) and bool(row["backward"])),
     (("dtype", "backward"), lambda row: DTYPES[row["dtype"]].scaled and bool(row["backward"])),
     (("mask", "shape"), lambda row: row["mask"] == "sliding_window" and row["shape"] == "one row"),
+    (
+        ("mask", "shape"),
+        lambda row: row["mask"] == "window_bottom_right" and row["shape"] in {"tall", "one key"},
+    ),
+    (("mask", "extent"), lambda row: bool(row["extent"]) and row["mask"] not in _OF_EXTENTS),
+    # A kernel may divide a sink by the scale: of none there is no bound.
+    (("scale", "stored"), lambda row: row["scale"] == "zero" and "sink" in row["stored"]),
+    # Or take the maximum before it multiplies: right while exp of the scores' spread is finite.
+    (
+        ("scale", "distribution"),
+        lambda row: row["scale"] == "negative" and row["distribution"] in _WIDE,
+    ),
 )
-"""No such Problems: gradients with pages, or in fp8; a window of one row, which is causal."""
+"""No such Problems: gradients with pages, or in fp8; a window of one row, which is causal. And what
+a right kernel may give anything for."""
 
-# The smallest that engines use, so that even a short sequence has several.
-_PAGE = 16
+AXES: dict[str, tuple[Any, ...]] = {
+    "mask": tuple(MASKS),
+    "extent": EXTENTS,
+    "score": tuple(SCORES),
+    "scale": tuple(SCALES),
+    "stored": tuple(STORED),
+    "backward": tuple(BACKWARD),
+    "dtype": tuple(name for name, dtype in DTYPES.items() if dtype.measured),
+    "shape": tuple(SHAPES["tiny"]),
+    "heads": tuple(HEADS),
+    "dims": tuple(DIMS),
+    "distribution": DISTRIBUTIONS,
+}
+"""Every axis with its values, the plainest first: what the bounds of a gate and the crossed
+questions of a check are made of."""
 
 
 def row_problem(row: Mapping[str, Any], shapes: str, seed: int) -> Problem:
     """Return the Problem of one value of each axis.
 
     Args:
-        row: ``mask``, ``score``, ``stored``, ``backward``, ``dtype``, ``shape``, ``heads``,
-            ``dims`` and ``distribution``.
+        row: A value for each of ``AXES``; an axis that is left out has its first.
         shapes: A name of ``SHAPES``.
         seed: Which draw.
     """
+    row = PLAIN_ROW | {"shape": next(iter(SHAPES[shapes]))} | dict(row)
     query, kv = SHAPES[shapes][row["shape"]]
     batch, heads, kv_heads = HEADS[row["heads"]]
     head_dim, value_dim = DIMS[row["dims"]]
@@ -172,42 +314,52 @@ def row_problem(row: Mapping[str, Any], shapes: str, seed: int) -> Problem:
         head_dim=head_dim,
         value_dim=value_dim,
     )
+    # The usual one to its last bit: a kernel may take no other.
+    factor = SCALES[row["scale"]]
+    scale = USUAL_SCALE if factor == 1.0 else factor / math.sqrt(head_dim)
     return Problem(
         **dataclasses.asdict(sizes),
-        mask=_mask(row["mask"], sizes),
-        score=_score(row["score"], sizes),
+        mask=MASKS[row["mask"]](sizes, row["extent"]),
+        score=SCORES[row["score"]](sizes),
+        scale=scale,
         dtype=row["dtype"],
-        sink=row["stored"] == "sink",
-        paging=Paging(size=_PAGE, seed=1) if row["stored"] == "paged" else None,
-        backward=bool(row["backward"]),
+        **STORED[row["stored"]],
+        **BACKWARD[row["backward"]],
         distribution=row["distribution"],
         seed=seed,
     )
 
 
+PLAIN_ROW = {name: values[0] for name, values in AXES.items()}  # the plainest value of each axis
+
+
 def row_name(row: Mapping[str, Any]) -> str:
     """Return what reports call a row: ``causal alibi sink backward``."""
-    words = [row["mask"], row["score"], row["stored"], row["backward"]]
+    words = [row["mask"], row["extent"], row["score"], row["scale"], row["stored"]]
+    words.append(row["backward"])
     return " ".join(word for word in words if word and word not in {"none", "plain"})
 
 
-def _mask(name: str, sizes: Shape) -> Spec:
-    if name == "causal_bottom_right":
-        return Spec.of(name)
-    if name == "padding":
-        # Of each sequence another number; not none, which would leave nothing to bound.
-        cut = [max(1, sizes.kv - 3 * turn * sizes.kv // 8) for turn in range(1, sizes.batch + 1)]
-        return Spec.of(name, lengths=cut)
-    if name == "sliding_window":
-        # Of the shorter length: of few rows and many keys a quarter of the keys hides none.
-        return Spec.of(name, window=max(1, min(sizes.query, sizes.kv) // 4))
-    mods = (VARIANTS | FURTHER)[name].mods
-    return mods(sizes)[0] if mods else FULL
+def alone_rows(axes: Mapping[str, Sequence[Any]]) -> Iterator[Row]:
+    """Yield a row for each value of ``ALONE``, where there is one: with shared heads, backward.
 
-
-def _score(name: str, sizes: Shape) -> Spec:
-    mods = (VARIANTS | FURTHER)[name].mods if name != "none" else None
-    return mods(sizes)[1] if mods else NONE
+    An extent is one of each mask that has it.
+    """
+    common = {name: values[0] for name, values in axes.items()}
+    common["backward"] = axes["backward"][-1]
+    common |= {"heads": "sequences GQA"} if "sequences GQA" in axes["heads"] else {}
+    masks = [mask for mask in axes["mask"] if mask in _OF_EXTENTS]
+    for axis, names in ALONE.items():
+        for name in names:
+            if name not in axes[axis]:
+                continue
+            for mask in masks if axis == "extent" else axes["mask"][:1]:
+                row = common | {axis: name, "mask": mask}
+                excluded = [each for each in EXCLUSIONS if each[1](row)]
+                # What it cannot be asked with its gradients is asked without.
+                row |= {"backward": axes["backward"][0]} if excluded else {}
+                if not any(cannot_be(row) for _, cannot_be in EXCLUSIONS):
+                    yield row
 
 
 Row = dict[str, Any]
@@ -215,29 +367,27 @@ Row = dict[str, Any]
 
 def row_values(row: Mapping[str, Any], problem: Problem, shapes: str) -> Row:
     """Return what ``problem``, moved from ``row``, has of each axis; None for no value of it."""
-    row_was = row_problem(row, shapes, 0)
-    stored = "paged" if problem.paging is not None else "sink" if problem.sink else "plain"
+    shape = _name_of(SHAPES[shapes], (problem.query, problem.kv))
+    window = problem.mask.values.get("window") if not row["extent"] else None
+    usual = problem.scale / problem.replace(scale=USUAL_SCALE).scale
+    has = {"sink": problem.sink, "sink_logits": problem.sink_logits, "paging": problem.paging}
+    stored = {name: value for name, value in has.items() if value}
     return {
-        "mask": row["mask"] if _has_mask(problem, row_was.mask.name) else None,
+        # A window that hides nothing causal is no window.
+        "mask": None if isinstance(window, int) and problem.query <= window else row["mask"],
+        # At other lengths the same number is no boundary.
+        "extent": row["extent"] if shape == row["shape"] or not row["extent"] else None,
         # Not as ``row_problem`` has it: a score mod that it dropped would count as had.
-        "score": row["score"] if problem.score.name == row["score"] else None,
-        "stored": stored,
-        "backward": "backward" if problem.backward else "",
+        "score": row["score"] if (problem.score == NONE) == (row["score"] == "none") else None,
+        "scale": row["scale"] if abs(usual - SCALES[row["scale"]]) <= 2.0**-20 else "",
+        "stored": _name_of(STORED, stored),
+        "backward": row["backward"] if problem.backward == bool(row["backward"]) else "",
         "dtype": problem.dtype,
-        "shape": _name_of(SHAPES[shapes], (problem.query, problem.kv)),
+        "shape": shape,
         "heads": _name_of(HEADS, (problem.batch, problem.heads, problem.kv_heads)),
         "dims": _name_of(DIMS, (problem.head_dim, problem.value_dim)),
         "distribution": problem.distribution,
     }
-
-
-def _has_mask(problem: Problem, name: str) -> bool:
-    """Return whether it has this mask: a window that hides nothing causal is no window."""
-    if problem.mask.name == "sliding_window" and problem.query <= cast(
-        "int", problem.mask.values["window"]
-    ):
-        return False
-    return problem.mask.name == name
 
 
 def restore_lost_pairs(

@@ -162,7 +162,7 @@ def _checked(
     """
     from msgspec.structs import replace
 
-    from attncheck.cli.progress import progress
+    from attncheck.cli.long_runs import progress
     from attncheck.surveys.claims import CLAIM_TRIALS, claimed_questions, hold_to_claims
     from attncheck.verify.remote_kernel import RemoteSubject
 
@@ -289,7 +289,7 @@ def _answered(
     """
     from msgspec.structs import replace
 
-    from attncheck.cli.progress import progress
+    from attncheck.cli.long_runs import progress
     from attncheck.verify.deaths import DEATHS, MOST_DEATHS, death_record
     from attncheck.verify.verify import iter_records
     from attncheck.workers.process import Died

@@ -55,7 +55,7 @@ def fingerprint(
     device = usable_device(device)
     prepare(device)
 
-    from attncheck.cli.progress import progress
+    from attncheck.cli.long_runs import progress
     from attncheck.surveys.arithmetic_survey import survey_arithmetic
 
     how = {"convention": convention or "", "device": device}

@@ -55,7 +55,7 @@ def mods(
     # The file is loaded there first: what ends that process does not end this one.
     trial = start_worker(file, in_process=False, echo=False)
     workers = {each: start_worker(each, in_process=False) for each in kernels}
-    from attncheck.cli.progress import progress
+    from attncheck.cli.long_runs import progress
     from attncheck.reporting import rendering
     from attncheck.surveys.mod_survey import dimensions_of, mods_of_file, survey_mods
     from attncheck.verify.environment import prepare, usable_device

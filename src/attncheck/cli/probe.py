@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from attncheck.subjects.load import Entry
     from attncheck.surveys.capability_detection import DetectedCapabilities
 
-NOTHING_TAKEN = 5
-"""Exit code."""
+NOTHING_TAKEN = 5  # exit code
 
 _QUESTIONS = 70  # about: how far a probe is
 
@@ -90,7 +89,7 @@ def run_probe(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     seconds = parse_seconds(timeout, "--timeout")
     worker = start_worker(spec, in_process=False)
-    from attncheck.cli.progress import progress
+    from attncheck.cli.long_runs import progress
     from attncheck.subjects.conventions.convention import ConventionOptions
     from attncheck.subjects.terms import Terms
     from attncheck.surveys.capability_detection import detect_capabilities

@@ -231,7 +231,7 @@ def _claims(
     device: str,
 ) -> dict[str, tuple[str, ...]]:
     """Hold plain functions to what they take, but for what was typed; lines on it by kernel."""
-    from attncheck.cli.progress import progress
+    from attncheck.cli.long_runs import progress
     from attncheck.surveys.claims import CLAIM_TRIALS, hold_to_claims
 
     typed = options.shapes or options.recording
@@ -310,7 +310,7 @@ def _with_records(
     """Return ``report`` with all Records, or those that there are when the run is stopped."""
     from msgspec.structs import replace
 
-    from attncheck.cli.progress import progress
+    from attncheck.cli.long_runs import progress
     from attncheck.inputs.problem import Case
     from attncheck.verify.environment import default_device
     from attncheck.verify.verify import case_subjects, iter_records

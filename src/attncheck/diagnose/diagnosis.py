@@ -54,8 +54,7 @@ if TYPE_CHECKING:
     from attncheck.subjects.capabilities.subject import Subject
     from attncheck.verify.executor import Executor
 
-LARGEST_DIAGNOSED = 2**22
-"""Most (row, key) pairs of all heads of a problem that is diagnosed."""
+LARGEST_DIAGNOSED = 2**22  # most (row, key) pairs of all heads of a problem that is diagnosed
 EXPLANATIONS_SHOWN = 3
 """Explanations that a Record keeps, and more of those that explain all equally."""
 _MOST_EQUALS = 12  # by these failures of one cause know each other

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from attncheck.verify.evidence_builder import EvidenceBuilder
     from attncheck.verify.executor import Execution
 
-MOST_CELLS = 16
-"""Of a map, down and to the right."""
+MOST_CELLS = 16  # of a map, down and to the right
 
 _MOST_KEYS = 1024
 

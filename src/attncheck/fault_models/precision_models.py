@@ -22,12 +22,9 @@ if TYPE_CHECKING:
     from attncheck.fault_models.fault_model import Form
     from attncheck.inputs.problem import Problem
 
-RECURRENCE = ModelTable()
-"""Of the online softmax: tile by tile, with something not rescaled."""
-FP8 = ModelTable()
-"""Of descales, and of what of P is lost in 8 bits."""
-MODELS = ModelTable()
-"""Of what is rounded that must not be, or rounded too far."""
+RECURRENCE = ModelTable()  # of the online softmax: tile by tile, with something not rescaled
+FP8 = ModelTable()  # of descales, and of what of P is lost in 8 bits
+MODELS = ModelTable()  # of what is rounded that must not be, or rounded too far
 
 
 for _name, _sentence, _steps in (

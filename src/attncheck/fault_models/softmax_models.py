@@ -21,10 +21,8 @@ if TYPE_CHECKING:
     from attncheck.fault_models.fault_model import Form
     from attncheck.inputs.problem import Problem
 
-MODELS = ModelTable()
-"""Of the softmax itself."""
-SINKS = ModelTable()
-"""Of sinks: what has a part in the softmax and no value."""
+MODELS = ModelTable()  # of the softmax itself
+SINKS = ModelTable()  # of sinks: what has a part in the softmax and no value
 
 _model = MODELS.add
 

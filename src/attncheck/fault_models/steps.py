@@ -111,8 +111,7 @@ class Steps:
         )
 
 
-RIGHT = Steps()
-"""Those of a right kernel."""
+RIGHT = Steps()  # those of a right kernel
 
 
 def replace_mask_parts(

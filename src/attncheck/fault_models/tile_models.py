@@ -22,10 +22,8 @@ if TYPE_CHECKING:
     from attncheck.fault_models.fault_model import Form
     from attncheck.inputs.problem import Problem
 
-MODELS = ModelTable()
-"""Of which tiles of keys a loop visits, and what pads the last one."""
-SPLITS = ModelTable()
-"""Of splits of the keys, and of how they are merged."""
+MODELS = ModelTable()  # of which tiles of keys a loop visits, and what pads the last one
+SPLITS = ModelTable()  # of splits of the keys, and of how they are merged
 
 _model = MODELS.add
 _MOST_TILES = 12

@@ -29,9 +29,9 @@ from attncheck.faults.fault_selection import FILE, file_fault_reference
 from attncheck.faults.patching import NotPlanted
 from attncheck.faults.peer_rules import PeerRules, RecordingExecutor
 from attncheck.faults.planting import plant
-from attncheck.gate.choices import Choices
 from attncheck.gate.gate_worker import GateWorker
 from attncheck.gate.plan import describe_units, priority
+from attncheck.gate.planning import Choices
 from attncheck.gate.property_stage import KnownFailures
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.fault_scores import ControlScore, Detection, FaultScore, WrongAnswer

@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from attncheck.cases.covering import (
-    BACKWARD,
-    DIMS,
-    DISTRIBUTIONS,
+    ALONE,
+    AXES,
     EXCLUSIONS,
-    HEADS,
     MASKS,
-    SCORES,
+    PLAIN_ROW,
     SHAPES,
     STORED,
+    alone_rows,
     covering_rows,
     restore_lost_pairs,
     row_name,
@@ -33,15 +32,17 @@ from attncheck.suite.kernel_support import NOT_APPLICABLE
 from attncheck.verify.environment import environment
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from attncheck.gate.planning import Planning
     from attncheck.workers.units import Unit
 
 # Of an axis with many values the first few, where there is little time: those that find most.
-_FEW = {"heads": 5, "dims": 4, "distribution": 4}
+_FEW = {"score": 6, "stored": 6, "heads": 6, "dims": 4, "distribution": 4}
+# Of an axis with many values those that are asked in threes too.
+_CORE = {"extent": 1, "score": 4, "scale": 1, "stored": 3, "backward": 2}
 # The mask family that tells whether a kernel takes a mask, where it is not the mask's own name.
-_FAMILIES = {"varlen": "documents"}
+_FAMILIES = {"varlen": "documents", "window_bottom_right": "offset"}
 _KINDS = {"plain": ProblemKind(), "sink": ProblemKind(sink=True), "paged": ProblemKind(paged=True)}
 # A whole tile, a ragged row, a single column (of weight 1), and one key beyond a tile.
 _SOFTMAX_ROWS = ((4, 64), (3, 77), (64, 1), (1, 129))
@@ -54,7 +55,14 @@ def bound_units(planning: Planning) -> Iterator[Unit]:
     """
     tier, seed = planning.choices.tier, planning.choices.seed
     shapes, axes = tier.sizes_on(planning.device), axes_of(planning)
-    rows = covering_rows(axes, tier.strength, EXCLUSIONS)
+    together = {
+        name: tuple(value for value in values if value not in ALONE.get(name, ()))
+        for name, values in axes.items()
+    }
+    rows = [*covering_rows(together, 2, EXCLUSIONS), *alone_rows(axes)]
+    if tier.strength > 2:  # of every value they would be thousands
+        core = {name: values[: _CORE.get(name, len(values))] for name, values in together.items()}
+        rows += covering_rows(core, tier.strength, EXCLUSIONS)
     # Two rows may move to the same problem, which is asked once.
     covered, known = [], set()
     for number, row in enumerate(rows):
@@ -67,7 +75,7 @@ def bound_units(planning: Planning) -> Iterator[Unit]:
         if unit.id not in known:
             known.add(unit.id)
             yield unit
-    lost = restore_lost_pairs(axes, covered, shapes, planning.supports)
+    lost = restore_lost_pairs(together, covered, shapes, planning.supports)
     # Seeds go on from those of the rows, so that no draw comes twice.
     for number, row in enumerate(lost, len(rows)):
         problem = row_problem(row, shapes, seed + number)
@@ -108,36 +116,70 @@ def axes_of(planning: Planning) -> dict[str, tuple[Any, ...]]:
     A mask that it refuses in every dtype is kept as one refusal.
     """
     tier = planning.choices.tier
-    stored = tuple(
+    kinds = tuple(
         name
-        for name in STORED
-        if any(_mask_refusal(planning, mask, _KINDS[name]) == "" for mask in MASKS)
+        for name, kind in _KINDS.items()
+        if any(_mask_refusal(planning, mask, kind) == "" for mask in MASKS)
     )
     families = {_FAMILIES.get(mask, mask) for mask in MASKS}
     # A kernel without a backward would refuse every row with gradients, one by one.
     gradients = any(
         _mask_refusal(planning, mask, ProblemKind(backward=True)) == "" for mask in MASKS
     )
-    axes: dict[str, tuple[Any, ...]] = {
-        "mask": _masks(planning, stored),
-        "score": _scores(planning, stored),
-        "stored": stored,
-        "backward": BACKWARD if gradients else BACKWARD[:1],
+    masks = _masks(planning, kinds)
+    axes = AXES | {
+        "mask": masks,
+        "stored": kinds,
+        "backward": AXES["backward"] if gradients else AXES["backward"][:1],
         # Those of attention; a softmax has its own.
         "dtype": tuple(
             dtype
             for dtype in planning.dtypes
-            if any(
-                not planning.refusal(f, dtype, _KINDS[name]) for f in families for name in stored
-            )
+            if any(not planning.refusal(f, dtype, _KINDS[name]) for f in families for name in kinds)
         ),
         "shape": tuple(SHAPES[tier.sizes_on(planning.device)]),
-        "heads": tuple(HEADS),
-        "dims": tuple(DIMS),
-        "distribution": DISTRIBUTIONS,
+    }
+    # Sinks and pages of a kind that it takes may be refused one by one.
+    more = [n for n in AXES["stored"][len(_KINDS) :] if kinds and _kind_of(n) in kinds]
+    axes |= {
+        "extent": _taken_values(planning, "extent", axes, AXES["extent"][1:]),
+        "score": _taken_values(planning, "score", axes, AXES["score"][1:]),
+        "scale": _taken_values(planning, "scale", axes, AXES["scale"][1:]),
+        "stored": kinds + _taken_values(planning, "stored", axes, more)[1:],
+        "backward": _taken_values(planning, "backward", axes, axes["backward"][1:]),
     }
     few = {} if tier.all_values else _FEW
     return {name: values[: few.get(name, len(values))] for name, values in axes.items()}
+
+
+def _kind_of(stored: str) -> str:
+    return "paged" if "paging" in STORED[stored] else "sink"
+
+
+def _taken_values(
+    planning: Planning, axis: str, axes: dict[str, tuple[Any, ...]], values: Sequence[Any]
+) -> tuple[Any, ...]:
+    """Return the first value of an axis, and those that it takes in some plain Problem."""
+    shapes = planning.choices.tier.sizes_on(planning.device)
+    taken = [AXES[axis][0]]
+    for value in values if axes["dtype"] and axes["stored"] else ():
+        rows = [
+            PLAIN_ROW | {"shape": "even", "mask": mask, "stored": name, "dtype": dtype, axis: value}
+            for name in axes["stored"]
+            for mask in (axes["mask"] if axis == "extent" else ("full", "causal"))
+            for dtype in axes["dtype"]
+        ]
+        rows = [row for row in rows if not any(cannot_be(row) for _, cannot_be in EXCLUSIONS)]
+        for row in rows:
+            moved = planning.nearest(row_problem(row, shapes, 0))
+            # Without its sink, say, or at the usual scale it is another question.
+            if moved is not None and row_values(row, moved, shapes)[axis] == value:
+                taken.append(value)
+                break
+        else:
+            if rows:
+                _drop_value(planning, str(value), planning.reason, **{axis: value})
+    return tuple(taken)
 
 
 def _masks(planning: Planning, stored: tuple[str, ...]) -> tuple[str, ...]:
@@ -163,40 +205,13 @@ def _mask_refusal(planning: Planning, mask: str, kind: ProblemKind) -> str:
     return reason
 
 
-def _scores(planning: Planning, stored: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the score mods that it takes beside some mask."""
-    supported = ["none"]
-    for score in SCORES[1:]:
-        plain = (
-            _plain_problem(planning, score=score, mask=mask, stored=name, dtype=dtype)
-            for name in stored
-            for mask in ("full", "causal")
-            for dtype in planning.dtypes
-        )
-        if any(planning.nearest(problem) is not None for problem in plain):
-            supported.append(score)
-        elif planning.dtypes and stored:
-            _drop_value(planning, score, planning.reason, score=score, stored=stored[0])
-    return tuple(supported)
-
-
 def _drop_value(planning: Planning, variant: str, reason: str, **values: str) -> None:
     planning.drop("bounds", Case(problem=_plain_problem(planning, **values)), variant, reason)
 
 
 def _plain_problem(planning: Planning, **values: str) -> Problem:
     """Return the plainest Problem with some values of axes chosen."""
-    row = {
-        "mask": "full",
-        "score": "none",
-        "stored": "plain",
-        "backward": "",
-        "dtype": planning.dtypes[0],
-        "shape": "even",
-        "heads": "one head",
-        "dims": "64",
-        "distribution": "normal",
-    }
+    row = PLAIN_ROW | {"shape": "even", "dtype": planning.dtypes[0]}
     return row_problem(row | values, planning.choices.tier.sizes_on(planning.device), 0)
 
 

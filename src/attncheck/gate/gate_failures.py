@@ -27,8 +27,7 @@ from attncheck.verify.question_fit import question_problem, unfit_reason
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from attncheck.gate.choices import Choices
-    from attncheck.gate.planning import Planning
+    from attncheck.gate.planning import Choices, Planning
     from attncheck.records.record import Record
     from attncheck.verify.kernel_hosts import KernelHost
     from attncheck.workers.units import Unit

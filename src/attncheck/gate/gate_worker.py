@@ -13,10 +13,9 @@ import msgspec
 from msgspec.structs import replace
 
 from attncheck.core.errors import AttncheckError, UsageError
-from attncheck.gate.choices import Choices
 from attncheck.gate.gate_failures import SHRUNK_STATUSES, FailureLog
 from attncheck.gate.plan import plan_kernel
-from attncheck.gate.planning import CachingExecutor, Planning
+from attncheck.gate.planning import CachingExecutor, Choices, Planning
 from attncheck.gate.property_stage import KnownFailures, drawn_units
 from attncheck.gate.sources import file_hashes
 from attncheck.gate.stages import SANITIZER_VARIANT, sanitize_kernel
@@ -41,8 +40,7 @@ if TYPE_CHECKING:
     from attncheck.surveys.claims import Claims
     from attncheck.verify.kernel_hosts import KernelHost
 
-_UNCLAIMED = "not refused: "
-"""Before the name of a question beyond a kernel's claims."""
+_UNCLAIMED = "not refused: "  # before the name of a question beyond a kernel's claims
 
 
 def work(**options: Any) -> GateWorker:

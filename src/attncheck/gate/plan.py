@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from attncheck.records.failures import KeptFailure
     from attncheck.records.run_reports import Stage
 
-REPLAYED = "failed before"
-"""Variant of a Case that failed in an earlier run."""
+REPLAYED = "failed before"  # variant of a Case that failed in an earlier run
 
 _UNITS: Mapping[Stage, Callable[[Planning], Iterator[Unit]]] = {
     "contract": contract_units,

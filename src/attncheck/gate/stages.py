@@ -240,8 +240,7 @@ def _nearest_problems(planning: Planning, dtype: str, fields: dict[str, Any]) ->
 
 # ------------------------------------------------------------ compute-sanitizer
 
-SANITIZER_VARIANT = "compute-sanitizer"
-"""With a tool's name after it, the variant of its units."""
+SANITIZER_VARIANT = "compute-sanitizer"  # with a tool's name after it, the variant of its units
 
 _TOOLS = ("memcheck", "racecheck", "synccheck")
 

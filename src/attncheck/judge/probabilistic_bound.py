@@ -44,8 +44,7 @@ _ALIKE = 16
 # Numbers gathered at a time: 16 million float64 are 128 MiB.
 _AT_A_TIME = 2**24
 
-MISSED = 1e-6
-"""Probability that any element of a right kernel passes its probabilistic bound."""
+MISSED = 1e-6  # probability that any element of a right kernel passes its probabilistic bound
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

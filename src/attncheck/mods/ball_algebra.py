@@ -62,8 +62,7 @@ def to_ball(expression: Expression, bits: int) -> Callable[..., BallArray]:
     return evaluate_balls
 
 
-BALLS = NumberSystem(to_ball)
-"""Score mods on Arb's balls; its context is how many bits."""
+BALLS = NumberSystem(to_ball)  # score mods on Arb's balls; its context is how many bits
 
 
 class _Balls(Enclosures["BallArray"]):

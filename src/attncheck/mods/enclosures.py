@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
     from attncheck.mods.expression import Captured, Node
 
-Values: TypeAlias = "np.ndarray[Any, Any]"
-"""bool, int64, or objects that are real numbers."""
+Values: TypeAlias = "np.ndarray[Any, Any]"  # bool, int64, or objects that are real numbers
 
 Real = TypeVar("Real")
 

@@ -91,8 +91,7 @@ def padding(lengths: Tensor) -> MaskMod:
 # FlexAttention's examples). A window of even size has one cell more before its centre than after
 # it, as in NATTEN. Rows and keys beyond the canvas see nothing and are not seen.
 
-Pair: TypeAlias = tuple[int, int]
-"""Rows and columns."""
+Pair: TypeAlias = tuple[int, int]  # rows and columns
 
 
 def neighborhood(canvas: Pair, kernel: Pair) -> MaskMod:

@@ -181,8 +181,7 @@ _RAMP = Probe(
     allowed=lambda _: {"rise": (_FAST, _SLOW)},
 )
 
-_FAR = 128.0
-"""exp(−128) is 0 in fp32 and exp(128) is infinite; the logits are from here to 160."""
+_FAR = 128.0  # exp(−128) is 0 in fp32 and exp(128) is infinite; the logits are from here to 160
 
 
 def _fill_constant(sign: int, problem: Problem, _: Parameters) -> Inputs:
@@ -232,12 +231,10 @@ _TWO_LEVEL = Probe(
 
 # ------------------------------------------------------------------ one key
 
-_APART = 32.0
-"""Nats that the chosen key is above all others, at least."""
+_APART = 32.0  # nats that the chosen key is above all others, at least
 
 _LARGEST = 8  # whole numbers up to it have three bits, as e5m2 has
-_KEYS = 6
-"""Boundary keys that all rows share out among them, beside those at their own edges."""
+_KEYS = 6  # boundary keys that all rows share out among them, beside those at their own edges
 
 
 def _own_edges(problem: Problem) -> list[int]:
@@ -317,8 +314,7 @@ triangle inequality. Where head_dim is too short for that many keys, keys share 
 
 # ------------------------------------------------------------------ a mean
 
-_BELOW = 40.0
-"""Nats that the other keys lie below: they weigh less than 2^-57."""
+_BELOW = 40.0  # nats that the other keys lie below: they weigh less than 2^-57
 
 _BITS_FP8, _BITS = 13, 20
 """Of a sum of values at most: what the shortest accumulator holds, of fp8 products on Hopper and of

@@ -15,7 +15,6 @@ from attncheck.records.failure_causes import group_by_cause, unclaimed_findings
 from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import FAILED_STATUSES, UNTRUSTED_STATUSES
 from attncheck.reporting import number_text
-from attncheck.reporting.blind_spots import missed_faults, visible_faults
 from attncheck.reporting.diagnosis_text import TERMS, causes_title, explanation_facts
 from attncheck.reporting.document import (
     Cell,
@@ -35,8 +34,10 @@ from attncheck.reporting.record_text import (
     footnote,
     gradient_shares,
     gradients_of,
+    missed_faults,
     refusal_lines,
     verdict_remarks,
+    visible_faults,
 )
 
 if TYPE_CHECKING:

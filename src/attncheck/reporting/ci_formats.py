@@ -173,8 +173,7 @@ def _xml(text: str) -> str:
 
 # SARIF
 
-MOST_RESULTS = 5000
-"""Results of one run that GitHub keeps."""
+MOST_RESULTS = 5000  # results of one run that GitHub keeps
 
 _SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 # Code scanning takes no result without a file, and a kernel may be in none of the repository.
@@ -281,8 +280,7 @@ def _result(rule: str, level: str, text: str, kernel: str, case_id: str) -> dict
 
 # GitHub's workflow commands
 
-MOST_ANNOTATIONS = 10
-"""Annotations of each level that GitHub shows of one step."""
+MOST_ANNOTATIONS = 10  # annotations of each level that GitHub shows of one step
 _LONGEST_TITLE = 200
 
 Level = Literal["error", "warning", "notice"]

@@ -51,10 +51,8 @@ if TYPE_CHECKING:
     from attncheck.reporting.document import Block
     from attncheck.reporting.gate_verdict import FailureGroup
 
-MOST_ON_TERMINAL = 5
-"""Failures that a terminal shows in full."""
-MOST_ON_PAGE = 50
-"""Failures that the page of HTML shows."""
+MOST_ON_TERMINAL = 5  # failures that a terminal shows in full
+MOST_ON_PAGE = 50  # failures that the page of HTML shows
 
 _MOST_REASONS = 5
 _MOST_CHANGES = 20

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from attncheck.records.run_reports import Answer, Change, GateReport
     from attncheck.reporting.document import Look
 
-PASSED, FAILED, INCOMPLETE, UNTESTED = 0, 1, 3, 5
-"""Exit codes."""
+PASSED, FAILED, INCOMPLETE, UNTESTED = 0, 1, 3, 5  # exit codes
 
 DOUBTFUL: tuple[Status, ...] = ("flaky", "oracle disagrees", "inconclusive", "warn")
 """Those that are no pass, and fail no kernel by themselves."""

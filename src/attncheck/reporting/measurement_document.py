@@ -13,7 +13,6 @@ from attncheck.core.judgement import share_text
 from attncheck.core.tensor_names import GRADIENTS
 from attncheck.records.problem_summary import problem_of
 from attncheck.reporting import number_text
-from attncheck.reporting.blind_spots import missed_faults, visible_faults
 from attncheck.reporting.document import Cell, Column, Document, Look, Note, Row, Section, Table
 from attncheck.reporting.record_text import (
     JUDGED,
@@ -22,7 +21,9 @@ from attncheck.reporting.record_text import (
     footnote,
     gradient_shares,
     gradients_of,
+    missed_faults,
     verdict_remarks,
+    visible_faults,
 )
 
 if TYPE_CHECKING:

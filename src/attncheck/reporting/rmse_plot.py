@@ -20,8 +20,7 @@ from attncheck.reporting.record_text import JUDGED, gradients_of
 if TYPE_CHECKING:
     from attncheck.records.record import Record, Report, Status
 
-GAP = 0.3
-"""Between variants, where a slot is 1 wide."""
+GAP = 0.3  # between variants, where a slot is 1 wide
 _TAKEN = 0.84  # of a slot's width by its marks
 _LONGEST_VARIANT = 28  # characters of its name; a kernel's are _LONGEST
 

@@ -375,7 +375,8 @@ class Pass:
 
 def _in_nats(problem: Problem) -> bool:
     """Whether scores are multiplied by the scale before the softmax: mods and sinks are natural."""
-    return problem.score != NONE or problem.sink
+    # Times a negative scale the largest product is the smallest score.
+    return problem.score != NONE or problem.sink or problem.scale < 0
 
 
 Part = TypeVar("Part")

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from attncheck.suite.session import Param, Session
     from attncheck.suite.under_test import UnderTest
 
-FILE = "known_failures.toml"
-"""Its name, beside the properties."""
+FILE = "known_failures.toml"  # its name, beside the properties
 
 _NEEDED = ("test", "kernel", "reason", "case")
 _FIELDS = (*_NEEDED, "dtypes", "families", "device", "depends_on")

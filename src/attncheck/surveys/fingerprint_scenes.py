@@ -176,8 +176,7 @@ class SceneRunner:
 
 # ------------------------------------------------------------------ grids of bits
 
-STEPS = 8
-"""Numbers 0 … 7 that are added to 2^b or 1.5 · 2^b."""
+STEPS = 8  # numbers 0 … 7 that are added to 2^b or 1.5 · 2^b
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -57,8 +57,7 @@ if TYPE_CHECKING:
 DIMENSIONS = Dimensions(batch=2, heads=2, query=32, kv=40)
 """Few programs for an interpreter, but more than one block of keys, the last one short."""
 
-MOST_PLACES = 2**20
-"""Index tuples of one comparison: every one is evaluated on mpmath numbers."""
+MOST_PLACES = 2**20  # index tuples of one comparison: every one is evaluated on mpmath numbers
 
 _BITS = 160  # of mpmath: products of float64 numbers are exact
 _TAKES = "(b, h, q_idx, kv_idx) or (score, b, h, q_idx, kv_idx)"

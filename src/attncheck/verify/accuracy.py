@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from attncheck.subjects.capabilities.subject import Subject
     from attncheck.verify.executor import Execution, Executor
 
-RUNS = 5
-"""Fewest runs of a kernel that may give other bits each time."""
+RUNS = 5  # fewest runs of a kernel that may give other bits each time
 
 # Long sums, which the judge's four tilings have not: in fp32 they are what a kernel's errors are.
 _LONG = Tiling(block_query=128, block_kv=256)

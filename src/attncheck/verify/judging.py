@@ -116,8 +116,7 @@ def _ideal_tiling(
     return own.tiling(problem, evidence.device)
 
 
-MOST_HEADS, MOST_ROWS = 32, 64
-"""Cells of a map, down and to the right."""
+MOST_HEADS, MOST_ROWS = 32, 64  # cells of a map, down and to the right
 
 
 def with_error_map(record: Record, result: Execution, evidence: EvidenceBuilder) -> Record:

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 class KernelHost(Protocol):
     """A kernel, and how to call it."""
 
-    subject: Subject
-    """The kernel; who settles on which terms it is asked replaces it."""
+    subject: Subject  # the kernel; who settles on which terms it is asked replaces it
 
     @property
     def executor(self) -> Executor:

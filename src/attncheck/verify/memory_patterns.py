@@ -325,7 +325,9 @@ class GuardBands(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         """The operator's result, in guarded memory where it allocated it."""
         del types
         made = func(*args, **(kwargs or {}))
-        if (func in _UNWRITTEN or func in _WRITTEN) and self._ours(made):
+        # What make_fx traces are steps of a mod's, and our copies would be steps of it too.
+        traced = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+        if not traced and (func in _UNWRITTEN or func in _WRITTEN) and self._ours(made):
             return self._guarded(made, written=func in _WRITTEN)
         return made
 

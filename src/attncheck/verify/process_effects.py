@@ -186,8 +186,7 @@ def restore_process(before: State, device: torch.device) -> None:
             write(before[name])
 
 
-WINDOWS = 3
-"""Windows of calls in each of which what leaks is more than before."""
+WINDOWS = 3  # windows of calls in each of which what leaks is more than before
 
 _WARM = 2  # calls before the first window: caches fill, and what is made once is made
 

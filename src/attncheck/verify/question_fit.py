@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from attncheck.verify.call_checks import Check
     from attncheck.verify.executor import Executor
 
-COMPARE = "compare"
-"""The question whether every element is exact attention up to rounding."""
+COMPARE = "compare"  # the question whether every element is exact attention up to rounding
 
 _PAGE_SIZES = (16, 64, 256)  # usual ones: a kernel may take one of them alone
 

@@ -109,9 +109,10 @@ class KernelConnection:
         deadlines: How long it may take.
         folder: Its working directory, which references to files are relative to; empty for this
             one's.
-        paths: Where it and what it starts look for modules first.
-        worker: The first process, where one was started ahead of time.
-        mods: The ``mask`` and the ``score`` of a file that Problems will name.
+        paths: Where it and what it starts look for modules first, before this process's places.
+        worker: The first process, where one was started ahead of time, here and with nothing
+            special; where it echoes, those after it do.
+        mods: The ``mask`` and the ``score`` of a file that Problems will name, ``FILE.py::NAME``.
 
     Attributes:
         description: What the process says of the kernel.
@@ -120,24 +121,24 @@ class KernelConnection:
 
     Raises:
         UsageError: where there is no such kernel.
-        HostError: where it cannot be loaded for another reason.
+        HostError: where it cannot be loaded for another reason: ``Died`` where its process crashed.
     """
 
     def __init__(  # noqa: PLR0913  # where a process runs, and what in it
         self,
         kernel: str,
         *,
-        convention: str,
-        device: str,
-        gpu: str,
-        deadlines: Deadlines,
-        folder: str,
+        convention: str = "",
+        device: str = "cpu",
+        gpu: str = "",
+        deadlines: Deadlines | None = None,
+        folder: str = "",
         paths: tuple[str, ...] = (),
         worker: Worker | None = None,
-        mods: Mapping[str, str],
+        mods: Mapping[str, str] | None = None,
     ) -> None:
-        self._mods = mods
-        self.device, self.deadlines = device, deadlines
+        self._mods = mods or {}
+        self.device, self.deadlines = device, deadlines or Deadlines()
         self._words = {"kernel": kernel, "convention": convention, "device": device}
         self._environment = {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
         self._folder, self._paths = folder, paths

@@ -53,8 +53,7 @@ __all__ = [
 ]
 
 
-MOST_LOST = 2
-"""A unit that was begun so often without a result is not begun again."""
+MOST_LOST = 2  # a unit that was begun so often without a result is not begun again
 
 _A_LINE = 100  # units that are queued by one line
 

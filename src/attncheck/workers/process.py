@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 KERNEL_SERVER = "attncheck.verify.kernel_server:KernelServer"
 """Server of a worker that runs somebody's kernel; named here, where starting one imports little."""
 
-KEPT = 1 << 16
-"""Bytes that are kept of what a process prints, the last ones."""
+KEPT = 1 << 16  # bytes that are kept of what a process prints, the last ones
 
 _CHUNK = 1 << 16
 # How glibc's words on a broken heap begin.

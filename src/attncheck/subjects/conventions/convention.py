@@ -110,8 +110,7 @@ class Argument:
     when: Literal["needed", "offered", "required"]
 
 
-Arguments = dict[str, Argument]
-"""Arguments by meaning."""
+Arguments = dict[str, Argument]  # arguments by meaning
 
 
 def needed(value: Any) -> Argument:
