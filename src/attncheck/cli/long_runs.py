@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,8 +15,6 @@ import click
 from attncheck.core.sanitize_text import one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
     from attncheck.workers.journal_format import JournalContent
     from attncheck.workers.pool import RunEnd, RunEvent
     from attncheck.workers.units import Unit
@@ -232,7 +230,6 @@ def run_with_journal(  # one run, said once
         units: What is to be done; what the journal has is not done again.
         check: Raises UsageError where nothing can be done; called once it is known that the journal
             is this run's.
-        how: What else ``workers.pool.run_units`` takes.
 
     Raises:
         JournalError: where the journal holds another run that is not finished.

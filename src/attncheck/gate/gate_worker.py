@@ -22,13 +22,17 @@ from attncheck.gate.stages import SANITIZER_VARIANT, sanitize_kernel
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.record import FAILED_STATUSES, Record
 from attncheck.records.run_reports import Answer
+<<<<<<< HEAD
 from attncheck.surveys.claims import hold_to_claims
+=======
+from attncheck.surveys.claims import Claims, find_claims, on_terms
+>>>>>>> main
 from attncheck.verify.accuracy import measure_accuracy
 from attncheck.verify.deaths import confirm_death, death_record
 from attncheck.verify.environment import environment, fingerprint, prepare
 from attncheck.verify.executor import InProcess
 from attncheck.verify.isolated import IsolatedExecutor, IsolatedKernel
-from attncheck.verify.kernel_hosts import open_kernel
+from attncheck.verify.kernel_hosts import KernelHost, open_kernel
 from attncheck.verify.remote_kernel import Deadlines
 from attncheck.verify.run_case import run_case
 from attncheck.workers.process import Died, HostError
@@ -37,8 +41,6 @@ from attncheck.workers.units import Done, Unit
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from attncheck.surveys.claims import Claims
-    from attncheck.verify.kernel_hosts import KernelHost
 
 _UNCLAIMED = "not refused: "  # before the name of a question beyond a kernel's claims
 
@@ -52,7 +54,6 @@ class GateWorker:
     """Does the units of a gate, one after the other.
 
     Args:
-        choices: What is asked.
         known: Known failures; those beside the properties unless told.
         here: Makes what calls a kernel that has no process of its own: for who listens to it.
     """

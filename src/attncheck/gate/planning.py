@@ -17,11 +17,11 @@ from attncheck.core.errors import ProblemError, UsageError, require_known
 from attncheck.core.formats import DTYPES
 from attncheck.gate.other_commit import CommitTree
 from attncheck.inputs.problem import Case, Problem
-from attncheck.records.baseline_entries import baseline_text
+from attncheck.records.baseline_entries import Baseline, baseline_text
 from attncheck.records.run_reports import STAGES, Answer, Stage
 from attncheck.suite.kernel_support import KernelSupport
 from attncheck.verify.call_conditions import PLAIN_CALL, CallConditions
-from attncheck.verify.executor import Failure
+from attncheck.verify.executor import Execution, Executor, Failure, Origin
 from attncheck.verify.question_fit import (
     adapted_problems,
     allowed_parameters,
@@ -35,10 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from attncheck.inputs.input_tensors import Inputs
-    from attncheck.records.baseline_entries import Baseline
-    from attncheck.records.run_reports import Stage
     from attncheck.subjects.capabilities.subject import Subject
-    from attncheck.verify.executor import Execution, Executor, Origin
 
 
 Value = str | int | float | bool
@@ -173,7 +170,6 @@ class Planning(KernelSupport):
 
     Attributes:
         unit: The one that asks what it is: its kernel, convention, device, tier.
-        choices: What the run asks.
         refused: What of the plan it does not take: an answer each.
     """
 

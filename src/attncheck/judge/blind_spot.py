@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attncheck.core.judgement import BlindSpot
-from attncheck.judge.allowance import at_rows
+from attncheck.judge.allowance import Allowance, at_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attncheck.core.conditions import Conditions
-    from attncheck.judge.allowance import Allowance
 
 EXAMINED = 2**23
 """Elements (head, row, key, dim) at most for single keys and accumulators, which take a pass over

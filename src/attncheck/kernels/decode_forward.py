@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from attncheck.kernels.compilation import sound_assembler
-from attncheck.kernels.launch import COUNTS, LOG2E, block_dim, scales
+from attncheck.kernels.launch import COUNTS, LOG2E, KernelPages, Launch, block_dim, scales
 from attncheck.kernels.tile import (
     advanced,
     all_finite,
@@ -36,7 +36,6 @@ from attncheck.kernels.tile import (
 
 if TYPE_CHECKING:
     from attncheck.inputs.input_tensors import Descale
-    from attncheck.kernels.launch import KernelPages, Launch
     from attncheck.mods.to_triton import TritonMod
 
 _MERGED_ROWS = 16  # of a program that merges

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from attncheck.kernels.compilation import sound_assembler
-from attncheck.kernels.launch import COUNTS, LOG2E, block_dim, scales
+from attncheck.kernels.launch import COUNTS, LOG2E, Launch, block_dim, scales
 from attncheck.kernels.tile import (
     factor_of,
     hidden,
@@ -31,7 +31,6 @@ from attncheck.kernels.tile import (
 
 if TYPE_CHECKING:
     from attncheck.inputs.input_tensors import Descale
-    from attncheck.kernels.launch import Launch
     from attncheck.mods.to_triton import TritonMod
 
 

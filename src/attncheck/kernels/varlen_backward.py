@@ -23,7 +23,7 @@ import triton.language as tl
 from attncheck.core.errors import UsageError
 from attncheck.kernels.compilation import sound_assembler
 from attncheck.kernels.gradient_terms import row_deltas, sink_gradient
-from attncheck.kernels.launch import LOG2E, block_dim, needs_careful_launch
+from attncheck.kernels.launch import LOG2E, Launch, block_dim, needs_careful_launch
 from attncheck.kernels.tile import (
     all_finite,
     key_rows,
@@ -36,13 +36,11 @@ from attncheck.kernels.tile import (
     score_gradients,
     weights,
 )
-from attncheck.kernels.varlen_forward import program_list
+from attncheck.kernels.varlen_forward import Causal, program_list
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from attncheck.kernels.launch import Launch
-    from attncheck.kernels.varlen_forward import Causal
     from attncheck.mods.to_triton import TritonMod
 
 # A column of forty names says less than five lines of them.

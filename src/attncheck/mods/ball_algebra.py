@@ -22,15 +22,13 @@ from attncheck.core.balls import (
 )
 from attncheck.core.errors import ProblemError
 from attncheck.mods.captured_reads import NumberSystem
-from attncheck.mods.enclosures import Enclosures, Truth, Whole, elementwise_pair
-from attncheck.mods.expression import evaluate
+from attncheck.mods.enclosures import Enclosures, Truth, Values, Whole, elementwise_pair
+from attncheck.mods.expression import Expression, Node, evaluate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from attncheck.core.balls import Ball, BallArray
-    from attncheck.mods.enclosures import Values
-    from attncheck.mods.expression import Expression, Node
 
 _INT64 = (-(2**63), 2**63 - 1)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from attncheck.core import mod_spec as check
 from attncheck.core.errors import ProblemError
-from attncheck.core.mod_spec import Entry
+from attncheck.core.mod_spec import Argument, Dimensions, Entry, Values
 from attncheck.mods import formula
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attncheck.core.mod_spec import Argument, Dimensions, Values
     from attncheck.mods.signatures import MaskMod
 
 

@@ -17,10 +17,10 @@ import flint
 import numpy as np
 import torch
 
-from attncheck.core.balls import balls_of, each_ball, error_bound, working_precision
+from attncheck.core.balls import BallArray, balls_of, each_ball, error_bound, working_precision
 from attncheck.core.errors import UsageError
 from attncheck.oracles.forward_recurrences import one_head
-from attncheck.oracles.number_system import ObjectNumbers
+from attncheck.oracles.number_system import Captures, Evaluate, ObjectNumbers
 from attncheck.oracles.recurrence_steps import Result
 
 if TYPE_CHECKING:
@@ -28,13 +28,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attncheck.core.balls import BallArray
     from attncheck.core.conditions import Rows
     from attncheck.core.outputs import Outputs
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.mods.signatures import ScoreMod
     from attncheck.oracles.mod_calls import Indices
-    from attncheck.oracles.number_system import Captures, Evaluate
 
 BITS = 128
 """Of a midpoint: two machine words, which cost no more than one and a bit. A score of 10^6 is known
@@ -247,7 +245,6 @@ def enclose_rows(numbers: Ball, inputs: Inputs, rows: Rows) -> Result[Balls]:
 
     Args:
         numbers: Balls, with what evaluates a score mod.
-        inputs: Of an attention or a softmax, on any device.
 
     Returns:
         Out ``(1, heads, rows, value_dim)``, of a softmax ``(1, heads, rows, kv)``, and natural-log

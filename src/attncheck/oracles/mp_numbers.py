@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from attncheck.core.errors import UsageError
-from attncheck.oracles.number_system import ObjectNumbers
+from attncheck.oracles.number_system import Captures, Evaluate, ObjectNumbers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from attncheck.mods.signatures import ScoreMod
     from attncheck.oracles.mod_calls import Indices
-    from attncheck.oracles.number_system import Captures, Evaluate
 
 LEAST_DIGITS = 17  # 60 bits: every float64 is a number of the system
 

@@ -34,7 +34,7 @@ from attncheck.probes.probe_inputs import (
     store_inputs,
     zero_query_and_keys,
 )
-from attncheck.probes.tied_keys import check_tied_keys
+from attncheck.probes.tied_keys import Finding, VisibleKeys, check_tied_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from attncheck.core.outputs import Outputs
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
-    from attncheck.probes.tied_keys import Finding, VisibleKeys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,13 +11,12 @@ import msgspec
 from msgspec.structs import replace
 
 from attncheck.core.tensor_names import GRADIENTS
-from attncheck.records.record import FAILED_STATUSES, Diagnosis
+from attncheck.records.record import FAILED_STATUSES, Diagnosis, Explanation, Record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from attncheck.core.judgement import Rule
-    from attncheck.records.record import Explanation, Record
 
 Key = tuple[str, ...]
 _MOST_NAMED = 3  # of several causes that explain all of a group
@@ -127,7 +126,6 @@ def group_by_cause(
     others. Where no model explains all of a Record, those of one rule and symptom are alike.
 
     Args:
-        failures: Of any kernels.
         smaller: Smaller Cases that a failure was shrunk to, by its place: what explains it has to
             explain these, too.
     """

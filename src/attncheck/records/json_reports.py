@@ -10,9 +10,14 @@ import msgspec
 
 from attncheck.core import json_numbers
 from attncheck.core.errors import UsageError, require_known
-from attncheck.records.fault_scores import FaultReport, OwnTestsReport, SensitivityReport
+from attncheck.records.fault_scores import (
+    FaultReport,
+    MutantReport,
+    OwnTestsReport,
+    SensitivityReport,
+)
 from attncheck.records.problem_summary import problem_of
-from attncheck.records.record import Report
+from attncheck.records.record import Record, Report
 from attncheck.records.run_reports import BaselineComparison, GateReport, PropertyReport
 from attncheck.records.survey_reports import (
     BlockReport,
@@ -26,7 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
-    from attncheck.records.record import Record
 
 LARGEST_REPORT = 2**26  # bytes of the largest report that is read: some 40,000 records
 
@@ -47,6 +51,7 @@ REPORTS: dict[str, type[msgspec.Struct]] = {
     "properties": PropertyReport,
     "baseline": BaselineComparison,
     "faults": FaultReport,
+    "mutants": MutantReport,
     "own-tests": OwnTestsReport,
     "sensitivity": SensitivityReport,
     "oracles": OracleReport,

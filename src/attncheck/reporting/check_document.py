@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from attncheck.core.judgement import Rule, share_text
+from attncheck.core.judgement import Judgement, Precision, Rule, Worst, share_text
 from attncheck.core.tensor_names import AXES
 from attncheck.records.failure_causes import group_by_cause, unclaimed_findings
 from attncheck.records.problem_summary import problem_of
-from attncheck.records.record import FAILED_STATUSES, UNTRUSTED_STATUSES
+from attncheck.records.record import FAILED_STATUSES, UNTRUSTED_STATUSES, Record, Report
 from attncheck.reporting import number_text
 from attncheck.reporting.diagnosis_text import TERMS, causes_title, explanation_facts
 from attncheck.reporting.document import (
@@ -43,8 +43,6 @@ from attncheck.reporting.record_text import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from attncheck.core.judgement import Judgement, Precision, Worst
-    from attncheck.records.record import Record, Report
 
 _COLUMNS = (
     Column("question", words=True),

@@ -17,7 +17,7 @@ import msgspec
 
 from attncheck.core.sanitize_text import one_line, shortened
 from attncheck.records.problem_summary import problem_of
-from attncheck.records.record import FAILED_STATUSES
+from attncheck.records.record import FAILED_STATUSES, Status
 from attncheck.reporting.diagnosis_text import failure_heading
 from attncheck.reporting.gate_document import failure_card, not_covered
 from attncheck.reporting.gate_verdict import (
@@ -45,7 +45,6 @@ from attncheck.reporting.terminal import card_text
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from attncheck.records.record import Status
     from attncheck.records.run_reports import Answer, GateReport
 
 

@@ -7,7 +7,7 @@ mpmath numbers, and each kernel, whose mod is read out of its own results (``app
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -43,16 +43,17 @@ from attncheck.surveys.applied_mods import (
     lse_interval,
 )
 from attncheck.verify.environment import environment
+<<<<<<< HEAD
 from attncheck.verify.executor import InProcess
 from attncheck.verify.kernel_hosts import executor_of
 from attncheck.verify.remote_kernel import RemoteSubject
+=======
+from attncheck.verify.executor import Executor, InProcess
+>>>>>>> main
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from attncheck.mods.expression import Expression
     from attncheck.subjects.capabilities.subject import Subject
-    from attncheck.verify.executor import Executor
 
 DIMENSIONS = Dimensions(batch=2, heads=2, query=32, kv=40)
 """Few programs for an interpreter, but more than one block of keys, the last one short."""
@@ -234,7 +235,6 @@ def mpmath_backend(
     """Compare the callable in float64 and the expression on mpmath numbers, on every index tuple.
 
     Args:
-        expression: What should be ``mod``.
         device: Where its tensors are.
         scores: What a score mod gets (default: the same as for kernels).
     """
@@ -327,7 +327,6 @@ def survey_mods(
 
     Args:
         mods: By name; those that ``refusals`` names first belong to a usage error.
-        file: The mods' file's own name.
         done: Called with the name of each mod as it is done.
         path: As of ``compare_backends``.
     """
@@ -421,7 +420,6 @@ def refusals(
     """Return why each mod that cannot be compared cannot, in a line with its name and place.
 
     Args:
-        file: Their file's own name.
         dimensions: The index ranges: none may lead outside a captured tensor.
         device: Where the tensors are that they capture.
     """

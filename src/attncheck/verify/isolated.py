@@ -17,10 +17,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Self
 
+<<<<<<< HEAD
 import msgspec
 
 from attncheck.subjects.load import Entry
 from attncheck.verify.call_conditions import PLAIN_CALL, CallConditions
+=======
+from attncheck.verify.call_conditions import PLAIN_CALL, CallConditions, judged_conditions
+>>>>>>> main
 from attncheck.verify.executor import Execution, Failure, Origin
 from attncheck.verify.kernel_messages import (
     RemoteError,
@@ -58,11 +62,7 @@ _FATAL = {"crash", "timeout", "oom"}  # whatever a process says then, the next q
 
 
 class IsolatedExecutor:
-    """Calls a ``Remote`` where it is; an ``executor.Executor``.
-
-    Args:
-        connection: To the kernel's process.
-    """
+    """Calls a ``Remote`` where it is; an ``executor.Executor``."""
 
     def __init__(self, connection: KernelConnection) -> None:
         self._connection = connection
@@ -167,7 +167,7 @@ class IsolatedExecutor:
             if answer not in (True, None):
                 return
         self._connection.asked[case.problem] = None
-        words = _run_words(subject, Origin(case=case), PLAIN_CALL, timed=False)
+        words = _run_words(subject, Origin(case=case), judged_conditions(case), timed=False)
         self._connection.send("run", words, seconds=self._connection.deadlines.call)
 
     def _seconds(self, subject: Subject, inputs: Inputs, calls: int) -> tuple[float, str]:

@@ -12,9 +12,14 @@ from typing import TYPE_CHECKING, Protocol
 
 from attncheck.core.errors import UsageError
 from attncheck.subjects.capabilities.named_kernels import BUILTIN
+<<<<<<< HEAD
 from attncheck.subjects.load import Entry, load_kernel
 from attncheck.subjects.terms import Terms, subject_on_terms
 from attncheck.verify.executor import InProcess
+=======
+from attncheck.subjects.load import load_subject
+from attncheck.verify.executor import Executor, InProcess
+>>>>>>> main
 from attncheck.verify.isolated import IsolatedKernel
 from attncheck.verify.remote_kernel import Deadlines, RemoteSubject, load_mods
 from attncheck.workers.process import Died, Worker
@@ -24,7 +29,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from attncheck.subjects.capabilities.subject import Subject
+<<<<<<< HEAD
     from attncheck.verify.executor import Executor
+=======
+    from attncheck.workers.process import Worker
+>>>>>>> main
 
 
 class KernelHost(Protocol):
@@ -76,7 +85,6 @@ def open_kernel(
     Args:
         kernel: As ``subjects.load.load_subject`` takes it.
         convention: A name of a calling convention; empty for the first that fits.
-        device: ``cpu`` or ``cuda``.
         isolated: Whether it has a process of its own; by default all but attncheck's own have.
         deadlines: How long that may take.
         worker: A process that was started for it ahead of time; it is ended where it is not needed.

@@ -32,7 +32,7 @@ from attncheck.verify.kernel_messages import (
     unpack_inputs,
 )
 from attncheck.verify.obligations import inputs_digest, requested_outputs
-from attncheck.verify.process_effects import process_state, restore_process
+from attncheck.verify.process_effects import State, process_state, restore_process
 from attncheck.verify.relation_runs import draw_case_inputs
 from attncheck.workers.transport import LARGEST_WORDS, Frame
 
@@ -40,8 +40,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from attncheck.subjects.capabilities.subject import Subject
+<<<<<<< HEAD
     from attncheck.subjects.load import Candidate
     from attncheck.verify.process_effects import State
+=======
+>>>>>>> main
 
 _MICROSECONDS = 1e-6
 

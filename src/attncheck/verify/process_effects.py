@@ -9,7 +9,7 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +18,6 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from attncheck.subjects.capabilities.subject import Call
 
 State = Mapping[str, Any]
@@ -218,7 +216,6 @@ def resource_leaks(call: Call, calls: int, device: torch.device) -> tuple[str, s
     Args:
         call: Is called, and what it gives dropped.
         calls: In one window.
-        device: Where it runs.
     """
     _times(call, _WARM)
     with _frozen():

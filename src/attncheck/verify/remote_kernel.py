@@ -10,7 +10,7 @@ import msgspec
 
 from attncheck.core.errors import UsageError
 from attncheck.inputs.question_parameters import PROMISES
-from attncheck.subjects.capabilities.subject import Subject, WrittenCall
+from attncheck.subjects.capabilities.subject import Call, Subject, Tiling, WrittenCall
 from attncheck.verify.kernel_messages import (
     check_description,
     from_fields,
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from attncheck.core.declared_arithmetic import Arithmetic
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
-    from attncheck.subjects.capabilities.subject import Call, Tiling
     from attncheck.subjects.terms import Terms
     from attncheck.verify.executor import Executor
 
@@ -103,7 +102,6 @@ class KernelConnection:
     Args:
         kernel: As ``subjects.load.load_subject`` takes it.
         convention: A name of a calling convention; empty for the first that fits.
-        device: ``cpu`` or ``cuda``.
         gpu: What the process sees of the GPUs (``CUDA_VISIBLE_DEVICES``); empty for what this one
             sees.
         deadlines: How long it may take.
@@ -166,7 +164,6 @@ class KernelConnection:
         """Return the answer to a question.
 
         Args:
-            kind: Of the question.
             seconds: Until it is killed.
             most: Bytes beside JSON that an answer may have.
             data: Those of the question.
@@ -321,9 +318,7 @@ class RemoteSubject(Subject):
     """A kernel in another process: it says what that one says; ``IsolatedExecutor`` calls it.
 
     Args:
-        connection: To its process.
         words: What the process says of it.
-        executor: Calls it.
         launch: The name of one of its launches, and the Problem that it is of; None for its own.
 
     Raises:

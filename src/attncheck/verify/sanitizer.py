@@ -25,7 +25,7 @@ from attncheck.core.judgement import Judgement
 from attncheck.core.sanitize_text import one_line
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, head_arrangement
-from attncheck.records.record import Record
+from attncheck.records.record import Record, Status
 from attncheck.subjects.load import load_subject
 from attncheck.verify.environment import prepare
 from attncheck.verify.executor import Failure, InProcess
@@ -33,7 +33,6 @@ from attncheck.verify.executor import Failure, InProcess
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from attncheck.records.record import Status
     from attncheck.subjects.capabilities.subject import Subject
 
 

@@ -13,7 +13,7 @@ import re
 import sys
 import tempfile
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -25,8 +25,6 @@ from attncheck.subjects.capabilities.capability_table import AUTOGRAD, pattern_f
 from attncheck.subjects.capabilities.named_kernels import BUILTIN
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from tomlkit.items import Comment, Table, Whitespace
 
     from attncheck.subjects.capabilities.capability_table import Capabilities
@@ -144,7 +142,6 @@ def published_kernel(
     """Return the kernel and the table, if any, of what an entry point holds.
 
     Args:
-        name: Of the entry point.
         published: A Subject, a function, or a table whose ``entry`` is one, or names one.
         value: Where the entry point says that it is: ``package.module:name``.
 
