@@ -183,11 +183,7 @@ def test_what_a_kernel_prints_and_warns_stands_beside_the_report(attncheck, tmp_
     elif fmt == "csv":
         assert {row["kernel"] for row in csv.DictReader(io.StringIO(out))} == {"mine"}
     assert "called" not in out
-<<<<<<< HEAD
-    lines = {re.sub(r" \(\d+ times more\)", "", line) for line in err.splitlines()}
-=======
     lines = set(re.sub(r" \(\d+ times more\)", "", err).splitlines())
->>>>>>> main
     assert lines == {"imported", "made", "prepared", "called"}
 
 

@@ -22,11 +22,7 @@ from attncheck.gate.stages import SANITIZER_VARIANT, sanitize_kernel
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.record import FAILED_STATUSES, Record
 from attncheck.records.run_reports import Answer
-<<<<<<< HEAD
-from attncheck.surveys.claims import hold_to_claims
-=======
-from attncheck.surveys.claims import Claims, find_claims, on_terms
->>>>>>> main
+from attncheck.surveys.claims import Claims, hold_to_claims
 from attncheck.verify.accuracy import measure_accuracy
 from attncheck.verify.deaths import confirm_death, death_record
 from attncheck.verify.environment import environment, fingerprint, prepare

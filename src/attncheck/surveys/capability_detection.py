@@ -25,13 +25,9 @@ from attncheck.relations import RELATIONS
 from attncheck.subjects.capabilities.capability_table import ALIGNMENTS, EMPTY_ROWS, Capabilities
 from attncheck.subjects.capabilities.subject import Subject
 from attncheck.subjects.conventions.convention import ConventionOptions
-<<<<<<< HEAD
 from attncheck.subjects.terms import Terms
-from attncheck.verify.executor import Failure, InProcess, Origin
-from attncheck.verify.kernel_hosts import on_terms
-=======
 from attncheck.verify.executor import Executor, Failure, InProcess, Origin
->>>>>>> main
+from attncheck.verify.kernel_hosts import on_terms
 from attncheck.verify.question_fit import adapted_problems
 from attncheck.verify.run_case import run_case
 

@@ -373,12 +373,6 @@ def claimed_questions(
     """Return the questions of a quick check within claims, and what lies wrongly beyond them.
 
     Args:
-<<<<<<< HEAD
-        claims: What was found.
-        device: ``cpu`` or ``cuda``.
-=======
-        terms: Of these claims, for what was asked for by name.
->>>>>>> main
         dtypes: Those that were asked for; none: bf16, or the first that it is right in.
         head_dims: Those that were asked for.
         names: Of questions, those that were asked for; none: all.

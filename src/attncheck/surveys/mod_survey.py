@@ -43,13 +43,9 @@ from attncheck.surveys.applied_mods import (
     lse_interval,
 )
 from attncheck.verify.environment import environment
-<<<<<<< HEAD
-from attncheck.verify.executor import InProcess
+from attncheck.verify.executor import Executor, InProcess
 from attncheck.verify.kernel_hosts import executor_of
 from attncheck.verify.remote_kernel import RemoteSubject
-=======
-from attncheck.verify.executor import Executor, InProcess
->>>>>>> main
 
 if TYPE_CHECKING:
     from attncheck.mods.expression import Expression

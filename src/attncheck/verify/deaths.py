@@ -103,12 +103,7 @@ def death_record(
     Args:
         case: What it was to be asked.
         kernel: What was typed: it died before it could say its name.
-<<<<<<< HEAD
-        variant: Name of the question.
-        environment: Fingerprint of this process.
         loading: Whether it died as the kernel was loaded, which is said then.
-=======
->>>>>>> main
     """
     statuses: dict[str, Status] = {"oom": "oom", "timeout": "timeout"}
     return Record(

@@ -17,14 +17,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Self
 
-<<<<<<< HEAD
 import msgspec
 
 from attncheck.subjects.load import Entry
-from attncheck.verify.call_conditions import PLAIN_CALL, CallConditions
-=======
 from attncheck.verify.call_conditions import PLAIN_CALL, CallConditions, judged_conditions
->>>>>>> main
 from attncheck.verify.executor import Execution, Failure, Origin
 from attncheck.verify.kernel_messages import (
     RemoteError,

@@ -12,14 +12,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from attncheck.core.errors import UsageError
 from attncheck.subjects.capabilities.named_kernels import BUILTIN
-<<<<<<< HEAD
 from attncheck.subjects.load import Entry, load_kernel
 from attncheck.subjects.terms import Terms, subject_on_terms
-from attncheck.verify.executor import InProcess
-=======
-from attncheck.subjects.load import load_subject
 from attncheck.verify.executor import Executor, InProcess
->>>>>>> main
 from attncheck.verify.isolated import IsolatedKernel
 from attncheck.verify.remote_kernel import Deadlines, RemoteSubject, load_mods
 from attncheck.workers.process import Died, Worker
@@ -29,11 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from attncheck.subjects.capabilities.subject import Subject
-<<<<<<< HEAD
-    from attncheck.verify.executor import Executor
-=======
-    from attncheck.workers.process import Worker
->>>>>>> main
 
 
 class KernelHost(Protocol):

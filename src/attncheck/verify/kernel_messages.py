@@ -20,13 +20,9 @@ from attncheck.core.errors import UsageError
 from attncheck.core.formats import FORMATS, Format
 from attncheck.core.outputs import Outputs
 from attncheck.core.tensor_names import AXES
-<<<<<<< HEAD
 from attncheck.inputs.input_tensors import Descale, Inputs
 from attncheck.inputs.problem import Problem
-from attncheck.subjects.capabilities.subject import Tiling
-=======
 from attncheck.subjects.capabilities.subject import Subject, Tiling
->>>>>>> main
 from attncheck.verify.call_conditions import CallNotes
 from attncheck.workers.process import HostError
 

@@ -40,11 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from attncheck.subjects.capabilities.subject import Subject
-<<<<<<< HEAD
     from attncheck.subjects.load import Candidate
-    from attncheck.verify.process_effects import State
-=======
->>>>>>> main
 
 _MICROSECONDS = 1e-6
 
