@@ -10,11 +10,22 @@ import msgspec
 
 from attncheck.core import json_numbers
 from attncheck.core.errors import UsageError, require_known
-from attncheck.records import survey_reports
-from attncheck.records.fault_scores import FaultReport, OwnTestsReport, SensitivityReport
+from attncheck.records.fault_scores import (
+    FaultReport,
+    MutantReport,
+    OwnTestsReport,
+    SensitivityReport,
+)
 from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import Record, Report
 from attncheck.records.run_reports import BaselineComparison, GateReport, PropertyReport
+from attncheck.records.survey_reports import (
+    BlockReport,
+    CertificateReport,
+    FingerprintReport,
+    ModReport,
+    OracleReport,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -40,13 +51,14 @@ REPORTS: dict[str, type[msgspec.Struct]] = {
     "properties": PropertyReport,
     "baseline": BaselineComparison,
     "faults": FaultReport,
+    "mutants": MutantReport,
     "own-tests": OwnTestsReport,
     "sensitivity": SensitivityReport,
-    "oracles": survey_reports.OracleReport,
-    "certificates": survey_reports.CertificateReport,
-    "mods": survey_reports.ModReport,
-    "blocks": survey_reports.BlockReport,
-    "fingerprint": survey_reports.FingerprintReport,
+    "oracles": OracleReport,
+    "certificates": CertificateReport,
+    "mods": ModReport,
+    "blocks": BlockReport,
+    "fingerprint": FingerprintReport,
 }
 """Every kind of report, by what makes it."""
 
@@ -137,7 +149,7 @@ def load_report(source: Path | str, kind: type[R]) -> R:
         report = msgspec.convert(_with_numbers(data, kind), kind)
     except (msgspec.ValidationError, RecursionError) as error:
         raise refused(str(error)) from None
-    if isinstance(report, survey_reports.OracleReport | survey_reports.CertificateReport):
+    if isinstance(report, OracleReport | CertificateReport):
         for one in report.records:
             problem_of(one)
     elif isinstance(report, Report | GateReport):

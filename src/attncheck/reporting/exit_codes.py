@@ -5,8 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from attncheck.records import fault_scores, survey_reports
+from attncheck.records.fault_scores import (
+    ATTNCHECK_RULE,
+    FaultReport,
+    MutantReport,
+    OwnTestsReport,
+    SensitivityReport,
+)
 from attncheck.records.record import FAILED_STATUSES, UNTRUSTED_STATUSES, Report, Status
+from attncheck.records.survey_reports import (
+    CertificateReport,
+    FingerprintReport,
+    ModReport,
+    OracleReport,
+)
 from attncheck.reporting.check_document import check_outcome
 
 if TYPE_CHECKING:
@@ -23,22 +35,24 @@ def exit_code(report: msgspec.Struct) -> int:
         case Report():
             code = _of_statuses({record.status for record in report.records})
             code = INCOMPLETE if report.incomplete and code != FAILED else code
-        case fault_scores.FaultReport():
+        case FaultReport():
             code = _of_faults(report)
-        case fault_scores.OwnTestsReport():
+        case MutantReport():
+            code = _of_mutants(report)
+        case OwnTestsReport():
             code = _of_own_tests(report)
-        case fault_scores.SensitivityReport():
+        case SensitivityReport():
             # The gate must see each fault of some size.
-            unseen = any(one.rules[fault_scores.ATTNCHECK_RULE].size is None for one in report.seen)
+            unseen = any(one.rules[ATTNCHECK_RULE].size is None for one in report.seen)
             code = FAILED if unseen else PASSED
-        case survey_reports.FingerprintReport():
+        case FingerprintReport():
             code = _of_fingerprint(report)
-        case survey_reports.ModReport():
+        case ModReport():
             answers = [answer for record in report.records for answer in record.answers.values()]
             code = FAILED if {a.status for a in answers} - {"equal", "unsupported"} else PASSED
-        case survey_reports.OracleReport():
+        case OracleReport():
             code = _of_oracles(report)
-        case survey_reports.CertificateReport():
+        case CertificateReport():
             # The truth's error may be too much of an allowance, or more than is assumed of it.
             proven = (r.holds(report.limit) and r.within_a_priori for r in report.truths)
             code = PASSED if all(proven) else FAILED
@@ -67,7 +81,7 @@ def _of_statuses(statuses: set[Status]) -> int:
     return PASSED if statuses - {"unsupported"} else UNTESTED
 
 
-def _of_faults(report: fault_scores.FaultReport) -> int:
+def _of_faults(report: FaultReport) -> int:
     """0 where all is caught and no control flagged; 3 where not all has a score."""
     faults = Counter(score.outcome for score in report.scores)
     controls = Counter(score.outcome for score in report.controls)
@@ -78,7 +92,17 @@ def _of_faults(report: fault_scores.FaultReport) -> int:
     return PASSED if faults["caught"] or controls["clean"] else UNTESTED
 
 
-def _of_own_tests(report: fault_scores.OwnTestsReport) -> int:
+def _of_mutants(report: MutantReport) -> int:
+    """1 where one was missed; 3 where not all has a score; 5 where none could be caught."""
+    count = Counter(score.outcome for score in report.scores)
+    if count["missed"]:
+        return FAILED
+    if report.unfinished or count["harness"]:
+        return INCOMPLETE
+    return PASSED if count["caught"] else UNTESTED
+
+
+def _of_own_tests(report: OwnTestsReport) -> int:
     """0 where all that were shown are caught; 3 where one has no score."""
     count = Counter(score.status for score in report.scores)
     if count["missed"]:
@@ -88,7 +112,7 @@ def _of_own_tests(report: fault_scores.OwnTestsReport) -> int:
     return PASSED if count["caught"] else UNTESTED
 
 
-def _of_fingerprint(report: survey_reports.FingerprintReport) -> int:
+def _of_fingerprint(report: FingerprintReport) -> int:
     """1 where something read differs from what is declared, and is not finer."""
     if not any(record.calls for record in report.records):
         return UNTESTED
@@ -96,7 +120,7 @@ def _of_fingerprint(report: survey_reports.FingerprintReport) -> int:
     return FAILED if any(reading.standing == "differs" for reading in readings) else PASSED
 
 
-def _of_oracles(report: survey_reports.OracleReport) -> int:
+def _of_oracles(report: OracleReport) -> int:
     """1 where one that must not is not finite, wrong in a row without keys, or they disagree."""
     wrong = any(
         (record.rows.nonfinite and record.oracle not in report.may_overflow)

@@ -108,6 +108,8 @@ def _closing(
         Note(f"{number_text.superscript(number)} {status}: {reason}", _look_of(status))
         for (status, reason), number in notes.items()
     ]
+    for kernel, lines in (report.claims or {}).items():
+        reasons += [Note(f"{kernel}: {line}") for line in lines]
     reasons += [Note(f"{kernel} is absent: {reason}") for kernel, reason in report.absent.items()]
     below = [Section("", tuple(reasons))] if reasons else []
     missed = " or ".join(record_text.missed_faults(report.records))

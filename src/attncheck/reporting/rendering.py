@@ -9,17 +9,29 @@ from typing import TYPE_CHECKING, Any, TextIO
 from attncheck.core.errors import UsageError, require_known
 from attncheck.core.files import check_names, write_texts
 from attncheck.core.sanitize_text import one_line
-from attncheck.records import survey_reports
-from attncheck.records.fault_scores import FaultReport, OwnTestsReport, SensitivityReport
+from attncheck.records.fault_scores import (
+    FaultReport,
+    MutantReport,
+    OwnTestsReport,
+    SensitivityReport,
+)
 from attncheck.records.json_reports import report_json
 from attncheck.records.record import Report
 from attncheck.records.run_reports import BaselineComparison, GateReport, PropertyReport
+from attncheck.records.survey_reports import (
+    BlockReport,
+    CertificateReport,
+    FingerprintReport,
+    ModReport,
+    OracleReport,
+)
 from attncheck.reporting import ci_formats, score_documents, survey_documents
 from attncheck.reporting.csv_text import document_csv, gate_csv, report_csv
 from attncheck.reporting.gate_document import gate_document, gate_page
 from attncheck.reporting.html import html_text
 from attncheck.reporting.markdown import cut_markdown, markdown_text
 from attncheck.reporting.measurement_document import measurement_document
+from attncheck.reporting.mutant_document import mutant_document
 from attncheck.reporting.terminal import document_lines, plain_text, print_lines, print_text
 
 if TYPE_CHECKING:
@@ -42,15 +54,16 @@ _DOCUMENTS: dict[type, Callable[[Any], Document]] = {
     Report: measurement_document,
     GateReport: gate_document,
     FaultReport: score_documents.fault_document,
+    MutantReport: mutant_document,
     OwnTestsReport: score_documents.own_tests_document,
     SensitivityReport: score_documents.sensitivity_document,
     PropertyReport: score_documents.property_document,
     BaselineComparison: score_documents.baseline_document,
-    survey_reports.OracleReport: survey_documents.oracle_document,
-    survey_reports.CertificateReport: survey_documents.certificate_document,
-    survey_reports.ModReport: survey_documents.mod_document,
-    survey_reports.BlockReport: survey_documents.block_document,
-    survey_reports.FingerprintReport: survey_documents.fingerprint_document,
+    OracleReport: survey_documents.oracle_document,
+    CertificateReport: survey_documents.certificate_document,
+    ModReport: survey_documents.mod_document,
+    BlockReport: survey_documents.block_document,
+    FingerprintReport: survey_documents.fingerprint_document,
 }
 _GATE_FILES = {
     "gate.json": "json",

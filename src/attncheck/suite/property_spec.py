@@ -26,7 +26,12 @@ from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.capabilities import named_kernels
 from attncheck.suite.pytest_options import MARK
 from attncheck.suite.search import search_cases
-from attncheck.verify import question_fit
+from attncheck.verify.question_fit import (
+    allowed_parameters,
+    check_question,
+    question_problem,
+    unfit_reason,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -67,8 +72,8 @@ class PropertySpec:
 
     def fits(self, question: str, problem: Problem) -> bool:
         """Return whether ``question`` of ``problem`` is what the property is about."""
-        problem = question_fit.question_problem(question, problem)
-        if question_fit.unfit_reason(question, problem) is not None:
+        problem = question_problem(question, problem)
+        if unfit_reason(question, problem) is not None:
             return False
         return self.where is None or self.where(problem)
 
@@ -91,7 +96,7 @@ def asks(
         UnknownName: for a question or a family that there is not.
     """
     for question in questions:
-        question_fit.check_question(question)
+        check_question(question)
     for family in families:
         if family != SOFTMAX:
             family_named(family)
@@ -122,13 +127,23 @@ def asks(
     return decorate
 
 
+def cases(kernel: UnderTest, spec: PropertySpec) -> SearchStrategy[Case]:
+    """Return cases of a property for one kernel, dtype and family; they shrink to the plainest."""
+    # The same objects for all draws: Hypothesis looks a new strategy through first.
+    by_question = functools.cache(functools.partial(_problems, kernel, spec))
+    return _cases(st.sampled_from(spec.questions), by_question)
+
+
 @st.composite
-def cases(draw: st.DrawFn, kernel: UnderTest, spec: PropertySpec) -> Case:
-    """Draw cases of a property for one kernel, dtype and family; they shrink to the plainest."""
+def _cases(
+    draw: st.DrawFn,
+    questions: SearchStrategy[str],
+    by_question: Callable[[str], SearchStrategy[Problem]],
+) -> Case:
     # Drawn first: the question decides which Problems fit it.
-    question = draw(st.sampled_from(spec.questions))
-    problem = question_fit.question_problem(question, draw(_problems(kernel, spec, question)))
-    chosen = draw(parameters(allowed=question_fit.allowed_parameters(question, problem)))
+    question = draw(questions)
+    problem = question_problem(question, draw(by_question(question)))
+    chosen = draw(parameters(allowed=allowed_parameters(question, problem)))
     return Case(problem=problem, question=question, parameters=chosen)
 
 
@@ -193,9 +208,7 @@ def variations(
         # Where a mask's numbers do not allow other lengths, the values alone are others.
         for changes in (values | sizes, values):
             try:
-                problem = question_fit.question_problem(
-                    case.question, case.problem.replace(**changes)
-                )
+                problem = question_problem(case.question, case.problem.replace(**changes))
             except ProblemError:  # documents that must cover a length, padding beyond it
                 continue
             if fits(case.question, problem):
@@ -231,7 +244,7 @@ def _other_lengths(problem: Problem, number: int, count: int) -> dict[str, int]:
 
 def _with_next_parameters(case: Case, problem: Problem, number: int) -> Case:
     chosen = {}
-    for name, allowed in question_fit.allowed_parameters(case.question, problem).items():
+    for name, allowed in allowed_parameters(case.question, problem).items():
         values: list[Any] = list(allowed)
         now = case.parameters.get(name)
         index = values.index(now) if now in values else 0
