@@ -8,6 +8,7 @@ used CUDA cannot fork.
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 import json
 import os
 import re
@@ -28,7 +29,7 @@ from msgspec.structs import replace
 from attncheck.core.errors import AttncheckError, UsageError
 from attncheck.core.sanitize_text import one_line
 from attncheck.diagnose.diagnosis import diagnose_failure
-from attncheck.faults.mutation import Mutant, mutants_of, sampled
+from attncheck.faults.mutation import Mutant, mutants_of
 from attncheck.faults.peer_rules import MUTANT_RULES, PeerRules, RecordingExecutor
 from attncheck.faults.scoring import GateRun
 from attncheck.inputs.input_tensors import draw_inputs
@@ -57,7 +58,7 @@ TABLE = "mutants.toml"
 """Beside kernels: what is known of their mutants."""
 
 _PATIENCE = Deadlines().call + Deadlines().imports  # seconds between two words of a process
-_REFERENCE_DTYPES = ("bf16", "fp16", "fp32")
+_REFERENCE_DTYPES = ("bf16", "fp32")
 _REFERENCE_LENGTHS = ((64, 64), (77, 77), (1, 70), (33, 130))
 _FIRST = Problem(query=64, heads=2, head_dim=64, dtype="bf16")
 
@@ -141,10 +142,12 @@ def mutant_units(
 ) -> list[Unit]:
     """Return the work: a unit a mutant.
 
+    They stand in the order of their ids' digests: who stops early has an even sample.
+
     Args:
         specs: Kernels, ``FILE.py::NAME`` each.
         tool: Who is asked.
-        most: At most so many, spread evenly; None for all.
+        most: At most so many; None for all.
         names: Ids, or patterns of ids; none: all.
 
     Raises:
@@ -164,15 +167,12 @@ def mutant_units(
         ]
     if not every:
         raise UsageError("there is no mutant to score: see --list.")
-    if most is not None:
-        kept = {one.id for one in sampled([one for _, one in every], most)}
-        every = [(spec, one) for spec, one in every if one.id in kept]
+    every = sorted(every, key=lambda each: hashlib.sha256(each[1].id.encode()).digest())[:most]
     return [
         Unit(
             kind="fault",
             stage="contract",
             kernel=f"{one.id}@{MUTANT}",
-            convention="",
             device="cpu",
             tier=tool,
             variant=spec,

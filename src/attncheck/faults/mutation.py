@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import copy
 import difflib
-import hashlib
 import textwrap
 from collections import Counter
 from dataclasses import dataclass
@@ -338,13 +337,6 @@ def mutants_of(kernel: str, source: str, operators: Sequence[str] = ()) -> list[
                     )
                 )
     return found
-
-
-def sampled(mutants: Sequence[Mutant], most: int) -> list[Mutant]:
-    """Return at most so many of them, in their order: those whose ids have the least digests."""
-    chosen = sorted(mutants, key=lambda one: hashlib.sha256(one.id.encode()).digest())[:most]
-    kept = {one.id for one in chosen}
-    return [one for one in mutants if one.id in kept]
 
 
 class _Folded(ast.NodeTransformer):
