@@ -85,7 +85,8 @@ def _off_by_one(site: _Site) -> Iterator[ast.AST]:
     if isinstance(node, ast.Name | ast.BinOp | ast.Attribute):
         compared = isinstance(parent, ast.Compare) and node is not parent.left
         ordered = compared and isinstance(parent.ops[0], ast.Lt | ast.LtE | ast.Gt | ast.GtE)  # type: ignore[attr-defined]
-        if ordered or (_called(parent) == "range" and node is not parent.args[-1]):  # type: ignore[attr-defined]
+        bound = _called(parent) == "range" and node in parent.args[:2]  # type: ignore[attr-defined]
+        if ordered or bound:
             yield from (_plus(node, one) for one in (1, -1))
 
 
