@@ -7,7 +7,8 @@ from attncheck.records.record import Unclaimed
 from attncheck.subjects.load import load_subject
 from attncheck.surveys import claims as room
 from attncheck.surveys.capability_detection import Detection
-from attncheck.surveys.claims import CLAIMED, NOT_CLAIMED, claimed_questions, find_claims, on_terms
+from attncheck.surveys.claims import CLAIMED, NOT_CLAIMED, claimed_questions, find_claims
+from attncheck.verify.kernel_hosts import on_terms
 from attncheck.verify.run_case import run_case
 
 KERNELS = """
@@ -91,7 +92,7 @@ def test_who_takes_everything_is_asked_everything(find):
     assert (claims.lines(), wrong(claims)) == ([], [])
     terms = claims.terms()
     assert terms.table is None
-    asked = claimed_questions(claims, terms, device="cpu")
+    asked = claimed_questions(claims, device="cpu")
     assert {one.case.problem.head_dim for one in asked} == {64, 80, 96, 128}
 
 
@@ -105,7 +106,7 @@ def test_what_it_cannot_take_is_a_line_and_no_failure(find):
     assert wrong(claims) == []
     terms = claims.terms()
     held = on_terms(subject, terms)
-    asked = claimed_questions(claims, terms, device="cpu")
+    asked = claimed_questions(claims, device="cpu")
     statuses = {one.name: run_case(held, one.case, device="cpu").status for one in asked}
     assert {"pass", "unsupported"} >= set(statuses.values())
     # Moved to what it takes: no question is lost for its sizes.
@@ -117,7 +118,7 @@ def test_what_is_asked_for_by_name_is_claimed(find):
     subject, claims = find("raises")
     terms = claims.terms(["bf16"], [80])
     how = {"device": "cpu", "dtypes": ["bf16"], "head_dims": [80]}
-    (plain,) = claimed_questions(claims, terms, names=["plain"], **how)
+    (plain,) = claimed_questions(claims, names=["plain"], **how)
     assert (plain.case.problem.dtype, plain.case.problem.head_dim) == ("bf16", 80)
     assert run_case(on_terms(subject, terms), plain.case, device="cpu").status == "error"
 
@@ -135,12 +136,12 @@ def test_wrong_sizes_are_one_finding_and_asked_apart(find):
     assert wrong(claims) == names
     terms = claims.terms()
     held = on_terms(subject, terms)
-    asked = claimed_questions(claims, terms, device="cpu")
+    asked = claimed_questions(claims, device="cpu")
     failed = [one for one in asked if run_case(held, one.case, device="cpu").status == "fail"]
     assert [one.name for one in failed] == names
     assert failed[1].unclaimed == Unclaimed(aspect="head_dims", what="40")
     # A kernel that has been mended is asked by the same name.
-    (again,) = claimed_questions(claims, terms, device="cpu", names=["head_dims-64"])
+    (again,) = claimed_questions(claims, device="cpu", names=["head_dims-64"])
     assert run_case(held, again.case, device="cpu").status == "pass"
 
 
@@ -149,7 +150,7 @@ def test_a_tile_that_is_not_masked_is_named(find):
     assert claims.limits().startswith("lengths of multiples of 128")
     assert {"lengths-77", "decode-lengths-77"} <= set(wrong(claims))
     terms = claims.terms()
-    (shown,) = claimed_questions(claims, terms, device="cpu", names=["decode-lengths-77"])
+    (shown,) = claimed_questions(claims, device="cpu", names=["decode-lengths-77"])
     record = run_case(on_terms(subject, terms), shown.case, device="cpu")
     assert record.status == "fail"
     assert record.judgement is not None

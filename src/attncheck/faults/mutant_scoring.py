@@ -39,9 +39,10 @@ from attncheck.records.failure_causes import certain_explanations
 from attncheck.records.fault_scores import MutantScore
 from attncheck.records.record import FAILED_STATUSES, Diagnosis, Record
 from attncheck.subjects.load import load_subject
-from attncheck.surveys.claims import claimed_questions, find_claims, on_terms
+from attncheck.surveys.claims import claimed_questions, find_claims
 from attncheck.verify.environment import environment, fingerprint, prepare
 from attncheck.verify.executor import Execution, Failure, InProcess
+from attncheck.verify.kernel_hosts import on_terms
 from attncheck.verify.question_fit import adapted_problems
 from attncheck.verify.remote_kernel import Deadlines
 from attncheck.verify.verify import iter_records
@@ -359,7 +360,7 @@ class _Job:
         assert claims is not None, "it is a function of a file"
         terms = claims.terms()
         subject = on_terms(subject, terms)
-        questions = claimed_questions(claims, terms, device="cpu")
+        questions = claimed_questions(claims, device="cpu")
         right = on_terms(load_subject(f"{self._file}::{self._function}", None), terms)
         peers, recording = PeerRules(right, MUTANT_RULES), RecordingExecutor()
         named = [(question.name, question.case) for question in questions]
