@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from attncheck import probes
+from attncheck.cases.covering import FewRows, plain_row, row_name, row_problem
 from attncheck.cases.named_problems import CHECK, IN_TURN, PROBED, tagged
 from attncheck.cases.variants import check_measured
 from attncheck.core.errors import ProblemError
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.problem import LARGEST_HEAD_DIM, Case, Problem
 
 if TYPE_CHECKING:
@@ -78,11 +80,60 @@ def _problems(
             fields["head_dim"] = head_dims[number % len(head_dims)]
         problem = Problem(dtype=dtype, **fields)
         if takes is not None and not takes(problem):
+            problem = _other_diagonal(problem)
+        if takes is not None and not takes(problem):
             from attncheck.cases.strategies.problems import nearest_supported  # loads Hypothesis
 
             problem = nearest_supported(problem, takes, (dtype,)) or problem
         problems[name] = problem
     return problems
+
+
+def _other_diagonal(problem: Problem) -> Problem:
+    """Return a causal problem as bottom-right conventions have it, where lengths differ."""
+    if problem.mask.name != "causal" or problem.query == problem.kv:
+        return problem
+    return problem.replace(mask=Spec.of("causal_bottom_right"))
+
+
+_CROSSED = 20
+_CROSSED_SIZES = "tiny"  # of covering.SHAPES
+
+
+def crossed_cases(
+    dtype: str, head_dims: Sequence[int], takes: Callable[[Problem], bool]
+) -> list[CheckCase]:
+    """Return problems that have every value of the axes that a kernel takes, and many pairs.
+
+    Of a kernel of one layout as many as of any other: in other distributions, and other draws.
+
+    Args:
+        dtype: As of ``check_cases``.
+        head_dims: Those that were asked for; none: all that the kernel takes.
+        takes: Whether the kernel takes a Problem.
+    """
+    from attncheck.cases.strategies.problems import nearest_supported  # loads Hypothesis
+
+    own = {"dims": (head_dims[0], head_dims[0])} if head_dims else {}
+    plainest = row_problem({"dtype": dtype} | own, _CROSSED_SIZES, 0)
+    base = nearest_supported(plainest, takes, (dtype,))
+    if base is None:
+        return []
+    few = FewRows(
+        takes if not head_dims else lambda p: p.head_dim in head_dims and takes(p),
+        plain_row(base, _CROSSED_SIZES),
+        _CROSSED_SIZES,
+    )
+    named = {f"crossed-{n}": row for n, row in enumerate(few.rows(_CROSSED), 1)}
+    named |= {f"alone-{row_name(row)}".replace(" ", "-"): row for row in few.alone()}
+    return [
+        CheckCase(
+            name=name,
+            summary=row_name(row) or "plain",
+            case=Case(problem=row_problem(row, _CROSSED_SIZES, seed)),
+        )
+        for seed, (name, row) in enumerate(named.items())
+    ]
 
 
 _OF_CALLS = (

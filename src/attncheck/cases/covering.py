@@ -68,7 +68,7 @@ def _constraint(axes: Mapping[str, Sequence[Hashable]], exclusion: Exclusion) ->
 Fields = dict[str, Any]
 """Fields of a Problem."""
 
-EXTENTS = ("", "none", "one", "all but one", "all", "beyond")
+EXTENTS = ("", "no key", "one key", "all but one", "all", "beyond")
 """How many keys the number of a mask leaves: a part of them, and its boundary values."""
 _BEYOND = 2**20  # a window that hides nothing, of any kernel's lengths
 
@@ -76,7 +76,7 @@ _CAUSAL, _BOTTOM_RIGHT = Spec.of("causal"), Spec.of("causal_bottom_right")
 
 
 def _extent(name: str, typical: int, most: int) -> int:
-    numbers = {"": typical, "none": 0, "one": 1, "all but one": most - 1, "all": most}
+    numbers = {"": typical, "no key": 0, "one key": 1, "all but one": most - 1, "all": most}
     return max(0, numbers.get(name, _BEYOND))
 
 
@@ -86,10 +86,10 @@ def _variant(name: str) -> Callable[[Shape, str], Spec]:
     return lambda sizes, _extent: mods(sizes)[0]
 
 
-def _window(sizes: Shape, extent: str) -> Spec:
+def _window(sizes: Shape, extent: str, most: int) -> Spec:
     # Of the shorter length: of few rows and many keys a quarter of the keys hides none.
     typical = max(1, min(sizes.query, sizes.kv) // 4)
-    return Spec.of("sliding_window", window=_extent(extent, typical, sizes.query))
+    return Spec.of("sliding_window", window=_extent(extent, typical, most))
 
 
 def _padding(sizes: Shape, extent: str) -> Spec:
@@ -117,7 +117,7 @@ MASKS: dict[str, Callable[[Shape, str], Spec]] = {
     "full": lambda _sizes, _extent: FULL,
     "causal": lambda _sizes, _extent: _CAUSAL,
     "causal_bottom_right": lambda _sizes, _extent: _BOTTOM_RIGHT,
-    "sliding_window": _window,
+    "sliding_window": lambda sizes, extent: _window(sizes, extent, sizes.query),
     "prefix_lm": lambda sizes, extent: Spec.of(
         "prefix_lm", prefix=_extent(extent, sizes.kv // 4, sizes.kv)
     ),
@@ -127,7 +127,7 @@ MASKS: dict[str, Callable[[Shape, str], Spec]] = {
     "neighborhood": _variant("neighborhood"),
     # As flash-attn aligns it: of few rows and many keys most tiles and splits lie outside.
     "window_bottom_right": lambda sizes, extent: Spec.of(
-        "offset", _window(sizes, extent), rows=max(0, sizes.kv - sizes.query)
+        "offset", _window(sizes, extent, sizes.kv), rows=max(0, sizes.kv - sizes.query)
     ),
 }
 """The mask of (sizes, extent), by the names that variants have."""
@@ -244,7 +244,7 @@ DISTRIBUTIONS = (
 )
 
 ALONE: dict[str, tuple[str, ...]] = {
-    "extent": ("none", "one"),
+    "extent": ("no key", "one key"),
     "scale": ("zero", "tiny"),
     "stored": ("sink above",),
 }
@@ -303,9 +303,10 @@ def row_problem(row: Mapping[str, Any], shapes: str, seed: int) -> Problem:
         seed: Which draw.
     """
     row = PLAIN_ROW | {"shape": next(iter(SHAPES[shapes]))} | dict(row)
-    query, kv = SHAPES[shapes][row["shape"]]
-    batch, heads, kv_heads = HEADS[row["heads"]]
-    head_dim, value_dim = DIMS[row["dims"]]
+    # Sizes of a kernel that takes none of ours are values that have no name.
+    query, kv = SHAPES[shapes].get(row["shape"], row["shape"])
+    batch, heads, kv_heads = HEADS.get(row["heads"], row["heads"])
+    head_dim, value_dim = DIMS.get(row["dims"], row["dims"])
     sizes = Shape(
         batch=batch,
         heads=heads,
@@ -365,6 +366,128 @@ def alone_rows(axes: Mapping[str, Sequence[Any]]) -> Iterator[Row]:
 
 
 Row = dict[str, Any]
+
+
+# ------------------------------------------------------------ few rows, for a check
+
+
+_MASKS_ALONE = 2
+# ``scale or default`` is what most functions say, torch's own on a CPU multiplies −∞ by the scale,
+# and a head of 256 takes as long as four others: a gate asks for them.
+_UNUSUAL = {"negative", "zero", "256"}
+
+
+class FewRows:
+    """Rows of a kernel, each with as many pairs as it can have that no row before it has.
+
+    No array is complete in so few: which pairs come first is what counts.
+
+    Args:
+        takes: Whether the kernel takes a Problem.
+        plain: The plainest row that it takes, which all others are changes of.
+        shapes: A name of ``SHAPES``.
+    """
+
+    def __init__(self, takes: Callable[[Problem], bool], plain: Row, shapes: str) -> None:
+        self._takes, self._plain, self._shapes = takes, plain, shapes
+        self._seen: dict[tuple[Any, ...], int] = {}
+        self._answers: dict[tuple[Any, ...], bool] = {}
+
+    def takes(self, row: Row) -> bool:
+        """Return whether there is such a Problem, and the kernel takes it."""
+        row = self._plain | row
+        key = tuple(row[name] for name in AXES)
+        if key not in self._answers:
+            excluded = any(cannot_be(row) for _, cannot_be in EXCLUSIONS)
+            self._answers[key] = not excluded and _supported(row, self._shapes, self._takes)
+        return self._answers[key]
+
+    def axes(self) -> dict[str, list[Any]]:
+        """Return the values of each axis that it takes beside the plainest of all others.
+
+        Or beside a causal mask: slopes are of causal alone.
+        """
+        axes: dict[str, list[Any]] = {}
+        beside: tuple[Row, ...] = ({}, {"mask": "causal"}, {"mask": "causal_bottom_right"})
+        for name, values in AXES.items():
+            alone = {*ALONE.get(name, ()), *_UNUSUAL}
+            masks = ({"mask": mask} for mask in axes["mask"]) if name == "extent" else beside
+            able = [*masks]
+            axes[name] = [self._plain[name]]
+            axes[name] += [
+                value
+                for value in values
+                if value not in {self._plain[name], *alone}
+                and (name != "dtype")
+                and any(self.takes(other | {name: value}) for other in able)
+            ]
+        return axes
+
+    def alone(self) -> Iterator[Row]:
+        """Yield a row for each value that leaves nothing to see of others, of at most two masks."""
+        axes = {name: [*values, *ALONE.get(name, ())] for name, values in self.axes().items()}
+        axes["scale"] = [value for value in axes["scale"] if value not in _UNUSUAL]
+        count: dict[tuple[Any, ...], int] = {}
+        for row in alone_rows(axes):
+            value = tuple(row[name] for name in ALONE)
+            able = (each for each in (row, row | {"backward": ""}) if self.takes(each))
+            chosen = next(able, None)
+            if chosen is not None and count.setdefault(value, 0) < _MASKS_ALONE:
+                count[value] += 1
+                yield chosen
+
+    def rows(self, count: int) -> Iterator[Row]:
+        """Yield ``count`` rows: as many of a kernel of few layouts, in other distributions."""
+        axes = self.axes()
+        order = [name for name in axes if name not in {"mask", "extent"}]
+        for turn in range(count):
+            row: Row = {}
+            # Which masks there can be depends on nothing else; what else there can be, on them.
+            for name in (
+                "mask",
+                "extent",
+                *order[turn % len(order) :],
+                *order[: turn % len(order)],
+            ):
+                row[name] = self._best(row, name, axes[name])
+            for pair in _pairs_of(row):
+                self._count(pair)
+            for item in row.items():
+                self._count((item,))
+            yield self._plain | row
+
+    def _best(self, row: Row, name: str, values: list[Any]) -> Any:
+        """Return the value that makes most new pairs with ``row``, the least used of several."""
+
+        def merit(value: Any) -> tuple[int, int]:
+            pairs = (_pair(item, (name, value)) for item in row.items())
+            return sum(pair not in self._seen for pair in pairs), -self._seen.get(
+                ((name, value),), 0
+            )
+
+        for value in sorted(values, key=merit, reverse=True):
+            if self.takes(row | {name: value}):
+                return value
+        return self._plain[name]
+
+    def _count(self, key: tuple[Any, ...]) -> None:
+        key = _pair(*key) if len(key) > 1 else key
+        self._seen[key] = self._seen.get(key, 0) + 1
+
+
+def _pair(one: tuple[str, Any], other: tuple[str, Any]) -> tuple[tuple[str, Any], ...]:
+    return (one, other) if one[0] < other[0] else (other, one)
+
+
+def plain_row(problem: Problem, shapes: str) -> Row:
+    """Return the plainest row of a kernel that takes ``problem``, whatever its sizes are."""
+    sizes: dict[str, tuple[Mapping[str, Any], tuple[int, ...]]] = {
+        "shape": (SHAPES[shapes], (problem.query, problem.kv)),
+        "heads": (HEADS, (problem.batch, problem.heads, problem.kv_heads)),
+        "dims": (DIMS, (problem.head_dim, problem.value_dim)),
+    }
+    row = {name: _name_of(named, size) or size for name, (named, size) in sizes.items()}
+    return PLAIN_ROW | row | {"dtype": problem.dtype}
 
 
 def row_values(row: Mapping[str, Any], problem: Problem, shapes: str) -> Row:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from attncheck.subjects.capabilities.capability_table import Capabilities
@@ -17,6 +19,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     convention: str  # a name of a calling convention
     lse: str = ""  # the logarithm of its LSE, where it is not the convention's
+    causal: str = ""  # where its diagonal ends, where that is not the convention's
     table: Capabilities | None = None  # what it was right on when it was tried; None for no limit
     limits: str = ""  # the same in a line: why it is not asked more
     # Ids of Problems that are asked although the table has no place for them.
@@ -28,7 +31,8 @@ def subject_on_terms(subject: Subject, terms: Terms) -> Subject:
     plain = subject.inner if isinstance(subject, Declared) else subject
     if not isinstance(plain, FunctionSubject):
         raise TypeError(f"{subject.name} is no plain function")
-    options = ConventionOptions(lse=terms.lse)  # type: ignore[arg-type]  # it checks the name
+    how: dict[str, Any] = {"lse": terms.lse, "causal": terms.causal}
+    options = ConventionOptions(**how)
     called = adopted(plain.function, plain.name, terms.convention, options)
     assert isinstance(called, Subject), called
     called.conventions = plain.conventions

@@ -20,7 +20,7 @@ import msgspec
 from msgspec.structs import replace
 
 from attncheck import probes
-from attncheck.cases.check_cases import CheckCase, call_cases, check_cases
+from attncheck.cases.check_cases import CheckCase, call_cases, check_cases, crossed_cases
 from attncheck.core.errors import UsageError
 from attncheck.core.files import write_texts
 from attncheck.inputs.problem import Case, Problem
@@ -35,6 +35,7 @@ from attncheck.surveys.capability_detection import (
     TrialResult,
     all_trials,
     causal_trials,
+    gradient_trials,
     length_trials,
     rectangular_trials,
 )
@@ -42,6 +43,7 @@ from attncheck.surveys.proposed_table import propose_table
 from attncheck.verify.environment import environment, fingerprint
 from attncheck.verify.kernel_hosts import executor_of
 from attncheck.verify.kernel_server import loaded_files
+from attncheck.verify.question_fit import adapted_problems
 from attncheck.verify.remote_kernel import RemoteSubject
 
 if TYPE_CHECKING:
@@ -65,6 +67,7 @@ NOT_CLAIMED = {
     "gqa": "without a flag for it nobody says that heads may share keys",
     "rectangular": "in self-attention queries and keys are equally many",
     "causal": "where lengths differ, conventions disagree on where the diagonal ends",
+    "backward": "a forward alone is a kernel too",
 }
 """Aspects that a function claims only where it is right: what it raises there is no failure, and
 what it gets wrong without a word is one finding."""
@@ -72,7 +75,7 @@ what it gets wrong without a word is one finding."""
 CLAIM_TRIALS = 40
 """About so many questions are asked: how far it is."""
 
-_FORM = 1  # of what is kept: another number forgets what an older version kept
+_FORM = 2  # of what is kept: another number forgets what an older version kept
 _MOST_DEATHS = 2  # of the kernel's process, after which nothing more is tried
 _SHOWN = "lengths-77"  # no multiple of any tile
 _USUAL_DTYPES = ("fp32", "fp16", "bf16")
@@ -85,6 +88,7 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     convention: str  # the one by which it was right; else the likeliest
     others: tuple[str, ...] = ()  # those of the others by which it was right too
     lse: str = ""  # logarithm of its LSE, where it is not the convention's
+    causal: str = ""  # where its diagonal ends at other lengths, where it is not the convention's
     # The Problem that all trials were changes of, as JSON; None where it takes none.
     base: dict[str, Any] | None = None
     right: bool = False  # whether it was right on that
@@ -103,7 +107,7 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """
         table, limits = self._table(), self.limits()
         if table is None or not limits:
-            return Terms(convention=self.convention)
+            return Terms(convention=self.convention, causal=self.causal)
         dims = table.head_dims
         table = replace(
             table,
@@ -113,6 +117,7 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         admitted = tuple(each.case.problem.id for each in self.unclaimed(names))
         return Terms(
             convention=self.convention,
+            causal=self.causal,
             table=table,
             limits=f"not asked: it takes {limits}",
             admitted=admitted,
@@ -123,6 +128,14 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         table = self._table()
         right = table.dtypes if table and table.dtypes else _USUAL_DTYPES
         return tuple(name for name in right if name in _USUAL_DTYPES)
+
+    def gives_gradients(self, problem: Problem) -> bool:
+        """Return whether it was right on a loss such as the Problem's, which may have none."""
+        what = "out and LSE" if problem.dlse else "out"
+        taken = (
+            one.what == what for one in self.tried if one.aspect == "backward" and not one.reason
+        )
+        return not problem.backward or any(taken)
 
     def head_dims(self) -> tuple[int, ...]:
         """Return the head_dims of keys and values alike that it is right in; empty for any."""
@@ -169,6 +182,12 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             lines.append(
                 f"called as {self.convention}, by which alone it is right; --convention "
                 f"{self.conventions[0]} says otherwise"
+            )
+        if self.causal:
+            corner = "last" if self.causal == "bottom_right" else "first"
+            lines.append(
+                f"where lengths differ its causal mask gives the {corner} row the {corner} key, "
+                f"unlike the {self.convention} convention's: asked so everywhere"
             )
         if limits := self.limits():
             raised = {one.reason.partition(":")[0] for one in self.tried if one.verdict == "raises"}
@@ -288,6 +307,7 @@ def find_claims(
             convention=found.convention,
             others=others,
             lse=found.options.lse,
+            causal=found.options.causal,
             base=base.to_json(),
             right=right,
             tried=tuple(one for one in found.tried if one.aspect != "convention"),
@@ -315,9 +335,14 @@ def _try_unclaimed(detection: Detection, base: Problem, device: str) -> None:
                 continue
         detection.ask(trial.aspect, trial.what, problem)
         last = detection.result(base).tried[-1]
+        if trial.aspect == "causal" and last.verdict == "wrong":
+            detection.other_diagonal(_OTHER[trial.changes["mask"].name], base)
         deaths += bool(last.fatal)
         if deaths >= _MOST_DEATHS:
             return
+
+
+_OTHER = {"causal": "bottom_right", "causal_bottom_right": "top_left"}
 
 
 def _trials(base: Problem, convention: str, device: str) -> Iterator[Trial]:
@@ -329,6 +354,7 @@ def _trials(base: Problem, convention: str, device: str) -> Iterator[Trial]:
             yield trial
     yield from length_trials(base.query)
     yield from rectangular_trials(base)
+    yield from gradient_trials()
     yield causal_trials(base)[chosen.bottom_right if isinstance(chosen, Convention) else 0]
 
 
@@ -343,9 +369,22 @@ def on_terms(subject: Subject, terms: Terms) -> Subject:
 _USUAL_HEAD_DIMS = (64, 80, 96, 128)
 
 
+def subject_takes(subject: Subject, device: str) -> Callable[[Problem], bool]:
+    """Return whether a kernel takes a Problem, as it is or in pages, as far as it says so."""
+    executor = executor_of(subject)
+
+    def takes(problem: Problem) -> bool:
+        return any(
+            executor.concerns(subject, each) and executor.refusal(subject, each, device) is None
+            for each in adapted_problems(subject, problem, executor)
+        )
+
+    return takes
+
+
 def claimed_questions(
     claims: Claims,
-    terms: Terms,
+    subject: Subject,
     *,
     device: str,
     dtypes: Sequence[str] = (),
@@ -356,23 +395,49 @@ def claimed_questions(
 
     Args:
         claims: What was found.
-        terms: Of these claims, for what was asked for by name.
+        subject: The kernel on the terms of these claims.
         device: ``cpu`` or ``cuda``.
         dtypes: Those that were asked for; none: bf16, or the first that it is right in.
         head_dims: Those that were asked for.
         names: Of questions, those that were asked for; none: all.
     """
-    table = terms.table
-    takes = None if table is None else lambda problem: table.refuses(problem, device) is None
+    able = subject_takes(subject, device)
     right = claims.dtypes()
     dtypes = dtypes or (("bf16",) if "bf16" in right else right[:1])
-    dims = claims.head_dims() if table is not None else ()
-    head_dims = head_dims or [dim for dim in dims if dim in _USUAL_HEAD_DIMS] or dims
-    questions = call_cases(dtypes[0], head_dims, takes=takes)
+    dims = claims.head_dims()
+    usual = head_dims or [dim for dim in dims if dim in _USUAL_HEAD_DIMS] or dims
+    questions = call_cases(dtypes[0], usual, takes=able)
     for dtype in dict.fromkeys(dtypes):
-        questions += check_cases(dtype, head_dims, takes=takes)
+        questions += check_cases(dtype, usual, takes=able)
+        questions += crossed_cases(
+            dtype, head_dims, lambda problem: claims.gives_gradients(problem) and able(problem)
+        )
     questions += claims.unclaimed(names)
     return [question for question in questions if not names or question.name in names]
+
+
+def subject_questions(
+    subject: Subject,
+    questions: Sequence[CheckCase],
+    *,
+    device: str,
+    dtypes: Sequence[str] = (),
+    head_dims: Sequence[int] = (),
+    names: Sequence[str] = (),
+) -> list[CheckCase]:
+    """Return a quick check's questions to a Subject, and those of the axes that it takes.
+
+    Args:
+        subject: A kernel that says itself what it takes.
+        questions: Those that any kernel is asked.
+        device: ``cpu`` or ``cuda``.
+        dtypes: As of ``claimed_questions``, as are the next two.
+        head_dims: Those that were asked for.
+        names: Of questions.
+    """
+    able = subject_takes(subject, device)
+    more = [each for dtype in dtypes or ("bf16",) for each in crossed_cases(dtype, head_dims, able)]
+    return [*questions, *(each for each in more if not names or each.name in names)]
 
 
 # ------------------------------------------------------------------ kept
