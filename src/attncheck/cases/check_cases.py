@@ -96,7 +96,7 @@ def _other_diagonal(problem: Problem) -> Problem:
     return problem.replace(mask=Spec.of("causal_bottom_right"))
 
 
-_CROSSED = 20
+_CROSSED = 14
 _CROSSED_SIZES = "tiny"  # of covering.SHAPES
 
 
@@ -188,7 +188,10 @@ def _probe_cases(problems: Mapping[str, Problem]) -> Iterator[CheckCase]:
             problem = problems[layout]
             if probe.unfit(problem) is not None:
                 continue
-            for number, case in enumerate(probes.cases(name, problem)[:_ROUNDS]):
+            # Each layout has rounds of its own, as far as there are several.
+            rounds = [*enumerate(probes.cases(name, problem)[:_ROUNDS])]
+            turn = _USUAL_LAYOUTS.index(layout) if layout in _USUAL_LAYOUTS else 0
+            for number, case in rounds[turn % len(rounds) : turn % len(rounds) + 1]:
                 again = f"-{number + 1}" if number else ""
                 label = f"{name}-{layout}{again}"
                 yield CheckCase(name=label, summary=probe.summary, case=case)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import covertable
@@ -68,7 +69,7 @@ def _constraint(axes: Mapping[str, Sequence[Hashable]], exclusion: Exclusion) ->
 Fields = dict[str, Any]
 """Fields of a Problem."""
 
-EXTENTS = ("", "no key", "one key", "all but one", "all", "beyond")
+EXTENTS = ("", "half", "no key", "one key", "all but one", "all", "beyond")
 """How many keys the number of a mask leaves: a part of them, and its boundary values."""
 _BEYOND = 2**20  # a window that hides nothing, of any kernel's lengths
 
@@ -76,7 +77,14 @@ _CAUSAL, _BOTTOM_RIGHT = Spec.of("causal"), Spec.of("causal_bottom_right")
 
 
 def _extent(name: str, typical: int, most: int) -> int:
-    numbers = {"": typical, "no key": 0, "one key": 1, "all but one": most - 1, "all": most}
+    numbers = {
+        "": typical,
+        "half": most // 2,
+        "no key": 0,
+        "one key": 1,
+        "all but one": most - 1,
+        "all": most,
+    }
     return max(0, numbers.get(name, _BEYOND))
 
 
@@ -131,7 +139,7 @@ MASKS: dict[str, Callable[[Shape, str], Spec]] = {
     ),
 }
 """The mask of (sizes, extent), by the names that variants have."""
-_OF_EXTENTS = {"sliding_window", "prefix_lm", "padding", "varlen", "window_bottom_right"}
+_OF_EXTENTS = ("varlen", "window_bottom_right", "sliding_window", "padding", "prefix_lm")
 
 SCORES: dict[str, Callable[[Shape], Spec]] = {
     "none": lambda _: NONE,
@@ -211,8 +219,8 @@ HEADS: dict[str, tuple[int, int, int]] = {
     "GQA": (1, 4, 2),
     "MQA": (1, 3, 1),
     "sequences GQA": (2, 6, 2),
-    "group of 7": (1, 14, 2),
-    "group of 5": (2, 5, 1),
+    "group of 7": (1, 7, 1),
+    "group of 5": (1, 5, 1),
     "group of 6": (1, 6, 1),
 }
 """Batch, heads, kv heads; with 6/2, h // group and h % kv_heads differ; 3, 5, 6 and 7 rows of a
@@ -245,7 +253,7 @@ DISTRIBUTIONS = (
 
 ALONE: dict[str, tuple[str, ...]] = {
     "extent": ("no key", "one key"),
-    "scale": ("zero", "tiny"),
+    "scale": ("huge", "zero", "tiny"),
     "stored": ("sink above",),
 }
 """Values that leave nothing to see of the others: asked in rows of their own."""
@@ -351,7 +359,7 @@ def alone_rows(axes: Mapping[str, Sequence[Any]]) -> Iterator[Row]:
     common = {name: values[0] for name, values in axes.items()}
     common["backward"] = axes["backward"][-1]
     common |= {"heads": "sequences GQA"} if "sequences GQA" in axes["heads"] else {}
-    masks = [mask for mask in axes["mask"] if mask in _OF_EXTENTS]
+    masks = [mask for mask in _OF_EXTENTS if mask in axes["mask"]]
     for axis, names in ALONE.items():
         for name in names:
             if name not in axes[axis]:
@@ -373,8 +381,13 @@ Row = dict[str, Any]
 
 _MASKS_ALONE = 2
 # ``scale or default`` is what most functions say, torch's own on a CPU multiplies −∞ by the scale,
-# and a head of 256 takes as long as four others: a gate asks for them.
-_UNUSUAL = {"negative", "zero", "256"}
+# a head of 256 takes as long as four others, and where one key has all the weight little else
+# shows: a gate asks for them, and a check for some by questions of their own.
+_UNUSUAL = {
+    "scale": {"negative", "zero"},
+    "dims": {"256"},
+    "distribution": {"large_logits", "one_hot", "sink", "negative_logits", "constant_rows"},
+}
 
 
 class FewRows:
@@ -390,7 +403,8 @@ class FewRows:
 
     def __init__(self, takes: Callable[[Problem], bool], plain: Row, shapes: str) -> None:
         self._takes, self._plain, self._shapes = takes, plain, shapes
-        self._seen: dict[tuple[Any, ...], int] = {}
+        self._seen: set[frozenset[tuple[str, Any]]] = set()  # pairs
+        self._uses: Counter[tuple[str, Any]] = Counter()
         self._answers: dict[tuple[Any, ...], bool] = {}
 
     def takes(self, row: Row) -> bool:
@@ -402,31 +416,32 @@ class FewRows:
             self._answers[key] = not excluded and _supported(row, self._shapes, self._takes)
         return self._answers[key]
 
-    def axes(self) -> dict[str, list[Any]]:
-        """Return the values of each axis that it takes beside the plainest of all others.
+    def axes(self) -> dict[str, dict[Any, Row]]:
+        """Return the values of each axis that it takes, each with what it takes it beside.
 
-        Or beside a causal mask: slopes are of causal alone.
+        That is the plainest of all others; or a causal mask, at equal lengths: slopes are of it
+        alone.
         """
-        axes: dict[str, list[Any]] = {}
-        beside: tuple[Row, ...] = ({}, {"mask": "causal"}, {"mask": "causal_bottom_right"})
+        causal = [{"mask": mask} for mask in ("causal", "causal_bottom_right")]
+        beside: list[Row] = [{}, *causal, *(each | {"shape": "even"} for each in causal)]
+        axes: dict[str, dict[Any, Row]] = {}
         for name, values in AXES.items():
-            alone = {*ALONE.get(name, ()), *_UNUSUAL}
-            masks = ({"mask": mask} for mask in axes["mask"]) if name == "extent" else beside
-            able = [*masks]
-            axes[name] = [self._plain[name]]
-            axes[name] += [
-                value
-                for value in values
-                if value not in {self._plain[name], *alone}
-                and (name != "dtype")
-                and any(self.takes(other | {name: value}) for other in able)
-            ]
+            others = [{"mask": mask} for mask in axes["mask"]] if name == "extent" else beside
+            axes[name] = {self._plain[name]: {}}
+            for value in values if name != "dtype" else ():
+                able = (each for each in others if self.takes(each | {name: value}))
+                found = (
+                    None
+                    if value in axes[name] or value in _UNUSUAL.get(name, ())
+                    else next(able, None)
+                )
+                if found is not None:
+                    axes[name][value] = found
         return axes
 
     def alone(self) -> Iterator[Row]:
-        """Yield a row for each value that leaves nothing to see of others, of at most two masks."""
-        axes = {name: [*values, *ALONE.get(name, ())] for name, values in self.axes().items()}
-        axes["scale"] = [value for value in axes["scale"] if value not in _UNUSUAL]
+        """Yield a row for each value that leaves nothing to see of others, of two masks at most."""
+        axes = {name: [*values] for name, values in self.axes().items()}
         count: dict[tuple[Any, ...], int] = {}
         for row in alone_rows(axes):
             value = tuple(row[name] for name in ALONE)
@@ -439,44 +454,33 @@ class FewRows:
     def rows(self, count: int) -> Iterator[Row]:
         """Yield ``count`` rows: as many of a kernel of few layouts, in other distributions."""
         axes = self.axes()
-        order = [name for name in axes if name not in {"mask", "extent"}]
-        for turn in range(count):
-            row: Row = {}
-            # Which masks there can be depends on nothing else; what else there can be, on them.
-            for name in (
-                "mask",
-                "extent",
-                *order[turn % len(order) :],
-                *order[: turn % len(order)],
-            ):
-                row[name] = self._best(row, name, axes[name])
-            for pair in _pairs_of(row):
-                self._count(pair)
-            for item in row.items():
-                self._count((item,))
+        # Gradients are asked for with the forward, wherever there are any.
+        if len(axes["backward"]) > 1:
+            del axes["backward"][""]
+        for name, alone in ALONE.items():
+            axes[name] = {value: row for value, row in axes[name].items() if value not in alone}
+        for _ in range(count):
+            # From the value that was asked least; of several from one that has a condition.
+            every = [(name, value) for name, values in axes.items() for value in values]
+            name, value = min(every, key=lambda one: (self._uses[one], not axes[one[0]][one[1]]))
+            row = axes[name][value] | {name: value}
+            # Which of the others there can be depends on the mask and the lengths.
+            for other in sorted(axes, key=lambda each: each not in {"mask", "shape"}):
+                if other not in row:
+                    row[other] = self._best(row, other, [*axes[other]])
+            self._seen.update(frozenset(pair) for pair in _pairs_of(row))
+            self._uses.update(row.items())
             yield self._plain | row
 
     def _best(self, row: Row, name: str, values: list[Any]) -> Any:
         """Return the value that makes most new pairs with ``row``, the least used of several."""
 
         def merit(value: Any) -> tuple[int, int]:
-            pairs = (_pair(item, (name, value)) for item in row.items())
-            return sum(pair not in self._seen for pair in pairs), -self._seen.get(
-                ((name, value),), 0
-            )
+            new = sum(frozenset((item, (name, value))) not in self._seen for item in row.items())
+            return new, -self._uses[name, value]
 
-        for value in sorted(values, key=merit, reverse=True):
-            if self.takes(row | {name: value}):
-                return value
-        return self._plain[name]
-
-    def _count(self, key: tuple[Any, ...]) -> None:
-        key = _pair(*key) if len(key) > 1 else key
-        self._seen[key] = self._seen.get(key, 0) + 1
-
-
-def _pair(one: tuple[str, Any], other: tuple[str, Any]) -> tuple[tuple[str, Any], ...]:
-    return (one, other) if one[0] < other[0] else (other, one)
+        able = (v for v in sorted(values, key=merit, reverse=True) if self.takes(row | {name: v}))
+        return next(able, self._plain[name])
 
 
 def plain_row(problem: Problem, shapes: str) -> Row:

@@ -23,6 +23,7 @@ from attncheck import probes
 from attncheck.cases.check_cases import CheckCase, call_cases, check_cases, crossed_cases
 from attncheck.core.errors import UsageError
 from attncheck.core.files import write_texts
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.record import Unclaimed
 from attncheck.subjects.capabilities.capability_table import ANY, Capabilities, Override, When
@@ -32,6 +33,7 @@ from attncheck.subjects.terms import Terms, subject_on_terms
 from attncheck.surveys.capability_detection import (
     DetectedCapabilities,
     Detection,
+    Trial,
     TrialResult,
     all_trials,
     causal_trials,
@@ -50,7 +52,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from attncheck.subjects.capabilities.subject import Subject
-    from attncheck.surveys.capability_detection import Trial
 
 CLAIMED = {
     "convention": "one problem of 64 or 128 keys, which fits every tile: else it is no kernel",
@@ -68,6 +69,7 @@ NOT_CLAIMED = {
     "rectangular": "in self-attention queries and keys are equally many",
     "causal": "where lengths differ, conventions disagree on where the diagonal ends",
     "backward": "a forward alone is a kernel too",
+    "slopes": "most have a slope for each head, the same in all sequences",
 }
 """Aspects that a function claims only where it is right: what it raises there is no failure, and
 what it gets wrong without a word is one finding."""
@@ -77,7 +79,8 @@ CLAIM_TRIALS = 40
 
 _FORM = 2  # of what is kept: another number forgets what an older version kept
 _MOST_DEATHS = 2  # of the kernel's process, after which nothing more is tried
-_SHOWN = "lengths-77"  # no multiple of any tile
+_SHOWN_LENGTH = 77  # no multiple of any tile
+_SHOWN = f"lengths-{_SHOWN_LENGTH}"
 _USUAL_DTYPES = ("fp32", "fp16", "bf16")
 
 
@@ -129,13 +132,15 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         right = table.dtypes if table and table.dtypes else _USUAL_DTYPES
         return tuple(name for name in right if name in _USUAL_DTYPES)
 
-    def gives_gradients(self, problem: Problem) -> bool:
-        """Return whether it was right on a loss such as the Problem's, which may have none."""
-        what = "out and LSE" if problem.dlse else "out"
-        taken = (
-            one.what == what for one in self.tried if one.aspect == "backward" and not one.reason
-        )
-        return not problem.backward or any(taken)
+    def within(self, problem: Problem) -> bool:
+        """Return whether it was right on such a loss and such slopes, if there are any."""
+        taken = {(one.aspect, one.what) for one in self.tried if one.verdict == "takes"}
+        needed = set()
+        if problem.backward:
+            needed.add(("backward", "out and LSE" if problem.dlse else "out"))
+        if any(part.name == "alibi_by_sequence" for part in problem.score.walk()):
+            needed.add(("slopes", "2 sequences"))
+        return needed <= taken
 
     def head_dims(self) -> tuple[int, ...]:
         """Return the head_dims of keys and values alike that it is right in; empty for any."""
@@ -161,6 +166,8 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 parts.append("values as wide as keys")
         if table.length_multiple:
             parts.append(f"lengths of multiples of {table.length_multiple}")
+        if table.max_query:
+            parts.append(f"at most {table.max_query} queries")
         if table.rectangular is False:
             parts.append("as many queries as keys")
         elif table.override:
@@ -210,7 +217,8 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             claimed = trial.aspect in CLAIMED
             name = f"{trial.aspect}-{trial.what}".replace(" ", "-").replace("<", "below")
             name = name.replace(">", "above").replace(",", "")
-            found = one and (one.verdict == "wrong" or one.fatal)
+            # Slopes of one more axis than it has it may well read as those of its heads.
+            found = one and ((one.verdict == "wrong" and one.aspect != "slopes") or one.fatal)
             if found or name in named or (one and claimed and one.verdict == "raises"):
                 question = CheckCase(
                     name=name,
@@ -249,6 +257,12 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         heads = {one.verdict == "takes" for one in tried if one.aspect == "gqa"}
         causal = [one for one in tried if one.aspect == "causal"]
         square = Override(when=When(mask=("causal", "causal_bottom_right")), rectangular=False)
+        # Who takes any short length and refuses all longer ones is not in need of multiples.
+        lengths = {int(o.what): o.verdict == "takes" for o in tried if o.aspect == "lengths"}
+        short = [n for n in (*lengths, base.query) if lengths.get(n, True)]
+        wide = any(o.what == "query < kv" and o.verdict == "takes" for o in tried)
+        if wide and max(short) < _SHOWN_LENGTH and all(lengths.get(n, True) for n in (1, 16, 32)):
+            table = replace(table, length_multiple=None, max_query=max(short))
         lost = causal and causal[-1].verdict != "takes" and table.rectangular is not False
         return replace(
             table,
@@ -355,6 +369,8 @@ def _trials(base: Problem, convention: str, device: str) -> Iterator[Trial]:
     yield from length_trials(base.query)
     yield from rectangular_trials(base)
     yield from gradient_trials()
+    slopes = {"batch": 2, "mask": Spec.of("causal"), "score": Spec.of("alibi_by_sequence")}
+    yield Trial(aspect="slopes", what="2 sequences", changes=slopes)
     yield causal_trials(base)[chosen.bottom_right if isinstance(chosen, Convention) else 0]
 
 
@@ -374,9 +390,12 @@ def subject_takes(subject: Subject, device: str) -> Callable[[Problem], bool]:
     executor = executor_of(subject)
 
     def takes(problem: Problem) -> bool:
-        return any(
-            executor.concerns(subject, each) and executor.refusal(subject, each, device) is None
-            for each in adapted_problems(subject, problem, executor)
+        if executor.concerns(subject, problem):
+            return executor.refusal(subject, problem, device) is None
+        # In pages, where it takes no other.
+        adapted = adapted_problems(subject, problem, executor)
+        return adapted != (problem,) and any(
+            executor.refusal(subject, each, device) is None for each in adapted
         )
 
     return takes
@@ -410,7 +429,7 @@ def claimed_questions(
     for dtype in dict.fromkeys(dtypes):
         questions += check_cases(dtype, usual, takes=able)
         questions += crossed_cases(
-            dtype, head_dims, lambda problem: claims.gives_gradients(problem) and able(problem)
+            dtype, head_dims, lambda problem: claims.within(problem) and able(problem)
         )
     questions += claims.unclaimed(names)
     return [question for question in questions if not names or question.name in names]
