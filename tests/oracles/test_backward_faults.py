@@ -1,17 +1,14 @@
 """A fault in each backward, planted in a copy of its source, is noticed."""
 
-from pathlib import Path
-
 import pytest
+from tests.oracles import gradients_by_torch as reference
 
 from attncheck.core.mod_spec import Spec
-from attncheck.core.source_files import import_file
 from attncheck.oracles import backward_recurrences, streaming_gradients
 from attncheck.oracles.float64_numbers import Float64
 from attncheck.oracles.streaming_forward import Blocks
 
-REFERENCE = import_file(Path(__file__).with_name("gradients_by_torch.py"), "a file of these tests")
-Definition, tiny, allowed_of = REFERENCE.Definition, REFERENCE.tiny, REFERENCE.allowed
+Definition, tiny, allowed_of = reference.Definition, reference.tiny, reference.allowed
 SMALL = Blocks(rows=24, query=4, query_most=8, kv=8, cell=4)
 
 FAULTS = {

@@ -2,15 +2,14 @@
 
 import importlib
 import math
-from pathlib import Path
 
 import pytest
 import torch
+from tests.oracles import gradients_by_torch as reference
 
 from attncheck import oracles
 from attncheck.core.errors import ProblemError, UsageError
 from attncheck.core.mod_spec import Spec
-from attncheck.core.source_files import import_file
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
 from attncheck.mods.captured_gradients import leaf_gradients
@@ -22,8 +21,7 @@ from attncheck.oracles.recurrence_steps import Scores, safe
 from attncheck.oracles.streaming_forward import Blocks
 from attncheck.oracles.streaming_gradients import streaming_backward
 
-REFERENCE = import_file(Path(__file__).with_name("gradients_by_torch.py"), "a file of these tests")
-tiny = REFERENCE.tiny
+tiny = reference.tiny
 SMALL = Blocks(rows=24, query=4, query_most=8, kv=8, cell=4)
 BACKWARDS = oracles.BACKWARDS | {
     "streaming, many tiles": lambda inputs: streaming_backward(inputs, blocks=SMALL)
@@ -73,7 +71,7 @@ def by_torch(inputs, monkeypatch):
     tables = tables_of(mod)
     with monkeypatch.context() as patch:
         patch.setattr(Problem, "score_mod", lambda _problem, _device: mod)
-        known = REFERENCE.Definition.of(inputs)
+        known = reference.Definition.of(inputs)
     dout, dlse = inputs.loss()
     loss = (known.out * dout).sum() + (known.lse.squeeze(-1) * dlse).sum()
     return torch.cat([found.flatten() for found in torch.autograd.grad(loss, tables)])
@@ -81,7 +79,7 @@ def by_torch(inputs, monkeypatch):
 
 def allowed(inputs, allowance):
     """As ``gradients_by_torch.Allowed`` has it of dX, of dZ · J, summed by number."""
-    p, known = inputs.problem, REFERENCE.Definition.of(inputs)
+    p, known = inputs.problem, reference.Definition.of(inputs)
     bound, (dout, dlse) = allowance(inputs.forward()), inputs.loss()
     weights = known.weights.detach()[..., : p.kv]
     sizes = torch.cat([known.before.flatten(), known.after.flatten(), known.lse.flatten()])
@@ -91,13 +89,13 @@ def allowed(inputs, allowance):
     terms = weights * (dout.abs() @ v.mT + row)
     each = of_p + bound.out + 2 * (p.value_dim + 1) + 5 + p.batch * p.heads * p.query * p.kv
     bent = (bound.weight + 16) / 1.5 * max(p.query, p.kv)  # softcap's, times what alibi reads at
-    axes = REFERENCE._axes(p)
+    axes = reference._axes(p)
     tables, parts = {}, []
     for leaf, slope in leaf_gradients(p.score_mod("cpu"), known.before.detach(), *axes):
         sums = tables.setdefault(id(leaf.tensor), torch.zeros(leaf.tensor.shape).double())
         leaf.add(terms * ((each + 8) * slope.abs() + bent), sums)
         parts.append(leaf)
-    return torch.cat([table.flatten() for table in tables.values()]) * REFERENCE.UNIT
+    return torch.cat([table.flatten() for table in tables.values()]) * reference.UNIT
 
 
 @every_backward

@@ -16,26 +16,19 @@ from attncheck.core.paged_layout import Paging
 
 CHECK = "check"
 """Asked by ``attncheck check``, and as the fixture ``problem`` of somebody's own tests."""
-PROBED = "probed"
-"""Of those, the ones whose layout the probes are asked on."""
+PROBED = "probed"  # of those, the ones whose layout the probes are asked on
 IN_TURN = "in turn"
 """A quick check asks for calls in turn on the first that a kernel takes, and on half of it."""
 SMALLEST = "smallest"
 """The contract asks the nearest that a kernel takes, in every dtype, forward and backward."""
 CONTRACT = "contract"
 """The contract asks as it stands: the kernel refuses cleanly, or answers rightly."""
-FP8 = "fp8"
-"""The same, of kernels that take fp8."""
-MANY_SEQUENCES = "many sequences"
-"""The same, on a GPU, by a question that needs no exact attention."""
-MEMORY = "memory"
-"""Questions about memory and determinism are asked on these, in turn."""
-BACKWARD_CAP = "backward cap"
-"""Beside those, for what hidden keys of NaN do to gradients."""
-MANY_KEYS = "many keys"
-"""Beside those, for what lies next to an input."""
-SANITIZER = "sanitizer"
-"""Run under compute-sanitizer."""
+FP8 = "fp8"  # the same, of kernels that take fp8
+MANY_SEQUENCES = "many sequences"  # the same, on a GPU, by a question that needs no exact attention
+MEMORY = "memory"  # questions about memory and determinism are asked on these, in turn
+BACKWARD_CAP = "backward cap"  # beside those, for what hidden keys of NaN do to gradients
+MANY_KEYS = "many keys"  # beside those, for what lies next to an input
+SANITIZER = "sanitizer"  # run under compute-sanitizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

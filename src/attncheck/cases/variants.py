@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from attncheck.inputs.recorded_calls import Recording
     from attncheck.subjects.capabilities.subject import Subject
 
-ALL = "all"
-"""In place of a name: every variant there is, those of ``FURTHER`` too."""
+ALL = "all"  # in place of a name: every variant there is, those of ``FURTHER`` too
 
 DEFAULT_SHAPES = {"cpu": "1x4x256x64", "cuda": "2x16x4096x128"}
 """65,536 outputs are enough for three digits of RMSE, and an interpreter's patience is short."""

@@ -14,18 +14,17 @@ import click
 import msgspec
 
 from attncheck.cli import verb
-from attncheck.cli.options import typed_command
-from attncheck.cli.progress import progress, time_left
-from attncheck.cli.resumable_run import (
+from attncheck.cli.long_runs import (
     JOURNAL,
-    differing_keys,
-    existing_journal,
+    progress,
+    resumable,
     run_with_journal,
     say_how_it_ended,
-    say_resumed,
     started_now,
+    time_left,
     worker_places,
 )
+from attncheck.cli.options import typed_command
 from attncheck.cli.standard_output import Interrupts, show_report, standard_output
 from attncheck.core.errors import UsageError, parse_seconds, require_known
 from attncheck.core.sanitize_text import one_line, shortened
@@ -361,7 +360,7 @@ def _measure_sensitivities(interrupts: Interrupts, options: FaultOptions) -> int
     """
     from attncheck.core.formats import DTYPES
     from attncheck.faults.continuous_faults import CONTINUOUS_FAULTS, continuous_fault_named
-    from attncheck.gate.choices import Choices
+    from attncheck.gate.planning import Choices
     from attncheck.records.fault_scores import SensitivityReport
 
     device, tier = _device_and_tier(options)
@@ -418,10 +417,7 @@ def _run(
 
     seconds = parse_seconds(typed.max_time, "--max-time")
     check_names(typed.directory, [JOURNAL])
-    before = existing_journal(typed.directory, fresh=typed.fresh)
-    resume = not typed.fresh
-    if before is not None:
-        resume = _resumes(before, head, Path(typed.directory) / JOURNAL)
+    _, resume = resumable(typed.directory, head, _changed, fresh=typed.fresh)
     return run_with_journal(
         selection.units,
         head,
@@ -436,21 +432,11 @@ def _run(
     )
 
 
-def _resumes(before: JournalContent, head: dict[str, Any], path: Path) -> bool:
-    """Return whether the journal that is there is resumed; that of a finished run is forgotten.
-
-    So is one of another attncheck: its scores say nothing of the one that is here.
-    """
-    differs = differing_keys(before, head)
-    if not before.unfinished:
-        return False
+def _changed(_: JournalContent, differs: set[str]) -> str | None:
+    """What has changed since a run, whose scores then say nothing of the attncheck that is here."""
     if differs - _PER_RUN - {"sources"}:
-        return True  # the journal says what is another
-    if "sources" in differs:
-        click.echo(f"attncheck: sources have changed since {path}: all is asked anew.", err=True)
-        return False
-    say_resumed(before, path)
-    return True
+        return None
+    return "sources have changed" if "sources" in differs else ""
 
 
 class FaultProgress:

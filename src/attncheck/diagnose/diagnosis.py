@@ -31,15 +31,15 @@ from attncheck.diagnose.out_of_bounds_reads import (
 )
 from attncheck.fault_models import FAULT_MODELS
 from attncheck.fault_models.fault_model import MOST_GRID_PLACES, SIGNS
-from attncheck.inputs.problem import Case
+from attncheck.inputs.problem import Case, Problem
 from attncheck.judge.fault_explanation import combine_rankings, count_equals, keep_fitting
 from attncheck.probes import PROBES
 from attncheck.records.failure_causes import certain_explanations, symptom
-from attncheck.records.record import Diagnosis, Explanation
+from attncheck.records.record import Diagnosis, Explanation, Record
 from attncheck.relations import RELATIONS
 from attncheck.relations.same_numbers import STRIDED_TENSORS
 from attncheck.verify.evidence_builder import EvidenceBuilder
-from attncheck.verify.executor import Execution, Failure, Origin, out_of_memory
+from attncheck.verify.executor import Execution, Executor, Failure, Origin, out_of_memory
 from attncheck.verify.kernel_hosts import executor_of
 from attncheck.verify.memory_patterns import allocator_filled
 from attncheck.verify.relation_runs import relation_inputs
@@ -48,14 +48,10 @@ from attncheck.verify.run_case import run_case
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
-    from attncheck.inputs.problem import Problem
     from attncheck.judge.fault_explanation import FaultExplanation
-    from attncheck.records.record import Record
     from attncheck.subjects.capabilities.subject import Subject
-    from attncheck.verify.executor import Executor
 
-LARGEST_DIAGNOSED = 2**22
-"""Most (row, key) pairs of all heads of a problem that is diagnosed."""
+LARGEST_DIAGNOSED = 2**22  # most (row, key) pairs of all heads of a problem that is diagnosed
 EXPLANATIONS_SHOWN = 3
 """Explanations that a Record keeps, and more of those that explain all equally."""
 _MOST_EQUALS = 12  # by these failures of one cause know each other

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attncheck.core.errors import AttncheckError
-from attncheck.fault_models import FAULT_MODELS, ORDER, ExactAttention
+from attncheck.fault_models import FAULT_MODELS, ORDER, ExactAttention, FaultModel
 from attncheck.judge.fault_explanation import (
     FaultExplanation,
     FaultPrediction,
@@ -28,13 +28,11 @@ if TYPE_CHECKING:
 
     from attncheck.core.outputs import Outputs
     from attncheck.core.tensor_names import TensorName
-    from attncheck.fault_models import FaultModel
     from attncheck.inputs.problem import Problem
     from attncheck.verify.evidence_builder import EvidenceBuilder
     from attncheck.verify.executor import Execution
 
-MOST_CELLS = 16
-"""Of a map, down and to the right."""
+MOST_CELLS = 16  # of a map, down and to the right
 
 _MOST_KEYS = 1024
 

@@ -14,7 +14,7 @@ from attncheck.diagnose.diagnosis import diagnose_failure
 from attncheck.inputs.problem import Case, short_id
 from attncheck.records.failures import KeptFailure
 from attncheck.relations import RELATIONS
-from attncheck.subjects.capabilities.subject import capability
+from attncheck.subjects.capabilities.subject import Subject, capability
 from attncheck.verify.deaths import confirm_death
 from attncheck.verify.environment import environment, fingerprint
 from attncheck.verify.evidence_builder import EvidenceBuilder
@@ -27,7 +27,6 @@ from attncheck.verify.run_case import run_case
 if TYPE_CHECKING:
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.records.record import Record
-    from attncheck.subjects.capabilities.subject import Subject
 
 
 def new_failure(

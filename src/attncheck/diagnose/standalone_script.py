@@ -234,8 +234,7 @@ def _relative(path: str | os.PathLike[str], folder: Path) -> str:
         return str(Path(path).resolve())
 
 
-LARGEST = 2**26
-"""Bytes of the tensors of the largest script that is written: 64 MiB."""
+LARGEST = 2**26  # bytes of the tensors of the largest script that is written: 64 MiB
 
 _TEMPLATE = Path(__file__).with_name("standalone_text.py")
 _MARK = "# --- The text of every script.\n"

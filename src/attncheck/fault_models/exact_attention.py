@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.mods.signatures import MaskMod, ScoreMod
 
-TRIED_TILES = (16, 32, 64, 128)
-"""Keys of a tile that are tried where a kernel declares none."""
+TRIED_TILES = (16, 32, 64, 128)  # keys of a tile that are tried where a kernel declares none
 
 # What a mod raises that takes 0-d indices alone, or reads a table behind its end.
 _NOT_BROADCAST = (RuntimeError, IndexError, TypeError, ValueError)

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import ModuleType
 
-FILE = "file"
-"""In place of a host: somebody's file has the fault."""
+FILE = "file"  # in place of a host: somebody's file has the fault
 
 _SHIM = '''"""A fault of somebody's file, under a name of its own."""
 

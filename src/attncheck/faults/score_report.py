@@ -10,14 +10,13 @@ import msgspec
 
 from attncheck.faults.catalogue import CONTROLS, FAULTS
 from attncheck.faults.fault import HOSTS
-from attncheck.faults.fault_selection import FILE
+from attncheck.faults.fault_selection import FILE, FaultSelection
 from attncheck.records.fault_scores import SCORED, ControlScore, FaultReport, FaultScore, Total
 from attncheck.records.record import Environment
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from attncheck.faults.fault_selection import FaultSelection
     from attncheck.workers.journal_format import JournalContent
     from attncheck.workers.units import Done, Unit
 

@@ -34,13 +34,12 @@ from attncheck.faults.planting import plant
 from attncheck.faults.replacement_plugin import VARIABLE, Replacement
 from attncheck.records.fault_scores import OwnTestsScore
 from attncheck.subjects.conventions.declarations import READERS
-from attncheck.workers.units import Done
+from attncheck.workers.units import Done, Unit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from attncheck.faults.fault import HostName
-    from attncheck.workers.units import Unit
 
 Status = Literal["caught", "missed", "not shown", "not reached", "not scored"]
 

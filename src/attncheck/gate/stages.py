@@ -27,9 +27,9 @@ from attncheck.cases.named_problems import (
 from attncheck.core.errors import ProblemError
 from attncheck.core.formats import DTYPES
 from attncheck.core.mod_spec import FULL, Spec
-from attncheck.gate.planning import move_case
+from attncheck.gate.planning import Planning, move_case
 from attncheck.inputs.problem import Case, Problem
-from attncheck.records.run_reports import Answer
+from attncheck.records.run_reports import Answer, Stage
 from attncheck.relations import RELATIONS
 from attncheck.subjects.capabilities.capability_table import ALIASES
 from attncheck.subjects.capabilities.configuration import read_configuration
@@ -37,15 +37,12 @@ from attncheck.suite.kernel_support import compares_launches
 from attncheck.verify import sanitizer
 from attncheck.verify.call_checks import CHECKS
 from attncheck.verify.question_fit import COMPARE, allowed_parameters, unfit_reason
-from attncheck.workers.units import Done
+from attncheck.workers.units import Done, Unit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from attncheck.gate.planning import Planning
     from attncheck.inputs.question_parameters import Parameters
-    from attncheck.records.run_reports import Stage
-    from attncheck.workers.units import Unit
 
 # ------------------------------------------------------------ contract
 
@@ -240,8 +237,7 @@ def _nearest_problems(planning: Planning, dtype: str, fields: dict[str, Any]) ->
 
 # ------------------------------------------------------------ compute-sanitizer
 
-SANITIZER_VARIANT = "compute-sanitizer"
-"""With a tool's name after it, the variant of its units."""
+SANITIZER_VARIANT = "compute-sanitizer"  # with a tool's name after it, the variant of its units
 
 _TOOLS = ("memcheck", "racecheck", "synccheck")
 

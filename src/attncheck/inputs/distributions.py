@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 Floats: TypeAlias = "NDArray[np.float64]"
 Integers: TypeAlias = "NDArray[np.int64]"
-Drawn: TypeAlias = "tuple[Floats, Floats, Floats]"
-"""q, k and v."""
+Drawn: TypeAlias = "tuple[Floats, Floats, Floats]"  # q, k and v
 
 # How far the chosen key's logit stands above every other in one_hot: kv·exp(−64) is below half a
 # unit of float64's 1 for up to 2**38 keys.

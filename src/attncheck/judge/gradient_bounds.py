@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.core.declared_arithmetic import FP32, FP64
-from attncheck.core.formats import FORMATS
+from attncheck.core.declared_arithmetic import FP32, FP64, Accumulator, Arithmetic
+from attncheck.core.formats import FORMATS, Format
 from attncheck.judge.score_gradient_errors import recompute_weights, score_gradients, zero_elsewhere
 from attncheck.judge.sum_roundings import half_ulp, steps_with_keys
 
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attncheck.core.conditions import GradientConditions, ReadConditions, Rows, ScoreModError
-    from attncheck.core.declared_arithmetic import Accumulator, Arithmetic
-    from attncheck.core.formats import Format
     from attncheck.core.tensor_names import TensorName
     from attncheck.judge.score_errors import ScoreError
     from attncheck.judge.score_gradient_errors import RecomputedWeights, SavedErrors, ScoreGradients

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from attncheck.core.errors import UsageError
 from attncheck.kernels.compilation import sound_assembler
-from attncheck.kernels.launch import COUNTS, LOG2E, block_dim, scales
+from attncheck.kernels.launch import COUNTS, LOG2E, Launch, block_dim, scales
 from attncheck.kernels.tile import (
     advanced,
     factor_of,
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from attncheck.inputs.input_tensors import Descale
-    from attncheck.kernels.launch import Launch
     from attncheck.mods.to_triton import TritonMod
 
 Causal = Literal["", "top_left", "bottom_right"]

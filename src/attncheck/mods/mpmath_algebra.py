@@ -14,12 +14,11 @@ import numpy as np
 
 from attncheck.mods.captured_reads import NumberSystem
 from attncheck.mods.enclosures import WHOLE_OPERATIONS, Values, captured_array, cast_whole
-from attncheck.mods.expression import OPERATIONS, Algebra, evaluate
+from attncheck.mods.expression import OPERATIONS, Algebra, Expression, Node, evaluate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attncheck.mods.expression import Expression, Node
 
 _INT64_SMALLEST = -(2**63)
 

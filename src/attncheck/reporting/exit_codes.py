@@ -11,7 +11,7 @@ from attncheck.records.fault_scores import (
     OwnTestsReport,
     SensitivityReport,
 )
-from attncheck.records.record import FAILED_STATUSES, UNTRUSTED_STATUSES, Report
+from attncheck.records.record import FAILED_STATUSES, UNTRUSTED_STATUSES, Report, Status
 from attncheck.records.survey_reports import (
     CertificateReport,
     FingerprintReport,
@@ -23,7 +23,6 @@ from attncheck.reporting.check_document import check_outcome
 if TYPE_CHECKING:
     import msgspec
 
-    from attncheck.records.record import Status
 
 PASSED, FAILED, USAGE, INCOMPLETE, UNTESTED, INTERRUPTED = 0, 1, 2, 3, 5, 130
 """Exit codes of the command line; 3 also where the infrastructure failed."""

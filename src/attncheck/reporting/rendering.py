@@ -36,17 +36,13 @@ if TYPE_CHECKING:
 
     from attncheck.reporting.document import Document
 
-FORMATS = ("table", "json", "md", "csv", "html")
-"""Of every report."""
+FORMATS = ("table", "json", "md", "csv", "html")  # of every report
 
-GATE_FORMATS = (*FORMATS, "junit", "sarif", "github")
-"""Of a gate."""
+GATE_FORMATS = (*FORMATS, "junit", "sarif", "github")  # of a gate
 
-LARGEST_SUMMARY = 2**20
-"""Bytes of a step's summary: GitHub shows nothing of a larger one."""
+LARGEST_SUMMARY = 2**20  # bytes of a step's summary: GitHub shows nothing of a larger one
 
-SCRIPTS = "repro"
-"""Folder of standalone scripts, beside a gate's reports."""
+SCRIPTS = "repro"  # folder of standalone scripts, beside a gate's reports
 
 _DOCUMENTS: dict[type, Callable[[Any], Document]] = {
     Report: measurement_document,

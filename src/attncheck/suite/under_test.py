@@ -13,7 +13,7 @@ from attncheck.cases.tier import TIERS, Tier
 from attncheck.diagnose.diagnosis import diagnose_failure, explain_failure, explained_by
 from attncheck.judge.fault_explanation import count_equals
 from attncheck.records.failure_causes import symptom
-from attncheck.records.record import UNTRUSTED_STATUSES
+from attncheck.records.record import UNTRUSTED_STATUSES, Record
 from attncheck.records.run_reports import Tally
 from attncheck.suite.kernel_support import KernelSupport
 from attncheck.suite.wrong_answers import WrongAnswer
@@ -25,7 +25,6 @@ from attncheck.verify.run_case import run_case
 if TYPE_CHECKING:
     from attncheck.diagnose.explanations import Findings
     from attncheck.inputs.problem import Case
-    from attncheck.records.record import Record
     from attncheck.subjects.capabilities.subject import Subject
     from attncheck.verify.executor import Executor
 

@@ -74,8 +74,7 @@ NOT_CLAIMED = {
 """Aspects that a function claims only where it is right: what it raises there is no failure, and
 what it gets wrong without a word is one finding."""
 
-CLAIM_TRIALS = 40
-"""About so many questions are asked: how far it is."""
+CLAIM_TRIALS = 40  # about so many questions are asked: how far it is
 
 _FORM = 2  # of what is kept: another number forgets what an older version kept
 _MOST_DEATHS = 2  # of the kernel's process, after which nothing more is tried

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from attncheck import oracles
-from attncheck.cases.variants import SHARP, VARIANTS, plan_cells
+from attncheck.cases.variants import SHARP, VARIANTS, Cell, plan_cells
 from attncheck.core.errors import UsageError, require_known
 from attncheck.core.judgement import Place
 from attncheck.inputs import input_tensors
 from attncheck.inputs.distributions import DISTRIBUTIONS
-from attncheck.inputs.problem import Case
+from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.mpmath_algebra import MPMATH
-from attncheck.oracles.mp_numbers import Mp
+from attncheck.oracles.mp_numbers import ManyDigits, Mp
 from attncheck.records.survey_reports import (
     TRUTH,
     Agreement,
@@ -40,10 +40,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from attncheck.cases.variants import Cell
     from attncheck.core.outputs import Outputs
-    from attncheck.inputs.problem import Problem
-    from attncheck.oracles.mp_numbers import ManyDigits
     from attncheck.oracles.recurrence_steps import Result
 
 ORACLES = {

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from attncheck.core.errors import ProblemError
-from attncheck.core.formats import FORMATS, dtype_named
+from attncheck.core.formats import FORMATS, Format, dtype_named
 from attncheck.core.mod_spec import Spec
 from attncheck.surveys.fingerprint_scenes import (
     DIM,
@@ -25,12 +25,10 @@ from attncheck.surveys.fingerprint_scenes import (
 from attncheck.verify.call_checks import Unanswered
 
 if TYPE_CHECKING:
-    from attncheck.core.formats import Format
     from attncheck.surveys.fingerprint_scenes import Grid, SceneResult, SceneRunner
 
 _BITS = FORMATS["fp32"].significand
-_ULP = 2.0**-_BITS
-"""Of fp32 numbers from 1/2 to 1."""
+_ULP = 2.0**-_BITS  # of fp32 numbers from 1/2 to 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,8 +293,7 @@ def read_parts(runner: SceneRunner, keys: int, batch: int = 1, rows: int = ROWS)
     )
 
 
-LOWEST = 126
-"""Scores go down to −2^126: log2 e times that is still a number of fp32."""
+LOWEST = 126  # scores go down to −2^126: log2 e times that is still a number of fp32
 
 _FIRST = 4
 _PLACES, _BASE = 4, 8

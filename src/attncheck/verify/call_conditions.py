@@ -40,8 +40,7 @@ if TYPE_CHECKING:
     from attncheck.verify.memory_patterns import Primed
     from attncheck.verify.process_effects import State
 
-Contents = Literal["numbers", "others", "nan"]
-"""Ordinary numbers, others in their place, or NaN."""
+Contents = Literal["numbers", "others", "nan"]  # ordinary numbers, others in their place, or NaN
 
 _BAND = 1 << 16  # bytes before and after: more than a tile of a small problem's rows
 _ALIGNED = 4096

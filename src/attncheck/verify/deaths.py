@@ -7,16 +7,14 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from attncheck.core.judgement import Judgement
-from attncheck.inputs.problem import Case, head_arrangement
-from attncheck.records.record import FAILED_STATUSES, Record
+from attncheck.inputs.problem import Case, Problem, head_arrangement
+from attncheck.records.record import FAILED_STATUSES, Record, Status
 from attncheck.verify.call_checks import judge_call
 from attncheck.verify.remote_kernel import RemoteSubject
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attncheck.inputs.problem import Problem
-    from attncheck.records.record import Status
     from attncheck.subjects.capabilities.subject import Subject
     from attncheck.workers.process import Died
 

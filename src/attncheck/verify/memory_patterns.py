@@ -18,12 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.dlpack import from_dlpack
 
 from attncheck.core import strided_alloc
-from attncheck.inputs.input_tensors import Descale
+from attncheck.inputs.input_tensors import Descale, Inputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from attncheck.inputs.input_tensors import Inputs
 
 Fill = Literal["", "pattern", "inverse"]
 """Empty for whatever is there; else a pattern, or its inverse, of which every byte differs."""

@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
-from attncheck.core.judgement import Judgement, Place
+from attncheck.core.judgement import Judgement, Place, Rule
 from attncheck.core.outputs import Outputs
-from attncheck.inputs.problem import head_arrangement
+from attncheck.inputs.problem import Case, Problem, head_arrangement
 from attncheck.judge.error_measures import measure_errors
 from attncheck.oracles.mod_calls import Indices, call_mask
-from attncheck.probes import PROBES, probe_named
+from attncheck.probes import PROBES, VisibleKeys, probe_named
 from attncheck.probes.margins import WeightErrors
 from attncheck.probes.wrong_rows import explain_row
-from attncheck.records.record import GradientErrors, LseErrors, OutErrors, Record
+from attncheck.records.record import GradientErrors, LseErrors, OutErrors, Record, Status
 from attncheck.relations import RELATIONS
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.call_checks import CHECKS, judge_call
 from attncheck.verify.evidence_builder import EvidenceBuilder
-from attncheck.verify.executor import Failure, Origin, out_of_memory
+from attncheck.verify.executor import Execution, Executor, Failure, Origin, out_of_memory
 from attncheck.verify.judging import judge_outputs, with_error_map
 from attncheck.verify.kernel_hosts import executor_of
 from attncheck.verify.obligations import outputs_digest
@@ -31,13 +31,8 @@ from attncheck.verify.second_opinion import second_opinion
 if TYPE_CHECKING:
     import torch
 
-    from attncheck.core.judgement import Rule
     from attncheck.core.tensor_names import TensorName
-    from attncheck.inputs.problem import Case, Problem
-    from attncheck.probes import VisibleKeys
-    from attncheck.records.record import Status
     from attncheck.subjects.capabilities.subject import Subject, Tiling
-    from attncheck.verify.executor import Execution, Executor
 
 __all__ = [
     "mask_rows",

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from attncheck.workers.interruptions import Interruptions
-from attncheck.workers.journal import MOST_LOST
+from attncheck.workers.journal import MOST_LOST, Journal
 from attncheck.workers.reaper import Guard, new_mark
-from attncheck.workers.units import Done
+from attncheck.workers.units import Done, Unit
 from attncheck.workers.worker_pool import (
     Cluster,
     Limits,
@@ -35,8 +35,6 @@ from attncheck.workers.worker_pool import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from attncheck.workers.journal import Journal
-    from attncheck.workers.units import Unit
     from attncheck.workers.worker_pool import WorkerNews, WorkerPool
 
 __all__ = [

@@ -167,8 +167,7 @@ def _head_counts(most: int, largest_group: int) -> tuple[tuple[int, int], ...]:
     return tuple(pair for pair in counts if pair[0] <= most)
 
 
-PAGE_SIZES = (16, 32, 64, 128, 256)
-"""Sizes that serving engines use."""
+PAGE_SIZES = (16, 32, 64, 128, 256)  # sizes that serving engines use
 
 ODD_PAGE_SIZES = (3, 1, 17)
 """Sizes that only a kernel takes which looks up each key by itself: no tile is made of them."""

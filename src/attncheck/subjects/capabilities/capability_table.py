@@ -37,8 +37,7 @@ ALIASES = {"none": "full", "window": "sliding_window"}
 DEVICES = ("cpu", "cuda")
 PHASES = ("forward", "backward")
 
-LSE_BASES = ("natural", "base2")
-"""Logarithms in which a kernel gives LSE."""
+LSE_BASES = ("natural", "base2")  # logarithms in which a kernel gives LSE
 
 EMPTY_ROWS = ("zero", "nan", "mean", "unspecified")
 """What a kernel gives for a row that sees no key (``conventions.empty_rows``)."""

@@ -15,13 +15,12 @@ from torch.nn.attention.flex_attention import BlockMask
 from attncheck.core.outputs import Outputs
 from attncheck.core.source_files import error_line
 from attncheck.subjects.capabilities.subject import ContractViolation, Refused
-from attncheck.subjects.conventions.convention import MadeArgument
+from attncheck.subjects.conventions.convention import ConventionOptions, MadeArgument
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from attncheck.inputs.input_tensors import Inputs
-    from attncheck.subjects.conventions.convention import ConventionOptions
     from attncheck.subjects.conventions.layouts import Layout
 
 
