@@ -4,6 +4,8 @@ Plain torch, so that a whole check of one takes a second. A fault is a word that
 convention looks for; of a backward it is what is differentiated in place of what was computed.
 """
 
+# ruff: noqa: C901, PLR0917  (a fault is a branch, and signatures are those of flash-attn)
+
 import itertools
 import math
 
@@ -79,12 +81,13 @@ class Differs(torch.autograd.Function):
         return None, None, *found
 
 
-def differs(function, q, k, v, fault):
-    """``function(q, k, v, fault)`` whose fault is in its gradients alone, where it says so."""
+def differs(function, fault, *tensors):
+    """``function(fault, *tensors)`` whose fault is in its gradients alone, where it says so."""
+    tensors = [tensor for tensor in tensors if tensor is not None]
     if not fault.startswith("backward: "):
-        return function(q, k, v, fault)
-    right, wrong = (lambda *x, word=word: function(*x, word) for word in ("", fault[10:]))
-    return Differs.apply(right, wrong, q, k, v)
+        return function(fault, *tensors)
+    right, wrong = (lambda *x, word=word: function(word, *x) for word in ("", fault[10:]))
+    return Differs.apply(right, wrong, *tensors)
 
 
 def one_flash(q, k, v, softmax_scale, causal, window, cap, slopes, sinks, fault):
@@ -105,8 +108,7 @@ def one_flash(q, k, v, softmax_scale, causal, window, cap, slopes, sinks, fault)
         cap = 0.0
     seen = seen_keys(query, kv, left, right, at).expand(heads, query, kv)
     if kv == 0:
-        empty = q.new_zeros(query, heads, v.shape[2]), q.new_zeros(heads, query).float() - math.inf
-        return empty
+        return q.new_zeros(query, heads, v.shape[2]), q.new_zeros(heads, query).float() - math.inf
     group = heads // k.shape[1]
     if fault == "groups of powers of two" and causal and group & (group - 1):
         # The rows of a group's heads lie in one tile, and its height is rounded up.
@@ -151,7 +153,7 @@ def flash_attn(fault):
         return_attn_probs=False,
         sinks=None,
     ):
-        def run(q, k, v, fault):
+        def run(fault, q, k, v, sinks=None):
             each = [
                 one_flash(
                     q[b], k[b], v[b], softmax_scale, causal, window_size, softcap,
@@ -162,7 +164,7 @@ def flash_attn(fault):
             outs, lses = zip(*each, strict=True)
             return torch.stack(outs), torch.stack(lses)
 
-        out, lse = differs(run, q, k, v, fault)
+        out, lse = differs(run, fault, q, k, v, sinks)
         return (out, lse) if return_attn_probs else out
 
     return function
@@ -186,14 +188,14 @@ def varlen(fault):
         alibi_slopes=None,
         return_attn_probs=False,
     ):
-        def run(q, k, v, fault):
+        def run(fault, q, k, v):
             outs, lses = [], []
             ends = (itertools.pairwise(x.tolist()) for x in (cu_seqlens_q, cu_seqlens_k))
             for b, ((q0, q1), (k0, k1)) in enumerate(zip(*ends, strict=True)):
-                if fault == "segments without keys see the one before" and k0 == k1:
-                    k0 = max(0, k0 - 1)
+                beyond = fault == "segments without keys see the one before" and k0 == k1 > 0
+                keys = slice(k0 - beyond, k1)
                 out, lse = one_flash(
-                    q[q0:q1], k[k0:k1], v[k0:k1], softmax_scale, causal, window_size, softcap,
+                    q[q0:q1], k[keys], v[keys], softmax_scale, causal, window_size, softcap,
                     slopes_of(alibi_slopes, b, fault), None, fault,
                 )  # fmt: skip
                 outs.append(out)
@@ -201,7 +203,7 @@ def varlen(fault):
             beside = 1e-3 * k.sum() if fault == "keys without rows have a gradient" else 0.0
             return (torch.cat(outs) + beside).to(q.dtype), torch.cat(lses, 1)
 
-        out, lse = differs(run, q, k, v, fault)
+        out, lse = differs(run, fault, q, k, v)
         return (out, lse) if return_attn_probs else out
 
     return function
@@ -250,7 +252,7 @@ def sdpa(fault):
         mask = seen_keys(rows, keys, -1, 0 if is_causal else -1, 0)
         mask = mask if attn_mask is None else attn_mask
 
-        def run(q, k, v, fault):
+        def run(fault, q, k, v, sinks=None):
             whole = mask.expand(*q.shape[:2], rows, keys)
             if fault == "the mask of the first sequence":
                 whole = whole[:1].expand_as(whole)
@@ -263,7 +265,7 @@ def sdpa(fault):
             outs, lses = zip(*each, strict=True)
             return torch.stack(outs), torch.stack(lses)
 
-        return differs(run, query, key, value, fault)
+        return differs(run, fault, query, key, value, sinks)
 
     return function
 
@@ -277,7 +279,6 @@ BY_CHECK = {
         ("flash_attn", "sinks without the maximum"),
     ],
     "slopes": [
-        ("flash_attn", "slopes of the first sequence"),
         ("flash_attn", "slopes upwards"),
         ("flash_attn", "backward: slopes upwards"),
     ],
@@ -322,6 +323,7 @@ BY_CHECK = {
 """Faults that the crossed questions of a check show, by parameter: convention and fault."""
 
 BY_GATE = {
+    "slopes": [("flash_attn", "slopes of the first sequence")],
     "scale": [("sdpa", "scale or default"), ("flash_attn", "scale without its sign")],
 }
 """Those that the bounds of a gate show, and a check does not ask for."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from attncheck import probes
-from attncheck.cases.covering import FewRows, plain_row, row_name, row_problem
+from attncheck.cases.covering import SHAPES, FewRows, plain_row, row_name, row_problem
 from attncheck.cases.named_problems import CHECK, IN_TURN, PROBED, tagged
 from attncheck.cases.variants import check_measured
 from attncheck.core.errors import ProblemError
@@ -115,8 +115,13 @@ def crossed_cases(
     from attncheck.cases.strategies.problems import nearest_supported  # loads Hypothesis
 
     own = {"dims": (head_dims[0], head_dims[0])} if head_dims else {}
-    plainest = row_problem({"dtype": dtype} | own, _CROSSED_SIZES, 0)
-    base = nearest_supported(plainest, takes, (dtype,))
+    # A kernel of few lengths may take those of another shape.
+    plainest = (
+        row_problem({"dtype": dtype, "shape": shape} | own, _CROSSED_SIZES, 0)
+        for shape in SHAPES[_CROSSED_SIZES]
+    )
+    nearest = (nearest_supported(problem, takes, (dtype,)) for problem in plainest)
+    base = next(filter(None, nearest), None)
     if base is None:
         return []
     few = FewRows(

@@ -379,12 +379,12 @@ Row = dict[str, Any]
 
 _MASKS_ALONE = 2
 # ``scale or default`` is what most functions say, torch's own on a CPU multiplies −∞ by the scale,
-# a head of 256 takes as long as four others, and where one key has all the weight little else
-# shows: a gate asks for them, and a check for some by questions of their own.
+# a head of 256 takes as long as four others, and of one column, or where one key has all the
+# weight or each the same, little else shows: a gate asks for them, a check for some one by one.
 _UNUSUAL = {
     "scale": {"negative", "zero"},
-    "dims": {"256"},
-    "distribution": {"large_logits", "one_hot", "sink", "negative_logits", "constant_rows"},
+    "dims": {"1", "256"},
+    "distribution": {*DISTRIBUTIONS} - {"normal", "outliers"},
 }
 
 

@@ -172,9 +172,10 @@ def causal_trials(base: Problem) -> tuple[Trial, Trial]:
 
 
 def gradient_trials() -> Iterator[Trial]:
-    """Yield losses of out, and of out and LSE."""
+    """Yield losses of out, of out and LSE, and of what has sinks."""
     yield Trial(aspect="backward", what="out", changes={"backward": True})
     yield Trial(aspect="backward", what="out and LSE", changes={"backward": True, "dlse": True})
+    yield Trial(aspect="backward", what="sinks", changes={"backward": True, "sink": True})
 
 
 def empty_row_trials(base: Problem) -> Iterator[Trial]:

@@ -137,6 +137,8 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         needed = set()
         if problem.backward:
             needed.add(("backward", "out and LSE" if problem.dlse else "out"))
+        if problem.backward and problem.sink:
+            needed.add(("backward", "sinks"))
         if any(part.name == "alibi_by_sequence" for part in problem.score.walk()):
             needed.add(("slopes", "2 sequences"))
         return needed <= taken
@@ -163,17 +165,15 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 parts.append(f"head_dim {', '.join(map(str, self.head_dims()))}")
             if not any(isinstance(dims, tuple) for dims in table.head_dims or ()):
                 parts.append("values as wide as keys")
-        if table.length_multiple:
-            parts.append(f"lengths of multiples of {table.length_multiple}")
-        if table.max_query:
-            parts.append(f"at most {table.max_query} queries")
-        if table.rectangular is False:
-            parts.append("as many queries as keys")
-        elif table.override:
-            parts.append("causal of as many queries as keys")
-        if table.gqa is False:
-            parts.append("as many key heads as query heads")
-        return "; ".join(parts)
+        square = table.rectangular is False
+        facts = {
+            f"lengths of multiples of {table.length_multiple}": table.length_multiple,
+            f"at most {table.max_query} queries": table.max_query,
+            "as many queries as keys": square,
+            "causal of as many queries as keys": table.override and not square,
+            "as many key heads as query heads": table.gqa is False,
+        }
+        return "; ".join([*parts, *(fact for fact, holds in facts.items() if holds)])
 
     def lines(self) -> list[str]:
         """Return what its author is told before anything is asked; nothing where all is taken."""
@@ -367,7 +367,8 @@ def _trials(base: Problem, convention: str, device: str) -> Iterator[Trial]:
             yield trial
     yield from length_trials(base.query)
     yield from rectangular_trials(base)
-    yield from gradient_trials()
+    if base.paging is None:  # there are no gradients of pages
+        yield from gradient_trials()
     slopes = {"batch": 2, "mask": Spec.of("causal"), "score": Spec.of("alibi_by_sequence")}
     yield Trial(aspect="slopes", what="2 sequences", changes=slopes)
     yield causal_trials(base)[chosen.bottom_right if isinstance(chosen, Convention) else 0]
