@@ -7,7 +7,8 @@ from attncheck.records.record import Unclaimed
 from attncheck.subjects.load import load_subject
 from attncheck.surveys import claims as room
 from attncheck.surveys.capability_detection import Detection
-from attncheck.surveys.claims import CLAIMED, NOT_CLAIMED, claimed_questions, find_claims, on_terms
+from attncheck.surveys.claims import CLAIMED, NOT_CLAIMED, claimed_questions, find_claims
+from attncheck.verify.kernel_hosts import on_terms
 from attncheck.verify.run_case import run_case
 
 KERNELS = """

@@ -307,7 +307,6 @@ def row_problem(row: Mapping[str, Any], shapes: str, seed: int) -> Problem:
     Args:
         row: A value for each of ``AXES``; an axis that is left out has its first.
         shapes: A name of ``SHAPES``.
-        seed: Which draw.
     """
     row = PLAIN_ROW | {"shape": next(iter(SHAPES[shapes]))} | dict(row)
     # Sizes of a kernel that takes none of ours are values that have no name.

@@ -42,7 +42,6 @@ def sample_problems(family: str, dtype: str, kind: ProblemKind = PLAIN_KIND) -> 
 
     Args:
         family: A name of ``strategies.MASK_FAMILIES``, or ``SOFTMAX``.
-        dtype: A name of ``formats.DTYPES``.
         kind: What all of them have.
     """
     if family == SOFTMAX:

@@ -303,10 +303,7 @@ def plan_cells(
             Without a name, what does not exist in a dtype or distribution, or has no backward where
             one is asked for, is left out.
         shapes: As typed, ``Shape.parse``.
-        distributions: Names.
-        seed: Which draw.
         own: A variant that no name stands for; measured in place of ``VARIANTS``.
-        backward: Whether gradients are asked for too.
 
     Raises:
         UnknownName, ProblemError: for anything that cannot be measured, before anything is.

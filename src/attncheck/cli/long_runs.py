@@ -40,15 +40,21 @@ def progress(
 ) -> Iterator[Callable[..., None]]:
     """Yield ``advance(what, show)``, to be called once for each of ``total`` pieces of work.
 
-    Everything goes to standard error, so that standard output is the report alone. What ``show``
-    writes, if anything, stands above the bar. Each call begins with ``check``, which may raise.
+    Called with ``done=False`` it says what is being done now, and counts nothing. Everything goes
+    to standard error, so that standard output is the report alone. What ``show`` writes, if
+    anything, stands above the bar. Each call begins with ``check``, which may raise.
     """
     start, count = time.monotonic(), 0
     with _shown(quiet=quiet, estimates=True) as (update, _, bar):
 
-        def advance(what: str, show: Callable[[], None] | None = None) -> None:
+        def advance(
+            what: str, show: Callable[[], None] | None = None, *, done: bool = True
+        ) -> None:
             nonlocal count
             check()
+            if not done:
+                update(count, total, what, f"{count}/{total} cells ({what})")
+                return
             count += 1
             if show is not None:
                 # Both may be one terminal: the bar goes away, and comes back below.
@@ -224,7 +230,6 @@ def run_with_journal(  # one run, said once
         units: What is to be done; what the journal has is not done again.
         check: Raises UsageError where nothing can be done; called once it is known that the journal
             is this run's.
-        how: What else ``workers.pool.run_units`` takes.
 
     Raises:
         JournalError: where the journal holds another run that is not finished.

@@ -97,9 +97,6 @@ def diagnose_failure(
     for each failure on the way to the smallest. Never raises for what the kernel does.
 
     Args:
-        record: As judged.
-        subject: The kernel.
-        device: ``cpu`` or ``cuda``.
         executor: How to call it; in this process by default.
         before: What is known from another failure of it: a smaller problem alone fits more models.
     """
@@ -198,12 +195,7 @@ def explained_by(
 
 
 def diagnose_result(result: Execution, evidence: EvidenceBuilder) -> Diagnosis | None:
-    """Return what may be wrong with a result that is there; None where nothing is to be said.
-
-    Args:
-        result: What was given, and the arithmetic of it.
-        evidence: What was asked.
-    """
+    """Return what may be wrong with a result that is there; None where nothing is to be said."""
     findings = None
     if not _is_too_large(evidence.case.problem):
         with _skip_unfit():

@@ -45,11 +45,6 @@ def tile_map(
     With w the exact weights of a row, what a kernel gave is Σ (w + δ) v and its row sum 1 + Σ δ, by
     LSE; 1 where it has none. Of all δ that say so, which are many where there are more keys than
     columns, the smallest is taken: ``[v 1]⁺``, once for a head.
-
-    Args:
-        call: Every row of it.
-        got: What the kernel gave.
-        error: That it is wrong.
     """
     problem = call.problem
     out, lse = got["out"], got.get("lse")
@@ -125,10 +120,7 @@ def explain(
     """Return what fault models say of what a kernel gave; None where it is right to the last bit.
 
     Args:
-        result: What it gave, the tiling and the arithmetic that it declares.
-        evidence: The Case, its exact result and what is allowed.
         proven: Whether only what is beyond its bound is asked about.
-        among: The models that are tried.
     """
     problem = evidence.case.problem
     error, call = _observed_error(result, evidence)

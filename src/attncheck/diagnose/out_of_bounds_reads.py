@@ -94,12 +94,6 @@ def out_of_bounds_reads(case: Case, subject: Subject, device: str, executor: Exe
 
     Of a kernel that gives the same whatever lies there nothing is said, nor of one that gives
     something else each time.
-
-    Args:
-        case: Of which a run was wrong.
-        subject: The kernel.
-        device: ``cpu`` or ``cuda``.
-        executor: How to call it.
     """
     if not _can_repeat(case):
         return ""
@@ -128,9 +122,6 @@ def misread_strides(
 
     Args:
         case: Its question is not looked at.
-        subject: The kernel.
-        device: ``cpu`` or ``cuda``.
-        executor: How to call it.
     """
     if pair_count(case.problem) > _LARGEST:
         return False, ""

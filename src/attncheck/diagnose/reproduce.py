@@ -34,13 +34,6 @@ def new_failure(
 ) -> KeptFailure:
     """``record`` as a failure that can be kept.
 
-    Args:
-        record: What the kernel answered.
-        kernel: As it was asked for.
-        device: ``cpu`` or ``cuda``.
-        convention: A name of a calling convention; empty for the first that fits.
-        test: The property's test.
-
     Raises:
         UnknownName: for a question that there is not.
     """
@@ -89,8 +82,6 @@ def exact_runs(
 
     Args:
         subject: The kernel, which is called to learn the arithmetic by which it is judged.
-        case: What is asked.
-        device: ``cpu`` or ``cuda``.
         executor: How to call it; in this process by default.
 
     Raises:

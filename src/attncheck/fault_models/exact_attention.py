@@ -73,12 +73,10 @@ class ExactAttention:
 
     Attributes:
         inputs: What the kernel read.
-        problem: Of them.
         rows: Indices of the query rows that are predicted, in order.
         tiles: (query rows, keys) of a tile: the declared one alone, or what is tried.
         b, h, i, j: Indices that broadcast.
         q, k, v: As read.
-        scale: Of q·k.
     """
 
     def __init__(
@@ -232,7 +230,6 @@ class ExactAttention:
         """The softmax of scores that are −∞ where hidden.
 
         Args:
-            z: Them, ``(batch, heads, rows, any number of keys)``.
             v: Their values; the call's own by default.
             sink: Natural logits that broadcast to rows; None for none.
         """
@@ -261,10 +258,6 @@ class ExactAttention:
         """Out and LSE of the call with something else in one place.
 
         Args:
-            x: Scores before the score mod.
-            s: Scores after it.
-            seen: Which keys a row sees.
-            v: Values, ``(batch, heads, kv, value_dim)``.
             hidden: The score of a hidden key.
         """
         if s is None:

@@ -35,12 +35,6 @@ def _last_stored(grad: ExactGradients, dz: Tensor, rows: int, keys: int) -> Iter
     first block of rows or with the last, in each head or in all. A tile is written row by row, or
     as matrix units leave it: a thread has two keys beside one another, and all threads write the
     first of theirs before the second, or the second before the first.
-
-    Args:
-        grad: The backward.
-        dz: Gradients of the scores after the mod.
-        rows: Of a tile.
-        keys: Likewise.
     """
     call, problem = grad.call, grad.call.problem
     at = (call.b, call.h, call.i, call.j)

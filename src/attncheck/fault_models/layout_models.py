@@ -34,7 +34,6 @@ def read_as(
     """Yield what is read with other strides; beyond its memory the last number, or else 0.
 
     Args:
-        tensor: Whose memory.
         stride: As many numbers as it has axes.
         shape: Its own unless told.
     """

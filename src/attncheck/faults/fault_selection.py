@@ -65,8 +65,6 @@ def select_faults(
         names: Ids of faults and controls; all where none is given.
         categories: Only faults of these; all where none is given.
         controls: Whether controls are asked where neither is given.
-        device: ``cpu`` or ``cuda``.
-        tier: How hard.
 
     Raises:
         UnknownName: for a fault or category that there is not.

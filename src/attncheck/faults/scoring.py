@@ -70,7 +70,6 @@ class GateRun:
     """All of a gate against one kernel, in this process, in the order in which workers would do it.
 
     Args:
-        kernel: As ``subjects.load`` takes it.
         unit: Says where, how hard and in which dtype; alone the kernel gets a process of its own,
             which is slower, and it may crash or hang there.
         stages: Which, between commas; empty for all.
@@ -191,7 +190,6 @@ class FaultScorer:
     """Scores faults, one after the other.
 
     Args:
-        file: Somebody's own faults; empty for none.
         stages: Of the gate, between commas; all unless told.
     """
 

@@ -122,11 +122,6 @@ def measure_sensitivity(
     """Measure how small the fault ``name`` is still seen in ``dtype``: one piece of work.
 
     Args:
-        name: One of ``CONTINUOUS_FAULTS``.
-        dtype: In which the kernel is asked.
-        tier: How hard.
-        device: ``cpu`` or ``cuda``.
-        seed: Which draw.
         peer: Whether other projects' rules are asked too.
 
     Raises:
@@ -174,10 +169,6 @@ def measure_sensitivity(
 
 class _Kernels:
     """The ideal kernel with a fault, by the number of its size; of a negative number a right one.
-
-    Args:
-        fault: Which.
-        dtype: In which it is asked.
 
     Attributes:
         sizes: The largest first.

@@ -159,7 +159,6 @@ def run_suite(
     """Run the tests once, with a kernel in place of the function.
 
     Args:
-        suite: Whose tests.
         folder: For settings and log.
         kernel: In place of the function; empty for the function itself.
         right: The same without a fault; empty where nothing is to be compared.
@@ -255,9 +254,7 @@ def check_scorable(suite: UserSuite, faults: Sequence[str], host: HostName) -> N
     """Raise UsageError unless ``suite`` passes with right kernels, and calls one of them.
 
     Args:
-        suite: What is to be scored.
         faults: Ids, whose kernels without a fault are asked for.
-        host: In which kernel they are planted.
     """
     # One control for each kernel that faults are planted in, not for each fault.
     kernels = {fault_named(name).hosts[host].kernel for name in faults}

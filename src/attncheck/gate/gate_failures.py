@@ -220,11 +220,6 @@ class FailureLog:
 
         None where it is like one that was made smaller before, does not fail again, or there is no
         smaller one.
-
-        Args:
-            unit: Whose Case fails.
-            ask: What the kernel answers to a Case.
-            planning: Says what it takes.
         """
         case, tier = Case.from_json(unit.case), self._choices.tier
         # One of each question and direction: a hundred failures of one fault say no more.

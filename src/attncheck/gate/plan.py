@@ -88,7 +88,6 @@ def replay_units(
     is no reason to stop.
 
     Args:
-        kernels: As asked for.
         folder: Where ``attncheck repro`` finds failures.
         device: Only those that failed there.
         stages: Only those that belong to these.

@@ -170,7 +170,6 @@ class Planning(KernelSupport):
 
     Attributes:
         unit: The one that asks what it is: its kernel, convention, device, tier.
-        choices: What the run asks.
         refused: What of the plan it does not take: an answer each.
     """
 

@@ -17,6 +17,7 @@ from attncheck.cases.named_problems import (
     BACKWARD_CAP,
     CONTRACT,
     FP8,
+    LONG,
     MANY_KEYS,
     MANY_SEQUENCES,
     MEMORY,
@@ -25,7 +26,7 @@ from attncheck.cases.named_problems import (
     tagged,
 )
 from attncheck.core.errors import ProblemError
-from attncheck.core.formats import DTYPES
+from attncheck.core.formats import DTYPES, FORMATS
 from attncheck.core.mod_spec import FULL, Spec
 from attncheck.gate.planning import Planning, move_case
 from attncheck.inputs.problem import Case, Problem
@@ -85,6 +86,9 @@ def _contract_problems(planning: Planning) -> Iterator[tuple[str, Problem]]:
             yield from _as_they_stand(planning, CONTRACT, [dtype])
         if scaled:
             yield from _as_they_stand(planning, FP8, [dtype])
+        # In fp32 what a kernel sums in is not shorter than its inputs.
+        if DTYPES[dtype].storage.significand < FORMATS["fp32"].significand:
+            yield from _as_they_stand(planning, LONG, [dtype])
     yield from _declared_problems(planning)
     for dtype in dtypes:
         if not planning.refusal(SOFTMAX, dtype):

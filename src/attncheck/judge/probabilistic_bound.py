@@ -72,12 +72,6 @@ def probabilistic_bound(
 ) -> ProbabilisticBound:
     """Bounds that take rounding errors as independent, but for those that are equal.
 
-    Args:
-        conditions: Of the rows.
-        scores: ``score_error`` of both.
-        mod: Where the Problem has a score mod.
-        elements: Of out in the whole Problem.
-
     Source: B21–B28 in ``docs/explanation/bounds.md``.
     """
     # Hoeffding and a union bound over all outputs of the Problem.
@@ -314,7 +308,6 @@ def quadrature(
             lies in one interval of ``width``.
         values: ``(heads, kv, value_dim)``.
         center: ``(heads, rows, value_dim)``; None for 0.
-        width: Of an interval.
     """
     square = weight.square()
     total = square @ values.square()

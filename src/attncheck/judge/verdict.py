@@ -99,7 +99,6 @@ def decide(
     ``pass``.
 
     Args:
-        result: What the kernel gave, and what it is judged by.
         heads: As ``judge_heads`` gives them, with the ensemble where they need one.
         blind_spot: What this problem would not have shown.
 

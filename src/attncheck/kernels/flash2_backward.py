@@ -249,8 +249,6 @@ def flash2_backward(
         lse: ``(batch, heads, query)``, fp32, natural log: likewise.
         dout: The loss's gradient with respect to out, as out; strides may be 0.
         dlse: With respect to LSE, as lse; None for 0.
-        scale: Factor of q·k, an fp32 number.
-        score: The traced score mod; None leaves scores as they are.
         slope: Its derivative with respect to the score, a function of the same arguments.
         launch: Tile sizes and the like of dQ; ``causal`` has no effect.
         launch_by_keys: Of dK and dV (default: the same); ``block_kv`` keys are a program's.

@@ -94,9 +94,7 @@ class EvaluatedReads:
     """The reads of a score mod in another number system than torch's.
 
     Args:
-        score_mod: A FlexAttention callable.
         convert: Makes a function of numpy arrays of an expression.
-        device: Where the tensors are that it captures.
 
     Raises:
         TraceError: as ``trace_reads``, and where the score decides which number is read.

@@ -34,7 +34,6 @@ def to_mpmath(expression: Expression, context: Any) -> Callable[..., Values]:
     torch. There is no −0.
 
     Args:
-        expression: A traced mask or score mod.
         context: An ``mpmath.MPContext`` with the precision wanted, read at every call. Nothing is
             done to ``mpmath.mp``.
 

@@ -245,7 +245,6 @@ def enclose_rows(numbers: Ball, inputs: Inputs, rows: Rows) -> Result[Balls]:
 
     Args:
         numbers: Balls, with what evaluates a score mod.
-        inputs: Of an attention or a softmax, on any device.
 
     Returns:
         Out ``(1, heads, rows, value_dim)``, of a softmax ``(1, heads, rows, kv)``, and natural-log

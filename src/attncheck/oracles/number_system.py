@@ -120,9 +120,7 @@ class Numbers(Protocol[A]):
         """Σ ``factors`` · ∂ score_mod / ∂ number over the scores that read a captured number.
 
         Args:
-            score_mod: A FlexAttention callable that reads float tensors.
             scores: Before it, ``(batch, heads, query, kv)``.
-            indices: Theirs.
 
         Returns:
             ``(1, 1, 1, numbers)``: one tensor after the other, each flattened row-major.
@@ -136,7 +134,6 @@ class Evaluate(Protocol):
         """Return a function ``(scores, b, h, q_idx, kv_idx) -> scores`` in a context's numbers.
 
         Args:
-            score_mod: The original callable.
             context: What the scores are numbers of: the mpmath context, or the bits of a ball.
 
         Returns:
@@ -174,7 +171,6 @@ class ObjectNumbers(ABC, Generic[A]):
     recurrence evaluates the same score mod many times, so the last one of each kind is kept.
 
     Args:
-        context: Of the numbers, handed to what evaluates.
         evaluate: What evaluates a score mod that changes its score, if anything does. Masks decide
             by whole numbers and are called as they are.
         slope: The same of its derivative, which a backward needs.

@@ -40,7 +40,6 @@ def case(name: str, problem: Problem, parameters: Parameters | None = None) -> C
     """Return the Case of the probe ``name`` on ``problem``'s layout, mask, dtype and scale.
 
     Args:
-        name: A name in ``PROBES``.
         problem: Its score mod and distribution are replaced.
         parameters: The probe's numbers; the first allowed ones by default.
 

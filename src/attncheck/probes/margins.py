@@ -99,9 +99,7 @@ def error_before_rounding(
     """Largest relative error of out before it is rounded, where tied keys share a row's weight.
 
     Args:
-        problem: Its number of keys.
         top: Their score, natural log, any shape; float64.
-        errors: Of the kernel's weights.
     """
     # An ulp is up to 2u; a key's own weight and the sum of all may be off in opposite directions.
     weights = 6.0 * (top.abs() + math.log(problem.kv) + 1.0) + 4.0 * errors.exp2_ulps
@@ -134,10 +132,7 @@ def is_countable(
     kernel may be one: it rounds 1 / keys, or more on the way to it.
 
     Args:
-        problem: Its formats.
         sizes: Σ |v| of the tied keys in units of V, float64; what follows broadcasts to it.
-        keys: How many they are.
-        top: Their score.
         others: What the keys below them move, in units of V.
         exact: Where a sum of values loses nothing.
     """

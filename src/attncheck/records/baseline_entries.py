@@ -126,7 +126,6 @@ def make_baseline(
     Args:
         kept: Each key once.
         environments: By ``environment_id``; those that no entry names are left out.
-        attncheck: The version that writes it.
     """
     ordered = tuple(entry.checked() for entry in sorted(kept, key=lambda entry: entry.key))
     # Entries that were replaced leave their environments behind.

@@ -126,7 +126,6 @@ def group_by_cause(
     others. Where no model explains all of a Record, those of one rule and symptom are alike.
 
     Args:
-        failures: Of any kernels.
         smaller: Smaller Cases that a failure was shrunk to, by its place: what explains it has to
             explain these, too.
     """

@@ -109,7 +109,6 @@ def find_reproduction(
         wanted: The id of a failure or of a Case, which is looked for in ``reports``/failures and
             in every report of the folder; else a file: a failure, a Case, or a Problem, which is
             to be compared.
-        reports: The folder.
         kernel: Of several that were asked the same Case, this one; one that was not is asked it
             now.
 

@@ -103,10 +103,7 @@ def diagnosis_text(  # what a Record does not know of itself
     """Describe what one kernel answered, as lines of plain text.
 
     Args:
-        kernel: As it was asked for.
         device: Where; empty where that is not known.
-        question_summary: What the Case asks, in one line.
-        reproduce: The command that asks again.
     """
     facts = failure_facts(
         record, kernel=kernel, device=device, question_summary=question_summary, test=test

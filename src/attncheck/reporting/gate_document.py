@@ -85,7 +85,6 @@ def gate_document(
     """``report`` for a terminal or a summary.
 
     Args:
-        most: Failures that are shown in full.
         where: Where the others are.
     """
     sections = (
@@ -145,8 +144,6 @@ def failure_card(report: GateReport, group: FailureGroup, *, drawn: bool = False
     """A failure in full: what was asked, what is wrong, and how to see it again.
 
     Args:
-        report: Where it is from.
-        group: The failure, and what fails alike.
         drawn: Whether a map of the errors is drawn; else facts show it in signs.
     """
     answer = group.shown

@@ -82,7 +82,6 @@ def report_image(report: Report, suffix: str) -> bytes:
     """The image of ``report``, the same bytes for the same report and matplotlib.
 
     Args:
-        report: What is shown.
         suffix: One of ``SUFFIXES``.
 
     Raises:

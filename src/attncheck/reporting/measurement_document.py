@@ -119,6 +119,8 @@ def _closing(
         Note(f"{number_text.superscript(number)} {status}: {reason}", _look_of(status))
         for (status, reason), number in notes.items()
     ]
+    for kernel, lines in (report.claims or {}).items():
+        reasons += [Note(f"{kernel}: {line}") for line in lines]
     reasons += [Note(f"{kernel} is absent: {reason}") for kernel, reason in report.absent.items()]
     below = [Section("", tuple(reasons))] if reasons else []
     missed = " or ".join(missed_faults(report.records))
@@ -139,11 +141,7 @@ def _closing(
 
 
 class RowsAsMeasured:
-    """The page of a Report whose Records come one by one: a row as soon as there is one.
-
-    Args:
-        report: Without Records yet.
-    """
+    """The page of a Report whose Records come one by one: a row as soon as there is one."""
 
     def __init__(self, report: Report) -> None:
         # One of those shown for each set of columns.

@@ -196,11 +196,6 @@ _OPTION = "--attncheck-report"
 class ReportWriter:
     """A plugin in the process that talks to the user: writes the report when all is done.
 
-    Args:
-        options: Of the plugin; ``options.report`` is the folder.
-        args: Of pytest, as typed.
-        outcomes: Where they are gathered.
-
     Raises:
         pytest.UsageError: where the folder cannot be written to.
     """

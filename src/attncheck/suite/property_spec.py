@@ -127,12 +127,22 @@ def asks(
     return decorate
 
 
+def cases(kernel: UnderTest, spec: PropertySpec) -> SearchStrategy[Case]:
+    """Return cases of a property for one kernel, dtype and family; they shrink to the plainest."""
+    # The same objects for all draws: Hypothesis looks a new strategy through first.
+    by_question = functools.cache(functools.partial(_problems, kernel, spec))
+    return _cases(st.sampled_from(spec.questions), by_question)
+
+
 @st.composite
-def cases(draw: st.DrawFn, kernel: UnderTest, spec: PropertySpec) -> Case:
-    """Draw cases of a property for one kernel, dtype and family; they shrink to the plainest."""
+def _cases(
+    draw: st.DrawFn,
+    questions: SearchStrategy[str],
+    by_question: Callable[[str], SearchStrategy[Problem]],
+) -> Case:
     # Drawn first: the question decides which Problems fit it.
-    question = draw(st.sampled_from(spec.questions))
-    problem = question_problem(question, draw(_problems(kernel, spec, question)))
+    question = draw(questions)
+    problem = question_problem(question, draw(by_question(question)))
     chosen = draw(parameters(allowed=allowed_parameters(question, problem)))
     return Case(problem=problem, question=question, parameters=chosen)
 

@@ -36,11 +36,9 @@ class UnderTest(KernelSupport):
         name: What it was asked for by: a name, or ``file.py::name``.
         dtype: The dtype that a test is about; empty where it is about none.
         family: The mask family that a test is about; empty where it is about none.
-        tier: How much is asked.
         failed: The last Record that was no pass.
         lost: The Record of the Case that took the GPU from this process; None where none did.
         share: Largest error ÷ bound of the answers since it was last set to 0.
-        tally: What the current test asked of it.
         odd: First thing that was no failure, because it promises no better; empty for nothing.
     """
 

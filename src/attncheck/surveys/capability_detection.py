@@ -23,10 +23,11 @@ from attncheck.inputs.question_parameters import PROMISES
 from attncheck.records.record import FAILED_STATUSES, Record, Status
 from attncheck.relations import RELATIONS
 from attncheck.subjects.capabilities.capability_table import ALIGNMENTS, EMPTY_ROWS, Capabilities
-from attncheck.subjects.capabilities.declared import Declared
 from attncheck.subjects.capabilities.subject import Subject
 from attncheck.subjects.conventions.convention import ConventionOptions
+from attncheck.subjects.terms import Terms
 from attncheck.verify.executor import Executor, Failure, InProcess, Origin
+from attncheck.verify.kernel_hosts import on_terms
 from attncheck.verify.question_fit import adapted_problems
 from attncheck.verify.run_case import run_case
 
@@ -275,7 +276,6 @@ def detect_capabilities(
     """Try a kernel on some seventy Problems of at most 256 keys.
 
     Args:
-        make: How it is called.
         conventions: Those that it may have: the first by which it is right, else by which it gives
             an answer at all.
         advance: Called with a word before each question; what it raises ends the probe.
@@ -478,7 +478,9 @@ class Detection:
         subject = self._subject
         assert subject is not None, "promises come last"
         table = Capabilities(entry=subject.name, promises=PROMISES)
-        promising = Declared(subject, table, subject.name)
+        options = {n: getattr(self._options, n) for n in ("lse", "empty_row", "causal")}
+        terms = Terms(convention=self._convention, **options, table=table)
+        promising = on_terms(subject, terms)
         answers: list[TrialResult] = []
         for relation, problem in self._relations(promise):
             record = self._record(problem, relation, promising)

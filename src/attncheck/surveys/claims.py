@@ -29,7 +29,7 @@ from attncheck.records.record import Unclaimed
 from attncheck.subjects.capabilities.capability_table import ANY, Capabilities, Override, When
 from attncheck.subjects.conventions.convention import Convention, ConventionOptions
 from attncheck.subjects.conventions.declarations import CONVENTIONS
-from attncheck.subjects.terms import Terms, subject_on_terms
+from attncheck.subjects.terms import Terms
 from attncheck.surveys.capability_detection import (
     DetectedCapabilities,
     Detection,
@@ -42,8 +42,9 @@ from attncheck.surveys.capability_detection import (
     rectangular_trials,
 )
 from attncheck.surveys.proposed_table import propose_table
+from attncheck.verify.deaths import MOST_DEATHS
 from attncheck.verify.environment import environment, fingerprint
-from attncheck.verify.kernel_hosts import executor_of
+from attncheck.verify.kernel_hosts import executor_of, on_terms
 from attncheck.verify.kernel_server import loaded_files
 from attncheck.verify.question_fit import adapted_problems
 from attncheck.verify.remote_kernel import RemoteSubject
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from attncheck.subjects.capabilities.subject import Subject
+    from attncheck.verify.kernel_hosts import KernelHost
 
 CLAIMED = {
     "convention": "one problem of 64 or 128 keys, which fits every tile: else it is no kernel",
@@ -77,7 +79,6 @@ what it gets wrong without a word is one finding."""
 CLAIM_TRIALS = 40  # about so many questions are asked: how far it is
 
 _FORM = 2  # of what is kept: another number forgets what an older version kept
-_MOST_DEATHS = 2  # of the kernel's process, after which nothing more is tried
 _SHOWN_LENGTH = 77  # no multiple of any tile
 _SHOWN = f"lengths-{_SHOWN_LENGTH}"
 _USUAL_DTYPES = ("fp32", "fp16", "bf16")
@@ -98,7 +99,11 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     timeout: str = ""  # of a kernel that did not answer even the first Problem, what was said of it
 
     def terms(
-        self, dtypes: Iterable[str] = (), head_dims: Iterable[int] = (), names: Iterable[str] = ()
+        self,
+        dtypes: Iterable[str] = (),
+        head_dims: Iterable[int] = (),
+        names: Iterable[str] = (),
+        problems: Iterable[Problem] = (),
     ) -> Terms:
         """Return the terms on which it is asked.
 
@@ -106,6 +111,7 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             dtypes: Those that somebody asks for by name, and so claims.
             head_dims: The same.
             names: Of questions beyond its claims, the same.
+            problems: What somebody asks as a whole, and what is so never refused for its claims.
         """
         table, limits = self._table(), self.limits()
         if table is None or not limits:
@@ -116,13 +122,13 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             dtypes=(*(table.dtypes or ()), *dtypes),
             head_dims=(*dims, *head_dims) if isinstance(dims, tuple) else dims,
         )
-        admitted = tuple(each.case.problem.id for each in self.unclaimed(names))
+        admitted = (each.case.problem for each in self.unclaimed(names))
         return Terms(
             convention=self.convention,
             causal=self.causal,
             table=table,
             limits=f"not asked: it takes {limits}",
-            admitted=admitted,
+            admitted=tuple(each.id for each in (*admitted, *problems)),
         )
 
     def dtypes(self) -> tuple[str, ...]:
@@ -276,6 +282,30 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 # ------------------------------------------------------------------ found
 
 
+def hold_to_claims(
+    host: KernelHost,
+    *,
+    kernel: str,
+    device: str,
+    advance: Callable[[str], None] = lambda _: None,
+    **asked: Any,
+) -> Claims | None:
+    """Try a host's kernel where it is a plain function; it is asked within what it takes then.
+
+    Args:
+        host: Of the kernel; its subject is another then.
+        kernel: As of ``find_claims``, as are the next two and what comes back.
+        device: ``cpu`` or ``cuda``.
+        advance: Called before each question.
+        asked: What is asked for by name, as of ``Claims.terms``.
+    """
+    claims = find_claims(host.subject, kernel=kernel, device=device, advance=advance)
+    # Who did not answer would not answer this either.
+    if claims is not None and not claims.timeout:
+        host.subject = on_terms(host.subject, claims.terms(**asked))
+    return claims
+
+
 def find_claims(
     subject: Subject, *, kernel: str, device: str, advance: Callable[[str], None] = lambda _: None
 ) -> Claims | None:
@@ -285,8 +315,6 @@ def find_claims(
 
     Args:
         subject: The kernel; by which convention it is called afterwards, ``on_terms`` says.
-        kernel: As it was named.
-        device: ``cpu`` or ``cuda``.
         advance: Called before each question; what it raises ends the search.
     """
     if not subject.conventions:
@@ -351,7 +379,7 @@ def _try_unclaimed(detection: Detection, base: Problem, device: str) -> None:
         if trial.aspect == "causal" and last.verdict == "wrong":
             detection.other_diagonal(_OTHER[trial.changes["mask"].name], base)
         deaths += bool(last.fatal)
-        if deaths >= _MOST_DEATHS:
+        if deaths >= MOST_DEATHS:
             return
 
 
@@ -372,14 +400,6 @@ def _trials(base: Problem, convention: str, device: str) -> Iterator[Trial]:
     slopes = {"batch": 2, "mask": Spec.of("causal"), "score": Spec.of("alibi_by_sequence")}
     yield Trial(aspect="slopes", what="2 sequences", changes=slopes)
     yield causal_trials(base)[chosen.bottom_right if isinstance(chosen, Convention) else 0]
-
-
-def on_terms(subject: Subject, terms: Terms) -> Subject:
-    """Return a plain function on other terms, in its process or in this one."""
-    if isinstance(subject, RemoteSubject):
-        subject.hold(terms)
-        return subject
-    return subject_on_terms(subject, terms)
 
 
 _USUAL_HEAD_DIMS = (64, 80, 96, 128)
@@ -413,9 +433,7 @@ def claimed_questions(
     """Return the questions of a quick check within claims, and what lies wrongly beyond them.
 
     Args:
-        claims: What was found.
         subject: The kernel on the terms of these claims.
-        device: ``cpu`` or ``cuda``.
         dtypes: Those that were asked for; none: bf16, or the first that it is right in.
         head_dims: Those that were asked for.
         names: Of questions, those that were asked for; none: all.

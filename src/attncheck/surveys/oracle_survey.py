@@ -94,8 +94,6 @@ def oracle_plan(
     Args:
         variants: Names of ``cases.variants.VARIANTS``, or ``sharp``; none: those of ``default``.
         distributions: Names; none: all. Of softmax those that it has.
-        dtype: Of the inputs.
-        default: Names of variants.
 
     Raises UnknownName or ProblemError for what cannot be, before anything is computed.
     """
@@ -227,7 +225,6 @@ def distances(
     Args:
         variant: The plan's name for the mask and score mod.
         by_oracle: What each oracle gives, by its name.
-        exact: The result in many digits.
         spread: Σ_j p_j |v_j| of each element of out, in many digits; p_j for softmax. What an
             error of a rounding is relative to.
     """
@@ -264,10 +261,8 @@ def agreement(
     """Compute how far the recurrences are apart when all are run in many digits.
 
     Args:
-        case: What was computed.
         variant: The plan's name for the mask and score mod.
         others: By name, what each recurrence but the reference gives.
-        exact: What the reference gives.
         spread: As for ``distances``.
     """
     differences = [

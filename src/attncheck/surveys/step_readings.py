@@ -43,7 +43,6 @@ def read_exponential(runner: SceneRunner, held: Grid, *, rounded: bool) -> Expon
     """The largest error of a weight in [1/2, 1) that shows; None where none would.
 
     Args:
-        held: How P is held.
         rounded: Whether that is a format to which P is rounded, and not all that exp2 gives.
 
     Raises Unanswered where there are no outputs.
@@ -195,7 +194,6 @@ def read_tiles(
     earlier step has been rounded before it is scaled down, one of the same step is rounded after.
 
     Args:
-        runner: The kernel.
         keys: A multiple of 256.
         known: Boundaries of parts that are merged: they say nothing of the order.
         rows: How many rows there are; the first 128 are looked at.
@@ -358,7 +356,6 @@ def _hidden_win(runner: SceneRunner, lows: list[list[float]], scale: float) -> l
     """Return whether hidden keys have half of the weight, of each of these sums of low scores.
 
     Args:
-        runner: The kernel.
         lows: Sums, each in parts.
         scale: Of q·k as it is stored: fp16's is the Problem's, fp8's that of its descales.
     """

@@ -57,7 +57,6 @@ def measure_accuracy(
 
     Args:
         case: A Case whose question is ``compare``.
-        variant: The plan's name for the mask and score mod.
         executor: How to call the kernel; in this process by default.
         runs: Of a kernel that may give other bits each time.
 

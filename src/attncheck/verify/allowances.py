@@ -93,7 +93,6 @@ def budget(evidence: Evidence, arithmetic: Arithmetic, place: Place) -> dict[str
     """Return the parts of one element's allowance, by the names of ``docs/explanation/bounds.md``.
 
     Args:
-        arithmetic: What the allowance is for.
         place: An element of out, or with ``dim`` −1 a row of LSE.
     """
     head = place.batch * evidence.case.problem.heads + place.head

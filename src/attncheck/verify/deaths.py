@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 DEATHS: frozenset[Status] = frozenset({"crash", "timeout", "oom"})
 """Statuses of a kernel whose process gave no answer."""
 
+MOST_DEATHS = 2
+"""Of a kernel's process, after which it is asked no more: each further one costs another."""
+
 _BROKEN = ("SIGABRT", "SIGSEGV", "SIGBUS")  # what a process may die of whose heap is broken
 _MOST_ASKED = 64  # problems that are asked between guard bands
 
@@ -33,8 +36,6 @@ def confirm_death(
     A kernel that dies in this process takes it along: nothing is left to confirm.
 
     Args:
-        subject: The kernel that is asked.
-        ask: Asks it one Case.
         slow: Whether a timeout is confirmed too, which takes as long again.
     """
     first = ask()
@@ -65,8 +66,6 @@ def _with_wild_write(
     the process in whatever comes later: problems are asked that the process had been asked before.
 
     Args:
-        record: Of the crash.
-        subject: The kernel.
         asked: Problems that its process had been asked, the first ones first.
     """
     # A GPU has no heap of the host's; and a kernel may leave, or be killed, with all its memory in
@@ -91,16 +90,20 @@ def _describe_outcome(record: Record) -> str:
 
 
 def death_record(
-    error: Died, case: Case, *, kernel: str, variant: str = "", environment: str = ""
+    error: Died,
+    case: Case,
+    *,
+    kernel: str,
+    variant: str = "",
+    environment: str = "",
+    loading: bool = True,
 ) -> Record:
     """Return the Record of a kernel whose process died before it could be called.
 
     Args:
-        error: Of which it died.
         case: What it was to be asked.
         kernel: What was typed: it died before it could say its name.
-        variant: Name of the question.
-        environment: Fingerprint of this process.
+        loading: Whether it died as the kernel was loaded, which is said then.
     """
     statuses: dict[str, Status] = {"oom": "oom", "timeout": "timeout"}
     return Record(
@@ -110,6 +113,6 @@ def death_record(
         variant=variant,
         heads=head_arrangement(case.problem),
         status=statuses.get(error.kind, "crash"),
-        reason=str(error),
+        reason=f"as it was loaded, {error}" if loading else str(error),
         environment=environment,
     )

@@ -142,7 +142,6 @@ class Executor(Protocol):
         Args:
             origin: Where they are from: for who draws them anew elsewhere.
             timed: Whether it is called until its median time is known.
-            under: How it is called.
         """
         ...
 

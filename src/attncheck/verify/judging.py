@@ -121,7 +121,6 @@ def with_error_map(record: Record, result: Execution, evidence: EvidenceBuilder)
     """``record`` with the map of its errors where it fails.
 
     Args:
-        record: As judged.
         result: What the kernel gave, and the tiling that it declares: cells are whole tiles of it
             where there are several, and else as few rows as fit.
         evidence: The Case, its exact result and what is allowed.

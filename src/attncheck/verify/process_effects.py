@@ -216,7 +216,6 @@ def resource_leaks(call: Call, calls: int, device: torch.device) -> tuple[str, s
     Args:
         call: Is called, and what it gives dropped.
         calls: In one window.
-        device: Where it runs.
     """
     _times(call, _WARM)
     with _frozen():

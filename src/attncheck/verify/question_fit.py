@@ -67,9 +67,6 @@ def adapted_problems(subject: Subject, problem: Problem, executor: Executor) -> 
     In pages it is there once for each usual size, of which a kernel may take one; nothing else
     differs, and with several sequences they share their first page. There are no gradients of
     keys in pages: a backward stays what it is.
-
-    Args:
-        executor: How to ask what concerns it.
     """
     if problem.operation != "attention" or problem.backward or executor.concerns(subject, problem):
         return (problem,)

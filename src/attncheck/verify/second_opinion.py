@@ -85,10 +85,6 @@ def disagreement(judgement: Judgement, evidence: Evidence) -> str:
 
     Empty where nowhere, where ``judgement`` does not rest on the truth, and where the second
     opinion does not fit into memory.
-
-    Args:
-        judgement: What the judge said.
-        evidence: Of what.
     """
     if not _doubtful(judgement, evidence.truth):
         return ""

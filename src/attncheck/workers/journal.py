@@ -335,9 +335,6 @@ _TYPED_SHARD = re.compile(r" --shard[ =]\S+")
 def merge_journals(journals: Mapping[str, JournalContent]) -> JournalContent:
     """All results of the parts of one run.
 
-    Args:
-        journals: What each says, by its name.
-
     Returns:
         A journal's content, without a shard, whose seconds are those of all of them.
 

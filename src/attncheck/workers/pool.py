@@ -72,7 +72,6 @@ class Schedule:
         """Nothing waits.
 
         Args:
-            journal: What is done, and what was lost.
             priority: Least first; equal ones in the order in which they became known.
             mine: Whether this run does a unit: another shard's is left out.
         """
@@ -374,7 +373,6 @@ def run_units(  # noqa: PLR0913  # one run, said once
         priority: Of a unit; least first.
         mine: Whether this run does a unit, or another shard.
         lost: The result of a unit that is given up, from the reason; a harness error by default.
-        limits: Of time.
 
     Returns:
         How it ended; the journal says so too, and is left open.

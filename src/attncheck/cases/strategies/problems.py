@@ -163,7 +163,6 @@ def softmax_problems(
     """Softmax of few rows of up to ``longest`` scores; shrinks to one row of one score.
 
     Args:
-        longest: Most columns.
         dtypes: Which, plainest first; what softmax has not is left out.
         distributions: Which, plainest first (default: all that have scores).
         supports: Whether the kernel takes a Problem; others are dropped.
@@ -213,8 +212,6 @@ def nearest_supported(
     chosen for them (a key to hide, say) stays possible; it shrinks only where all else is refused.
 
     Args:
-        problem: What was drawn.
-        supports: What is asked.
         dtypes: Those that ``problem`` may have instead, plainest first.
         drops: What it may do without: ``sink``, ``dlse``.
     """

@@ -364,7 +364,6 @@ def read_table(table: object, what: str) -> Capabilities:
     """Read the table that a file or an entry point holds, strictly.
 
     Args:
-        table: As TOML reads it.
         what: Where it stands, which begins every error: ``pyproject.toml: kernels.mine``.
 
     Raises:

@@ -142,7 +142,6 @@ def published_kernel(
     """Return the kernel and the table, if any, of what an entry point holds.
 
     Args:
-        name: Of the entry point.
         published: A Subject, a function, or a table whose ``entry`` is one, or names one.
         value: Where the entry point says that it is: ``package.module:name``.
 

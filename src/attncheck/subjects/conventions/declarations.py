@@ -65,11 +65,8 @@ def adopted(
     """Return ``candidate`` as a Subject.
 
     Args:
-        candidate: What a file or module holds.
-        name: What reports are to call it.
         convention: A name of ``CONVENTIONS``; None for the one that its signature, or its name,
             shows, which is sdpa where they show none.
-        options: Where it differs from its convention.
 
     Returns:
         The Subject, or why there is none, to stand after ``it must``.

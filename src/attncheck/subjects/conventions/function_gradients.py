@@ -77,9 +77,6 @@ class GradientCall:
     """Tensors that autograd follows, and the loss's gradients in the function's axes.
 
     Args:
-        options: How gradients are had.
-        layout: The function's axes.
-        parameters: What each of them is in the convention.
         dead: Rows that see no key, where something is said of them.
         natural_lse: LSE as the function gives it → in attncheck's axes, natural.
     """

@@ -126,9 +126,7 @@ class MutationCheck:
     Of a mod the tensors that it captures: the same object is what the function gets.
 
     Args:
-        passed: Keywords of the call.
         arguments: The same, as they are ``MadeArgument``.
-        inputs: What they are made of; the executor looks at these itself.
     """
 
     def __init__(
