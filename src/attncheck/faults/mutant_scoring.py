@@ -360,7 +360,7 @@ class _Job:
         assert claims is not None, "it is a function of a file"
         terms = claims.terms()
         subject = on_terms(subject, terms)
-        questions = claimed_questions(claims, device="cpu")
+        questions = claimed_questions(claims, subject, device="cpu")
         right = on_terms(load_subject(f"{self._file}::{self._function}", None), terms)
         peers, recording = PeerRules(right, MUTANT_RULES), RecordingExecutor()
         named = [(question.name, question.case) for question in questions]
