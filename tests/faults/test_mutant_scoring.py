@@ -160,6 +160,11 @@ def test_what_cannot_be_mutated_is_said(mine, tmp_path):
         read_table(tmp_path / "sub")
 
 
+def test_a_few_are_the_same_whatever_else_there_is(mine):
+    every, ten = (mutant_units([mine], tool="check", most=n, names=[]) for n in (None, 10))
+    assert every[:10] == ten
+
+
 def test_the_strangers_have_their_mutants(pytestconfig):
     folder = pytestconfig.rootpath / "examples" / "strangers"
     specs = mutant_scoring.kernels_of_table(folder / "mutants.toml")

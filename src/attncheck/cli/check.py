@@ -163,7 +163,12 @@ def _checked(
     from msgspec.structs import replace
 
     from attncheck.cli.long_runs import progress
-    from attncheck.surveys.claims import CLAIM_TRIALS, claimed_questions, hold_to_claims
+    from attncheck.surveys.claims import (
+        CLAIM_TRIALS,
+        claimed_questions,
+        hold_to_claims,
+        subject_questions,
+    )
     from attncheck.verify.remote_kernel import RemoteSubject
 
     tried = host.subject
@@ -179,9 +184,11 @@ def _checked(
         claims = hold_to_claims(host, kernel=spec, device=device, advance=next_trial, **options)
     subject = host.subject
     if claims is not None and not claims.timeout:
-        questions = claimed_questions(claims, device=device, **options)
+        questions = claimed_questions(claims, subject, device=device, **options)
         # By another convention it says other things of itself.
         report = replace(report, kernels={subject.name: subject.summary})
+    if claims is None:
+        questions = subject_questions(subject, questions, device=device, **options)
     if claims is not None and (lines := tuple(claims.lines())):
         report = replace(report, claims={subject.name: lines})
     hung = claims.timeout if claims is not None else ""
@@ -266,9 +273,9 @@ def _questions(
     questions += [one for dtype in dict.fromkeys(dtypes) for one in check_cases(dtype, head_dims)]
     known = {question.name for question in questions}
     for name in names:
-        # What a kernel is asked beyond its claims is known only when these are.
+        # What is asked of the axes that a kernel takes, or beyond its claims, is known only then.
         aspect = name.removeprefix("decode-").partition("-")[0]
-        if name not in known and aspect not in {"lengths", *NOT_CLAIMED}:
+        if name not in known and aspect not in {"crossed", "alone", "lengths", *NOT_CLAIMED}:
             raise UnknownName("question", name, known)
     return [question for question in questions if not names or question.name in names]
 

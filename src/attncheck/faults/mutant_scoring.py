@@ -8,6 +8,7 @@ used CUDA cannot fork.
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 import json
 import os
 import re
@@ -26,9 +27,10 @@ from msgspec import to_builtins
 from msgspec.structs import replace
 
 from attncheck.core.errors import AttncheckError, UsageError
+from attncheck.core.mod_spec import Spec
 from attncheck.core.sanitize_text import one_line
 from attncheck.diagnose.diagnosis import diagnose_failure
-from attncheck.faults.mutation import Mutant, mutants_of, sampled
+from attncheck.faults.mutation import Mutant, mutants_of
 from attncheck.faults.peer_rules import MUTANT_RULES, PeerRules, RecordingExecutor
 from attncheck.faults.scoring import GateRun
 from attncheck.inputs.input_tensors import draw_inputs
@@ -58,9 +60,17 @@ TABLE = "mutants.toml"
 """Beside kernels: what is known of their mutants."""
 
 _PATIENCE = Deadlines().call + Deadlines().imports  # seconds between two words of a process
-_REFERENCE_DTYPES = ("bf16", "fp16", "fp32")
-_REFERENCE_LENGTHS = ((64, 64), (77, 77), (1, 70), (33, 130))
+_REFERENCE_DTYPES = ("bf16", "fp32")
 _FIRST = Problem(query=64, heads=2, head_dim=64, dtype="bf16")
+_REFERENCE_CHANGES: tuple[dict[str, Any], ...] = (
+    *({"query": query, "kv": kv} for query, kv in ((64, 64), (77, 77), (1, 70), (33, 130))),
+    *({"mask": Spec.of(mask)} for mask in ("causal", "causal_bottom_right")),
+    {"mask": Spec.of("sliding_window", window=17), "query": 77, "kv": 77},
+    *({"score": Spec.of("softcap", cap=cap)} for cap in (5.0, 500.0)),
+    {"score": Spec.of("alibi"), "mask": Spec.of("causal")},
+    {"heads": 4, "kv_heads": 2, "batch": 3, "query": 9},
+    {"scale": 0.3},
+)
 
 
 class Argument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -142,10 +152,12 @@ def mutant_units(
 ) -> list[Unit]:
     """Return the work: a unit a mutant.
 
+    They stand in the order of their ids' digests: who stops early has an even sample.
+
     Args:
         specs: Kernels, ``FILE.py::NAME`` each.
         tool: Who is asked.
-        most: At most so many, spread evenly; None for all.
+        most: At most so many; None for all.
         names: Ids, or patterns of ids; none: all.
 
     Raises:
@@ -165,15 +177,12 @@ def mutant_units(
         ]
     if not every:
         raise UsageError("there is no mutant to score: see --list.")
-    if most is not None:
-        kept = {one.id for one in sampled([one for _, one in every], most)}
-        every = [(spec, one) for spec, one in every if one.id in kept]
+    every = sorted(every, key=lambda each: hashlib.sha256(each[1].id.encode()).digest())[:most]
     return [
         Unit(
             kind="fault",
             stage="contract",
             kernel=f"{one.id}@{MUTANT}",
-            convention="",
             device="cpu",
             tier=tool,
             variant=spec,
@@ -351,7 +360,7 @@ class _Job:
         assert claims is not None, "it is a function of a file"
         terms = claims.terms()
         subject = on_terms(subject, terms)
-        questions = claimed_questions(claims, device="cpu")
+        questions = claimed_questions(claims, subject, device="cpu")
         right = on_terms(load_subject(f"{self._file}::{self._function}", None), terms)
         peers, recording = PeerRules(right, MUTANT_RULES), RecordingExecutor()
         named = [(question.name, question.case) for question in questions]
@@ -430,7 +439,7 @@ def _shown(record: Record) -> str:
 def _identical(subject: Subject, right: Subject, problems: Sequence[Problem]) -> bool:
     """Return whether two kernels give the same bits on all of a reference set.
 
-    That is every problem of the check and others' lengths, in three dtypes, with a backward too.
+    That is every problem of the check in two dtypes, and others, with a backward too.
     """
     executor = InProcess()
     every = dict.fromkeys(_reference_problems(problems))
@@ -458,9 +467,9 @@ def _reference_problems(problems: Sequence[Problem]) -> Iterator[Problem]:
             yield problem.replace(dtype=dtype)
         if problem.paging is None and not problem.backward:
             yield problem.replace(backward=True)
-    for query, kv in _REFERENCE_LENGTHS:
+    for changes in _REFERENCE_CHANGES:
         for backward in (False, True):
-            yield _FIRST.replace(query=query, kv=kv, backward=backward)
+            yield _FIRST.replace(**changes, backward=backward)
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -161,12 +161,7 @@ _KINDS = (PLAIN_KIND, ProblemKind(paged=True), ProblemKind(sink=True))
 
 
 class Planning(KernelSupport):
-    """A kernel whose plan is made; it is asked nothing yet but what it takes.
-
-    Attributes:
-        unit: The one that asks what it is: its kernel, convention, device, tier.
-        refused: What of the plan it does not take: an answer each.
-    """
+    """A kernel whose plan is made; it is asked nothing yet but what it takes."""
 
     def __init__(
         self,
@@ -177,9 +172,9 @@ class Planning(KernelSupport):
         environment: str = "",
     ) -> None:
         super().__init__(subject, unit.device, executor)
-        self.unit = unit
+        self.unit = unit  # the one that asks what it is: its kernel, convention, device, tier
         self.choices, self.environment = choices, environment
-        self.refused: list[Answer] = []
+        self.refused: list[Answer] = []  # what of the plan it does not take: an answer each
 
     @cached_property
     def dtypes(self) -> tuple[str, ...]:

@@ -37,19 +37,12 @@ __all__ = ["Candidate", "Entry", "is_reference", "kernel_names", "load_kernel", 
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is known of a kernel before it is tried.
+    """What is known of a kernel before it is tried."""
 
-    Attributes:
-        entry: As of ``Candidate``.
-        conventions: Those that it may follow, the likeliest first.
-        options: What its table says of its convention, by the names of ``Terms``.
-        capabilities: Its table; None where nobody has written one.
-    """
-
-    entry: str
-    conventions: tuple[str, ...]
-    options: dict[str, str]
-    capabilities: Capabilities | None = None
+    entry: str  # as of ``Candidate``
+    conventions: tuple[str, ...]  # those that it may follow, the likeliest first
+    options: dict[str, str]  # what its table says of its convention, by the names of ``Terms``
+    capabilities: Capabilities | None = None  # its table; None where nobody has written one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import hypothesis
 
-from attncheck.cases.check_cases import check_cases
+from attncheck.cases.check_cases import check_cases, crossed_cases
 from attncheck.core.errors import OraclesDisagree, UnknownName, UsageError
 from attncheck.diagnose.diagnosis import diagnose_failure
 from attncheck.diagnose.user_tensors import UserOutputs
@@ -22,7 +22,7 @@ from attncheck.subjects.capabilities.subject import Subject
 from attncheck.subjects.load import load_subject
 from attncheck.suite.pytest_options import settings_of
 from attncheck.suite.wrong_answers import WrongAnswer, WrongAnswers
-from attncheck.surveys.claims import claimed_questions, find_claims
+from attncheck.surveys.claims import claimed_questions, find_claims, subject_takes
 from attncheck.verify.environment import prepare, usable_device
 from attncheck.verify.kernel_hosts import on_terms
 from attncheck.verify.question_fit import COMPARE
@@ -56,9 +56,9 @@ def check(
     Args:
         kernel: A function in a known calling convention, a Subject, or what ``--kernel`` takes:
             ``file.py::name``, ``package.module:name``, a name.
-        problem: What to ask; None for what ``attncheck check`` asks: exact probes and a dozen
-            Problems. Within a Hypothesis test a Problem that the kernel does not take is drawn
-            anew.
+        problem: What to ask; None for what ``attncheck check`` asks: exact probes, a dozen
+            Problems, and of a Subject crossed ones. Within a Hypothesis test a Problem that the
+            kernel does not take is drawn anew.
         convention: How a function is called; None for the one that its signature shows.
         dtypes: In which the dozen is asked.
         device: ``cpu`` or ``cuda``; None for cuda where torch sees a GPU.
@@ -87,8 +87,11 @@ def check(
         named = () if named == _USUAL else named
         subject = on_terms(subject, claims.terms(named, problems=asked))
         if problem is None:
-            within = claimed_questions(claims, device=device, dtypes=named, calls=False)
-            cases = [each.case for each in within]
+            how: dict[str, Any] = {"device": device, "dtypes": named, "calls": False}
+            cases = [each.case for each in claimed_questions(claims, subject, **how)]
+    elif problem is None:
+        able = subject_takes(subject, device)
+        cases += [one.case for name in _names(dtypes) for one in crossed_cases(name, (), able)]
     records = tuple(iter_records([subject], cases, device=device))
     _reject_untaken(records)
     name = kernel if isinstance(kernel, str) else _reference(kernel) or subject.name

@@ -180,6 +180,13 @@ def causal_trials(base: Problem) -> tuple[Trial, Trial]:
     return first, second
 
 
+def gradient_trials() -> Iterator[Trial]:
+    """Yield losses of out, of out and LSE, and of what has sinks."""
+    yield Trial(aspect="backward", what="out", changes={"backward": True})
+    yield Trial(aspect="backward", what="out and LSE", changes={"backward": True, "dlse": True})
+    yield Trial(aspect="backward", what="sinks", changes={"backward": True, "sink": True})
+
+
 def empty_row_trials(base: Problem) -> Iterator[Trial]:
     """Yield problems with rows that see no key, as different kernels take them."""
     n = base.query
@@ -465,6 +472,11 @@ class Detection:
             if wrong and not self._options.causal:
                 other = next(name for name in ALIGNMENTS if name != alignment)
                 self._try_again("causal", (other,), aligned[other].of(base))
+
+    def other_diagonal(self, alignment: str, base: Problem) -> None:
+        """Try the causal mask aligned the other way, after the convention's was wrong."""
+        trial = dict(zip(ALIGNMENTS, causal_trials(base), strict=True))[alignment]
+        self._try_again("causal", (alignment,), trial.of(base))
 
     def rectangular(self, base: Problem) -> None:
         """Try lengths that differ; a single query where a length of 1 is taken at all."""
