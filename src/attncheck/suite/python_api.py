@@ -19,6 +19,7 @@ from attncheck.inputs.problem import Case, Problem
 from attncheck.records.record import UNTRUSTED_STATUSES, Record
 from attncheck.reporting.diagnosis_text import explanation_facts, tile_picture
 from attncheck.subjects.capabilities.subject import Subject
+from attncheck.subjects.conventions.function_subject import FunctionSubject
 from attncheck.subjects.load import load_subject
 from attncheck.suite.pytest_options import settings_of
 from attncheck.suite.wrong_answers import WrongAnswer, WrongAnswers
@@ -89,7 +90,7 @@ def check(
         if problem is None:
             how: dict[str, Any] = {"device": device, "dtypes": named, "calls": False}
             cases = [each.case for each in claimed_questions(claims, subject, **how)]
-    elif problem is None:
+    elif problem is None and not isinstance(subject, FunctionSubject):
         able = subject_takes(subject, device)
         cases += [one.case for name in _names(dtypes) for one in crossed_cases(name, (), able)]
     records = tuple(iter_records([subject], cases, device=device))

@@ -363,7 +363,7 @@ def find_claims(
             tried=tuple(one for one in found.tried if one.aspect != "convention"),
         )
     tried = [one for one in detection.result(base).tried if one.aspect == "convention"]
-    if not claims.right and len(tried) > 1:
+    if base is not None and not claims.right and len(tried) > 1:
         claims = replace(claims, readings=tuple(tried))
     files = loaded_files()
     if isinstance(subject, RemoteSubject):
