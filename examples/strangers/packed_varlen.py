@@ -14,7 +14,7 @@ def _packed_kernel(
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
     seq = tl.program_id(2)
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)
     q_begin = tl.load(cu_q + seq)
     k_begin = tl.load(cu_k + seq)
     q_len = tl.load(cu_q + seq + 1) - q_begin
@@ -23,7 +23,7 @@ def _packed_kernel(
     if first_row >= q_len:
         return
 
-    row = first_row + tl.arange(0, TILE_Q)
+    row = first_row + tl.arange(0, TILE_Q).to(tl.int64)
     d = tl.arange(0, TILE_D)
     in_q = (row < q_len)[:, None] & (d < dim)[None, :]
     q_at = (q_begin + row)[:, None] * stride_qt + head * stride_qh + d[None, :]
@@ -44,16 +44,18 @@ def _packed_kernel(
     if right >= 0:
         end = tl.minimum(k_len, first_row + TILE_Q + k_len - q_len + right)
     for start in range(begin, end, TILE_K):
-        col = start + tl.arange(0, TILE_K)
+        col = start + tl.arange(0, TILE_K).to(tl.int64)
         in_k = (col < k_len)[:, None] & (d < dim)[None, :]
         k_at = (k_begin + col)[:, None] * stride_kt + kv_head * stride_kh + d[None, :]
         k = tl.load(k_ptr + k_at, mask=in_k, other=0.0).to(tl.float32)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         if HAS_CAP:
-            # tanh, of an argument that cannot overflow
-            z = tl.exp(-2.0 * tl.abs(s / softcap))
+            # tanh, of an argument that cannot overflow; its series where 1 - z would cancel
+            x = s / softcap
+            z = tl.exp(-2.0 * tl.abs(x))
             t = (1.0 - z) / (1.0 + z)
-            s = softcap * tl.where(s < 0, -t, t)
+            t = tl.where(tl.abs(x) < 0.02, x - x * x * x / 3.0, tl.where(x < 0, -t, t))
+            s = softcap * t
         distance = diagonal[:, None] - col[None, :]
         if HAS_SLOPES:
             s -= slope * tl.abs(distance)

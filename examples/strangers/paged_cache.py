@@ -12,12 +12,12 @@ def paged_kernel(
     s_qb, s_qr, s_qh, s_kp, s_ks, s_kh, s_vp, s_vs, s_vh,
     CAUSAL: tl.constexpr, Q_TILE: tl.constexpr, K_TILE: tl.constexpr, HEAD: tl.constexpr,
 ):  # fmt: skip
-    b = tl.program_id(0)
-    h = tl.program_id(1)
+    b = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1).to(tl.int64)
     kv_h = h // queries_per_kv
     context = tl.load(context_lens + b)
 
-    rows = tl.program_id(2) * Q_TILE + tl.arange(0, Q_TILE)
+    rows = tl.program_id(2) * Q_TILE + tl.arange(0, Q_TILE).to(tl.int64)
     dims = tl.arange(0, HEAD)
     dim_ok = dims < head_size
     q_mask = (rows[:, None] < q_rows) & dim_ok[None, :]
@@ -33,7 +33,7 @@ def paged_kernel(
         token = start + tl.arange(0, K_TILE)
         alive = token < context
         page = tl.load(block_table + b * max_pages + token // page_size, mask=alive, other=0)
-        slot = token % page_size
+        slot = (token % page_size).to(tl.int64)
         k_off = page.to(tl.int64) * s_kp + slot * s_ks + kv_h * s_kh
         v_off = page.to(tl.int64) * s_vp + slot * s_vs + kv_h * s_vh
         k = tl.load(

@@ -13,14 +13,14 @@ def _partial(
     CAUSAL: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     # One program: all query heads of one key head, one sequence, one split.
-    kv_head = tl.program_id(0)
-    batch = tl.program_id(1)
+    kv_head = tl.program_id(0).to(tl.int64)
+    batch = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     splits = tl.num_programs(2)
     group = heads // kv_heads
 
     # Rows of the tile: query position, then head of the group.
-    r = tl.arange(0, ROWS)
+    r = tl.arange(0, ROWS).to(tl.int64)
     position = r // group
     head = kv_head * group + r % group
     there = r < rows * group
@@ -34,7 +34,7 @@ def _partial(
     first = split * split_len
     last = tl.minimum(first + split_len, kv_len)
     for start in range(first, last, KEYS):
-        n = start + tl.arange(0, KEYS)
+        n = start + tl.arange(0, KEYS).to(tl.int64)
         inside = (n < last)[:, None] & (d < dim)[None, :]
         k = tl.load(K + batch * k_b + n[:, None] * k_n + kv_head * k_h + d, mask=inside, other=0.0)
         s = tl.dot(q, tl.trans(k), input_precision="ieee") * sm_scale

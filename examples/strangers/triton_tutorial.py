@@ -17,14 +17,14 @@ def _fwd_kernel(
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     start_m = tl.program_id(0)
-    off_b = tl.program_id(1) // H
-    off_h = tl.program_id(1) % H
+    off_b = (tl.program_id(1) // H).to(tl.int64)  # offsets of large tensors need 64 bits
+    off_h = (tl.program_id(1) % H).to(tl.int64)
     off_kh = off_h // GROUP
 
-    offs_m = start_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_n = tl.arange(0, BLOCK_N)
-    offs_d = tl.arange(0, BLOCK_D)
-    offs_dv = tl.arange(0, BLOCK_DV)
+    offs_m = start_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_N).to(tl.int64)
+    offs_d = tl.arange(0, BLOCK_D).to(tl.int64)
+    offs_dv = tl.arange(0, BLOCK_DV).to(tl.int64)
 
     q_ptrs = Q + off_b * stride_qb + off_h * stride_qh
     q_ptrs += offs_m[:, None] * stride_qm + offs_d[None, :] * stride_qd

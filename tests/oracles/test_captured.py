@@ -6,6 +6,8 @@ import math
 import pytest
 import torch
 from tests.oracles import gradients_by_torch as reference
+from tests.oracles.conftest import PLANTED
+from tests.oracles.test_planted_faults import SMALL, backward
 
 from attncheck import oracles
 from attncheck.core.errors import ProblemError, UsageError
@@ -18,11 +20,9 @@ from attncheck.oracles.backward_recurrences import dense_backward
 from attncheck.oracles.float64_numbers import Float64
 from attncheck.oracles.mp_numbers import Mp
 from attncheck.oracles.recurrence_steps import Scores, safe
-from attncheck.oracles.streaming_forward import Blocks
 from attncheck.oracles.streaming_gradients import streaming_backward
 
 tiny = reference.tiny
-SMALL = Blocks(rows=24, query=4, query_most=8, kv=8, cell=4)
 BACKWARDS = oracles.BACKWARDS | {
     "streaming, many tiles": lambda inputs: streaming_backward(inputs, blocks=SMALL)
 }
@@ -211,8 +211,8 @@ def test_balls_hold_them(monkeypatch):
         slope=ball_algebra.BALLS.slope,
         captures=ball_algebra.BALLS.captures,
     )
-    for backward in oracles.BACKWARD_RECURRENCES.values():
-        found = backward(ball, inputs).dcaptured.array
+    for recurrence in oracles.BACKWARD_RECURRENCES.values():
+        found = recurrence(ball, inputs).dcaptured.array
         for one, number in zip(found.flat, exact.flat, strict=True):
             assert float(one.rad()) <= 2.0**-90
             middle = mp.context.mpf(one.mid().str(50, radius=False))
@@ -249,45 +249,9 @@ def test_a_score_mod_of_single_indices_is_refused(monkeypatch):
         dense_backward(Float64(), inputs)
 
 
-FAULTS = {
-    # what is wrong: module, right, wrong
-    "J is left out": ("mods.captured_gradients", "factors * slope", "factors + 0 * slope"),
-    "the last read of a number": (
-        "mods.captured_gradients",
-        "accumulate=True",
-        "accumulate=False",
-    ),
-    "dense: f' as well": (
-        "oracles.backward_recurrences",
-        "dsink, scores.captured(tile, dz)",
-        "dsink, scores.captured(tile, dx)",
-    ),
-    "dense: without delta": (
-        "oracles.backward_recurrences",
-        "dsink, scores.captured(tile, dz)",
-        "dsink, scores.captured(tile, weights * dp)",
-    ),
-    "flash2: the last block": (
-        "oracles.backward_recurrences",
-        "self.captured = _added(self.captured, scores.captured(tile, dz))",
-        "self.captured = scores.captured(tile, dz)",
-    ),
-    "streaming: f' as well": (
-        "oracles.streaming_gradients",
-        "self._captured(products, dx, ~hidden, run)",
-        "self._captured(products, self.by_index(dx).mul(slopes).view_as(dx), ~hidden, run)",
-    ),
-    "streaming: the scores after the mod": (
-        "oracles.streaming_gradients",
-        "self.by_index(tile).clone()",
-        "self.by_index(tile)",
-    ),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", PLANTED["captured"])
 def test_a_planted_fault_is_noticed(fault, allowance, planted, monkeypatch):
-    room, right, wrong = FAULTS[fault]
+    room, right, wrong = PLANTED["captured"][fault].values()
     score = Spec.of("chain", RELATIVE, SOFTCAP, ALIBI, SOFTCAP)
     inputs = asked(mask=Spec.of("causal"), score=score, query=11)
     exact, most = by_torch(inputs, monkeypatch), allowed(inputs, allowance)
@@ -296,12 +260,5 @@ def test_a_planted_fault_is_noticed(fault, allowance, planted, monkeypatch):
         float64 = importlib.import_module("attncheck.oracles.float64_numbers")
         monkeypatch.setattr(float64, "CapturedSums", wrong_room.CapturedSums)
         wrong_room = importlib.import_module("attncheck.oracles.backward_recurrences")
-    numbers = Float64()
-    if fault.startswith("streaming"):
-        found = wrong_room.streaming_backward(inputs, blocks=SMALL)
-    elif fault.startswith("flash2"):
-        found = wrong_room.flash2_backward(numbers, inputs, block_query=4, block_kv=3)
-        found = found.rounded(numbers)
-    else:
-        found = wrong_room.dense_backward(numbers, inputs).rounded(numbers)
+    found = backward(fault.partition(":")[0], wrong_room, inputs)
     assert not ((found.dcaptured - exact).abs() <= 2 * most).all()

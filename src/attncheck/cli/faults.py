@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from attncheck.workers.journal_format import JournalContent
     from attncheck.workers.pool import RunEnd, RunEvent
 
+_MUTANTS_TABLE = "examples/strangers/mutants.toml"
 _MOST_RUNS = 4  # of pytest at a time, unless somebody asks for more
 _PER_RUN = frozenset({"started", "typed"})  # of a journal's header: no part of the plan
 
@@ -81,6 +82,21 @@ class FaultOptions:
         "NAME",
         "With --pytest: how the function is called (default: what it shows).",
         "",
+    )
+    kernels: tuple[str, ...] = verb.argument("[KERNEL]…", nargs=-1)
+    mutants: bool = verb.flag(
+        "--mutants",
+        "Score mutants: every small change by rule to the file of each KERNEL, FILE.py::NAME "
+        f"(default: those that {_MUTANTS_TABLE} names).",
+    )
+    tool: str | None = verb.option(
+        "--tool", "NAME", "With --mutants: who is asked: check (default), or a gate: smoke or pr."
+    )
+    most: int | None = verb.option(
+        "--max-mutants",
+        "N",
+        "With --mutants: at most so many, spread evenly; the same ones each time.",
+        type=click.IntRange(1),
     )
     small: bool = verb.flag(
         "--sensitivity",
@@ -141,9 +157,13 @@ def faults(interrupts: Interrupts, options: FaultOptions) -> int:
         check_names(path.parent, [path.name], instead="file")
     if options.command is None and (options.replace is not None or options.convention):
         raise UsageError("--replace and --convention say what --pytest tests: give it too.")
+    if not options.mutants and (options.kernels or options.tool or options.most):
+        raise UsageError("KERNEL, --tool and --max-mutants say what --mutants scores: give it too.")
     if options.dtypes and not options.small:
         raise UsageError("--dtype says in what --sensitivity asks: give it too.")
     # Before the modes that run: --list goes with the options of all of them.
+    if options.mutants:
+        return _score_mutants(interrupts, options)
     if options.listed:
         return _list(options)
     if options.command is not None:
@@ -251,6 +271,52 @@ def planted_header(
         "started": started_now(),
         "typed": typed,
     }
+
+
+# Mutants of somebody's kernels
+
+
+def _score_mutants(interrupts: Interrupts, options: FaultOptions) -> int:
+    """Score what is chosen, or list it; return the exit code.
+
+    Raises:
+        UsageError: where there is no kernel, or none whose file can be changed.
+        UnknownName: for a tool that there is not.
+    """
+    from attncheck.faults.fault_selection import FaultSelection, source_digest
+    from attncheck.faults.mutant_scoring import TOOLS, kernels_of_table, mutant_units
+    from attncheck.faults.score_report import mutant_report
+
+    tool = options.tool or TOOLS[0]
+    require_known("tool", (tool,), TOOLS)
+    if options.device == "cuda":
+        raise UsageError("--mutants forks a process for each: it runs on a cpu alone.")
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    specs = list(options.kernels) or kernels_of_table(Path(_MUTANTS_TABLE))
+    units = mutant_units(specs, tool=tool, most=options.most, names=options.names)
+    if options.listed:
+        with standard_output():
+            for unit in units:
+                click.echo(unit.kernel.rpartition("@")[0])
+        return 0
+    files = dict.fromkeys(Path(spec.partition("::")[0]).absolute() for spec in specs)
+    head = {
+        "faults": [unit.kernel for unit in units],
+        "tier": tool,
+        "sources": " ".join(map(source_digest, files)),
+        "started": started_now(),
+        "typed": options.typed,
+    }
+    end, content = _run(
+        options,
+        FaultSelection(units=tuple(units)),
+        head,
+        work="attncheck.faults.mutant_scoring:mutant_work",
+        options={},
+        workers=worker_places(options.jobs, "cpu"),
+    )
+    report = mutant_report(content, units, tool=tool, command=options.typed)
+    return say_how_it_ended(end, _write_and_show(interrupts, report, options))
 
 
 # Somebody's own tests, with faulty kernels for their function
@@ -455,6 +521,8 @@ class FaultProgress:
             return []
         first = (score.get("caught") or {}).get("first") or {}
         by = f" by {first['stage']} {first['question']}" if first else ""
+        if score.get("first"):  # of a mutant
+            by = f" by {score['first']} after {score['questions']}, {score['seconds']:.1f} s"
         counts = f" after {score['problems']} problems, {score['seconds']:.1f} s" if first else ""
         reason = f": {score['reason']}" if score.get("reason") else ""
         return [shortened(one_line(f"{event.unit.kernel}: {outcome}{by}{counts}{reason}"))]

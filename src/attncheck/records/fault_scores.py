@@ -180,6 +180,53 @@ class OwnTestsReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     scores: tuple[OwnTestsScore, ...]  # in the order of the catalogue
 
 
+MutantOutcome = Literal["caught", "missed", "stillborn", "equivalent", "harness"]
+"""``stillborn``: it cannot be imported, or raises on the plainest problem; ``equivalent``: by the
+table of its kernel, with the reason."""
+
+
+class MutantScore(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One mutant of somebody's kernel."""
+
+    mutant: str  # ``kernel:operator:line:column``
+    kernel: str
+    operator: str
+    line: int
+    diff: str
+    tool: str  # who was asked: check, or a gate's tier
+    outcome: MutantOutcome
+    reason: str = ""
+    questions: int = 0  # until the first failure, that one counted; all where there was none
+    seconds: float = 0.0  # that these took, with what finds out what it takes
+    first: str = ""  # the first question that failed
+    status: str = ""
+    shown: str = ""  # how it failed, in one line
+    # Of one that was missed: whether it gives the bits of the kernel on all of a reference set.
+    identical: bool = False
+    family: str = ""  # what its diagnosis is to say; empty where nobody has decided
+    models: tuple[str, ...] = ()  # that it says, the likeliest first
+    certain: int = 0  # how many of these, from the first on, it is certain of
+    # wrong: another's name, with certainty.
+    named: Literal["", "right", "wrong", "none", "unjudged"] = ""
+    naming: float = 0.0  # seconds of the diagnosis
+    peers: dict[str, bool] = {}  # whether another project's rule catches it on these problems
+
+
+class MutantReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that a run found."""
+
+    schema: int = 1  # version of this layout
+    command: str  # the command line that made it, without paths
+    tool: str
+    started: str = ""  # UTC, as ``2026-11-22T17:30:00Z``
+    seconds: float = 0.0
+    environments: dict[str, Environment] = {}
+    unfinished: int = 0  # mutants that were chosen and have no score
+    unfinished_because: str = ""
+    scores: tuple[MutantScore, ...] = ()
+    curve: tuple[int, ...] = ()  # of those caught: how many within the first 1, 2, 3, … questions
+
+
 ATTNCHECK_RULE = "attncheck"  # in place of a rule's name: the gate
 
 

@@ -10,7 +10,12 @@ import msgspec
 
 from attncheck.core import json_numbers
 from attncheck.core.errors import UsageError, require_known
-from attncheck.records.fault_scores import FaultReport, OwnTestsReport, SensitivityReport
+from attncheck.records.fault_scores import (
+    FaultReport,
+    MutantReport,
+    OwnTestsReport,
+    SensitivityReport,
+)
 from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import Record, Report
 from attncheck.records.run_reports import BaselineComparison, GateReport, PropertyReport
@@ -46,6 +51,7 @@ REPORTS: dict[str, type[msgspec.Struct]] = {
     "properties": PropertyReport,
     "baseline": BaselineComparison,
     "faults": FaultReport,
+    "mutants": MutantReport,
     "own-tests": OwnTestsReport,
     "sensitivity": SensitivityReport,
     "oracles": OracleReport,
