@@ -29,6 +29,8 @@ from attncheck.workers.process import Died, HostError
 from attncheck.workers.transport import KEY, LARGEST_WORDS, Frame, Receiver, Sender
 from attncheck.workers.worker_main import serve
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 FILE = Path(planted.__file__)
 SIZES = {"heads": 2, "kv_heads": 1, "query": 6, "kv": 9, "head_dim": 8}
 SMALL = Problem(**SIZES, dtype="bf16", mask=Spec.of("causal"))
