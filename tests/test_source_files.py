@@ -88,7 +88,7 @@ def test_an_error_that_cannot_be_said_has_a_name(tmp_path, raised):
 
 
 def test_a_compilers_error_has_its_place_and_its_reason():
-    text = "at 55:8:\n\n    if left >= 0:\n        seen = seen & near\n        ^\nMismatched type for seen"
+    text = "at 55:8:\n\n    seen = seen & near\n    ^\nMismatched type for seen"
     assert error_line(TypeError(text)) == "TypeError: at 55:8: Mismatched type for seen"
     assert error_line(TypeError("at 55:8:")) == "TypeError: at 55:8:"
 
