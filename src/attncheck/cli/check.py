@@ -368,6 +368,8 @@ def _diagnosed(report: Report, subject: Subject, device: str) -> Report:
         return report
     # The one that says most first: what explains it is tried on the others alone.
     search = CauseSearch(_MOST_SEARCHES)
+    for one in report.records:
+        search.note(one)
     first = search.diagnose(worst, subject, device=device)
     return replace(
         report,

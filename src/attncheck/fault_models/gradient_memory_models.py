@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from attncheck.inputs.problem import Problem
     from attncheck.mods.captured_gradients import Leaf
 
-MODELS = BackwardTable()
+MODELS = BackwardTable("gradient")
 
 _model = MODELS.of_backward
 

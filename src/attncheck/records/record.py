@@ -214,6 +214,11 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         tried: How many fault models were tried; 0 where the failure says by itself what is wrong:
             that is first then, and models that explain its error come behind it.
         problems: On how many problems each had to explain what the kernel gave.
+        level: ``named`` where one of them was confirmed on independent problems, or it is proven by
+            asking again; ``family`` where no more than its family is known.
+        family: Kind of fault, in plain words.
+        facts: What was seen where nothing is named: where it is wrong, since when, without what
+            it is right.
         tiles: Where the error is by tiles; left out where that cannot be told.
     """
 
@@ -222,6 +227,9 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     tied: int
     tried: int
     problems: int = 1
+    level: Literal["named", "family", "unknown"] = "named"
+    family: str = ""
+    facts: tuple[str, ...] = ()
     tiles: TileMap | msgspec.UnsetType = msgspec.UNSET
 
 
