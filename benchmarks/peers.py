@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING
 from attncheck.core.formats import FORMATS
 from attncheck.faults.peer_rules import (
     ALLCLOSE,
+    GPUCHECK,
     GRADIENT_RULES,
+    TORCH,
     PeerReference,
     elementwise_gradient_rule,
     elementwise_rule,
@@ -33,9 +35,6 @@ if TYPE_CHECKING:
     from attncheck.core.outputs import Outputs
 
 __all__ = ["GRADIENT_PEERS", "PEERS", "PeerReference"]
-
-_TORCH = {"fp32": (1e-5, 1.3e-6), "fp16": (1e-5, 1e-3), "bf16": (1e-5, 1.6e-2)}
-_GPUCHECK = {"fp32": (1e-4, 1e-4), "fp16": (1e-2, 1e-2), "bf16": (5e-2, 5e-2)}
 
 
 def _epsilon(reference: PeerReference) -> float:
@@ -61,8 +60,8 @@ def _onednn(got: Outputs, reference: PeerReference) -> bool:
 
 PEERS: dict[str, Callable[[Outputs, PeerReference], bool]] = {
     "allclose(1e-2)": elementwise_rule(ALLCLOSE),
-    "torch": elementwise_rule(_TORCH),
-    "gpucheck": elementwise_rule(_GPUCHECK),
+    "torch": elementwise_rule(TORCH),
+    "gpucheck": elementwise_rule(GPUCHECK),
     "2×": times_rule(2.0),
     "3×": times_rule(3.0),
     "1.1× mean": mean_rule,
@@ -73,6 +72,6 @@ PEERS: dict[str, Callable[[Outputs, PeerReference], bool]] = {
 
 GRADIENT_PEERS: dict[str, Callable[[Outputs, PeerReference], bool]] = {
     **GRADIENT_RULES,
-    "torch": elementwise_gradient_rule(_TORCH),
+    "torch": elementwise_gradient_rule(TORCH),
 }
 """Of dQ, dK and dV."""

@@ -121,6 +121,21 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def library_as_before():
+    """Other tests go through all distributions, masks and score mods there are."""
+    from attncheck.inputs.distributions import DISTRIBUTIONS
+    from attncheck.mods import library, mod_files
+
+    registries = (DISTRIBUTIONS, library.MASKS, library.SCORES)
+    before = [dict(registry) for registry in registries]
+    yield
+    mod_files._import_mod.cache_clear()
+    for registry, known in zip(registries, before, strict=True):
+        registry.clear()
+        registry.update(known)
+
+
 @pytest.fixture(scope="session")
 def warm_python():
     """``warm_python.run("attncheck", …, cwd=…)``: a process that has imported torch already."""

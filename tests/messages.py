@@ -10,7 +10,7 @@ import pytest
 @contextmanager
 def one_line(
     error: type[BaseException], says: str = "", *, match: str = "", start: str = "", whole: str = ""
-) -> Iterator[None]:
+) -> Iterator[pytest.ExceptionInfo]:
     """What is done inside raises ``error``, whose message is one line.
 
     Args:
@@ -21,7 +21,7 @@ def one_line(
         whole: All of it.
     """
     with pytest.raises(error) as raised:
-        yield
+        yield raised
     message = str(raised.value)
     assert "\n" not in message
     assert says in message

@@ -33,6 +33,7 @@ GOLDEN = {
     "sink": "6bf15c0e607e",
     "ones_v": "231a8e8cab75",
     "zero_q": "775d5469e7a3",
+    "small_terms": "aab0ba1dfca6",
 }
 
 
@@ -199,3 +200,24 @@ def test_ones_v_and_zero_q():
     assert not q.any()
     assert k.all()
     assert v.all()
+
+
+@pytest.mark.parametrize("query", [16, 5000])
+def test_small_terms_are_dropped_by_sums_of_16_bits(query):
+    """In the longer direction every sum begins, or ends, with what no small term moves."""
+    sizes = sizes_of(64, batch=1, heads=1, kv_heads=1, query=query, kv=4096, value_dim=64)
+    q, k, _ = draw("small_terms", sizes, seed=3)
+    if query > sizes.kv:
+        terms = q[0, 0, :, 2:]
+        assert (weights(q[:, :, :8], k) == 1.0 / sizes.kv).all()
+    else:
+        terms = abs(k[0, 0, :, 2:])
+        rows = weights(q, k)[0, 0]
+        rows = rows[rows.max(-1) > 0.5]
+        assert len(rows) == 12
+        rest = 1.0 - rows.max(-1)
+        assert (rest > 2.0**-7).all()  # more than bf16 rounds off, and each far less than that
+        assert (rows.min(-1) < 2.0**-12).all()
+    assert (np.sort(terms, axis=0)[-1] == 1.0).all()
+    assert (np.sort(terms, axis=0)[-2] < 2.0**-12).all()
+    assert (terms.sum(0) - 1.0 > 2.0**-8).all()

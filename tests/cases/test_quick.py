@@ -11,8 +11,8 @@ from attncheck.core.errors import ProblemError, UnknownName
 from attncheck.core.mod_spec import FULL
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case
-from attncheck.reporting.blind_spots import missed_faults
 from attncheck.reporting.check_document import check_document, check_outcome, worst_record
+from attncheck.reporting.record_text import missed_faults
 from attncheck.reporting.rendering import render
 from attncheck.subjects.conventions.declarations import adopted
 from attncheck.verify.verify import verify

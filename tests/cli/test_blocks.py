@@ -1,17 +1,10 @@
-import copy
 import io
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 from attncheck.cli.blocks import blocks
-from attncheck.core.errors import AttncheckError
 from attncheck.core.mod_spec import Dimensions, Spec
-from attncheck.mods.masks import MASKS
 from attncheck.records.json_reports import load_report
 from attncheck.records.survey_reports import BlockRecord, BlockReport
 from attncheck.reporting.rendering import render, show
@@ -33,34 +26,25 @@ other = 7
 
 
 @pytest.fixture(autouse=True)
-def library_as_before():
-    """A file's mask is in the library as long as its process is: here as long as a test."""
-    before = dict(MASKS)
-    yield
-    MASKS.clear()
-    MASKS.update(before)
-
-
-@pytest.fixture
-def in_folder(tmp_path, monkeypatch):
+def in_folder(tmp_path, monkeypatch, library_as_before):
     (tmp_path / "mine.py").write_text(MINE)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def run(*arguments):
-    """The verb in this process: exit code, or the error that the command line would print."""
-    # A copy: click keeps in a command what its help option is called.
-    done = CliRunner().invoke(copy.copy(blocks), list(arguments), standalone_mode=False)
-    if done.exception and not isinstance(done.exception, AttncheckError):
-        raise done.exception
-    return done
+@pytest.fixture
+def run(invoke):
+    return lambda *words: invoke(blocks, *words)
 
 
-def records(*arguments):
-    done = run(*arguments, "--json")
-    assert done.exception is None
-    return load_report(done.stdout, BlockReport).records
+@pytest.fixture
+def records(run):
+    def read(*words):
+        done = run(*words, "--json")
+        assert done.exception is None
+        return load_report(done.stdout, BlockReport).records
+
+    return read
 
 
 def counted(record):
@@ -79,20 +63,9 @@ def by_definition(seen, block_query, block_kv):
     return (sum(counts), *counts)
 
 
-def test_tiles_of_each_size_are_counted():
-    small, large = records(
-        "causal",
-        "--query",
-        "100",
-        "--kv",
-        "130",
-        "--block",
-        "16x24",
-        "--block",
-        "64X64",
-        "--block",
-        "16x24",
-    )
+def test_tiles_of_each_size_are_counted(records):
+    sizes = ("--block", "16x24", "--block", "64X64", "--block", "16x24")
+    small, large = records("causal", "--query", "100", "--kv", "130", *sizes)
     seen = torch.ones(1, 100, 130).tril() > 0
     assert counted(small) == by_definition(seen, 16, 24)
     assert counted(large) == by_definition(seen, 64, 64)
@@ -101,21 +74,21 @@ def test_tiles_of_each_size_are_counted():
     assert small.speedup == small.total / (small.partial + small.full)
 
 
-def test_by_default_tiles_are_torchs_and_keys_as_many_as_rows():
+def test_by_default_tiles_are_torchs_and_keys_as_many_as_rows(records):
     (record,) = records("full", "--query", "256")
     assert (record.block_query, record.block_kv) == (128, 128)
     assert counted(record) == (4, 0, 0, 4)
     assert record.map == ()
 
 
-def test_sequences_and_heads_count_whether_the_mask_reads_them_or_not():
+def test_sequences_and_heads_count_whether_the_mask_reads_them_or_not(records):
     given = '{"name": "padding", "lengths": [96, 40]}'
     (record,) = records(given, "--batch", "2", "--heads", "3", "--query", "96", "--block", "32x32")
     seen = torch.arange(96) < torch.tensor([96, 40]).view(2, 1, 1, 1)
     assert counted(record) == by_definition(seen.expand(2, 3, 96, 96), 32, 32)
 
 
-def test_a_mask_of_ones_own(in_folder):
+def test_a_mask_of_ones_own(records):
     arguments = ("mine.py::limited", "--heads", "4", "--query", "128", "--block", "32x32")
     (record,) = records(*arguments)
     limits = torch.tensor([64, 10, 100, 0]).view(4, 1, 1)
@@ -123,7 +96,7 @@ def test_a_mask_of_ones_own(in_folder):
     assert counted(record) == by_definition((keys < limits) & (keys % 64 <= rows), 32, 32)
 
 
-def test_the_map_is_of_the_first_sequence_and_head(in_folder):
+def test_the_map_is_of_the_first_sequence_and_head(run, records):
     arguments = ("mine.py::limited", "--heads", "4", "--query", "128", "--block", "32x32")
     (record,) = records(*arguments, "--map")
     assert record.map == ("1000", "2100", "2200", "2200")
@@ -134,14 +107,14 @@ def test_the_map_is_of_the_first_sequence_and_head(in_folder):
 
 
 @pytest.mark.parametrize(("columns", "shown"), [(22, 20), (64, 62), (66, 64)])
-def test_a_map_is_cut_to_the_terminal_and_says_so(monkeypatch, columns, shown):
+def test_a_map_is_cut_to_the_terminal_and_says_so(run, monkeypatch, columns, shown):
     monkeypatch.setenv("COLUMNS", str(columns))
     out = run("causal", "--query", "128", "--block", "2x2", "--map").stdout
     assert max(map(len, (line for line in out.splitlines() if line[2:3] in "·▒█"))) == shown + 2
     assert (f"{shown} of 64 key blocks are shown" in " ".join(out.split())) == (shown < 64)
 
 
-def test_a_mask_that_hides_everything_has_no_speed_up():
+def test_a_mask_that_hides_everything_has_no_speed_up(run, records):
     given = '{"name": "sliding_window", "window": 0}'
     (record,) = records(given, "--query", "300")
     assert (counted(record), record.sparsity, record.speedup) == ((9, 9, 0, 0), 1.0, None)
@@ -185,7 +158,7 @@ def test_a_page_shows_what_its_report_says_and_nothing_else():
     assert load_report(render(report, "json"), BlockReport) == report
 
 
-def test_masks_as_they_are_typed(in_folder):
+def test_masks_as_they_are_typed():
     assert mask_of("causal") == Spec.of("causal")
     both = '{"name": "and", "of": [{"name": "causal"}, {"name": "prefix_lm", "prefix": 3}]}'
     parts = Spec.of("causal"), Spec.of("prefix_lm", prefix=3)
@@ -215,27 +188,24 @@ def test_masks_as_they_are_typed(in_folder):
         (("causal", "--block", "64x64x64"), "is not ROWSxKEYS"),
     ],
 )
-def test_what_cannot_be_is_said_in_one_line(in_folder, arguments, says):
+def test_what_cannot_be_is_said_in_one_line(run, arguments, says):
     error = run(*arguments).exception
     assert error is not None
     assert says in str(error)
     assert "\n" not in str(error)
 
 
-def test_errors_end_in_exit_code_2_and_a_report_in_0(in_folder):
-    def attncheck(*arguments):
-        command = [sys.executable, "-m", "attncheck", "blocks", *arguments]
-        environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONIOENCODING": "utf-8"}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
-        return done.returncode, done.stdout, done.stderr
+def test_errors_end_in_exit_code_2_and_a_report_in_0(in_folder, fresh):
+    def attncheck(*words):
+        where = {"CUDA_VISIBLE_DEVICES": "", "PYTHONIOENCODING": "utf-8"}
+        return fresh("blocks", *words, cwd=in_folder, **where)
 
-    code, out, err = attncheck(f"{in_folder}/mine.py::limited", "--heads", "4", "--query", "64")
-    assert (code, err) == (0, "")
-    assert out.startswith("attncheck blocks mine.py::limited --heads 4 --query 64\n")
-    code, out, err = attncheck("sliding_window")
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    code, out, err = attncheck("causal", "--query", "0")
-    assert (code, out, err.count("\n")) == (2, "", 1)
+    done = attncheck(f"{in_folder}/mine.py::limited", "--heads", "4", "--query", "64")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("attncheck blocks mine.py::limited --heads 4 --query 64\n")
+    for words in (("sliding_window",), ("causal", "--query", "0")):
+        done = attncheck(*words)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
 
 
 def test_an_interrupt_between_two_sizes_ends_it():

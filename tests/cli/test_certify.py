@@ -1,15 +1,12 @@
 """``attncheck oracles --certify``."""
 
 import math
-import subprocess
-import sys
 
 import pytest
 
 pytest.importorskip("flint", reason="python-flint is an optional extra")
 
 from attncheck import oracles
-from attncheck.cli import main
 from attncheck.core.outputs import Outputs
 from attncheck.records.json_reports import load_report
 from attncheck.records.survey_reports import CertificateReport
@@ -19,17 +16,9 @@ TINY = ("--certify", "--shape", "1x2/1x5x4", "--distribution", "normal", "-q")
 
 
 @pytest.fixture
-def attncheck(monkeypatch, capfd, tmp_path):
-    """The command line in this process: exit code, standard output and standard error."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["attncheck", "oracles", *arguments])
-        monkeypatch.chdir(tmp_path)
-        with pytest.raises(SystemExit) as end:
-            main()
-        return end.value.code, *capfd.readouterr()
-
-    return run
+def attncheck(in_process, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    return lambda *words: in_process("oracles", *words)
 
 
 def test_every_variant_is_proven(attncheck, tmp_path):
@@ -72,26 +61,14 @@ def test_a_truth_that_is_off_shows(attncheck, monkeypatch, part, at, by, says):
     assert says in " ".join(out.split())
 
 
-def test_without_python_flint_it_says_what_to_install(tmp_path):
+def test_without_python_flint_it_says_what_to_install(fresh, tmp_path):
     """And what needs none goes on."""
-    program = """
-import sys
-sys.modules["flint"] = None
-from attncheck.cli import main
-main()
-"""
-    for given, code in ((TINY, 2), ((*TINY[1:], "--variant", "full"), 0)):
-        run = subprocess.run(
-            [sys.executable, "-c", program, "oracles", *given],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-        )
-        assert run.returncode == code, run.stderr
-        if code:
-            assert run.stdout == ""
-            assert "pip install 'attncheck[exact]'" in run.stderr
-            assert run.stderr.count("\n") == 1
+    before = "sys.modules['flint'] = None"
+    run = fresh("oracles", *TINY, cwd=tmp_path, before=before)
+    assert (run.returncode, run.stdout, run.stderr.count("\n")) == (2, "", 1), run.stderr
+    assert "pip install 'attncheck[exact]'" in run.stderr
+    run = fresh("oracles", *TINY[1:], "--variant", "full", cwd=tmp_path, before=before)
+    assert run.returncode == 0, run.stderr
 
 
 @pytest.mark.parametrize(

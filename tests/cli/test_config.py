@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from attncheck.subjects.capabilities.configuration_mistakes import CONVENTION_NAMES, find_mistakes
+from attncheck.subjects.capabilities.configuration import CONVENTION_NAMES, find_mistakes
 
 KERNELS = "def attention(query, key, value): ...\n\ndef gradients(dout): ...\n"
 RIGHT = """

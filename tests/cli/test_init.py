@@ -1,7 +1,5 @@
 """``attncheck init``: from a function to a name that every verb knows."""
 
-import subprocess
-import sys
 import tomllib
 
 import pytest
@@ -30,21 +28,8 @@ def mine(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def attncheck(mine, monkeypatch, capsys):
-    """``attncheck(word, …)`` in this process: exit code and standard output, of a short probe."""
-    from attncheck.cli import attncheck as group
-    from attncheck.surveys import capability_detection
-
-    monkeypatch.setattr(capability_detection, "HEAD_DIMS", (64, 80))
-    monkeypatch.setattr(
-        capability_detection, "RELATIONS", {"repeat": capability_detection.RELATIONS["repeat"]}
-    )
-
-    def run(*words):
-        code = group.main(list(words), standalone_mode=False)
-        return code, capsys.readouterr().out
-
-    return run
+def attncheck(mine, by_verb):
+    return by_verb
 
 
 def test_the_table_is_added_and_the_kernel_has_a_name(attncheck, mine):
@@ -123,18 +108,8 @@ def test_nothing_is_written_where_it_cannot_be(attncheck, mine, words, said):
 
 
 @pytest.mark.parametrize("words", [("probe",), ("init", "--dry-run")])
-def test_a_process_that_has_imported_nothing(mine, words):
+def test_a_process_that_has_imported_nothing(mine, fresh, words):
     """Documents show both verbs, but in a process that has torch already."""
-    command = [
-        sys.executable,
-        "-m",
-        "attncheck",
-        *words,
-        "mine.py::kernel",
-        "--device",
-        "cpu",
-        "-q",
-    ]
-    run = subprocess.run(command, capture_output=True, text=True)
+    run = fresh(*words, "mine.py::kernel", "--device", "cpu", "-q", cwd=mine)
     assert (run.returncode, run.stderr) == (0, "")
     assert "kernel" in run.stdout

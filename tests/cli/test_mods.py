@@ -1,7 +1,5 @@
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
@@ -58,17 +56,6 @@ class Silent(Ideal):
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
-def fresh(*arguments, cwd):
-    """In a process that has imported nothing."""
-    return subprocess.run(
-        [sys.executable, "-m", "attncheck", "mods", *arguments],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        env=os.environ | NO_GPU,
-    )
-
-
 @pytest.fixture(scope="module")
 def mods(attncheck):
     return lambda *words, cwd: attncheck("mods", *words, cwd=cwd, env=os.environ | NO_GPU)
@@ -83,8 +70,8 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_all_worlds_say_the_same_of_good_mods(folder):
-    run = fresh("good.py", *FAST, "--format", "json", cwd=folder)
+def test_all_worlds_say_the_same_of_good_mods(folder, fresh):
+    run = fresh("mods", "good.py", *FAST, "--format", "json", cwd=folder, **NO_GPU)
     assert (run.returncode, run.stderr) == (0, "")
     report = load_report(run.stdout, ModReport)
     assert report.command == f"attncheck mods good.py {' '.join(FAST)} --format json"

@@ -1,6 +1,4 @@
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -14,20 +12,11 @@ PROMISED = 1e-13 * 2.0**53  # units; what the manual says of ordinary inputs
 TINY = ("--shape", "1x2/1x5x4", "--distribution", "large_logits", "-q")
 
 
-def fresh(*arguments, cwd):
-    """In a process that has imported nothing."""
-    return subprocess.run(
-        [sys.executable, "-m", "attncheck", "oracles", *arguments],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-    )
-
-
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
+def tiny(tmp_path_factory, fresh):
     folder = tmp_path_factory.mktemp("tiny")
-    return fresh(*TINY, "--format", "json", "--out", "here/too", cwd=folder), folder
+    words = ("oracles", *TINY, "--format", "json", "--out", "here/too")
+    return fresh(*words, cwd=folder), folder
 
 
 def test_standard_output_is_the_report_alone(tiny):

@@ -1,8 +1,6 @@
 """``attncheck probe`` and ``attncheck init`` as they are typed, of a kernel that refuses a lot."""
 
 import json
-import subprocess
-import sys
 import tomllib
 
 import pytest
@@ -38,22 +36,8 @@ def mine(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def attncheck(mine, monkeypatch, capsys):
-    """``attncheck(word, …)`` in this process: exit code and standard output, of a short probe."""
-    from attncheck.cli import attncheck as group
-    from attncheck.surveys import capability_detection
-
-    monkeypatch.setattr(capability_detection, "HEAD_DIMS", (64, 80))
-    monkeypatch.setenv("COLUMNS", "160")  # pytest-xdist sets another in its processes
-    monkeypatch.setattr(
-        capability_detection, "RELATIONS", {"repeat": capability_detection.RELATIONS["repeat"]}
-    )
-
-    def run(*words):
-        code = group.main(list(words), standalone_mode=False)
-        return code, capsys.readouterr().out
-
-    return run
+def attncheck(mine, by_verb):
+    return by_verb
 
 
 def test_the_table_is_shown_and_nothing_is_written(attncheck, mine):
@@ -98,9 +82,8 @@ def test_bad_input_is_a_usage_error(attncheck, arguments, said):
         attncheck("probe", *arguments, "--device", "cpu")
 
 
-def test_bad_input_is_one_line(mine):
-    words = [sys.executable, "-m", "attncheck", "probe", "mine.py::gone"]
-    run = subprocess.run(words, capture_output=True, text=True)
+def test_bad_input_is_one_line(mine, fresh):
+    run = fresh("probe", "mine.py::gone", cwd=mine)
     assert (run.returncode, run.stdout) == (2, "")
     assert run.stderr.splitlines()[-1] == (
         "attncheck: kernel 'mine.py::gone': mine.py has no 'gone'."

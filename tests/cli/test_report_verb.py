@@ -6,14 +6,12 @@ from xml.etree import ElementTree as ET
 
 import msgspec
 import pytest
+from tests.reporting import gate_reports as made
 
-from attncheck.core.source_files import import_file
 from attncheck.records.json_reports import load_report
 from attncheck.records.record import Report
 from attncheck.records.run_reports import GateReport
 from attncheck.reporting.rendering import GATE_FORMATS, render, write_gate
-
-made = import_file(Path(__file__).parents[1] / "reporting" / "gate_reports.py", "gate reports")
 
 
 @pytest.fixture

@@ -1,22 +1,13 @@
 import csv
 import json
-import subprocess
-import sys
 
 import pytest
 
 QUICK = ("--kernel", "ideal", "--variant", "causal", "--shape", "1x2x16x8")
 
 
-def fresh(*arguments, cwd):
-    """In a process that has imported nothing."""
-    return subprocess.run(
-        [sys.executable, "-m", "attncheck", *arguments], cwd=cwd, capture_output=True, text=True
-    )
-
-
 @pytest.fixture(scope="module")
-def quick(tmp_path_factory):
+def quick(tmp_path_factory, fresh):
     folder = tmp_path_factory.mktemp("quick")
     return fresh("rmse", *QUICK, "--dtype", "fp16", "--format", "json", cwd=folder), folder
 
@@ -85,17 +76,8 @@ def test_bad_input_is_one_line_and_nothing_is_written(attncheck, tmp_path, argum
 
 
 def test_nothing_measured_is_exit_code_5(attncheck, tmp_path):
-    run = attncheck(
-        "rmse",
-        "--kernel",
-        "sdpa-flash",
-        "--variant",
-        "softcap",
-        "--shape",
-        "1x2x16x8",
-        "-q",
-        cwd=tmp_path,
-    )
+    words = ("--kernel", "sdpa-flash", "--variant", "softcap", "--shape", "1x2x16x8", "-q")
+    run = attncheck("rmse", *words, cwd=tmp_path)
     assert run.returncode == 5
     assert "unsupported" in run.stdout
 
@@ -122,7 +104,7 @@ main()
     assert sorted(r["status"] for r in records) == ["error", "pass", "pass", "pass"]
 
 
-def test_the_help_lists_the_exit_codes_one_below_the_other(attncheck, tmp_path):
+def test_the_help_lists_the_exit_codes_one_below_the_other(attncheck, fresh, tmp_path):
     run = fresh("--help", cwd=tmp_path)
     assert (run.returncode, run.stderr) == (0, "")
     assert "\\b" not in run.stdout
@@ -156,7 +138,7 @@ def test_the_command_of_a_report_holds_no_folder(attncheck, tmp_path, form):
 
 
 @pytest.mark.parametrize("command", [("doctor", "--json"), ("list", "--json", "--support")])
-def test_json_is_json_alone(tmp_path, command):
+def test_json_is_json_alone(fresh, tmp_path, command):
     run = fresh(*command, cwd=tmp_path)
     assert (run.returncode, run.stderr) == (0, "")
     assert isinstance(json.loads(run.stdout), dict)

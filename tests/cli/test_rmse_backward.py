@@ -1,17 +1,12 @@
 """``attncheck rmse --backward``: gradients measured, judged and shown."""
 
 import json
-import signal
-import sys
 from pathlib import Path
 
 import pytest
 
-from attncheck.cli import main
 from attncheck.core.judgement import share_text
-from attncheck.inputs.distributions import DISTRIBUTIONS
 from attncheck.inputs.problem import Problem
-from attncheck.mods import library
 from attncheck.subjects.capabilities import named_kernels
 from attncheck.subjects.load import load_subject
 
@@ -42,21 +37,10 @@ RECORDING = Path(__file__).parents[1] / "data" / "trained.safetensors"
 
 
 @pytest.fixture
-def attncheck(tmp_path, monkeypatch, capsys):
-    """``attncheck rmse`` in this process: exit code, standard output, standard error."""
+def attncheck(tmp_path, monkeypatch, in_process):
     (tmp_path / "mine.py").write_text(MINE)
     monkeypatch.chdir(tmp_path)
-    handler = signal.getsignal(signal.SIGINT)
-
-    def run(*arguments, asked=ASKED):
-        monkeypatch.setattr(sys, "argv", ["attncheck", "rmse", *asked, *arguments])
-        with pytest.raises(SystemExit) as end:
-            main()
-        said = capsys.readouterr()
-        return end.value.code, said.out, said.err
-
-    yield run
-    signal.signal(signal.SIGINT, handler)
+    return lambda *words, asked=ASKED: in_process("rmse", *asked, *words)
 
 
 def records(folder):
@@ -137,18 +121,7 @@ def test_built_in_kernels_without_gradients_are_named_in_one_line(attncheck, mon
     assert [name for name in known if load_subject(name).concerns(asked)] == ["ideal"]
 
 
-@pytest.fixture
-def _forgotten():
-    """Other tests go through all distributions, masks and score mods there are."""
-    registries = (DISTRIBUTIONS, library.MASKS, library.SCORES)
-    before = [(registry, dict(registry)) for registry in registries]
-    yield
-    for registry, known in before:
-        registry.clear()
-        registry.update(known)
-
-
-@pytest.mark.usefixtures("_forgotten")
+@pytest.mark.usefixtures("library_as_before")
 def test_recorded_inputs_have_gradients_too(attncheck, tmp_path):
     asked = ("--backward", "--inputs", str(RECORDING), "--dtype", "bf16", "--kernel", "ideal", "-q")
     assert attncheck(asked=asked)[0] == 0

@@ -1,15 +1,12 @@
 """``attncheck rmse`` with masks and score mods of a file, and ``attncheck list``."""
 
 import json
-import signal
 import subprocess
 import sys
 
 import pytest
 
-from attncheck.cli import main
-from attncheck.inputs.distributions import DISTRIBUTIONS
-from attncheck.mods import library, mod_files
+from attncheck.mods import mod_files
 
 TINY = ("--shape", "1x2x8x8", "--kernel", "ideal", "--kernel", "sdpa-math")
 MODS = """
@@ -52,25 +49,8 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def attncheck(monkeypatch, capsys):
-    """The command line in this process: exit code, standard output, standard error."""
-    registries = (DISTRIBUTIONS, library.MASKS, library.SCORES)
-    before = [(registry, dict(registry)) for registry in registries]
-    handler = signal.getsignal(signal.SIGINT)
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["attncheck", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            main()
-        said = capsys.readouterr()
-        return end.value.code, said.out, said.err
-
-    yield run
-    signal.signal(signal.SIGINT, handler)
-    mod_files._import_mod.cache_clear()
-    for registry, known in before:
-        registry.clear()
-        registry.update(known)
+def attncheck(in_process, library_as_before):
+    return in_process
 
 
 def measured(out):

@@ -1,9 +1,6 @@
 """``attncheck rmse --plot`` and ``--from``: what was measured, drawn and shown again."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
@@ -13,24 +10,12 @@ QUICK = ("--kernel", "ideal", "--variant", "causal", "--shape", "1x2x16x8", "-q"
 SOFTCAP = ("--kernel", "sdpa-flash", "--variant", "softcap", "--shape", "1x2x16x8", "-q")
 
 
-def fresh(*arguments, cwd, before=""):
-    """In a process that has imported nothing, after ``before``."""
-    program = f"import sys\n{before}\nfrom attncheck.cli import main\nmain()"
-    return subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        cwd=cwd,
-        env=dict(os.environ),  # readline sets COLUMNS, but not there
-        capture_output=True,
-        text=True,
-    )
-
-
 def tree(path):
     return sorted(str(p.relative_to(path)) for p in path.rglob("*") if p.is_file())
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(tmp_path_factory, fresh):
     folder = tmp_path_factory.mktemp("run")
     plots = ("--plot", "plots/rmse.png", "--plot", "rmse.svg")
     return fresh("rmse", *QUICK, *plots, cwd=folder), folder
@@ -76,7 +61,7 @@ def test_the_exit_code_of_a_report_shown_again_is_that_of_its_run(attncheck, run
     assert "planted" in again.stdout
 
 
-def test_showing_a_report_again_imports_neither_torch_nor_triton(run, tmp_path):
+def test_showing_a_report_again_imports_neither_torch_nor_triton(run, fresh, tmp_path):
     _, folder = run
     report = str(folder / "reports" / "rmse.json")
     before = "sys.modules['torch'] = sys.modules['triton'] = None"
@@ -105,7 +90,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(attncheck, tmp_path, argum
     assert tree(tmp_path) == ["taken"]
 
 
-def test_without_matplotlib_a_plot_is_refused_and_everything_else_runs(tmp_path):
+def test_without_matplotlib_a_plot_is_refused_and_everything_else_runs(fresh, tmp_path):
     before = "sys.modules['matplotlib'] = None"
     done = fresh("rmse", *QUICK, "--plot", "a.png", cwd=tmp_path, before=before)
     assert (done.returncode, tree(tmp_path)) == (2, [])

@@ -1,12 +1,8 @@
 """``attncheck rmse``: exit codes by verdict, and ``--explain``."""
 
 import json
-import signal
-import sys
 
 import pytest
-
-from attncheck.cli import main
 
 WRONG = """
 from attncheck.subjects.ideal import Ideal
@@ -34,21 +30,10 @@ ASKED = ("--variant", "causal", "--shape", "1x2/2x24x8", "--dtype", "fp16", "-q"
 
 
 @pytest.fixture
-def attncheck(tmp_path, monkeypatch, capsys):
-    """``attncheck rmse`` in this process: exit code, standard output, standard error."""
+def attncheck(tmp_path, monkeypatch, in_process):
     (tmp_path / "mine.py").write_text(WRONG)
     monkeypatch.chdir(tmp_path)
-    handler = signal.getsignal(signal.SIGINT)
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["attncheck", "rmse", *ASKED, *arguments])
-        with pytest.raises(SystemExit) as end:
-            main()
-        said = capsys.readouterr()
-        return end.value.code, said.out, said.err
-
-    yield run
-    signal.signal(signal.SIGINT, handler)
+    return lambda *words: in_process("rmse", *ASKED, *words)
 
 
 def test_a_kernel_that_is_right_passes(attncheck):

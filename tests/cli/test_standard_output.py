@@ -72,8 +72,8 @@ def test_every_verb_ends_quietly_when_its_reader_leaves(tmp_path, arguments):
 def test_progress_that_nobody_follows_ends_no_run(tmp_path):
     program = """
 import sys
-from attncheck.cli import main, progress
-progress._SECONDS_BETWEEN_LINES = 0.0
+from attncheck.cli import long_runs, main
+long_runs._SECONDS_BETWEEN_LINES = 0.0
 sys.argv = ["attncheck", *sys.argv[1:]]
 main()
 """

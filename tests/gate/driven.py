@@ -3,9 +3,9 @@
 import heapq
 from pathlib import Path
 
-from attncheck.gate.choices import Choices
 from attncheck.gate.gate_worker import GateWorker
 from attncheck.gate.plan import describe_units, priority
+from attncheck.gate.planning import Choices
 from attncheck.gate.property_stage import KnownFailures
 from attncheck.records.record import FAILED_STATUSES
 

@@ -56,7 +56,8 @@ ROWS = {
     "wrong shape, dtype, device; a lazy subclass": Row(
         (P.wrong_shape, P.wrong_dtype, P.wrong_device, P.lazy), "contract", "but should be"
     ),
-    "alias of an input": Row((P.alias, P.alias_of_a_part), "alias", "in the memory of its input"),
+    "alias of an input": Row((P.alias,), "alias", "in the memory of its input"),
+    "an input made larger": Row((P.alias_of_a_part,), "error", "storage that is not resizable"),
     "mutated input": Row((P.mutation, P.mutation_unseen), "mutation", "wrote to its input"),
     "hang; daemon": Row((P.daemon_and_hang,), "timeout", "it did not answer"),
     "monkey-patched torch": Row((P.patched,), "pass"),

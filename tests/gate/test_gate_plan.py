@@ -12,16 +12,15 @@ from attncheck.cases.covering import DIMS, EXCLUSIONS, HEADS, SHAPES, row_proble
 from attncheck.core.errors import UnknownName, UsageError
 from attncheck.core.outputs import Outputs
 from attncheck.gate.bound_stage import axes_of, bound_units
-from attncheck.gate.choices import BaselineCases, parse_stages
 from attncheck.gate.plan import describe_units, plan_kernel, priority
-from attncheck.gate.planning import CachingExecutor, Planning
+from attncheck.gate.planning import BaselineCases, CachingExecutor, Planning, parse_stages
 from attncheck.gate.property_stage import KnownFailures, choose_pairs, drawn_units
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.baseline_entries import baseline_entries, environment_id, make_baseline
 from attncheck.records.run_reports import STAGES
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.load import load_subject
-from attncheck.suite.property_catalogue import properties
+from attncheck.suite.property_spec import properties
 from attncheck.verify.environment import environment
 from attncheck.verify.executor import Failure, InProcess
 from attncheck.verify.run_case import new_record, run_case

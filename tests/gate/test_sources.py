@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from attncheck.cli.gate import _resumes
-from attncheck.gate.choices import Choices
+from attncheck.cli import long_runs
+from attncheck.cli.gate import _changed
 from attncheck.gate.gate_worker import GateWorker
 from attncheck.gate.plan import describe_units
+from attncheck.gate.planning import Choices
 from attncheck.gate.sources import changed_source, file_hashes, source_fingerprint
 from attncheck.workers.journal_format import JournalContent
 from attncheck.workers.units import Done, Unit
@@ -60,13 +61,14 @@ def test_a_kernel_is_described_with_all_files_that_it_has_loaded(here):
     assert changed_source(journal(facts)) == "helper.py has changed"
 
 
-def test_a_run_goes_on_only_with_the_same_files(here, capsys):
+def test_a_run_goes_on_only_with_the_same_files(here, capsys, monkeypatch):
     facts = file_hashes([str(here / "kernel.py"), str(here / "helper.py")])
-    head, path = {"sources": "as they were"}, Path("folder/results.jsonl")
-    assert _resumes(journal(facts), head, path)
+    head = {"sources": "as they were"}
+    monkeypatch.setattr(long_runs, "existing_journal", lambda *_, **__: journal(facts))
+    assert long_runs.resumable("folder", head, _changed, fresh=False)[1]
     assert "goes on with" in capsys.readouterr().err
     Path("helper.py").write_text("")
-    assert not _resumes(journal(facts), head, path)
+    assert not long_runs.resumable("folder", head, _changed, fresh=False)[1]
     said = "attncheck: helper.py has changed since folder/results.jsonl: all is asked anew.\n"
     assert capsys.readouterr().err == said
 

@@ -1,13 +1,10 @@
 """Faults of a backward, planted in ``backward_kernels.Backward``."""
 
-from pathlib import Path
-
 import torch
+from tests.judge import backward_kernels as kernels
 
-from attncheck.core.source_files import import_file
 from attncheck.inputs.problem import Problem
 
-kernels = import_file(Path(__file__).parent / "backward_kernels.py", "backward kernels")
 Backward = kernels.Backward
 
 

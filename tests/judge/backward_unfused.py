@@ -2,16 +2,13 @@
 
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
+from tests.judge import backward_kernels as kernels
 
 from attncheck.core.declared_arithmetic import Arithmetic
 from attncheck.core.outputs import Outputs
-from attncheck.core.source_files import import_file
 from attncheck.inputs.problem import Problem
-
-kernels = import_file(Path(__file__).parent / "backward_kernels.py", "backward kernels")
 
 
 @dataclass(frozen=True)

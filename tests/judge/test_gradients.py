@@ -2,18 +2,17 @@
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.judge import backward_kernels as kernels
 
 from attncheck.core.conditions import Rows, ScoreModError
 from attncheck.core.declared_arithmetic import AMPERE, FP64_ORACLE, VOLTA, default_arithmetic
 from attncheck.core.formats import DTYPES, FORMATS
 from attncheck.core.mod_spec import Entry, Spec
 from attncheck.core.outputs import Outputs
-from attncheck.core.source_files import import_file
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
 from attncheck.judge.deterministic_bound import deterministic_bound
@@ -29,8 +28,6 @@ from attncheck.judge.score_gradient_errors import SavedErrors, _rounded_gradient
 from attncheck.judge.sum_roundings import half_ulp
 from attncheck.mods.scores import SCORES
 from attncheck.oracles.row_conditions import all_rows, compute_gradient_conditions
-
-kernels = import_file(Path(__file__).parent / "backward_kernels.py", "backward kernels")
 
 U = 2.0**-24
 NAMES = ("fp32", "tf32", "fp16", "bf16")

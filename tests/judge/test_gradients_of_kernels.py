@@ -1,16 +1,16 @@
 """Right backwards keep to the bounds of gradients, whatever they round; planted faults do not."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from tests.judge import backward_faults as faults
+from tests.judge import backward_unfused as unfused
 
 from attncheck.core.conditions import ScoreModError
 from attncheck.core.declared_arithmetic import default_arithmetic
 from attncheck.core.formats import DTYPES, FORMATS
 from attncheck.core.mod_spec import Spec
-from attncheck.core.source_files import import_file
 from attncheck.inputs.distributions import DISTRIBUTIONS
 from attncheck.inputs.problem import Problem
 from attncheck.mods.running_error import RunningError
@@ -18,8 +18,6 @@ from attncheck.mods.trace import trace_derivative, trace_score
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-faults = import_file(Path(__file__).parent / "backward_faults.py", "backward faults")
-unfused = import_file(Path(__file__).parent / "backward_unfused.py", "unfused backward")
 Backward, Unfused, shares = faults.Backward, unfused.Unfused, faults.kernels.shares
 
 NAMES = ("fp32", "tf32", "fp16", "bf16")

@@ -2,23 +2,21 @@
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.judge import verdicts
 
 from attncheck.core.conditions import Rows
 from attncheck.core.declared_arithmetic import HOPPER_FP8, default_arithmetic
 from attncheck.core.formats import DTYPES
 from attncheck.core.judgement import Judgement, Precision
 from attncheck.core.outputs import Outputs
-from attncheck.core.source_files import import_file
 from attncheck.judge.allowance import Allowance, Sample
 from attncheck.judge.error_measures import rmse_over_ideal
 from attncheck.judge.head_precision import FAR, FEWEST, RESIDUAL, SPREAD, Z
 
-verdicts = import_file(Path(__file__).with_name("verdicts.py"), "verdicts by hand")
 decide = verdicts.decide
 
 HEADS, QUERY, DIM = 2, 32, 32

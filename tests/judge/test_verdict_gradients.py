@@ -2,24 +2,22 @@
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from tests.judge import verdicts
 
 from attncheck.core.conditions import Rows
 from attncheck.core.declared_arithmetic import default_arithmetic
 from attncheck.core.formats import DTYPES
 from attncheck.core.judgement import Judgement, Place
 from attncheck.core.outputs import Outputs
-from attncheck.core.source_files import import_file
 from attncheck.core.tensor_names import AXES, GRADIENTS, TensorName
 from attncheck.judge.allowance import Allowance, Sample
 from attncheck.judge.verdict_rules import Compared
 
-verdicts = import_file(Path(__file__).with_name("verdicts.py"), "verdicts by hand")
 decide = verdicts.decide
 
 HEADS, KV_HEADS, QUERY, KV, DIM = 4, 2, 3, 5, 8

@@ -9,7 +9,7 @@ import torch
 from tests.kernels import backward_calls
 from tests.kernels.backward_calls import NAMES
 from tests.kernels.gradient_reference import Score, given, worst
-from tests.kernels.patched_kernels import FLASH2, copy_kernels
+from tests.kernels.patched_kernels import FLASH2, PLANTED, copy_kernels
 
 from attncheck.core.errors import UsageError
 from attncheck.kernels import gradient_terms
@@ -213,68 +213,15 @@ def test_what_is_one_place_in_a_tile_is_one_addition_of_it(score, additions, mon
     assert sum(counted) == additions
 
 
-FAULTS = {
-    "the slope is missing": (
-        "_function",
-        "slope_{number}, False",
-        "slope_{number}, True",
-        "a cap over a bias",
-    ),
-    "another head's place": (
-        "_function",
-        "place_{number}(x, b, h,",
-        "place_{number}(x, b, h // 2,",
-        "alibi",
-    ),
-    "one sequence counts": (
-        "_function",
-        "  x, p,",
-        "  x, p * (b == 0).to(tl.float32),",
-        "alibi",
-    ),
-    "delta is missing": (
-        "_function",
-        "  x, p, dp, delta,",
-        "  x, p, dp, delta * 0.0,",
-        "bias",
-    ),
-    "the mask is ignored": (
-        "weights",
-        "seen = MASK(b, h, rows, keys, mask_captured) & ",
-        "seen = ",
-        "bias",
-    ),
-    "stored, not added": (
-        "added",
-        'tl.atomic_add(gradients + place, terms, mask=terms != 0.0, sem="relaxed")',
-        "tl.store(gradients + place, terms, mask=terms != 0.0)",
-        "bias",
-    ),
-    "all tensors begin at the first": (
-        "CapturedReads",
-        "gradients[start:]",
-        "gradients",
-        "two tensors",
-    ),
-    "one read of each": ("_function", "enumerate(mods)", "enumerate(mods[:1])", "two tensors"),
-    "what is done again counts twice": (
-        "_by_rows",
-        "run((), TERMS=None, CAREFUL=True",
-        "run(terms, TERMS=captured.function(), CAREFUL=True",
-        "alibi",
-    ),
-}
-
-
 def with_a_fault(folder, where, right, wrong):
     """The rooms' copies, one of which has a fault: of terms, and the backward itself."""
     copies = copy_kernels(folder, FLASH2, where, right, wrong)
     return copies.gradient_terms, copies.flash2_backward.flash2_backward
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", PLANTED["captured_gradients"])
 def test_planted_faults_are_noticed(fault, tmp_path):
-    where, right, wrong, score = FAULTS[fault]
+    where, right, wrong, score = PLANTED["captured_gradients"][fault].values()
     asked = given(masks.causal, shape=SHAPE, score=SCORES[score])
     k = asked.k.clone()
     k[:, :, 40:] = math.nan  # hidden: the blocks of rows are done again

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from tests.kernels.patched_kernels import faulty
+from tests.kernels.patched_kernels import PLANTED, faulty
 
 from attncheck.core.judgement import Judgement
 from attncheck.core.mod_spec import Spec
@@ -201,88 +201,12 @@ def test_one_part_rounds_as_the_ideal_kernel_does():
     assert_passes(small(head_dim=40, value_dim=40, dtype="bf16", query=32), splits=1)
 
 
-MERGED = "acc += weight[:, None] * part"
-HEADS = "heads = (tl.program_id(1) % kv_heads) * group + packed % group"
-SEEN = "seen = visible(b, h, rows, keys, kv"
-STORED = "log_sum(m, total, IDENTITY), mask=here"
-FAULTS = {
-    # what is wrong: (right, wrong, the Problem that shows it, its splits)
-    "merged without weights": (MERGED, "acc += part", {}, 2),
-    "one split is dropped": (
-        "(sink,), launch.splits, rows",
-        "(sink,), launch.splits - 1, rows",
-        {},
-        2,
-    ),
-    "an empty split counts": (
-        STORED,
-        STORED.replace("log_sum", "tl.where(total == 0.0, 0.0, log_sum").replace("Y),", "Y)),"),
-        {},
-        3,
-    ),
-    "heads are interleaved": (
-        HEADS,
-        "heads = tl.program_id(1) % kv_heads + packed % group * kv_heads",
-        {},
-        2,
-    ),
-    "rows and heads are exchanged": ("rows = packed // group", "rows = packed % query", {}, 2),
-    "the mask gets the split's own keys": (
-        SEEN,
-        SEEN.replace("keys", "keys % BLOCK_K"),
-        {"mask": PADDING},
-        2,
-    ),
-    "the mask gets no row": (
-        SEEN,
-        SEEN.replace("rows", "rows * 0"),
-        {"mask": BOTTOM_RIGHT},
-        2,
-    ),
-    "the score gets the first head": (
-        "s = scores(\n        q_block, k_block, b, h,",
-        "s = scores(\n        q_block, k_block, b, h * 0,",
-        {"score": ALIBI},
-        2,
-    ),
-    "the sink is counted in every split": (
-        "total += weight",
-        "total += weight + power(own - shift, False)",
-        {"sink": True},
-        2,
-    ),
-    "no sink": (
-        "total = total * power(own - shift, False)",
-        "total = total * 0",
-        {"sink": True},
-        2,
-    ),
-    "LSE of the last split": ("log_sum(shift, total, False)", "lse", {}, 2),
-    "the last keys are left out": (
-        "blocks = tl.cdiv(kv, BLOCK_K)",
-        "blocks = kv // BLOCK_K",
-        {},
-        2,
-    ),
-    "values without their descale": (
-        "(tl.load(descale[2] + tl.program_id(1)) / WEIGHTS_SCALE)",
-        "(1.0 / WEIGHTS_SCALE)",
-        {"dtype": "e4m3"},
-        2,
-    ),
-    "the descale of the first kv head": (
-        "factor_of(factor, descale, tl.program_id(1), SCALED)",
-        "factor_of(factor, descale, 0, SCALED)",
-        {"dtype": "e4m3"},
-        2,
-    ),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", PLANTED["decode_forward"])
 def test_planted_faults_are_noticed(fault, tmp_path, monkeypatch):
-    right, wrong, changes, splits = FAULTS[fault]
-    problem = small(**changes)
+    changes = dict(PLANTED["decode_forward"][fault])
+    right, wrong, splits = changes.pop("right"), changes.pop("wrong"), changes.pop("splits", 2)
+    named = {"padding": PADDING, "bottom_right": BOTTOM_RIGHT, "alibi": ALIBI}
+    problem = small(**{name: named.get(value, value) for name, value in changes.items()})
     assert judged(problem, Decode(splits)).status == "pass"
     planted = faulty(tmp_path, ("decode_forward",), "", right, wrong)
     monkeypatch.setattr(Decode, "forward", lambda self: planted)

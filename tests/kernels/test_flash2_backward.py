@@ -16,7 +16,7 @@ from tests.kernels.backward_calls import (
     wrong_list,
 )
 from tests.kernels.gradient_reference import Score, given
-from tests.kernels.patched_kernels import FLASH2, faulty
+from tests.kernels.patched_kernels import FLASH2, PLANTED, faulty
 from tests.messages import one_line
 
 from attncheck.core.errors import UsageError
@@ -120,6 +120,9 @@ def in_wider_memory(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([x, torch.ones_like(x)], -1)[..., : x.shape[-1]]
 
 
+MOVED = {"scattered": scattered, "in_wider_memory": in_wider_memory}
+
+
 POISONS = [(7.0, -7.0), (1e30, -1e30), (math.inf, -math.inf), (math.nan, math.nan)]
 
 
@@ -163,111 +166,20 @@ def test_slopes_of_hidden_scores_may_be_infinite():
     assert same(divided(0.0), divided(1.0))
 
 
-FAULTS = {
-    "delta is missing": ("_row_deltas", "tl.sum(out * dout, 1)", "tl.sum(out * dout, 1) * 0.0", {}),
-    "dLSE is ignored": ("_row_deltas", "    if DLSE:", "    if False:", {}),
-    "dLSE has the other sign": ("_row_deltas", "delta -= ", "delta += ", {}),
-    "the mask is ignored": ("weights", "    if partial:", "    if False:", {}),
-    "the window is ignored": (
-        "weights",
-        "    if partial:",
-        "    if False:",
-        {"mask": MASKS["window"]},
-    ),
-    "dK without the scale": ("by_keys_kernel", "(dk * scale)", "(dk * 1.0)", {}),
-    "dQ without the scale": ("by_rows_kernel", "(acc * scale)", "(acc * 1.0)", {}),
-    "no guard of rows without keys": (
-        "loaded_lse",
-        'lse = tl.where(lse == float("-inf"), float("inf"), lse)',
-        "lse = lse",
-        {"score": "hides later rows"},  # what the mask hides has no weight whatever LSE is
-    ),
-    "dO is read as out lies": (
-        "row_deltas",
-        "*dout.stride()",
-        "*out.stride()",
-        {"dout": scattered},
-    ),
-    "dO of the keys is read as contiguous": (
-        "_Call",
-        "*self.dout.stride())",
-        "*self.dout.contiguous().stride())",
-        {"dout": scattered},
-    ),
-    "keys beyond the last are seen": (
-        "weights",
-        " & (keys < kv)",
-        "",
-        # Their scores are 0 + 100, of which exp overflows beside those of the others.
-        {"mask": MASKS["full"], "score": "later keys", "listed": True},
-    ),
-    "columns beyond the last count": (
-        "by_keys_kernel",
-        ", head_dim)",
-        ", BLOCK_D)",
-        {"q": in_wider_memory, "k": in_wider_memory},
-    ),
-    "rows beyond the last count": (
-        "weights",
-        " & (rows < query)",
-        "",
-        {"mask": MASKS["full"], "score": "later rows"},
-    ),
-    "the slope is missing": (
-        "score_gradients",
-        "dx = dx * SLOPE(x, b, h, rows, keys, slope_captured)",
-        "dx = dx * 1.0",
-        {"score": "softcap"},
-    ),
-    "the slope of the score that the mod gave": (
-        "score_gradients",
-        "SLOPE(x, b, h,",
-        "SLOPE(x * 0.5, b, h,",
-        {"score": "softcap"},
-    ),
-    "one head of a group": ("by_keys_kernel", "range(group)", "range(group - 1)", {}),
-    "the wrong head of a group": (
-        "by_keys_kernel",
-        "h = kv_head * group + member",
-        "h = kv_head + member",
-        {"shape": (1, 4, 2, 20, 20, 8, 8)},
-    ),
-    "the last tile of keys": ("by_rows_kernel", "tl.cdiv(kv, BLOCK_K)", "kv // BLOCK_K", {}),
-    "the last tile of rows": (
-        "by_keys_kernel",
-        "tl.cdiv(query, BLOCK_Q)",
-        "query // BLOCK_Q",
-        {},
-    ),
-    "LSE in natural units": (
-        "loaded_lse",
-        "    if IDENTITY:\n        lse",
-        "    if False:\n        lse",
-        {},
-    ),
-    "no gradient of the sink": ("_sink_gradient", "total -= ", "total = ", {"sink": True}),
-    "the sink's gradient of one sequence": (
-        "_sink_gradient",
-        "range(batch)",
-        "range(1)",
-        {"sink": True, "shape": (2, 2, 1, 20, 20, 8, 8)},
-    ),
-}
 SCORES["later keys"] = Score(mod=lambda s, b, h, i, j: torch.where(j > 49, 100, s))
 SCORES["later rows"] = Score(mod=lambda s, b, h, i, j: torch.where(i > 39, math.inf, s))
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", PLANTED["flash2_backward"])
 def test_planted_faults_are_noticed(fault, tmp_path):
-    where, right, wrong, changes = FAULTS[fault]
-    changes = dict(changes)
-    moved = {name: changes.pop(name) for name in ("q", "k", "dout") if name in changes}
+    changes = dict(PLANTED["flash2_backward"][fault])
+    planted = faulty(tmp_path, FLASH2, *(changes.pop(name) for name in ("where", "right", "wrong")))
+    moved = {name: MOVED[changes.pop(name)] for name in ("q", "k", "dout") if name in changes}
     listed = changes.pop("listed", False)
     score = (SCORES | HIDING).get(changes.pop("score", None))
-    asked = given(changes.pop("mask", masks.causal), score=score, **changes)
+    asked = given(MASKS[changes.pop("mask", "causal")], score=score, **changes)
     asked = asked.but(**{name: move(getattr(asked, name)) for name, move in moved.items()})
     assert worst(asked, listed=listed) <= 1
-    planted = faulty(tmp_path, FLASH2, where, right, wrong)
     assert worst(asked, listed=listed, backward=planted) > 1
 
 

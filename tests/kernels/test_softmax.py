@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kernels.patched_kernels import copy_kernels
+from tests.kernels.patched_kernels import PLANTED, copy_kernels
 
 from attncheck.core.formats import FORMATS, Format
 from attncheck.kernels import softmax_forward as right
@@ -177,36 +177,16 @@ def test_strided_input(kind, name):
     assert torch.equal(x, before)
 
 
-FAULTS = {
-    "a tail of zeros": (
-        'other=float("-inf"), eviction_policy',
-        "other=0.0, eviction_policy",
-        KINDS,
-    ),
-    "ends of zeros": ('mask=seen, other=float("-inf"))', "mask=seen, other=0.0)", KINDS),
-    "ends left out": ("ends = tl.load", "_ = tl.load", KINDS),
-    "the sum is not rescaled": ("total * _exp(m - m_new) +", "total +", ["blocked"]),
-    "a lane's sum is not rescaled": ("lanes * smaller + 1.0", "lanes + 1.0", ["online"]),
-    "lanes with maxima of their own": ("lanes * _exp(lane_m - m[:, None])", "lanes", ["online"]),
-    "the last tile is left out": (
-        "for back in tl.range(tiles,",
-        "for back in tl.range(tiles - 1,",
-        KINDS,
-    ),
-    "a maximum that starts at 0": ("constexpr(-3.4028234663852886e38)", "constexpr(0.0)", ()),
-    "log2": ("tl.log(total)", "tl.log2(total)", KINDS),
-}
-
-
 def planted(tmp_path: Path, old: str, new: str) -> Any:
     """The kernels' source with ``new`` in the place of ``old``, as a module of its own."""
     return copy_kernels(tmp_path, ("softmax_forward",), "", old, new).softmax_forward
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", PLANTED["softmax_forward"])
 def test_planted_faults_are_caught(fault, tmp_path):
-    old, new, kinds = FAULTS[fault]
-    module = planted(tmp_path, old, new)
+    asked = PLANTED["softmax_forward"][fault]
+    kinds = asked.get("kinds", KINDS)
+    module = planted(tmp_path, asked["right"], asked["wrong"])
     for kind in kinds or KINDS_THAT_SUBTRACT:
         launch, x = Launch(block_rows=4, block_columns=16), normal(4, 37)
         assert excess(x, kind, launch) <= 1

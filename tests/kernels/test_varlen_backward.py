@@ -21,7 +21,7 @@ from tests.kernels.packed_calls import (
     worst,
     worst_of,
 )
-from tests.kernels.patched_kernels import faulty
+from tests.kernels.patched_kernels import PLANTED, faulty
 
 from attncheck.kernels.flash2_backward import flash2_backward
 from attncheck.kernels.launch import Launch
@@ -169,87 +169,6 @@ def test_no_keys_at_all_have_no_gradients():
         assert not any(x.any() for x in found[:3])
 
 
-ROW_KERNEL, KEY_KERNEL = "by_rows_kernel", "by_keys_kernel"
-FAULTS = {
-    "dK without the scale": (KEY_KERNEL, "(dk * scale)", "(dk * 1.0)", {}),
-    "dQ without the scale": (ROW_KERNEL, "(acc * scale)", "(acc * 1.0)", {}),
-    "dQ without the flag": (
-        ROW_KERNEL,
-        "if CAUSAL:\n            p =",
-        "if 0:\n            p =",
-        {},
-    ),
-    "dK without the flag": (
-        KEY_KERNEL,
-        "if CAUSAL:\n                p =",
-        "if 0:\n                p =",
-        {},
-    ),
-    "the other corner": ("_diagonal", "diagonal = kv - query", "diagonal = 0", {}),
-    "the walk begins a tile late": (KEY_KERNEL, "// BLOCK_Q * BLOCK_Q", "+ BLOCK_Q", {}),
-    "the walk ends a tile early": (ROW_KERNEL, "BLOCK_Q + diagonal)", "diagonal)", {}),
-    "the last tile of keys": (ROW_KERNEL, "range(0, end,", "range(0, end // 16 * 16,", {}),
-    "the last tile of rows": (KEY_KERNEL, "range(begin, query,", "range(begin, query - 1,", {}),
-    "one head of a group": (KEY_KERNEL, "range(group)", "range(group - 1)", {}),
-    "the wrong head of a group": (
-        KEY_KERNEL,
-        "h = kv_head * group + member",
-        "h = member",
-        {"shape": (4, 2, 8, 8)},
-    ),
-    "keys of the next document": (ROW_KERNEL, "kv_start * k_row", "(kv_start + 1) * k_row", {}),
-    "values of the next document": (KEY_KERNEL, "kv_start * v_row", "(kv_start + 1) * v_row", {}),
-    "LSE of another document": (KEY_KERNEL, "total_query + query_start", "total_query", {}),
-    "delta of another document": (
-        ROW_KERNEL,
-        "loaded_rows(delta_ptr + of_rows",
-        "loaded_rows(delta_ptr",
-        {},
-    ),
-    "stored in another document": (
-        KEY_KERNEL,
-        "(kv_start + keys[:, None])",
-        "keys[:, None].to(tl.int64)",
-        {},
-    ),
-    "the last column is lost": (
-        KEY_KERNEL,
-        "loaded(of_head, rows, cols, q_row, q_col, query, head_dim)",
-        "loaded(of_head, rows, cols, q_row, q_col, query, head_dim - 1)",
-        {},
-    ),
-    "keys count from 0": (
-        ROW_KERNEL,
-        "kv_idx = (first_kv_idx + keys)",
-        "kv_idx = (0 * first_kv_idx + keys)",
-        {"within": WITHIN["stripes"], "local": False},
-    ),
-    "rows count from 0": (
-        KEY_KERNEL,
-        "q_idx = (first_q_idx + rows)",
-        "q_idx = (0 * first_q_idx + rows)",
-        {"within": WITHIN["stripes"], "local": False},
-    ),
-    "the sequence is the document": (
-        "_known_as",
-        "b = tl.load(places + 3 * document)",
-        "b = document",
-        {"score": SCORES["of documents"], "local": False},
-    ),
-    "keys in no document are left": ("_by_keys", "torch.zeros(", "_full_of_ones(", {}),
-    "dLSE is ignored": (
-        "varlen_backward",
-        "dlse.contiguous()[None]",
-        "0 * dlse.contiguous()[None]",
-        {},
-    ),
-    "no slope": (
-        "constants",
-        '"SLOPE": slope,',
-        '"SLOPE": _one,',
-        {"score": SCORES["softcap"]},
-    ),
-}
 BESIDE = """
 
 
@@ -267,12 +186,16 @@ def with_a_fault(folder: Path, where: str, right: str, wrong: str):
     return faulty(folder, ("varlen_backward",), where, right, wrong, BESIDE)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", PLANTED["varlen_backward"])
 def test_planted_faults_are_noticed(fault, tmp_path):
-    where, right, wrong, changes = FAULTS[fault]
+    changes = dict(PLANTED["varlen_backward"][fault])
+    planted = with_a_fault(tmp_path, *(changes.pop(name) for name in ("where", "right", "wrong")))
+    for name, known in (("within", WITHIN), ("score", SCORES)):
+        if name in changes:
+            changes[name] = known[changes[name]]
     asked = asked_of("bottom_right", **changes)
     assert not changes or worst(asked) <= 1
-    assert worst(asked, backward=with_a_fault(tmp_path, where, right, wrong)) > 1
+    assert worst(asked, backward=planted) > 1
 
 
 def test_a_careless_kernel_lets_hidden_keys_through(tmp_path):

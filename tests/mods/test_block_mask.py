@@ -282,29 +282,30 @@ def test_it_moves_to_a_device():
     assert (mask.query, mask.block_kv) == (21, 5)
 
 
-@pytest.mark.parametrize(
-    ("blocks", "says"),
-    [
-        ((0, 4), "query block size is 0: it must be at least 1."),
-        ((4, -2), "kv block size is -2: it must be at least 1."),
-    ],
-)
-def test_a_block_size_that_is_not_positive_is_refused(blocks, says):
-    with one_line(ProblemError, whole=says):
-        small(block_query=blocks[0], block_kv=blocks[1])
+def of_kinds(kinds):
+    return BlockMask(kinds=kinds.to(torch.uint8), query=7, kv=9, block_query=4, block_kv=4)
 
 
 @pytest.mark.parametrize(
-    ("kinds", "says"),
+    ("make", "says"),
     [
-        (torch.zeros(2, 3), "have shape (2, 3): 7 rows in blocks of 4 and 9 keys in blocks of 4"),
-        (torch.zeros(1, 1, 2, 2), "need (batch, heads, 2, 3)."),
-        (torch.full((1, 1, 2, 3), 3), "hold 3: a tile is 0 (empty), 1 (partial) or 2 (full)."),
+        (lambda: small(block_query=0), "query block size is 0: it must be at least 1."),
+        (lambda: small(block_kv=-2), "kv block size is -2: it must be at least 1."),
+        (
+            lambda: of_kinds(torch.zeros(2, 3)),
+            "have shape (2, 3): 7 rows in blocks of 4 and 9 keys in blocks of 4",
+        ),
+        (lambda: of_kinds(torch.zeros(1, 1, 2, 2)), "need (batch, heads, 2, 3)."),
+        (
+            lambda: of_kinds(torch.full((1, 1, 2, 3), 3)),
+            "hold 3: a tile is 0 (empty), 1 (partial) or 2 (full).",
+        ),
     ],
+    ids=range(5),
 )
-def test_kinds_that_cannot_be_are_refused(kinds, says):
+def test_what_is_no_block_mask_is_refused(make, says):
     with one_line(ProblemError, says):
-        BlockMask(kinds=kinds.to(torch.uint8), query=7, kv=9, block_query=4, block_kv=4)
+        make()
 
 
 def test_a_spec_of_the_library_gives_the_same_as_its_callable():

@@ -214,16 +214,12 @@ BAD_SCORES = {
 }
 
 
-@pytest.mark.parametrize("text", BAD_MASKS)
-def test_a_bad_mask_is_refused_in_a_line(text):
-    with one_line(ProblemError, whole=f"expression.text={text!r}: {BAD_MASKS[text]}"):
-        library.check_mask(Spec.of("expression", text=text), DIMENSIONS)
-
-
-@pytest.mark.parametrize("text", BAD_SCORES)
-def test_a_bad_score_mod_is_refused_in_a_line(text):
-    with one_line(ProblemError, whole=f"expression.text={text!r}: {BAD_SCORES[text]}"):
-        library.check_score(Spec.of("expression", text=text), DIMENSIONS)
+@pytest.mark.parametrize("text", BAD_MASKS | BAD_SCORES)
+def test_what_is_no_mod_is_refused_in_a_line(text):
+    check = library.check_mask if text in BAD_MASKS else library.check_score
+    says = (BAD_MASKS | BAD_SCORES)[text]
+    with one_line(ProblemError, whole=f"expression.text={text!r}: {says}"):
+        check(Spec.of("expression", text=text), DIMENSIONS)
 
 
 @pytest.mark.parametrize("text", [3, "", " b < h", "b < h ", "b <\nh", "b < é", "b" * 201, (1,)])

@@ -1,6 +1,7 @@
 """An index outside its captured tensor is found wherever it is, and nothing else is."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -18,68 +19,12 @@ DIMENSIONS = Dimensions(batch=2, heads=3, query=9, kv=12)
 TABLE = torch.arange(21)
 PLANE = torch.zeros(3, 23)
 
-INSIDE = {
-    "sum": lambda b, h, q, k: TABLE[q + k] > 2,
-    "negative": lambda b, h, q, k: TABLE[q - k] > 2,
-    "from the end": lambda b, h, q, k: TABLE[-21 + k] > 2,
-    "clamped": lambda b, h, q, k: TABLE[(q * 1000).clamp(-21, 20)] > 2,
-    "floored": lambda b, h, q, k: TABLE[(q - 9 * k) // 6] > 2,
-    "remainder": lambda b, h, q, k: TABLE[(q * k) % 21] > 2,
-    "by a table": lambda b, h, q, k: TABLE[TABLE[q + k]] > 2,
-    "where": lambda b, h, q, k: TABLE[torch.where(q > k, q - k, 0)] > 2,
-    "bits": lambda b, h, q, k: TABLE[(q ^ k) & 15] > 2,
-    "through reals": lambda b, h, q, k: TABLE[(q * 1.5).to(torch.int64)] > 2,
-    "two axes": lambda b, h, q, k: PLANE[h, k - q + 11] > 2,
-    "of no input": lambda b, h, q, k: TABLE[torch.tensor([20])] + q > 2,
-}
-
-
-@pytest.mark.parametrize("mod", INSIDE.values(), ids=INSIDE)
-def test_what_is_inside_passes(mod):
-    check_index_ranges(trace_mask(mod), DIMENSIONS)
-
-
-OUTSIDE = {
-    "sum": (lambda b, h, q, k: TABLE[q + k + 2] > 2, 0, 21, (0, 0, 8, 11)),
-    "below": (lambda b, h, q, k: TABLE[q - 2 * k] > 2, 0, -22, (0, 0, 0, 11)),
-    "one sequence": (lambda b, h, q, k: TABLE[20 * b + q] > 2, 0, 21, (1, 0, 1, 0)),
-    "one head": (lambda b, h, q, k: TABLE[h * 10 + k // 11] > 2, 0, 21, (0, 2, 0, 11)),
-    "by a table": (lambda b, h, q, k: TABLE[TABLE[q + k] * 3] > 2, 0, 21, (0, 0, 0, 7)),
-    "through reals": (lambda b, h, q, k: TABLE[(k * 2.0).to(torch.int64)] > 2, 0, 22, None),
-    "second axis": (lambda b, h, q, k: PLANE[h, k - q + 12] > 2, 1, 23, (0, 0, 0, 11)),
-    "first axis": (lambda b, h, q, k: PLANE[h + b, 0 * k] > 2, 0, 3, (1, 2, 0, 0)),
-}
-
-
-@pytest.mark.parametrize(("mod", "axis", "index", "place"), OUTSIDE.values(), ids=OUTSIDE)
-def test_what_is_outside_is_named_with_its_place(mod, axis, index, place):
-    with one_line(
-        ProblemError,
-        f" with {index} at (b, h, q_idx, kv_idx) = {'' if place is None else place}",
-        start=f"mask 'mine' indexes axis {axis} of its tensor of shape (",
-    ):
-        check_index_ranges(trace_mask(mod), DIMENSIONS, "mask 'mine'")
-
 
 def test_dimensions_decide():
     expression = trace_mask(lambda b, h, q, k: TABLE[q + k] > 2)
     check_index_ranges(expression, Dimensions(batch=1, heads=1, query=11, kv=11))
     with pytest.raises(ProblemError, match="with 21 at"):
         check_index_ranges(expression, Dimensions(batch=1, heads=1, query=11, kv=12))
-
-
-def test_an_index_made_of_the_score_must_be_clamped():
-    def clamped(score, b, h, q, k):
-        return score + PLANE[h, (score * 3.0).to(torch.int64).clamp(0, 22)]
-
-    def free(score, b, h, q, k):
-        return score + PLANE[h, (score * 3.0).to(torch.int64)]
-
-    check_index_ranges(trace_score(clamped), DIMENSIONS)
-    with pytest.raises(
-        ProblemError, match=r"depends on the score: clamp it to 0 … 22 as a whole number"
-    ):
-        check_index_ranges(trace_score(free), DIMENSIONS)
 
 
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 12), st.data())
@@ -109,48 +54,7 @@ def test_it_is_exact(at_a_time, query, kv, data):
     assert said_inside == inside
 
 
-def test_ranges_alone_settle_what_is_clamped(monkeypatch):
-    """A hundred thousand keys cost nothing where the index is clamped into its tensor."""
-    monkeypatch.setattr(index_ranges, "index_parts", None)
-    long = Dimensions(batch=64, heads=128, query=100_000, kv=100_000)
-    for mod in (
-        lambda b, h, q, k: TABLE[(q - k).clamp(-10, 10) + 10] > 2,
-        lambda b, h, q, k: TABLE[torch.minimum(k // 5000, q % 7) * 2] > 2,
-    ):
-        check_index_ranges(trace_mask(mod), long)
-
-
-WIDE = torch.tensor([2**40, -1])
-
-BEYOND = {
-    "product": (lambda b, h, q, k: (q * 100003 * 100003) % 7 == 0, 100003**2, (0, 0, 1, 0)),
-    "sum": (lambda b, h, q, k: (q + 2**31 - 9) > k, 2**31 - 1 + 1, None),
-    "shift": (lambda b, h, q, k: (1 << (k * 4)) > q, 2**32, (0, 0, 0, 8)),
-    "far shift": (lambda b, h, q, k: (k << 62) % 7 == 0, 2**62, (0, 0, 0, 1)),
-    "one place": (
-        lambda b, h, q, k: torch.where((q == 7) & (k == 5) & (h == 2), 2**31 - 1, q) + b > k,
-        2**31,
-        (1, 2, 7, 5),
-    ),
-    "negative": (lambda b, h, q, k: -k.clamp(max=4) * 2**29 - q < 0, -(2**31) - 1, (0, 0, 1, 4)),
-    "from reals": (lambda b, h, q, k: (k * 3e8).to(torch.int64) > q, None, (0, 0, 0, 8)),
-    "a table's element": (lambda b, h, q, k: WIDE[k % 2] + q > 3, 2**40, (0, 0, 0, 0)),
-    "a cast that wraps": (lambda b, h, q, k: WIDE[k % 2].to(torch.int32) + q > 3, 2**40, None),
-    "left out": (lambda b, h, q, k: torch.where(k < 4, k << (q * 4), 0) > 3, None, None),
-}
-
-
-@pytest.mark.parametrize(("mod", "value", "place"), BEYOND.values(), ids=BEYOND)
-def test_a_whole_number_beyond_32_bits_is_named_with_its_place(mod, value, place):
-    dimensions = Dimensions(batch=2, heads=3, query=10, kv=12)
-    with pytest.raises(ProblemError) as error:
-        check_index_ranges(trace_mask(mod), dimensions, "mask 'mine'")
-    said = str(error.value)
-    assert said.startswith("mask 'mine' computes ")
-    assert said.endswith("kernels compute whole numbers in 32 bits, −2147483648 … 2147483647.")
-    assert f" = {'' if value is None else value}" in said
-    assert f" at (b, h, q_idx, kv_idx) = {'' if place is None else place}" in said
-    assert "\n" not in said
+WIDE, EVEN = torch.tensor([2**40, -1]), torch.arange(9) * 2
 
 
 def log_buckets(b, h, q, k):
@@ -160,7 +64,40 @@ def log_buckets(b, h, q, k):
     return torch.where(distance < 8, distance, torch.minimum(far, torch.tensor(15))) < 12
 
 
+@pytest.mark.parametrize(
+    "mod",
+    [
+        lambda b, h, q, k: TABLE[(q - k).clamp(-10, 10) + 10] > 2,
+        lambda b, h, q, k: TABLE[torch.minimum(k // 5000, q % 7) * 2] > 2,
+        log_buckets,
+    ],
+    ids=["clamped", "least", "log buckets"],
+)
+def test_a_hundred_thousand_keys_cost_what_their_distances_do(mod, monkeypatch):
+    """Ranges alone settle what is clamped into its tensor."""
+    monkeypatch.setattr(index_ranges, "index_parts", None)
+    long = Dimensions(batch=64, heads=128, query=100_000, kv=100_000)
+    check_index_ranges(trace_mask(mod), long)
+
+
 WITHIN = {
+    "sum": lambda b, h, q, k: TABLE[q + k] > 2,
+    "negative": lambda b, h, q, k: TABLE[q - k] > 2,
+    "from the end": lambda b, h, q, k: TABLE[-21 + k] > 2,
+    "clamped": lambda b, h, q, k: TABLE[(q * 1000).clamp(-21, 20)] > 2,
+    "floored": lambda b, h, q, k: TABLE[(q - 9 * k) // 6] > 2,
+    "remainder": lambda b, h, q, k: TABLE[(q * k) % 21] > 2,
+    "by a table": lambda b, h, q, k: TABLE[TABLE[q + k]] > 2,
+    "where": lambda b, h, q, k: TABLE[torch.where(q > k, q - k, 0)] > 2,
+    "bits of an index": lambda b, h, q, k: TABLE[(q ^ k) & 15] > 2,
+    "through reals": lambda b, h, q, k: TABLE[(q * 1.5).to(torch.int64)] > 2,
+    "two axes": lambda b, h, q, k: PLANE[h, k - q + 11] > 2,
+    "of no input": lambda b, h, q, k: TABLE[torch.tensor([20])] + q > 2,
+    # 0 … 16, and never odd
+    "distances that do not occur": lambda b, h, q, k: (
+        TABLE[torch.where(EVEN[q] % 2 == 0, 0, 50)] > 2
+    ),
+    # in 32 bits
     "the largest": lambda b, h, q, k: q + (2**31 - 9) > k,
     "the smallest": lambda b, h, q, k: -q - (2**31 - 8) < k,
     "half left out": lambda b, h, q, k: torch.where(k < 4, k * k, 0) > 3,
@@ -168,70 +105,116 @@ WITHIN = {
     "compared with a wide number": lambda b, h, q, k: q < 2**40,
     "bits": lambda b, h, q, k: ((q & k) | (q ^ k) | (k << 3) | (q >> 2)) > ~q,
     "log buckets": log_buckets,
+    # divisors
+    "by what is not 0": lambda b, h, q, k: q // (k + 1) > 1,
+    "by what is below 0": lambda b, h, q, k: q % (k - 12) > 1,
+    "by what is odd": lambda b, h, q, k: q // ((2 * k - 11) * (2 * q + 1)) > 1,
+}
+WITHIN_OF_SCORES = {
+    "clamped": lambda s, b, h, q, k: s + PLANE[h, (s * 3.0).to(torch.int64).clamp(0, 22)],
+    "any whole number": lambda s, b, h, q, k: s + (s.to(torch.int64) * 5 + q) % 7,
+    "a clamped divisor": lambda s, b, h, q, k: s + q // s.to(torch.int64).clamp(min=1),
 }
 
 
-@pytest.mark.parametrize("mod", WITHIN.values(), ids=WITHIN)
-def test_a_whole_number_within_32_bits_passes(mod):
-    check_index_ranges(trace_mask(mod), DIMENSIONS)
+@pytest.mark.parametrize(
+    "traced",
+    [*map(trace_mask, WITHIN.values()), *map(trace_score, WITHIN_OF_SCORES.values())],
+    ids=[*WITHIN, *WITHIN_OF_SCORES],
+)
+def test_what_is_within_passes(traced):
+    check_index_ranges(traced, DIMENSIONS)
 
 
-def test_a_hundred_thousand_keys_cost_what_their_distances_do(monkeypatch):
-    monkeypatch.setattr(index_ranges, "index_parts", None)
-    long = Dimensions(batch=64, heads=128, query=100_000, kv=100_000)
-    check_index_ranges(trace_mask(log_buckets), long)
-
-
-def test_distances_that_do_not_occur_refuse_nothing():
-    """``half[q]`` is 0 … 16, and never odd."""
-    half = torch.arange(9) * 2
-
-    def even(b, h, q, k):
-        return TABLE[torch.where(half[q] % 2 == 0, 0, 50)] > 2
-
-    check_index_ranges(trace_mask(even), DIMENSIONS)
-
-
-def test_a_score_may_become_any_whole_number():
-    check_index_ranges(
-        trace_score(lambda s, b, h, q, k: s + (s.to(torch.int64) * 5 + q) % 7), DIMENSIONS
-    )
-
-
-DIVIDED = {
-    "//": (lambda b, h, q, k: q // (k - 5) > 1, (0, 0, 0, 5)),
-    "%": (lambda b, h, q, k: q % (k - q - 3) > 1, (0, 0, 0, 3)),
-    "by a table": (lambda b, h, q, k: k // (TABLE[q + k] - 19) > 1, (0, 0, 8, 11)),
-    "computed": (lambda b, h, q, k: q // ((k - 3) * (k - 4) - 6 * h) > 1, (0, 0, 0, 3)),
+INDEXES = "mask 'mine' indexes axis {} of its tensor of shape ("
+COMPUTES, DIVIDES = "mask 'mine' computes ", "mask 'mine' divides whole numbers, "
+# What is said first, the number, and where it is so.
+REFUSED = {
+    "sum": (lambda b, h, q, k: TABLE[q + k + 2] > 2, 0, 21, (0, 0, 8, 11)),
+    "below": (lambda b, h, q, k: TABLE[q - 2 * k] > 2, 0, -22, (0, 0, 0, 11)),
+    "one sequence": (lambda b, h, q, k: TABLE[20 * b + q] > 2, 0, 21, (1, 0, 1, 0)),
+    "one head": (lambda b, h, q, k: TABLE[h * 10 + k // 11] > 2, 0, 21, (0, 2, 0, 11)),
+    "by a table": (lambda b, h, q, k: TABLE[TABLE[q + k] * 3] > 2, 0, 21, (0, 0, 0, 7)),
+    "through reals": (lambda b, h, q, k: TABLE[(k * 2.0).to(torch.int64)] > 2, 0, 22, None),
+    "second axis": (lambda b, h, q, k: PLANE[h, k - q + 12] > 2, 1, 23, (0, 0, 0, 11)),
+    "first axis": (lambda b, h, q, k: PLANE[h + b, 0 * k] > 2, 0, 3, (1, 2, 0, 0)),
+    "product": (
+        lambda b, h, q, k: (q * 100003 * 100003) % 7 == 0,
+        COMPUTES,
+        100003**2,
+        (0, 0, 1, 0),
+    ),
+    "sum beyond": (lambda b, h, q, k: (q + 2**31 - 9) > k, COMPUTES, 2**31 - 1 + 1, None),
+    "shift": (lambda b, h, q, k: (1 << (k * 4)) > q, COMPUTES, 2**32, (0, 0, 0, 8)),
+    "far shift": (lambda b, h, q, k: (k << 62) % 7 == 0, COMPUTES, 2**62, (0, 0, 0, 1)),
+    "one place": (
+        lambda b, h, q, k: torch.where((q == 7) & (k == 5) & (h == 2), 2**31 - 1, q) + b > k,
+        COMPUTES,
+        2**31,
+        (1, 2, 7, 5),
+    ),
+    "negative": (
+        lambda b, h, q, k: -k.clamp(max=4) * 2**29 - q < 0,
+        COMPUTES,
+        -(2**31) - 1,
+        (0, 0, 1, 4),
+    ),
+    "from reals": (lambda b, h, q, k: (k * 3e8).to(torch.int64) > q, COMPUTES, None, (0, 0, 0, 8)),
+    "a table's element": (lambda b, h, q, k: WIDE[k % 2] + q > 3, COMPUTES, 2**40, (0, 0, 0, 0)),
+    "a cast that wraps": (
+        lambda b, h, q, k: WIDE[k % 2].to(torch.int32) + q > 3,
+        COMPUTES,
+        2**40,
+        None,
+    ),
+    "left out": (lambda b, h, q, k: torch.where(k < 4, k << (q * 4), 0) > 3, COMPUTES, None, None),
+    "//": (lambda b, h, q, k: q // (k - 5) > 1, DIVIDES, 0, (0, 0, 0, 5)),
+    "%": (lambda b, h, q, k: q % (k - q - 3) > 1, DIVIDES, 0, (0, 0, 0, 3)),
+    "by 0 of a table": (
+        lambda b, h, q, k: k // (TABLE[q + k] - 19) > 1,
+        DIVIDES,
+        0,
+        (0, 0, 8, 11),
+    ),
+    "computed": (
+        lambda b, h, q, k: q // ((k - 3) * (k - 4) - 6 * h) > 1,
+        DIVIDES,
+        0,
+        (0, 0, 0, 3),
+    ),
+}
+LATER = {
+    COMPUTES: "kernels compute whole numbers in 32 bits, −2147483648 … 2147483647.",
+    DIVIDES: ": torch refuses that",
 }
 
 
-@pytest.mark.parametrize(("mod", "place"), DIVIDED.values(), ids=DIVIDED)
-def test_a_whole_number_divided_by_0_is_named_with_its_place(mod, place):
-    with one_line(
-        ProblemError,
-        f" by 0 at (b, h, q_idx, kv_idx) = {place}: torch refuses that",
-        start="mask 'mine' divides whole numbers, ",
-    ):
-        check_index_ranges(trace_mask(mod), DIMENSIONS, "mask 'mine'")
+@pytest.mark.parametrize(("mod", "what", "number", "place"), REFUSED.values(), ids=REFUSED)
+def test_what_is_beyond_is_named_with_its_place(mod, what, number, place):
+    start = INDEXES.format(what) if what not in LATER else what
+    number = "" if number is None else number
+    says = {COMPUTES: f" = {number}", DIVIDES: f" by {number}"}.get(what, f" with {number}")
+    place = f" at (b, h, q_idx, kv_idx) = {'' if place is None else place}"
+    sizes = DIMENSIONS if what != COMPUTES else Dimensions(batch=2, heads=3, query=10, kv=12)
+    with one_line(ProblemError, says, start=start, match=re.escape(place)) as error:
+        check_index_ranges(trace_mask(mod), sizes, "mask 'mine'")
+    assert LATER.get(what, "") in str(error.value)
 
 
-def test_what_is_not_divided_by_0_passes():
-    for mod in (
-        lambda b, h, q, k: q // (k + 1) > 1,
-        lambda b, h, q, k: q % (k - 12) > 1,
-        lambda b, h, q, k: q // ((2 * k - 11) * (2 * q + 1)) > 1,
-    ):
-        check_index_ranges(trace_mask(mod), DIMENSIONS)
-
-
-def test_a_divisor_made_of_the_score_must_be_clamped():
-    def free(s, b, h, q, k):
-        return s + q // (s.to(torch.int64) + 1)
-
-    def clamped(s, b, h, q, k):
-        return s + q // s.to(torch.int64).clamp(min=1)
-
-    check_index_ranges(trace_score(clamped), DIMENSIONS)
-    with pytest.raises(ProblemError, match="depends on the score: clamp that to 1 or more"):
-        check_index_ranges(trace_score(free), DIMENSIONS)
+@pytest.mark.parametrize(
+    ("mod", "says"),
+    [
+        (
+            lambda s, b, h, q, k: s + PLANE[h, (s * 3.0).to(torch.int64)],
+            "depends on the score: clamp it to 0 … 22 as a whole number",
+        ),
+        (
+            lambda s, b, h, q, k: s + q // (s.to(torch.int64) + 1),
+            "depends on the score: clamp that to 1 or more",
+        ),
+    ],
+    ids=["index", "divisor"],
+)
+def test_what_is_made_of_the_score_must_be_clamped(mod, says):
+    with one_line(ProblemError, says):
+        check_index_ranges(trace_score(mod), DIMENSIONS)

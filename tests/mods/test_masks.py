@@ -193,20 +193,6 @@ def test_mask_is_the_table_typed_by_hand(dimensions, spec, tables):
         assert torch.equal(over_rows(torch.tensor(b), h, rows, keys), expected[b, 0])
 
 
-@pytest.mark.parametrize(("dimensions", "spec", "tables"), TABLES, ids=lambda v: str(v)[:60])
-def test_mask_works_on_0d_indices_under_vmap(dimensions, spec, tables):
-    over_keys = torch.vmap(build_mask(spec, dimensions), in_dims=(None, None, None, 0))
-    over_rows = torch.vmap(over_keys, in_dims=(None, None, 0, None))
-    for b, table in enumerate(tables):
-        seen = over_rows(
-            torch.tensor(b),
-            torch.tensor(0),
-            torch.arange(dimensions.query),
-            torch.arange(dimensions.kv),
-        )
-        assert torch.equal(seen, typed(table))
-
-
 def test_every_mask_has_a_table():
     assert {part.name for _, spec, _ in TABLES for part in spec.walk()} == set(MASKS)
 

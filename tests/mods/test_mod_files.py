@@ -50,14 +50,8 @@ window = Window(3)
 
 
 @pytest.fixture(autouse=True)
-def _forgotten():
-    """Other tests go through all masks and score mods there are."""
-    before = [(entries, dict(entries)) for entries in (library.MASKS, library.SCORES)]
-    yield
-    mod_files._import_mod.cache_clear()
-    for entries, known in before:
-        entries.clear()
-        entries.update(known)
+def _library_as_before(library_as_before):
+    """In every test."""
 
 
 @pytest.fixture

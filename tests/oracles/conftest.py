@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
     from attncheck.oracles.recurrence_steps import Result
 
 UNIT = 2.0**-53
+
+
+PLANTED = tomllib.loads(Path(__file__).with_name("planted_faults.toml").read_text())
+"""Of each kind of recurrence what faults are called, and what is changed."""
 
 
 @pytest.fixture(autouse=True)

@@ -2,15 +2,14 @@
 
 import importlib
 import math
-from pathlib import Path
 
 import pytest
 import torch
+from tests.oracles import gradients_by_torch as reference
 
 from attncheck import oracles
 from attncheck.core.errors import ProblemError
 from attncheck.core.mod_spec import Spec
-from attncheck.core.source_files import import_file
 from attncheck.core.tensor_names import GRADIENTS
 from attncheck.inputs.problem import Problem
 from attncheck.oracles.backward_recurrences import flash2_backward
@@ -19,9 +18,8 @@ from attncheck.oracles.mod_calls import Indices
 from attncheck.oracles.streaming_forward import Blocks
 from attncheck.oracles.streaming_gradients import streaming_backward
 
-REFERENCE = import_file(Path(__file__).with_name("gradients_by_torch.py"), "a file of these tests")
-SCORES, Definition = REFERENCE.SCORES, REFERENCE.Definition
-tiny, allowed_of = REFERENCE.tiny, REFERENCE.allowed
+SCORES, Definition = reference.SCORES, reference.Definition
+tiny, allowed_of = reference.tiny, reference.allowed
 SMALL = Blocks(rows=24, query=4, query_most=8, kv=8, cell=4)
 
 

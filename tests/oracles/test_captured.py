@@ -2,15 +2,16 @@
 
 import importlib
 import math
-from pathlib import Path
 
 import pytest
 import torch
+from tests.oracles import gradients_by_torch as reference
+from tests.oracles.conftest import PLANTED
+from tests.oracles.test_planted_faults import SMALL, backward
 
 from attncheck import oracles
 from attncheck.core.errors import ProblemError, UsageError
 from attncheck.core.mod_spec import Spec
-from attncheck.core.source_files import import_file
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
 from attncheck.mods.captured_gradients import leaf_gradients
@@ -19,12 +20,9 @@ from attncheck.oracles.backward_recurrences import dense_backward
 from attncheck.oracles.float64_numbers import Float64
 from attncheck.oracles.mp_numbers import Mp
 from attncheck.oracles.recurrence_steps import Scores, safe
-from attncheck.oracles.streaming_forward import Blocks
 from attncheck.oracles.streaming_gradients import streaming_backward
 
-REFERENCE = import_file(Path(__file__).with_name("gradients_by_torch.py"), "a file of these tests")
-tiny = REFERENCE.tiny
-SMALL = Blocks(rows=24, query=4, query_most=8, kv=8, cell=4)
+tiny = reference.tiny
 BACKWARDS = oracles.BACKWARDS | {
     "streaming, many tiles": lambda inputs: streaming_backward(inputs, blocks=SMALL)
 }
@@ -73,7 +71,7 @@ def by_torch(inputs, monkeypatch):
     tables = tables_of(mod)
     with monkeypatch.context() as patch:
         patch.setattr(Problem, "score_mod", lambda _problem, _device: mod)
-        known = REFERENCE.Definition.of(inputs)
+        known = reference.Definition.of(inputs)
     dout, dlse = inputs.loss()
     loss = (known.out * dout).sum() + (known.lse.squeeze(-1) * dlse).sum()
     return torch.cat([found.flatten() for found in torch.autograd.grad(loss, tables)])
@@ -81,7 +79,7 @@ def by_torch(inputs, monkeypatch):
 
 def allowed(inputs, allowance):
     """As ``gradients_by_torch.Allowed`` has it of dX, of dZ · J, summed by number."""
-    p, known = inputs.problem, REFERENCE.Definition.of(inputs)
+    p, known = inputs.problem, reference.Definition.of(inputs)
     bound, (dout, dlse) = allowance(inputs.forward()), inputs.loss()
     weights = known.weights.detach()[..., : p.kv]
     sizes = torch.cat([known.before.flatten(), known.after.flatten(), known.lse.flatten()])
@@ -91,13 +89,13 @@ def allowed(inputs, allowance):
     terms = weights * (dout.abs() @ v.mT + row)
     each = of_p + bound.out + 2 * (p.value_dim + 1) + 5 + p.batch * p.heads * p.query * p.kv
     bent = (bound.weight + 16) / 1.5 * max(p.query, p.kv)  # softcap's, times what alibi reads at
-    axes = REFERENCE._axes(p)
+    axes = reference._axes(p)
     tables, parts = {}, []
     for leaf, slope in leaf_gradients(p.score_mod("cpu"), known.before.detach(), *axes):
         sums = tables.setdefault(id(leaf.tensor), torch.zeros(leaf.tensor.shape).double())
         leaf.add(terms * ((each + 8) * slope.abs() + bent), sums)
         parts.append(leaf)
-    return torch.cat([table.flatten() for table in tables.values()]) * REFERENCE.UNIT
+    return torch.cat([table.flatten() for table in tables.values()]) * reference.UNIT
 
 
 @every_backward
@@ -213,8 +211,8 @@ def test_balls_hold_them(monkeypatch):
         slope=ball_algebra.BALLS.slope,
         captures=ball_algebra.BALLS.captures,
     )
-    for backward in oracles.BACKWARD_RECURRENCES.values():
-        found = backward(ball, inputs).dcaptured.array
+    for recurrence in oracles.BACKWARD_RECURRENCES.values():
+        found = recurrence(ball, inputs).dcaptured.array
         for one, number in zip(found.flat, exact.flat, strict=True):
             assert float(one.rad()) <= 2.0**-90
             middle = mp.context.mpf(one.mid().str(50, radius=False))
@@ -251,45 +249,9 @@ def test_a_score_mod_of_single_indices_is_refused(monkeypatch):
         dense_backward(Float64(), inputs)
 
 
-FAULTS = {
-    # what is wrong: module, right, wrong
-    "J is left out": ("mods.captured_gradients", "factors * slope", "factors + 0 * slope"),
-    "the last read of a number": (
-        "mods.captured_gradients",
-        "accumulate=True",
-        "accumulate=False",
-    ),
-    "dense: f' as well": (
-        "oracles.backward_recurrences",
-        "dsink, scores.captured(tile, dz)",
-        "dsink, scores.captured(tile, dx)",
-    ),
-    "dense: without delta": (
-        "oracles.backward_recurrences",
-        "dsink, scores.captured(tile, dz)",
-        "dsink, scores.captured(tile, weights * dp)",
-    ),
-    "flash2: the last block": (
-        "oracles.backward_recurrences",
-        "self.captured = _added(self.captured, scores.captured(tile, dz))",
-        "self.captured = scores.captured(tile, dz)",
-    ),
-    "streaming: f' as well": (
-        "oracles.streaming_gradients",
-        "self._captured(products, dx, ~hidden, run)",
-        "self._captured(products, self.by_index(dx).mul(slopes).view_as(dx), ~hidden, run)",
-    ),
-    "streaming: the scores after the mod": (
-        "oracles.streaming_gradients",
-        "self.by_index(tile).clone()",
-        "self.by_index(tile)",
-    ),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", PLANTED["captured"])
 def test_a_planted_fault_is_noticed(fault, allowance, planted, monkeypatch):
-    room, right, wrong = FAULTS[fault]
+    room, right, wrong = PLANTED["captured"][fault].values()
     score = Spec.of("chain", RELATIVE, SOFTCAP, ALIBI, SOFTCAP)
     inputs = asked(mask=Spec.of("causal"), score=score, query=11)
     exact, most = by_torch(inputs, monkeypatch), allowed(inputs, allowance)
@@ -298,12 +260,5 @@ def test_a_planted_fault_is_noticed(fault, allowance, planted, monkeypatch):
         float64 = importlib.import_module("attncheck.oracles.float64_numbers")
         monkeypatch.setattr(float64, "CapturedSums", wrong_room.CapturedSums)
         wrong_room = importlib.import_module("attncheck.oracles.backward_recurrences")
-    numbers = Float64()
-    if fault.startswith("streaming"):
-        found = wrong_room.streaming_backward(inputs, blocks=SMALL)
-    elif fault.startswith("flash2"):
-        found = wrong_room.flash2_backward(numbers, inputs, block_query=4, block_kv=3)
-        found = found.rounded(numbers)
-    else:
-        found = wrong_room.dense_backward(numbers, inputs).rounded(numbers)
+    found = backward(fault.partition(":")[0], wrong_room, inputs)
     assert not ((found.dcaptured - exact).abs() <= 2 * most).all()

@@ -1,26 +1,24 @@
 """No probe finds anything wrong with a right kernel."""
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
+from tests.probes import designs
 
 import attncheck
 from attncheck import probes
 from attncheck.core.formats import FORMATS, round_to
 from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
-from attncheck.core.source_files import import_file
 from attncheck.inputs.input_tensors import Inputs
-from attncheck.inputs.problem import Problem
+from attncheck.inputs.problem import USUAL_SCALE, Problem
 from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.triton_flash import Flash2
 from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.run_case import mask_rows, run_case
 
-designs = import_file(Path(__file__).parent / "designs.py", "right designs")
 Design, OfDesign = designs.Design, designs.OfDesign
 DTYPES = ("fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2")
 MASKS = (
@@ -190,7 +188,8 @@ def test_a_function_that_renormalises_by_tile_passes_check(tile):
         batch, heads, rows, dim = query.shape
         problem = Problem(
             batch=batch, heads=heads, kv_heads=key.shape[1], query=rows, kv=key.shape[2],
-            head_dim=dim, value_dim=value.shape[3], dtype="fp16", scale=scale or 0.0,
+            head_dim=dim, value_dim=value.shape[3], dtype="fp16",
+            scale=USUAL_SCALE if scale is None else scale,
             mask=Spec.of("causal" if is_causal else "full"),
         )  # fmt: skip
         return design.attend(Inputs(problem=problem, q=query, k=key, v=value)).out

@@ -1,12 +1,10 @@
 """Failures by their cause: what explains them all is told once, what contradicts stays apart."""
 
-from pathlib import Path
-
 import msgspec
 import pytest
+from tests.reporting import gate_reports as made
 
 from attncheck.core.judgement import Judgement
-from attncheck.core.source_files import import_file
 from attncheck.records.failure_causes import group_by_cause, symptom
 from attncheck.records.record import Diagnosis, Explanation, Unclaimed
 from attncheck.reporting.diagnosis_text import causes_section
@@ -14,7 +12,6 @@ from attncheck.reporting.gate_document import gate_document
 from attncheck.reporting.gate_verdict import failure_groups
 from attncheck.reporting.markdown import markdown_text
 
-made = import_file(Path(__file__).parent / "gate_reports.py", "gate reports")
 WIDER, IGNORED, HALF = "mask-one-key-wider", "mask-ignored", "half-unwritten"
 
 

@@ -2,16 +2,14 @@
 
 import io
 import json
-from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 from msgspec.structs import replace
 from tests.messages import one_line
+from tests.reporting import samples as made
 
 from attncheck.core.errors import UnknownName, UsageError
-from attncheck.core.source_files import import_file
 from attncheck.records.json_reports import load_report
 from attncheck.records.run_reports import join_property_reports
 from attncheck.records.survey_reports import Distance, ModAnswer, Rows
@@ -19,7 +17,6 @@ from attncheck.reporting.exit_codes import exit_code
 from attncheck.reporting.rendering import FORMATS, render, show
 from attncheck.reporting.score_documents import tally
 
-made: Any = import_file(Path(__file__).parent / "samples.py", "samples")
 SAMPLES = made.SAMPLES
 EVIL = "</script>\x1b[31m|=cmd()\u202e\nnext \ud800"
 

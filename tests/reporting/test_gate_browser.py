@@ -3,15 +3,13 @@
 import os
 import re
 import shutil
-from pathlib import Path
 
 import pytest
+from tests.reporting import gate_reports as made
 
-from attncheck.core.source_files import import_file
 from attncheck.reporting.gate_document import gate_page
 from attncheck.reporting.html import html_text
 
-made = import_file(Path(__file__).parent / "gate_reports.py", "gate reports")
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 SIZES = {"desktop": (1280, 900), "phone": (360, 780)}
 HOSTILE = (

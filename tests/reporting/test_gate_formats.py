@@ -5,20 +5,17 @@ import io
 import json
 import math
 import re
-from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
 from tests.messages import one_line
+from tests.reporting import gate_reports as made
 
 from attncheck.core.errors import UnknownName, UsageError
-from attncheck.core.source_files import import_file
 from attncheck.records.json_reports import load_report
 from attncheck.records.run_reports import GateReport
 from attncheck.reporting.ci_formats import MOST_ANNOTATIONS
 from attncheck.reporting.rendering import render
-
-made = import_file(Path(__file__).parent / "gate_reports.py", "gate reports")
 
 
 @pytest.fixture(scope="module")

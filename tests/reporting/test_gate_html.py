@@ -6,19 +6,16 @@ import json
 import re
 from html.parser import HTMLParser
 from itertools import pairwise
-from pathlib import Path
 
 import msgspec
 import pytest
+from tests.reporting import gate_reports as made
 
 from attncheck.core.errors import UsageError
-from attncheck.core.source_files import import_file
 from attncheck.reporting.gate_charts import charts, heat_map, level, results_table
 from attncheck.reporting.gate_document import MOST_ON_PAGE, gate_page
 from attncheck.reporting.html import html_text
 from attncheck.reporting.rendering import write_gate
-
-made = import_file(Path(__file__).parent / "gate_reports.py", "gate reports")
 
 
 def as_html(report, scripts=None):

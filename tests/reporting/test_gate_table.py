@@ -1,17 +1,13 @@
 """What a terminal and the summary of a step show of a gate."""
 
-from pathlib import Path
-
 import pytest
 from msgspec.structs import replace
 from rich.cells import cell_len
+from tests.reporting import gate_reports as made
 
-from attncheck.core.source_files import import_file
 from attncheck.reporting.gate_document import MOST_ON_TERMINAL, gate_document
 from attncheck.reporting.rendering import render
 from attncheck.reporting.terminal import document_lines
-
-made = import_file(Path(__file__).parent / "gate_reports.py", "gate reports")
 
 
 @pytest.mark.parametrize(("fmt", "suffix"), [("table", "txt"), ("md", "md")])

@@ -1,11 +1,9 @@
 """The exit code of a gate, what it calls a failure, and which comes first."""
 
-from pathlib import Path
-
 import msgspec
 import pytest
+from tests.reporting import gate_reports as made
 
-from attncheck.core.source_files import import_file
 from attncheck.reporting.gate_document import not_covered
 from attncheck.reporting.gate_verdict import (
     Policy,
@@ -14,8 +12,6 @@ from attncheck.reporting.gate_verdict import (
     gate_verdict,
     policy_of,
 )
-
-made = import_file(Path(__file__).parent / "gate_reports.py", "gate reports")
 
 
 def exit_code(report, **policy):
@@ -28,6 +24,9 @@ def sentence(report):
 
 
 WRONG = ("fail", "error", "crash", "timeout", "oom")
+DOUBT = "inconclusive"
+STANDINGS = ("worse", "identical", "within rounding", "new", "gone", "better")
+OF_BASELINE = {"strict_baseline": True}
 
 
 def of(*statuses, **changes):
@@ -42,45 +41,29 @@ def change(standing):
     return made.Change(kernel="k", case_id="abcdefghij", standing=standing)
 
 
-@pytest.mark.parametrize("status", WRONG)
-def test_what_is_wrong_fails(status):
-    assert exit_code(of("pass", status)) == 1
+DISK, REST = {"harness": ("disk full",)}, {"unfinished": 3}
+STRICT = {"strict": True}
+EXIT_CODES = [
+    *((("pass", status), {}, {}, 1) for status in WRONG),
+    *(((status, *more), {}, {}, 0) for status in ("pass", "warn") for more in ((), (DOUBT,))),
+    *((("pass", status), {}, STRICT, 1) for status in ("warn", DOUBT)),
+    (("pass",), {}, STRICT, 0),
+    *((("pass", "flaky", "flaky"), {}, {"flaky": n}, int(n < 2)) for n in (0, 1, 2)),
+    *((("pass",), missing, {}, 3) for missing in (DISK, REST)),
+    *((("fail",), missing, {}, 1) for missing in (DISK, REST)),
+    *(((), missing, {}, 3) for missing in (DISK, REST)),
+    (("pass", "oracle disagrees"), {}, {}, 3),
+    (("fail", "oracle disagrees"), {}, {}, 1),
+    *((statuses, {}, {}, 5) for statuses in ((), ("unsupported",), (DOUBT,))),
+    *((("pass",), {"changes": (change(kind),)}, {}, int(kind == "worse")) for kind in STANDINGS),
+    *((("pass",), {"changes": (change(kind),)}, OF_BASELINE, 1) for kind in ("better", "gone")),
+]
 
 
-@pytest.mark.parametrize("status", ["pass", "warn"])
-def test_what_is_not_wrong_passes(status):
-    assert exit_code(of(status)) == 0
-    assert exit_code(of(status, "inconclusive")) == 0
-
-
-@pytest.mark.parametrize("status", ["warn", "inconclusive"])
-def test_strict_fails_what_is_in_doubt(status):
-    assert exit_code(of("pass", status), strict=True) == 1
-    assert exit_code(of("pass"), strict=True) == 0
-
-
-def test_as_many_may_be_flaky_as_are_allowed():
-    report = of("pass", "flaky", "flaky")
-    assert [exit_code(report, flaky=n) for n in (0, 1, 2)] == [1, 1, 0]
-
-
-@pytest.mark.parametrize(
-    "changes", [{"harness": ("disk full",)}, {"unfinished": 3}], ids=["harness", "unfinished"]
-)
-def test_incomplete_is_three_and_a_failure_is_still_one(changes):
-    assert exit_code(of("pass", **changes)) == 3
-    assert exit_code(of("fail", **changes)) == 1
-    assert exit_code(of(**changes)) == 3
-
-
-def test_a_doubtful_truth_is_incomplete():
-    assert exit_code(of("pass", "oracle disagrees")) == 3
-    assert exit_code(of("fail", "oracle disagrees")) == 1
-
-
-@pytest.mark.parametrize("statuses", [(), ("unsupported",), ("inconclusive",)])
-def test_nothing_tested_is_five(statuses):
-    assert exit_code(of(*statuses)) == 5
+@pytest.mark.parametrize(("statuses", "changes", "policy", "code"), EXIT_CODES, ids=str)
+def test_the_exit_code(statuses, changes, policy, code):
+    """1 wrong or worse, 3 incomplete, 5 nothing tested; the first of them that is so."""
+    assert exit_code(of(*statuses, **changes), **policy) == code
 
 
 @pytest.mark.parametrize("status", ["unsupported", "inconclusive", ""])
@@ -107,21 +90,6 @@ def test_an_absent_kernel_is_untested():
     report = of("pass", absent={"gone": "no GPU"})
     assert exit_code(report) == 5
     assert "gone is absent: no GPU" in list(not_covered(report))
-
-
-def test_what_is_worse_than_its_baseline_fails():
-    assert exit_code(of("pass", changes=(change("worse"),))) == 1
-
-
-@pytest.mark.parametrize("standing", ["identical", "within rounding", "new", "gone", "better"])
-def test_what_is_not_worse_passes(standing):
-    assert exit_code(of("pass", changes=(change(standing),))) == 0
-
-
-@pytest.mark.parametrize("standing", ["better", "gone"])
-def test_better_and_gone_fail_a_strict_baseline(standing):
-    report = of("pass", changes=(change(standing),))
-    assert exit_code(report, strict_baseline=True) == 1
 
 
 @pytest.mark.parametrize(
@@ -157,22 +125,15 @@ def test_a_smaller_case_belongs_to_its_own_kernel():
     assert one.smallest is None
 
 
-def test_alike_failures_are_one_and_the_largest_is_shown():
-    small, large = (
-        made.answer(made.wrong(share=share, asked={"seed": seed}))
-        for seed, share in enumerate((3.0, 300.0))
-    )
-    (one,) = failure_groups(made.report(small, large))
-    assert (one.answer, one.others) == (large, (small,))
-
-
-def test_nan_is_the_largest():
+@pytest.mark.parametrize(("shares", "largest"), [((3.0, 300.0), 1), ((3.0, float("nan"), 8.0), 1)])
+def test_alike_failures_are_one_and_the_largest_is_shown(shares, largest):
     some = [
         made.answer(made.wrong(share=share, asked={"seed": seed}))
-        for seed, share in enumerate((3.0, float("nan"), 8.0))
+        for seed, share in enumerate(shares)
     ]
     (one,) = failure_groups(made.report(*some))
-    assert one.answer is some[1]
+    assert one.answer is some.pop(largest)
+    assert len(one.others) == len(some)
 
 
 def test_a_lost_process_comes_before_a_bound_and_a_bound_before_precision():
@@ -188,21 +149,13 @@ def test_a_lost_process_comes_before_a_bound_and_a_bound_before_precision():
 def test_what_is_allowed_to_be_flaky_is_no_failure():
     report = of("pass", "flaky")
     assert len(failure_groups(report)) == 1
-    assert (
-        failure_groups(msgspec.structs.replace(report, command="attncheck gate k --flaky 1")) == ()
-    )
+    allowed = msgspec.structs.replace(report, command="attncheck gate k --flaky 1")
+    assert failure_groups(allowed) == ()
 
 
 def test_the_sentence_counts_everything():
-    report = of(
-        "pass",
-        "fail",
-        "warn",
-        "unsupported",
-        changes=(change("worse"),),
-        unfinished=4,
-        harness=("no disk",),
-    )
+    missing = {"changes": (change("worse"),), "unfinished": 4, "harness": ("no disk",)}
+    report = of("pass", "fail", "warn", "unsupported", **missing)
     assert sentence(report) == (
         "FAIL  1 of 3 questions failed, 1 not as the baseline, 4 not asked, 1 warn, "
         "1 not supported, 1 error of the gate itself"

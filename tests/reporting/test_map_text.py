@@ -2,17 +2,14 @@
 
 import io
 import math
-from pathlib import Path
 
 import msgspec
 import pytest
+from tests.reporting import gate_reports as made
 
-from attncheck.core.source_files import import_file
 from attncheck.records.record import ErrorMap
 from attncheck.reporting.diagnosis_text import diagnosis_text, map_lines
 from attncheck.reporting.terminal import print_text
-
-made = import_file(Path(__file__).parent / "gate_reports.py", "gate reports")
 
 
 def mapped(*values, rows=64, heads=1):

@@ -1,32 +1,21 @@
 """Gradients on the pages: columns beside out and LSE, and nothing of them where there are none."""
 
-import csv
-import io
 import json
 import math
 import re
 
 import pytest
 from rich.cells import cell_len
+from tests.reporting.pages import as_table, csv_rows
 
 from attncheck.core.errors import UsageError
 from attncheck.records.json_reports import load_report
 from attncheck.records.record import Report, join_reports
-from attncheck.reporting.measurement_document import _OF_GRADIENTS, measurement_document
+from attncheck.reporting.measurement_document import _OF_GRADIENTS
 from attncheck.reporting.rendering import render
 from attncheck.reporting.rmse_plot import plot_of
-from attncheck.reporting.terminal import PLAIN_WIDTH, plain_text
-
-
-def as_table(report, width=PLAIN_WIDTH):
-    return plain_text(measurement_document(report), width)
-
 
 WIDE = 200
-
-
-def csv_rows(text):
-    return list(csv.DictReader(io.StringIO(text)))
 
 
 def headings(page):

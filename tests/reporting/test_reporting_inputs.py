@@ -1,25 +1,14 @@
 """The ``inputs`` column, and records of a softmax, on every page."""
 
-import csv
-import io
 import re
 
 import pytest
+from tests.reporting.pages import as_table, csv_rows
 
 from attncheck.core.errors import UsageError
 from attncheck.records.json_reports import load_report
 from attncheck.records.record import Report
-from attncheck.reporting.measurement_document import measurement_document
 from attncheck.reporting.rendering import render
-from attncheck.reporting.terminal import PLAIN_WIDTH, plain_text
-
-
-def as_table(report, width=PLAIN_WIDTH):
-    return plain_text(measurement_document(report), width)
-
-
-def csv_rows(text):
-    return list(csv.DictReader(io.StringIO(text)))
 
 
 def test_the_cost_of_rounding_the_inputs_has_a_column_of_its_own(make):

@@ -1,22 +1,17 @@
 """What a page says of its records."""
 
-import csv
-import io
 import math
 import re
 import time
 
 import msgspec
 import pytest
+from tests.reporting.pages import csv_rows
 
 from attncheck.core.errors import UsageError
 from attncheck.core.judgement import Place
 from attncheck.reporting import number_text
 from attncheck.reporting.rendering import FORMATS, render
-
-
-def csv_rows(text):
-    return list(csv.DictReader(io.StringIO(text)))
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

@@ -6,14 +6,11 @@ import re
 import pytest
 from msgspec.structs import replace
 from rich.cells import cell_len
+from tests.reporting.pages import as_table
 
-from attncheck.reporting.measurement_document import RowsAsMeasured, measurement_document
+from attncheck.reporting.measurement_document import RowsAsMeasured
 from attncheck.reporting.rendering import render, show
-from attncheck.reporting.terminal import PLAIN_WIDTH, document_lines, plain_text, row_lines
-
-
-def as_table(report, width=PLAIN_WIDTH):
-    return plain_text(measurement_document(report), width)
+from attncheck.reporting.terminal import document_lines, row_lines
 
 
 @pytest.mark.parametrize("width", [80, 100])

@@ -1,23 +1,17 @@
 """Verdicts on the pages: marks, reasons, profiles, and how small a fault would have shown."""
 
-import csv
-import io
 import math
 
 import pytest
+from tests.reporting.pages import csv_rows
 
 from attncheck.core.judgement import BlindSpot, Judgement, Precision, Worst, share_text
 from attncheck.core.tensor_names import GRADIENTS
-from attncheck.reporting.blind_spots import missed_faults, visible_faults
 from attncheck.reporting.number_text import percent
-from attncheck.reporting.record_text import JUDGED, STATUS_LOOKS
+from attncheck.reporting.record_text import JUDGED, STATUS_LOOKS, missed_faults, visible_faults
 from attncheck.reporting.rendering import render
 
 PAGES = ("table", "md")
-
-
-def csv_rows(text):
-    return list(csv.DictReader(io.StringIO(text)))
 
 
 def test_every_status_has_a_look_and_a_count(make):
@@ -232,15 +226,3 @@ def test_share(number, text):
 )
 def test_percent(number, text):
     assert percent(number) == text
-
-
-def test_foreign_text_of_a_judgement_is_inert(make):
-    foreign = "\x1b[31m<b>`code`|\n[x](y)"
-    words = {"reason": foreign, "warnings": (f"2 {foreign}",), "arithmetic": foreign}
-    record = make.judged(status="fail", lse_also_within=foreign, **words)
-    report = make.report(record)
-    for fmt in ("table", "md", "csv"):
-        assert "\x1b" not in render(report, fmt)
-    assert "<b>" not in render(report, "md")
-    assert "[x](y)" not in render(report, "md")
-    assert len(list(csv.reader(io.StringIO(render(report, "csv"))))) == 2

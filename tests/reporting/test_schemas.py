@@ -74,6 +74,20 @@ def test_a_report_of_each_kind_is_what_its_schema_says(kind, make):
         assert [*mistakes(wrong, schema, schema["$defs"])]
 
 
+def test_fields_are_described_by_what_stands_beside_them():
+    of_answer = report_schema("gate")["$defs"]["Answer"]["properties"]
+    assert of_answer["stage"]["description"] == "Which part of the gate asked."
+    assert of_answer["smallest_of"]["description"].startswith("Id of the Case that failed")
+    assert "description" not in of_answer["record"]  # its type says it
+    of_blocks = report_schema("blocks")["$defs"]["BlockReport"]["properties"]
+    described = {name: of_blocks[name].get("description") for name in ("batch", "kv", "command")}
+    assert described == {
+        "batch": "ranges of b, h, q_idx and kv_idx.",
+        "kv": "ranges of b, h, q_idx and kv_idx.",
+        "command": None,
+    }
+
+
 def test_numbers_without_a_word_in_json_are_allowed(make):
     schema = report_schema("rmse")
     text = report_json(make.sample())

@@ -1,10 +1,7 @@
 """The plain formula in float64, and how far a right kernel may be from it."""
 
-import importlib.util
 import math
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +9,7 @@ import torch
 from attncheck.core.formats import FORMATS
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.input_tensors import Inputs
+from attncheck.verify.environment import prepare
 
 CHANCE = 1e-6  # of a false alarm of ``lead``, at most
 U32 = FORMATS["fp32"].unit_roundoff
@@ -20,6 +18,14 @@ U32 = FORMATS["fp32"].unit_roundoff
 @pytest.fixture(autouse=True)
 def _one_thread(one_thread):
     """In every test of this room."""
+
+
+@pytest.fixture(scope="session")
+def interpreted():
+    """Our kernels are interpreted here."""
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled here: the properties judge them on the GPU")
+    prepare("cpu")
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,29 +118,6 @@ def lead_of_the_other(outputs: Outputs, other: Outputs, truth: torch.Tensor) -> 
         return 0.0
     toss = math.sqrt(2 * math.log(2 / CHANCE)) * d.square().sum().sqrt()
     return (d.sum() / toss).item()
-
-
-def forward_with_a_fault(folder: Path, kernel: str, right: str, wrong: str):
-    """A forward from copies of its source and its tiles', one of which has a fault."""
-    forward, tile = (
-        Path(importlib.util.find_spec(f"attncheck.kernels.{name}").origin).read_text()
-        for name in (kernel, "tile")
-    )
-    assert forward.count(right) + tile.count(right) == 1, right
-    forward = forward.replace("attncheck.kernels.tile import", "planted_tile import")
-    for name, source in (("planted_tile", tile), (f"planted_{kernel}", forward)):
-        copy = folder / f"{name}.py"
-        copy.write_text(source.replace(right, wrong))
-        spec = importlib.util.spec_from_file_location(name, copy)
-        sys.modules[name] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return getattr(module, kernel)
-
-
-@pytest.fixture
-def planted():
-    """``planted(folder, "flash2_forward", right, wrong)``: the forward with one fault."""
-    return forward_with_a_fault
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from tests.kernels.patched_kernels import PLANTED, faulty_forward
 
 from attncheck.cases.variants import plan_cells
 from attncheck.core.mod_spec import Spec
@@ -19,7 +20,6 @@ from attncheck.subjects.conventions.call_tensors import (
 )
 from attncheck.subjects.triton_caches import Paged
 from attncheck.subjects.triton_flash import Flash2
-from attncheck.verify.environment import prepare
 from attncheck.verify.run_case import run_case
 from attncheck.verify.verify import verify
 
@@ -28,11 +28,7 @@ BOTTOM_RIGHT = Spec.of("causal_bottom_right")
 SHARED = Paging(size=16, seed=1, shared=1)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _interpreted():
-    if torch.cuda.is_available():
-        pytest.skip("kernels are compiled here: the properties judge them on the GPU")
-    prepare("cpu")
+pytestmark = pytest.mark.usefixtures("interpreted")
 
 
 def small(**changes) -> Problem:
@@ -43,13 +39,6 @@ def small(**changes) -> Problem:
 def status(subject, problem, question="compare", **parameters):
     case = Case(problem=problem, question=question, parameters=parameters)
     return run_case(subject, case, device="cpu", brief=True).status
-
-
-def test_the_problem_of_the_manual_passes():
-    problem = Problem(batch=2, heads=4, kv_heads=2, query=1, kv=70, paging=SHARED)
-    record = run_case(Paged(), Case(problem=problem), device="cpu")
-    assert record.status == "pass"
-    assert record.lse is not None
 
 
 SAME = {
@@ -90,22 +79,9 @@ def test_it_reads_what_lies_in_pages(monkeypatch):
     assert status(Paged(), small()) == "fail"
 
 
-FAULTS = {
-    "a page is one key longer": ("table + keys // PAGE,", "table + keys // (PAGE + 1),"),
-    "slots one further": ("(keys % PAGE)", "((keys + 1) % PAGE)"),
-    "every sequence has the first one's pages": ("pages[0] + b64 * pages[1]", "pages[0]"),
-    "the table transposed": ("pages[0] + b64 * pages[1]", "pages[0] + b64"),
-    "the last page's tail is seen": ("& (keys < kv)[None, :]", ""),
-    "places in memory are masked": (
-        "elif partial:\n        s = hidden(s, visible(b, h, rows, keys,",
-        "elif partial:\n        s = hidden(s, visible(b, h, rows, (k_at // k_row).to(tl.int32),",
-    ),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_found(fault, tmp_path, planted):
-    kernel = planted(tmp_path, "flash2_forward", *FAULTS[fault])
+@pytest.mark.parametrize("fault", PLANTED["pages"])
+def test_a_planted_fault_is_found(fault, tmp_path):
+    kernel = faulty_forward(tmp_path, "flash2_forward", *PLANTED["pages"][fault].values())
 
     class Faulty(Paged):
         def forward(self):

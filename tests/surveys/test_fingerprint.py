@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.surveys import planted_arithmetics as planted
 
 from attncheck.core.errors import UnknownName
-from attncheck.core.source_files import import_file
 from attncheck.records.survey_reports import FIELDS, Reading
 from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.subjects.ideal import Ideal
@@ -15,8 +15,6 @@ from attncheck.subjects.torch_kernels import Sdpa
 from attncheck.surveys.arithmetic_survey import fingerprint_kernel, survey_arithmetic
 from attncheck.surveys.fingerprint_scenes import Grid, coarsest, read_grid
 from attncheck.verify.environment import prepare
-
-planted = import_file(Path(__file__).parent / "planted_arithmetics.py", "planted arithmetics")
 
 
 def fields(subject, dtype) -> dict[str, Reading]:

@@ -1,12 +1,10 @@
 """Checks of memory and determinism, asked of Triton kernels: interpreted, and on a GPU."""
 
-from pathlib import Path
-
 import pytest
 import torch
+from tests.verify import planted_calls_in_triton as planted
 
 from attncheck.core.mod_spec import Spec
-from attncheck.core.source_files import import_file
 from attncheck.inputs.problem import Case, Problem
 from attncheck.kernels import interpreter
 from attncheck.subjects.load import load_subject
@@ -18,7 +16,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cuda" and interpreter.enabled():
     pytest.skip("this process interprets, and a GPU compiles", allow_module_level=True)
 prepare(DEVICE)  # before Triton is imported
-planted = import_file(Path(__file__).parent / "planted_calls_in_triton.py", "planted in Triton")
 
 SMALL = Problem(heads=2, query=37, kv=41, head_dim=16, mask=Spec.of("causal"), dtype="fp16")
 on_a_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA GPU: it has streams")

@@ -3,13 +3,12 @@
 import contextlib
 import ctypes
 import json
-from pathlib import Path
 
 import pytest
 import torch
+from tests.verify import planted_calls_of_memory as planted
 from tests.verify.asked_checks import RIGHT, SMALL, ask, ready
 
-from attncheck.core.source_files import import_file
 from attncheck.inputs import input_tensors as inputs_room
 from attncheck.inputs.problem import Case
 from attncheck.relations import RELATIONS
@@ -22,7 +21,6 @@ from attncheck.verify.memory_patterns import GuardBands, pattern
 from attncheck.verify.process_effects import changed_parts, process_state, restore_process
 from attncheck.verify.run_case import run_case
 
-planted = import_file(Path(__file__).parent / "planted_calls_of_memory.py", "planted memory")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 DTYPES = ["fp32", "bf16", "e4m3"]

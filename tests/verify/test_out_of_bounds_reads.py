@@ -197,6 +197,19 @@ def test_what_is_read_beside_is_told_before_what_explains_a_part():
     assert "and is no part of it [of v]" in " ".join(diagnosis_text(record, kernel="mine").split())
 
 
+@pytest.mark.parametrize(("question", "weight"), [("compare", 0.0), ("mean", 2.0**-120)])
+def test_what_is_read_beside_with_next_to_no_weight_is_found(question, weight):
+    """NaN lies behind the inputs of a comparison, and huge numbers behind those of a probe."""
+
+    class Weighing(Off):
+        def by(self, inputs):
+            return weight * behind(inputs.v)
+
+    case = Case(problem=ROWS, question=question)
+    assert run_case(Weighing(), case, device="cpu").status == "fail"
+    assert run_case(Ideal(), case, device="cpu").status == "pass"
+
+
 @pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
 def test_which_input_is_taken_for_contiguous(name):
     case = Case(problem=BACKWARD)

@@ -9,8 +9,8 @@ import attncheck
 from attncheck.cases.check_cases import check_cases
 from attncheck.cli.check import check
 from attncheck.core.json_numbers import to_plain_data
-from attncheck.gate.choices import Choices
 from attncheck.gate.gate_worker import GateWorker
+from attncheck.gate.planning import Choices
 from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.capabilities.named_kernels import builtin_names, subject_named
 from attncheck.verify.verify import verify

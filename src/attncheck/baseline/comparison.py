@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from attncheck.core.errors import AttncheckError
 from attncheck.inputs.distributions import distribution_named
 from attncheck.records.baseline_entries import baseline_entries, environment_id
-from attncheck.records.run_reports import Change
+from attncheck.records.run_reports import Answer, BaselineStanding, Change, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from attncheck.core.tensor_names import TensorName
     from attncheck.records.baseline_entries import Baseline, BaselineTensor, Entry, Key
     from attncheck.records.record import Environment, Record, Status
-    from attncheck.records.run_reports import Answer, BaselineStanding, Stage
 
 _STEPS = 100  # of a ternary search: each leaves two thirds
 

@@ -77,6 +77,8 @@ def _problems(
             # In turn, so that each of them meets several problems.
             fields["head_dim"] = head_dims[number % len(head_dims)]
         problem = Problem(dtype=dtype, **fields)
+        if takes is not None and entry.instead and not takes(problem):
+            problem = problem.replace(**entry.instead)
         if takes is not None and not takes(problem):
             from attncheck.cases.strategies.problems import nearest_supported  # loads Hypothesis
 
@@ -101,33 +103,29 @@ def call_cases(
 ) -> list[CheckCase]:
     """Return the cases about calls beside their numbers; arguments of ``check_cases``.
 
-    Calls in turn are not asked of a kernel that takes neither of two lengths and half of it.
+    Calls in turn are not asked of a kernel that takes no such length and half of it.
     """
     layouts = _problems(CHECK, dtype, head_dims, takes)
     cases = [
         CheckCase(name=name, summary=summary, case=Case(problem=layouts[layout], question=name))
         for name, layout, summary in _OF_CALLS
     ]
-    able = [
-        problem
-        for problem in _problems(IN_TURN, dtype, head_dims, takes).values()
-        if takes is None or takes(_half(problem))
-    ]
+
+    def whole_and_half(problem: Problem) -> bool:
+        half = problem.replace(query=(problem.query + 1) // 2, kv=(problem.kv + 1) // 2)
+        return takes is None or (takes(problem) and takes(half))
+
+    problems = _problems(IN_TURN, dtype, head_dims, whole_and_half).values()
     cases += [
         CheckCase(
             name=name,
             summary=summary,
             case=Case(problem=problem, question="call_order", parameters={"between": between}),
         )
-        for problem in able[:1]
+        for problem in filter(whole_and_half, problems)
         for between, (name, summary) in enumerate(_IN_TURN.items())
     ]
     return cases
-
-
-def _half(problem: Problem) -> Problem:
-    """Return the shorter Problem of a sequence of calls."""
-    return problem.replace(query=(problem.query + 1) // 2, kv=(problem.kv + 1) // 2)
 
 
 def _probe_cases(problems: Mapping[str, Problem]) -> Iterator[CheckCase]:

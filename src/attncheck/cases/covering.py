@@ -65,8 +65,7 @@ def _constraint(axes: Mapping[str, Sequence[Hashable]], exclusion: Exclusion) ->
 
 # ------------------------------------------------------------ the axes, and what a value stands for
 
-Fields = dict[str, Any]
-"""Fields of a Problem."""
+Fields = dict[str, Any]  # fields of a Problem
 
 EXTENTS = ("", "none", "one", "all but one", "all", "beyond")
 """How many keys the number of a mask leaves: a part of them, and its boundary values."""
@@ -300,7 +299,6 @@ def row_problem(row: Mapping[str, Any], shapes: str, seed: int) -> Problem:
     Args:
         row: A value for each of ``AXES``; an axis that is left out has its first.
         shapes: A name of ``SHAPES``.
-        seed: Which draw.
     """
     row = PLAIN_ROW | {"shape": next(iter(SHAPES[shapes]))} | dict(row)
     query, kv = SHAPES[shapes][row["shape"]]
@@ -331,8 +329,7 @@ def row_problem(row: Mapping[str, Any], shapes: str, seed: int) -> Problem:
     )
 
 
-PLAIN_ROW = {name: values[0] for name, values in AXES.items()}
-"""The plainest value of each axis."""
+PLAIN_ROW = {name: values[0] for name, values in AXES.items()}  # the plainest value of each axis
 
 
 def row_name(row: Mapping[str, Any]) -> str:

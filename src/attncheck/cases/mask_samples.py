@@ -10,8 +10,7 @@ from attncheck.core.mod_spec import Spec
 from attncheck.core.paged_layout import Paging
 from attncheck.inputs.problem import SOFTMAX_DTYPES, Problem
 
-SOFTMAX = "softmax"
-"""In place of a mask family: row softmax, which has no mask."""
+SOFTMAX = "softmax"  # in place of a mask family: row softmax, which has no mask
 
 # Whole tiles, and lengths that fit none; short ones, and one row, for kernels that take no others.
 _LENGTHS = ((64, 64), (77, 93), (16, 16), (1, 64), (1, 1))
@@ -35,8 +34,7 @@ class ProblemKind:
         return {"paging": paging, "sink": self.sink, "backward": self.backward, **captured}
 
 
-PLAIN_KIND = ProblemKind()
-"""Attention without any of it."""
+PLAIN_KIND = ProblemKind()  # attention without any of it
 
 
 def sample_problems(family: str, dtype: str, kind: ProblemKind = PLAIN_KIND) -> tuple[Problem, ...]:
@@ -44,7 +42,6 @@ def sample_problems(family: str, dtype: str, kind: ProblemKind = PLAIN_KIND) -> 
 
     Args:
         family: A name of ``strategies.MASK_FAMILIES``, or ``SOFTMAX``.
-        dtype: A name of ``formats.DTYPES``.
         kind: What all of them have.
     """
     if family == SOFTMAX:

@@ -16,26 +16,21 @@ from attncheck.core.paged_layout import Paging
 
 CHECK = "check"
 """Asked by ``attncheck check``, and as the fixture ``problem`` of somebody's own tests."""
-PROBED = "probed"
-"""Of those, the ones whose layout the probes are asked on."""
+PROBED = "probed"  # of those, the ones whose layout the probes are asked on
 IN_TURN = "in turn"
 """A quick check asks for calls in turn on the first that a kernel takes, and on half of it."""
+LONG = "long"
+"""The contract asks these as they stand in every dtype of 16 and 8 bits."""
 SMALLEST = "smallest"
 """The contract asks the nearest that a kernel takes, in every dtype, forward and backward."""
 CONTRACT = "contract"
 """The contract asks as it stands: the kernel refuses cleanly, or answers rightly."""
-FP8 = "fp8"
-"""The same, of kernels that take fp8."""
-MANY_SEQUENCES = "many sequences"
-"""The same, on a GPU, by a question that needs no exact attention."""
-MEMORY = "memory"
-"""Questions about memory and determinism are asked on these, in turn."""
-BACKWARD_CAP = "backward cap"
-"""Beside those, for what hidden keys of NaN do to gradients."""
-MANY_KEYS = "many keys"
-"""Beside those, for what lies next to an input."""
-SANITIZER = "sanitizer"
-"""Run under compute-sanitizer."""
+FP8 = "fp8"  # the same, of kernels that take fp8
+MANY_SEQUENCES = "many sequences"  # the same, on a GPU, by a question that needs no exact attention
+MEMORY = "memory"  # questions about memory and determinism are asked on these, in turn
+BACKWARD_CAP = "backward cap"  # beside those, for what hidden keys of NaN do to gradients
+MANY_KEYS = "many keys"  # beside those, for what lies next to an input
+SANITIZER = "sanitizer"  # run under compute-sanitizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +41,8 @@ class NamedProblem:
     tags: frozenset[str]  # who asks it
     summary: str  # what it would show, in a line; empty where the name says it
     fields: dict[str, Any]  # of the Problem
+    # Sizes for a kernel that does not take its own: the nearest would be far larger.
+    instead: dict[str, Any]
 
 
 def tagged(tag: str) -> dict[str, NamedProblem]:
@@ -56,11 +53,24 @@ def tagged(tag: str) -> dict[str, NamedProblem]:
 _SIZES = {"B": "batch", "H": "heads kv_heads", "Q": "query", "K": "kv", "D": "head_dim"}
 
 
-def _row(name: str, sizes: str, *tags: str, summary: str = "", **fields: Any) -> NamedProblem:
+def _sizes(text: str) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for part in text.split():
+        sizes |= dict(zip(_SIZES[part[0]].split(), map(int, part[1:].split("/")), strict=False))
+    return sizes
+
+
+def _row(
+    name: str, sizes: str, *tags: str, summary: str = "", instead: str = "", **fields: Any
+) -> NamedProblem:
     """Return a row of the table, its ``sizes`` as reports write them: ``B2 H6/2 Q40 K70 D96``."""
-    for part in sizes.split():
-        fields |= dict(zip(_SIZES[part[0]].split(), map(int, part[1:].split("/")), strict=False))
-    return NamedProblem(name=name, tags=frozenset(tags), summary=summary, fields=fields)
+    return NamedProblem(
+        name=name,
+        tags=frozenset(tags),
+        summary=summary,
+        fields=fields | _sizes(sizes),
+        instead=_sizes(instead),
+    )
 
 
 _CAUSAL = Spec.of("causal")
@@ -178,10 +188,21 @@ _TABLE: tuple[NamedProblem, ...] = (
     _row(
         "sink", "Q50 K90", CHECK, summary="key 0 takes nearly the whole weight", distribution="sink"
     ),
+    _row(
+        "long-sum",
+        "H1 Q16 K4096",
+        CHECK,
+        LONG,
+        summary="thousands of small terms after a large one: a sum in 16 bits drops them",
+        instead="Q512 K512",
+        distribution="small_terms",
+    ),
+    # ------------------------------------------------------------ long sums of gradients
+    _row("long sum of dQ", "Q16 K2048", LONG, distribution="small_terms", backward=True),
+    _row("long sums of dK and dV", "Q2048 K16", LONG, distribution="small_terms", backward=True),
     # ------------------------------------------------------------ a quick check: calls in turn
     # Lengths that no other question of it has: what is kept by shape is new.
-    _row("calls", "H1 Q74 K106", IN_TURN),
-    _row("calls of whole tiles", "H1 Q256", IN_TURN),
+    _row("calls", "H1 Q74 K106", IN_TURN, instead="Q256 K256"),
     # ------------------------------------------------------------ a contract's smallest
     _row("smallest", "Q1 K1", SMALLEST),
     _row("a tile", "Q16 K16", SMALLEST),

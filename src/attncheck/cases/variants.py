@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from attncheck.inputs.recorded_calls import Recording
     from attncheck.subjects.capabilities.subject import Subject
 
-ALL = "all"
-"""In place of a name: every variant there is, those of ``FURTHER`` too."""
+ALL = "all"  # in place of a name: every variant there is, those of ``FURTHER`` too
 
 DEFAULT_SHAPES = {"cpu": "1x4x256x64", "cuda": "2x16x4096x128"}
 """65,536 outputs are enough for three digits of RMSE, and an interpreter's patience is short."""
@@ -304,10 +303,7 @@ def plan_cells(
             Without a name, what does not exist in a dtype or distribution, or has no backward where
             one is asked for, is left out.
         shapes: As typed, ``Shape.parse``.
-        distributions: Names.
-        seed: Which draw.
         own: A variant that no name stands for; measured in place of ``VARIANTS``.
-        backward: Whether gradients are asked for too.
 
     Raises:
         UnknownName, ProblemError: for anything that cannot be measured, before anything is.

@@ -271,7 +271,7 @@ def _claims(
 
     Where the question after it needs a new process (``fresh``), that one starts meanwhile.
     """
-    from attncheck.cli.progress import progress
+    from attncheck.cli.long_runs import progress
     from attncheck.surveys.claims import CLAIM_TRIALS, find_claims
     from attncheck.verify.remote_kernel import RemoteSubject
 
@@ -302,7 +302,7 @@ def _answered(
     """
     from msgspec.structs import replace
 
-    from attncheck.cli.progress import progress
+    from attncheck.cli.long_runs import progress
     from attncheck.verify.deaths import DEATHS, death_record
     from attncheck.verify.verify import iter_records
     from attncheck.workers.process import Died

@@ -25,7 +25,7 @@ def config(
     Exit code 2 when something is wrong.
     """
     from attncheck.core.sanitize_text import one_line
-    from attncheck.subjects.capabilities.configuration_mistakes import find_mistakes
+    from attncheck.subjects.capabilities.configuration import find_mistakes
 
     paths = [Path(file) for file in files] or [_nearest()]
     wrong = []

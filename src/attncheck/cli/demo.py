@@ -27,14 +27,11 @@ if TYPE_CHECKING:
     from attncheck.subjects.capabilities.subject import Subject
     from attncheck.suite.under_test import UnderTest
 
-KERNEL = "attncheck.demo.flash_attention:attention"
-"""The kernel, as every command names it."""
+KERNEL = "attncheck.demo.flash_attention:attention"  # the kernel, as every command names it
 
-PLANTED = "EVEN=key.shape[2] % 32 == 0"
-"""The mistake in its source."""
+PLANTED = "EVEN=key.shape[2] % 32 == 0"  # the mistake in its source
 
-MENDED = "EVEN=key.shape[2] % TILE == 0"
-"""The correct text in its place."""
+MENDED = "EVEN=key.shape[2] % TILE == 0"  # the correct text in its place
 
 NOT_CAUGHT = 3
 
@@ -215,8 +212,7 @@ def _say_lines(lines: Iterator[str] | list[str]) -> None:
             print_text(f"{line}\n", sys.stdout)
 
 
-DTYPE = "fp16"
-"""In which the kernel is asked: Triton's interpreter has it right without repairs."""
+DTYPE = "fp16"  # in which the kernel is asked: Triton's interpreter has it right without repairs
 
 _QUESTION = "decode"  # an exact probe, which tells in words which keys a row has counted
 _TILES = (16, 32, 64, 128)

@@ -14,18 +14,17 @@ import click
 import msgspec
 
 from attncheck.cli import verb
-from attncheck.cli.options import typed_command
-from attncheck.cli.progress import progress, time_left
-from attncheck.cli.resumable_run import (
+from attncheck.cli.long_runs import (
     JOURNAL,
-    differing_keys,
-    existing_journal,
+    progress,
+    resumable,
     run_with_journal,
     say_how_it_ended,
-    say_resumed,
     started_now,
+    time_left,
     worker_places,
 )
+from attncheck.cli.options import typed_command
 from attncheck.cli.standard_output import Interrupts, show_report, standard_output
 from attncheck.core.errors import UsageError, parse_seconds, require_known
 from attncheck.core.sanitize_text import one_line, shortened
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from attncheck.workers.journal_format import JournalContent
     from attncheck.workers.pool import RunEnd, RunEvent
 
+_MUTANTS_TABLE = "examples/strangers/mutants.toml"
 _MOST_RUNS = 4  # of pytest at a time, unless somebody asks for more
 _PER_RUN = frozenset({"started", "typed"})  # of a journal's header: no part of the plan
 
@@ -82,6 +82,21 @@ class FaultOptions:
         "NAME",
         "With --pytest: how the function is called (default: what it shows).",
         "",
+    )
+    kernels: tuple[str, ...] = verb.argument("[KERNEL]…", nargs=-1)
+    mutants: bool = verb.flag(
+        "--mutants",
+        "Score mutants: every small change by rule to the file of each KERNEL, FILE.py::NAME "
+        f"(default: those that {_MUTANTS_TABLE} names).",
+    )
+    tool: str | None = verb.option(
+        "--tool", "NAME", "With --mutants: who is asked: check (default), or a gate: smoke or pr."
+    )
+    most: int | None = verb.option(
+        "--max-mutants",
+        "N",
+        "With --mutants: at most so many, spread evenly; the same ones each time.",
+        type=click.IntRange(1),
     )
     small: bool = verb.flag(
         "--sensitivity",
@@ -142,9 +157,13 @@ def faults(interrupts: Interrupts, options: FaultOptions) -> int:
         check_names(path.parent, [path.name], instead="file")
     if options.command is None and (options.replace is not None or options.convention):
         raise UsageError("--replace and --convention say what --pytest tests: give it too.")
+    if not options.mutants and (options.kernels or options.tool or options.most):
+        raise UsageError("KERNEL, --tool and --max-mutants say what --mutants scores: give it too.")
     if options.dtypes and not options.small:
         raise UsageError("--dtype says in what --sensitivity asks: give it too.")
     # Before the modes that run: --list goes with the options of all of them.
+    if options.mutants:
+        return _score_mutants(interrupts, options)
     if options.listed:
         return _list(options)
     if options.command is not None:
@@ -254,6 +273,52 @@ def planted_header(
     }
 
 
+# Mutants of somebody's kernels
+
+
+def _score_mutants(interrupts: Interrupts, options: FaultOptions) -> int:
+    """Score what is chosen, or list it; return the exit code.
+
+    Raises:
+        UsageError: where there is no kernel, or none whose file can be changed.
+        UnknownName: for a tool that there is not.
+    """
+    from attncheck.faults.fault_selection import FaultSelection, source_digest
+    from attncheck.faults.mutant_scoring import TOOLS, kernels_of_table, mutant_units
+    from attncheck.faults.score_report import mutant_report
+
+    tool = options.tool or TOOLS[0]
+    require_known("tool", (tool,), TOOLS)
+    if options.device == "cuda":
+        raise UsageError("--mutants forks a process for each: it runs on a cpu alone.")
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    specs = list(options.kernels) or kernels_of_table(Path(_MUTANTS_TABLE))
+    units = mutant_units(specs, tool=tool, most=options.most, names=options.names)
+    if options.listed:
+        with standard_output():
+            for unit in units:
+                click.echo(unit.kernel.rpartition("@")[0])
+        return 0
+    files = dict.fromkeys(Path(spec.partition("::")[0]).absolute() for spec in specs)
+    head = {
+        "faults": [unit.kernel for unit in units],
+        "tier": tool,
+        "sources": " ".join(map(source_digest, files)),
+        "started": started_now(),
+        "typed": options.typed,
+    }
+    end, content = _run(
+        options,
+        FaultSelection(units=tuple(units)),
+        head,
+        work="attncheck.faults.mutant_scoring:mutant_work",
+        options={},
+        workers=worker_places(options.jobs, "cpu"),
+    )
+    report = mutant_report(content, units, tool=tool, command=options.typed)
+    return say_how_it_ended(end, _write_and_show(interrupts, report, options))
+
+
 # Somebody's own tests, with faulty kernels for their function
 
 
@@ -361,7 +426,7 @@ def _measure_sensitivities(interrupts: Interrupts, options: FaultOptions) -> int
     """
     from attncheck.core.formats import DTYPES
     from attncheck.faults.continuous_faults import CONTINUOUS_FAULTS, continuous_fault_named
-    from attncheck.gate.choices import Choices
+    from attncheck.gate.planning import Choices
     from attncheck.records.fault_scores import SensitivityReport
 
     device, tier = _device_and_tier(options)
@@ -406,9 +471,6 @@ def _run(
 ) -> tuple[RunEnd, JournalContent]:
     """Do what is selected; return how that ended, and what the journal says then.
 
-    Args:
-        typed: What was typed: where the journal is, how long, whether anew, what is told.
-
     Raises:
         UsageError: for a time or a folder that cannot be.
         JournalError: where the journal holds another run that is not finished.
@@ -418,10 +480,7 @@ def _run(
 
     seconds = parse_seconds(typed.max_time, "--max-time")
     check_names(typed.directory, [JOURNAL])
-    before = existing_journal(typed.directory, fresh=typed.fresh)
-    resume = not typed.fresh
-    if before is not None:
-        resume = _resumes(before, head, Path(typed.directory) / JOURNAL)
+    _, resume = resumable(typed.directory, head, _changed, fresh=typed.fresh)
     return run_with_journal(
         selection.units,
         head,
@@ -436,21 +495,11 @@ def _run(
     )
 
 
-def _resumes(before: JournalContent, head: dict[str, Any], path: Path) -> bool:
-    """Return whether the journal that is there is resumed; that of a finished run is forgotten.
-
-    So is one of another attncheck: its scores say nothing of the one that is here.
-    """
-    differs = differing_keys(before, head)
-    if not before.unfinished:
-        return False
+def _changed(_: JournalContent, differs: set[str]) -> str | None:
+    """What has changed since a run, whose scores then say nothing of the attncheck that is here."""
     if differs - _PER_RUN - {"sources"}:
-        return True  # the journal says what is another
-    if "sources" in differs:
-        click.echo(f"attncheck: sources have changed since {path}: all is asked anew.", err=True)
-        return False
-    say_resumed(before, path)
-    return True
+        return None
+    return "sources have changed" if "sources" in differs else ""
 
 
 class FaultProgress:
@@ -472,6 +521,8 @@ class FaultProgress:
             return []
         first = (score.get("caught") or {}).get("first") or {}
         by = f" by {first['stage']} {first['question']}" if first else ""
+        if score.get("first"):  # of a mutant
+            by = f" by {score['first']} after {score['questions']}, {score['seconds']:.1f} s"
         counts = f" after {score['problems']} problems, {score['seconds']:.1f} s" if first else ""
         reason = f": {score['reason']}" if score.get("reason") else ""
         return [shortened(one_line(f"{event.unit.kernel}: {outcome}{by}{counts}{reason}"))]

@@ -57,7 +57,7 @@ def fingerprint(
     if absent:
         raise UsageError(f"kernel {kernel!r} cannot run on {device}: {absent}.")
 
-    from attncheck.cli.progress import progress
+    from attncheck.cli.long_runs import progress
     from attncheck.surveys.arithmetic_survey import survey_arithmetic
 
     with progress(len(asked), quiet=quiet, check=interrupts.check) as advance:

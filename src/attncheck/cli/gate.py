@@ -19,18 +19,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from attncheck.cli import verb
-from attncheck.cli.options import typed_command
-from attncheck.cli.progress import time_left
-from attncheck.cli.resumable_run import (
+from attncheck.cli.long_runs import (
     JOURNAL,
-    differing_keys,
     existing_journal,
+    resumable,
     run_with_journal,
     say_how_it_ended,
-    say_resumed,
     started_now,
+    time_left,
     worker_places,
 )
+from attncheck.cli.options import typed_command
 from attncheck.cli.standard_output import Interrupts, standard_output
 from attncheck.core.errors import UnknownName, UsageError, parse_seconds
 from attncheck.core.sanitize_text import one_line, shortened
@@ -39,16 +38,15 @@ from attncheck.records.record import FAILED_STATUSES
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from attncheck.gate.choices import Choices
     from attncheck.gate.other_commit import CommitTree
+    from attncheck.gate.planning import Choices
     from attncheck.records.baseline_entries import Baseline
     from attncheck.records.run_reports import Answer, GateReport
     from attncheck.workers.journal_format import JournalContent
     from attncheck.workers.pool import RunEnd, RunEvent
     from attncheck.workers.units import Done, Unit
 
-FAILURES = "reports/failures"
-"""The folder of failures, in which attncheck repro looks for them."""
+FAILURES = "reports/failures"  # the folder of failures, in which attncheck repro looks for them
 
 _PER_RUN = {"seed", "started", "typed"}  # of a journal's header: no part of the plan
 _OF_SOURCES = frozenset({"sources", "started", "seed", "typed"})
@@ -200,9 +198,9 @@ def plan_run(
     if missing := [name for name in ("hypothesis", "pytest") if find_spec(name) is None]:
         raise UsageError(f"a gate needs {missing[0]}: pip install 'attncheck[properties]'.")
     from attncheck.cases.tier import default_tier, tier_named
-    from attncheck.gate.choices import BaselineCases, Choices, parse_stages
     from attncheck.gate.gate_report import journal_header
     from attncheck.gate.plan import describe_units, replay_units
+    from attncheck.gate.planning import BaselineCases, Choices, parse_stages
     from attncheck.gate.sources import source_fingerprint
     from attncheck.subjects.conventions.declarations import convention_named
     from attncheck.verify.environment import usable_device
@@ -283,10 +281,7 @@ def run_gate(run: GateRun, options: GateOptions) -> tuple[RunEnd, JournalContent
 
     if not run.choices.isolated:
         click.echo("attncheck: --in-process: the kernel can end or alter the judge.", err=True)
-    before = existing_journal(options.directory, fresh=options.fresh)
-    resume = not options.fresh
-    if before is not None:
-        resume = _resumes(before, run.head, Path(options.directory) / JOURNAL)
+    before, resume = resumable(options.directory, run.head, _changed, fresh=options.fresh)
     units = [unit for unit in run.units if not (resume and _is_replayed(unit, before))]
     # Units of another commit come from the plan, from the journal and from describing a kernel.
     known = [*units, *(before.units.values() if resume and before else ())]
@@ -327,24 +322,14 @@ def run_gate(run: GateRun, options: GateOptions) -> tuple[RunEnd, JournalContent
     return ended
 
 
-def _resumes(before: JournalContent, head: dict[str, Any], path: Path) -> bool:
-    """Return whether the journal that is there is resumed; that of a finished run is forgotten.
-
-    So is one whose kernels were others: their answers say nothing of those that are here.
-    """
-    differs = differing_keys(before, head)
-    if not before.unfinished:
-        return False
+def _changed(before: JournalContent, differs: set[str]) -> str | None:
+    """What has changed since a run, whose answers then say nothing of the kernels that are here."""
     # Of equal sources another seed was typed: that is another run, not another kernel.
     if differs - _OF_SOURCES or ("seed" in differs and "sources" not in differs):
-        return True  # the journal says what is another
+        return None
     from attncheck.gate.sources import changed_source
 
-    if changed := "the kernel has changed" if "sources" in differs else changed_source(before):
-        click.echo(f"attncheck: {one_line(changed)} since {path}: all is asked anew.", err=True)
-        return False
-    say_resumed(before, path)
-    return True
+    return "the kernel has changed" if "sources" in differs else changed_source(before)
 
 
 @contextmanager

@@ -51,7 +51,7 @@ def mods(
     Exit code 1 when a backend differs, raises, or is unknown somewhere; 2 when a mod cannot be
     traced.
     """
-    from attncheck.cli.progress import progress
+    from attncheck.cli.long_runs import progress
     from attncheck.reporting import rendering
     from attncheck.surveys.mod_survey import dimensions_of, mods_of_file, survey_mods
     from attncheck.verify.environment import usable_device

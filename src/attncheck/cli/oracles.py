@@ -80,7 +80,7 @@ def oracles(
     With --certify the errors are proven on balls. Exit code 1 when that of the one that kernels are
     compared with is not proven, or to be more than a hundredth of what a kernel is allowed only.
     """
-    from attncheck.cli.progress import progress
+    from attncheck.cli.long_runs import progress
     from attncheck.core.errors import UsageError
     from attncheck.reporting import rendering
     from attncheck.surveys.oracle_survey import CERTIFIED_VARIANTS, DEFAULT_VARIANTS, oracle_plan

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from attncheck.subjects.load import Candidate
     from attncheck.surveys.capability_detection import DetectedCapabilities
 
-NOTHING_TAKEN = 5
-"""Exit code."""
+NOTHING_TAKEN = 5  # exit code
 
 _QUESTIONS = 70  # about: how far a probe is
 
@@ -82,7 +81,7 @@ def run_probe(
     """The device, the kernel, and what it takes; raises UsageError for what cannot be."""
     # Before torch is imported: see ``attncheck check``.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from attncheck.cli.progress import progress
+    from attncheck.cli.long_runs import progress
     from attncheck.core.errors import UsageError
     from attncheck.subjects.load import load_candidate
     from attncheck.surveys.capability_detection import detect_capabilities

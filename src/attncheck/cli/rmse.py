@@ -246,7 +246,7 @@ def _with_records(
     """Return ``report`` with all Records, or those that there are when the run is stopped."""
     from msgspec.structs import replace
 
-    from attncheck.cli.progress import progress
+    from attncheck.cli.long_runs import progress
     from attncheck.inputs.problem import Case
     from attncheck.verify.environment import default_device
     from attncheck.verify.verify import case_subjects, iter_records

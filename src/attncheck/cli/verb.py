@@ -48,7 +48,8 @@ def flag(flags: str, text: str) -> Any:
 
 def argument(metavar: str, **how: Any) -> Any:
     """Return the declaration of a word without an option."""
-    return field(metadata={"flags": None, "how": {"metavar": metavar or None, **how}})
+    many: dict[str, Any] = {"default": ()} if how.get("nargs") == -1 else {}
+    return field(**many, metadata={"flags": None, "how": {"metavar": metavar or None, **how}})
 
 
 def command(function: Callable[..., int | None]) -> Verb:

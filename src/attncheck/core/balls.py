@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 Ball: TypeAlias = Any  # flint.arb
-BallArray: TypeAlias = NDArray[np.object_]
-"""Balls in the axes of a tensor."""
+BallArray: TypeAlias = NDArray[np.object_]  # balls in the axes of a tensor
 
 # NaN takes part in every operation and comes out of it as NaN: ignorance spreads by itself.
 NOTHING_KNOWN: Ball = flint.arb.nan()
@@ -60,8 +59,7 @@ def each_ball(function: Callable[..., Any], arguments: int) -> Callable[..., Bal
     return elementwise
 
 
-balls_of = each_ball(flint.arb, 1)
-"""Whole numbers, float64 and balls as balls; nothing is rounded."""
+balls_of = each_ball(flint.arb, 1)  # whole numbers, float64 and balls as balls; nothing is rounded
 
 
 def is_known(ball: Ball) -> bool:

@@ -94,7 +94,6 @@ class Accumulator:
         """Largest systematic error, relative to the largest running sum; 0 of rounding (B3).
 
         Args:
-            n: Products.
             nonzero_steps: Steps in which one of them is not 0, where those do not follow on each
                 other.
         """

@@ -63,19 +63,12 @@ bits than it promises. ``regression``: worse than the baseline.
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An element of a tensor.
+    """An element of a tensor."""
 
-    Attributes:
-        batch: Sequence; 0 of dsink and dcaptured, which are sums over all.
-        head: Query head; of dk and dv the key head, of dcaptured the number.
-        query: Row; of dk and dv the key, of dsink and dcaptured 0.
-        dim: −1 where the tensor has no last axis.
-    """
-
-    batch: int
-    head: int
-    query: int
-    dim: int = -1
+    batch: int  # sequence; 0 of dsink and dcaptured, which are sums over all
+    head: int  # query head; of dk and dv the key head, of dcaptured the number
+    query: int  # row; of dk and dv the key, of dsink and dcaptured 0
+    dim: int = -1  # −1 where the tensor has no last axis
 
     @classmethod
     def of(cls, index: tuple[int, ...]) -> Place:
@@ -93,79 +86,63 @@ class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Worst(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The element that a verdict rests on; without one that of the largest abs(error) ÷ allowance.
-
-    Attributes:
-        tile: The tile it lies in by the kernel's declared tiling (``query tile 3, rows 192–255``);
-            empty where none is declared.
-        allowance: The deterministic bound of |got − exact|; of a relation those of both sides, or
-            0 where bits are compared.
-        budget: What the allowance is made of, by the names of ``docs/explanation/bounds.md``; sums
-            to it. Empty of a relation.
-    """
+    """The element that a verdict rests on, or else that of the largest error ÷ allowance."""
 
     tensor: TensorName
     at: Place
+    # The tile it lies in by the kernel's declared tiling (``query tile 3, rows 192–255``); empty
+    # where none is declared.
     tile: str = ""
     got: float
     exact: float
+    # The deterministic bound of |got − exact|; of a relation those of both sides, or 0 where bits
+    # are compared.
     allowance: float
+    # What the allowance is made of, by the names of ``docs/explanation/bounds.md``; sums to it.
+    # Empty of a relation.
     budget: dict[str, float]
 
 
 class BlindSpot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The smallest faults that this problem would have exposed, by what the bounds allow.
+    """The smallest faults that this problem would have exposed, by what the bounds allow."""
 
-    Attributes:
-        dropped_keys: Share, 0–1, of the visible (row, key) pairs examined of which one dropped
-            alone would have been seen; None where no row sees two keys.
-        weight: Smallest relative error of one key's weight that would have been seen, at the pair
-            where it is easiest; infinite where none.
-        scale: Smallest relative error of the softmax scale; infinite where none.
-        accumulator_bits: Accumulators that keep this many bits or fewer would have been seen; 0
-            where none would.
-        half: Whether an output half as large would have been seen.
-        zeros: Whether an output of zeros would have been seen.
-        mean_allowance: Mean allowance of out ÷ its root mean square.
-    """
-
+    # Share, 0–1, of the visible (row, key) pairs examined of which one dropped alone would have
+    # been seen; None where no row sees two keys.
     # Not 0 where no row sees two keys: nothing can be dropped from one.
     dropped_keys: float | None
+    # Smallest relative error of one key's weight that would have been seen, at the pair where it
+    # is easiest; infinite where none.
     weight: float
-    scale: float
+    scale: float  # smallest relative error of the softmax scale; infinite where none
+    # Accumulators that keep this many bits or fewer would have been seen; 0 where none would.
     accumulator_bits: int
-    half: bool
-    zeros: bool
-    mean_allowance: float
+    half: bool  # whether an output half as large would have been seen
+    zeros: bool  # whether an output of zeros would have been seen
+    mean_allowance: float  # mean allowance of out ÷ its root mean square
 
 
 class Precision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Accuracy of a kernel beside others of the same arithmetic.
+    """Accuracy of a kernel beside others of the same arithmetic."""
 
-    Attributes:
-        z: Largest over heads of rms(error ÷ predicted standard deviation); None where no head has
-            enough outputs.
-        spread: RMSE ÷ the largest of an ensemble of ideal kernels', in the head where that is
-            largest; None where it was not needed.
-        residual: rms(out − emulation) ÷ rms(emulation − exact), the emulation being the ideal
-            kernel at the kernel's own declared tiling; None where none is declared.
-        bias: Mean signed error ÷ RMSE.
-        slope: Least-squares slope of the error on the exact result: a factor missing from out.
-        ulp_p50, ulp_p99: Percentiles of the error in units in the last place of the output format,
-            over elements of at least out's root mean square.
-        frobenius: ‖error‖ ÷ ‖exact‖.
-        cosine: Cosine of out and the exact result, for comparison with other tools; never a rule.
-    """
-
+    # Largest over heads of rms(error ÷ predicted standard deviation); None where no head has
+    # enough outputs.
     # None where a figure cannot be had: 0 would read as perfect.
     z: float | None = None
+    # RMSE ÷ the largest of an ensemble of ideal kernels', in the head where that is largest; None
+    # where it was not needed.
     spread: float | None = None
+    # rms(out − emulation) ÷ rms(emulation − exact), the emulation being the ideal kernel at the
+    # kernel's own declared tiling; None where none is declared.
     residual: float | None = None
-    bias: float = 0.0
+    bias: float = 0.0  # mean signed error ÷ RMSE
+    # Least-squares slope of the error on the exact result: a factor missing from out.
     slope: float = 0.0
+    # ulp_p50, ulp_p99: percentiles of the error in units in the last place of the output format,
+    # over elements of at least out's root mean square.
     ulp_p50: float = 0.0
     ulp_p99: float = 0.0
-    frobenius: float = 0.0
+    frobenius: float = 0.0  # ‖error‖ ÷ ‖exact‖
+    # Cosine of out and the exact result, for comparison with other tools; never a rule.
     cosine: float = 1.0
 
 

@@ -38,8 +38,7 @@ __all__ = [
 
 Argument = int | float | str | tuple[int, ...]
 
-Values: TypeAlias = Mapping[str, Any]
-"""Arguments by name, each of the type that its check wants."""
+Values: TypeAlias = Mapping[str, Any]  # arguments by name, each of the type that its check wants
 
 INT32_LARGEST = 2**31 - 1
 

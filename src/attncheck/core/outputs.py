@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from attncheck.core.tensor_names import AXES, GRADIENTS
+from attncheck.core.tensor_names import AXES, GRADIENTS, TensorName
 
 if TYPE_CHECKING:
     import torch
-
-    from attncheck.core.tensor_names import TensorName
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 
-LONGEST = 2000
-"""Characters of one reason that a page shows; the JSON and the CSV keep the rest."""
+LONGEST = 2000  # characters of one reason that a page shows; the JSON and the CSV keep the rest
 
 # ECMA-48: an OSC, DCS, SOS, PM or APC string with its terminator, a CSI sequence, a short escape.
 _ESCAPES = re.compile(

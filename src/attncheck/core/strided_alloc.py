@@ -35,7 +35,6 @@ def reserve_memory(elements: int, like: torch.Tensor, *, copies: int = 1) -> tor
     no such pages: all of it is taken, and holds anything.
 
     Args:
-        like: Whose dtype and device.
         copies: How many of it a GPU must have room for besides: one is made for each call.
 
     Raises:

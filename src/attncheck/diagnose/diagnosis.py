@@ -34,15 +34,15 @@ from attncheck.diagnose.out_of_bounds_reads import (
 )
 from attncheck.fault_models import FAULT_MODELS
 from attncheck.fault_models.fault_model import FAMILIES, MOST_GRID_PLACES, SIGNS
-from attncheck.inputs.problem import Case
+from attncheck.inputs.problem import Case, Problem
 from attncheck.judge.fault_explanation import combine_rankings, count_equals
 from attncheck.probes import PROBES
 from attncheck.records.failure_causes import certain_explanations, symptom
-from attncheck.records.record import Diagnosis, Explanation
+from attncheck.records.record import Diagnosis, Explanation, Record
 from attncheck.relations import RELATIONS
 from attncheck.relations.same_numbers import STRIDED_TENSORS
 from attncheck.verify.evidence_builder import EvidenceBuilder
-from attncheck.verify.executor import Execution, Failure, Origin, out_of_memory
+from attncheck.verify.executor import Execution, Executor, Failure, Origin, out_of_memory
 from attncheck.verify.kernel_hosts import executor_of
 from attncheck.verify.memory_patterns import allocator_filled
 from attncheck.verify.relation_runs import relation_inputs
@@ -51,14 +51,10 @@ from attncheck.verify.run_case import run_case
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
-    from attncheck.inputs.problem import Problem
     from attncheck.judge.fault_explanation import FaultExplanation
-    from attncheck.records.record import Record
     from attncheck.subjects.capabilities.subject import Subject
-    from attncheck.verify.executor import Executor
 
-LARGEST_DIAGNOSED = 2**22
-"""Most (row, key) pairs of all heads of a problem that is diagnosed."""
+LARGEST_DIAGNOSED = 2**22  # most (row, key) pairs of all heads of a problem that is diagnosed
 EXPLANATIONS_SHOWN = 3
 """Explanations that a Record keeps, and more of those that explain all equally."""
 _MOST_EQUALS = 12  # by these failures of one cause know each other
@@ -106,9 +102,6 @@ def diagnose_failure(
     for each failure on the way to the smallest. Never raises for what the kernel does.
 
     Args:
-        record: As judged.
-        subject: The kernel.
-        device: ``cpu`` or ``cuda``.
         executor: How to call it; in this process by default.
         before: What is known from another failure of it: a smaller problem alone fits more models.
         passed: What the kernel answered rightly in the same run: no model is named that says that
@@ -219,12 +212,7 @@ def explained_by(
 
 
 def diagnose_result(result: Execution, evidence: EvidenceBuilder) -> Diagnosis | None:
-    """Return what may be wrong with a result that is there; None where nothing is to be said.
-
-    Args:
-        result: What was given, and the arithmetic of it.
-        evidence: What was asked.
-    """
+    """Return what may be wrong with a result that is there; None where nothing is to be said."""
     findings = None
     if not _is_too_large(evidence.case.problem):
         with _skip_unfit():

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attncheck.core.errors import AttncheckError
-from attncheck.fault_models import FAULT_MODELS, ORDER, ExactAttention
+from attncheck.fault_models import FAULT_MODELS, ORDER, ExactAttention, FaultModel
 from attncheck.judge.fault_explanation import (
     FaultExplanation,
     FaultPrediction,
@@ -29,13 +29,11 @@ if TYPE_CHECKING:
     from attncheck.core.declared_arithmetic import Arithmetic
     from attncheck.core.outputs import Outputs
     from attncheck.core.tensor_names import TensorName
-    from attncheck.fault_models import FaultModel
     from attncheck.inputs.problem import Problem
     from attncheck.verify.evidence_builder import EvidenceBuilder
     from attncheck.verify.executor import Execution
 
-MOST_CELLS = 16
-"""Of a map, down and to the right."""
+MOST_CELLS = 16  # of a map, down and to the right
 
 _MOST_KEYS = 1024
 
@@ -48,11 +46,6 @@ def tile_map(
     With w the exact weights of a row, what a kernel gave is Σ (w + δ) v and its row sum 1 + Σ δ, by
     LSE; 1 where it has none. Of all δ that say so, which are many where there are more keys than
     columns, the smallest is taken: ``[v 1]⁺``, once for a head.
-
-    Args:
-        call: Every row of it.
-        got: What the kernel gave.
-        error: That it is wrong.
     """
     problem = call.problem
     out, lse = got["out"], got.get("lse")
@@ -159,10 +152,7 @@ def explain(
     """Return what fault models say of what a kernel gave; None where it is right to the last bit.
 
     Args:
-        result: What it gave, the tiling and the arithmetic that it declares.
-        evidence: The Case, its exact result and what is allowed.
         proven: Whether only what is beyond its bound is asked about.
-        among: The models that are tried.
     """
     problem = evidence.case.problem
     asked = observed_error(result, evidence)

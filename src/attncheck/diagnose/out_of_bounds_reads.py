@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from attncheck.diagnose.explanations import pair_count
 from attncheck.inputs.problem import Case
 from attncheck.relations import RELATIONS, relation_named
-from attncheck.verify.call_conditions import CallConditions, Surroundings
+from attncheck.verify.call_conditions import CallConditions, Contents, Surroundings
 from attncheck.verify.evidence_builder import EvidenceBuilder
-from attncheck.verify.executor import Execution, Origin
+from attncheck.verify.executor import Execution, Executor, Origin
 from attncheck.verify.judging import judge_outputs
 from attncheck.verify.relation_runs import relation_inputs
 
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from attncheck.core.outputs import Outputs
     from attncheck.subjects.capabilities.subject import Subject
-    from attncheck.verify.call_conditions import Contents
-    from attncheck.verify.executor import Executor
 
 _AGAIN = 2
 # Pairs of calls: what gives one of two things by chance agrees with 2 · 4 of them once in 128, and
@@ -96,12 +94,6 @@ def out_of_bounds_reads(case: Case, subject: Subject, device: str, executor: Exe
 
     Of a kernel that gives the same whatever lies there nothing is said, nor of one that gives
     something else each time.
-
-    Args:
-        case: Of which a run was wrong.
-        subject: The kernel.
-        device: ``cpu`` or ``cuda``.
-        executor: How to call it.
     """
     if not _can_repeat(case):
         return ""
@@ -130,9 +122,6 @@ def misread_strides(
 
     Args:
         case: Its question is not looked at.
-        subject: The kernel.
-        device: ``cpu`` or ``cuda``.
-        executor: How to call it.
     """
     if pair_count(case.problem) > _LARGEST:
         return False, ""

@@ -14,7 +14,7 @@ from attncheck.diagnose.diagnosis import diagnose_failure
 from attncheck.inputs.problem import Case, short_id
 from attncheck.records.failures import KeptFailure
 from attncheck.relations import RELATIONS
-from attncheck.subjects.capabilities.subject import capability
+from attncheck.subjects.capabilities.subject import Subject, capability
 from attncheck.verify.deaths import confirm_death
 from attncheck.verify.environment import environment, fingerprint
 from attncheck.verify.evidence_builder import EvidenceBuilder
@@ -27,20 +27,12 @@ from attncheck.verify.run_case import run_case
 if TYPE_CHECKING:
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.records.record import Record
-    from attncheck.subjects.capabilities.subject import Subject
 
 
 def new_failure(
     record: Record, *, kernel: str, device: str, convention: str = "", test: str = ""
 ) -> KeptFailure:
     """``record`` as a failure that can be kept.
-
-    Args:
-        record: What the kernel answered.
-        kernel: As it was asked for.
-        device: ``cpu`` or ``cuda``.
-        convention: A name of a calling convention; empty for the first that fits.
-        test: The property's test.
 
     Raises:
         UnknownName: for a question that there is not.
@@ -90,8 +82,6 @@ def exact_runs(
 
     Args:
         subject: The kernel, which is called to learn the arithmetic by which it is judged.
-        case: What is asked.
-        device: ``cpu`` or ``cuda``.
         executor: How to call it; in this process by default.
 
     Raises:

@@ -109,11 +109,6 @@ def kernel_call(
     """Return how ``subject`` is had, and called on ``problem``.
 
     Args:
-        subject: The kernel.
-        problem: Of the run.
-        kernel: As it was asked for.
-        convention: A name of a calling convention; empty for the first that fits.
-        device: ``cpu`` or ``cuda``.
         folder: Where the script will lie.
 
     Raises:
@@ -234,8 +229,7 @@ def _relative(path: str | os.PathLike[str], folder: Path) -> str:
         return str(Path(path).resolve())
 
 
-LARGEST = 2**26
-"""Bytes of the tensors of the largest script that is written: 64 MiB."""
+LARGEST = 2**26  # bytes of the tensors of the largest script that is written: 64 MiB
 
 _TEMPLATE = Path(__file__).with_name("standalone_text.py")
 _MARK = "# --- The text of every script.\n"
@@ -267,12 +261,7 @@ def render_script(  # what was asked of whom, what was answered, and where it go
     """Return the text of a script that asks ``case`` of ``subject`` again.
 
     Args:
-        subject: The kernel.
-        case: What is asked.
         record: What it answered: of a relation, the element that shows it.
-        kernel: As it was asked for.
-        convention: A name of a calling convention; empty for the first that fits.
-        device: ``cpu`` or ``cuda``.
         facts: What the script says of itself, harmless lines by their names.
         path: Where it will lie: files are named relative to it.
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace as replace_struct
 
 from attncheck.core.declared_arithmetic import Arithmetic, default_arithmetic
 from attncheck.core.errors import ProblemError, UsageError
-from attncheck.core.formats import DTYPES, FORMATS, round_to
+from attncheck.core.formats import DTYPES, FORMATS, Format, round_to
 from attncheck.core.mod_spec import FULL, NONE, Dimensions, Entry, Spec
 from attncheck.core.outputs import Outputs
 from attncheck.diagnose.diagnosis import LARGEST_DIAGNOSED, diagnose_result
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attncheck.core.formats import Format
     from attncheck.core.judgement import Judgement
     from attncheck.mods.expression import Expression
     from attncheck.records.record import Diagnosis

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.mods.signatures import MaskMod, ScoreMod
 
-TRIED_TILES = (16, 32, 64, 128)
-"""Keys of a tile that are tried where a kernel declares none."""
+TRIED_TILES = (16, 32, 64, 128)  # keys of a tile that are tried where a kernel declares none
 
 # What a mod raises that takes 0-d indices alone, or reads a table behind its end.
 _NOT_BROADCAST = (RuntimeError, IndexError, TypeError, ValueError)
@@ -74,12 +73,10 @@ class ExactAttention:
 
     Attributes:
         inputs: What the kernel read.
-        problem: Of them.
         rows: Indices of the query rows that are predicted, in order.
         tiles: (query rows, keys) of a tile: the declared one alone, or what is tried.
         b, h, i, j: Indices that broadcast.
         q, k, v: As read.
-        scale: Of q·k.
     """
 
     def __init__(
@@ -233,7 +230,6 @@ class ExactAttention:
         """The softmax of scores that are −∞ where hidden.
 
         Args:
-            z: Them, ``(batch, heads, rows, any number of keys)``.
             v: Their values; the call's own by default.
             sink: Natural logits that broadcast to rows; None for none.
         """
@@ -262,10 +258,6 @@ class ExactAttention:
         """Out and LSE of the call with something else in one place.
 
         Args:
-            x: Scores before the score mod.
-            s: Scores after it.
-            seen: Which keys a row sees.
-            v: Values, ``(batch, heads, kv, value_dim)``.
             hidden: The score of a hidden key.
         """
         if s is None:

@@ -9,22 +9,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import pad
 
-from attncheck.fault_models.exact_attention import sum_group
-from attncheck.fault_models.fault_model import has_mask, has_score
+from attncheck.fault_models.exact_attention import ExactGradients, sum_group
+from attncheck.fault_models.fault_model import Form, has_mask, has_score
 from attncheck.fault_models.gradient_models import BackwardTable, nan_where
 from attncheck.fault_models.layout_models import contiguous, read_as, wider
 from attncheck.fault_models.steps import Steps
-from attncheck.mods.captured_gradients import captured_tensors, leaf_gradients
+from attncheck.mods.captured_gradients import Leaf, captured_tensors, leaf_gradients
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
 
-    from attncheck.fault_models.exact_attention import ExactGradients
-    from attncheck.fault_models.fault_model import Form
     from attncheck.inputs.problem import Problem
-    from attncheck.mods.captured_gradients import Leaf
 
 MODELS = BackwardTable("gradient")
 
@@ -38,12 +35,6 @@ def _last_stored(grad: ExactGradients, dz: Tensor, rows: int, keys: int) -> Iter
     first block of rows or with the last, in each head or in all. A tile is written row by row, or
     as matrix units leave it: a thread has two keys beside one another, and all threads write the
     first of theirs before the second, or the second before the first.
-
-    Args:
-        grad: The backward.
-        dz: Gradients of the scores after the mod.
-        rows: Of a tile.
-        keys: Likewise.
     """
     call, problem = grad.call, grad.call.problem
     at = (call.b, call.h, call.i, call.j)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.fault_models.exact_attention import sum_group
-from attncheck.fault_models.fault_model import ModelTable, Prediction, has_mask, has_score
+from attncheck.fault_models.exact_attention import ExactGradients, sum_group
+from attncheck.fault_models.fault_model import Form, ModelTable, Prediction, has_mask, has_score
 from attncheck.fault_models.mask_models import mask_without
 from attncheck.fault_models.steps import LOG2E, Steps
 from attncheck.mods import masks
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attncheck.core.outputs import Outputs
-    from attncheck.fault_models.exact_attention import ExactGradients
-    from attncheck.fault_models.fault_model import Form
     from attncheck.inputs.problem import Problem
     from attncheck.mods.signatures import MaskMod
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attncheck.core.outputs import Outputs
-from attncheck.fault_models.fault_model import ModelTable, Prediction, is_attention
+from attncheck.fault_models.fault_model import Form, ModelTable, Prediction, is_attention
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attncheck.fault_models.exact_attention import ExactAttention
-    from attncheck.fault_models.fault_model import Form
     from attncheck.inputs.problem import Problem
 
 MODELS = ModelTable("mapping")
@@ -35,7 +34,6 @@ def read_as(
     """Yield what is read with other strides; beyond its memory the last number, or else 0.
 
     Args:
-        tensor: Whose memory.
         stride: As many numbers as it has axes.
         shape: Its own unless told.
     """

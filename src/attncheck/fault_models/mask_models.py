@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attncheck.core.mod_spec import FULL
-from attncheck.fault_models.fault_model import ModelTable, has_mask
+from attncheck.core.mod_spec import FULL, Dimensions, Spec
+from attncheck.fault_models.fault_model import ModelTable, Parameters, has_mask
 from attncheck.fault_models.steps import Steps, replace_mask_parts
 from attncheck.mods import masks
 from attncheck.mods.library import build_mask
@@ -15,10 +15,8 @@ from attncheck.mods.library import build_mask
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from attncheck.core.mod_spec import Dimensions, Spec
     from attncheck.core.outputs import Outputs
     from attncheck.fault_models.exact_attention import ExactAttention
-    from attncheck.fault_models.fault_model import Parameters
     from attncheck.inputs.problem import Problem
     from attncheck.mods.signatures import MaskMod
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.fault_models.fault_model import ModelTable, Prediction, has_mask, is_attention
+from attncheck.fault_models.fault_model import Form, ModelTable, Prediction, has_mask, is_attention
 from attncheck.fault_models.layout_models import wider, with_keys
 from attncheck.fault_models.steps import LOG2E
 from attncheck.fault_models.tile_models import padded_keys, tile_visibility, with_padding
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attncheck.fault_models.exact_attention import ExactAttention
-    from attncheck.fault_models.fault_model import Form
     from attncheck.inputs.problem import Problem
 
 MODELS = ModelTable("memory")

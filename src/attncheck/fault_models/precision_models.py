@@ -10,7 +10,7 @@ import torch
 
 from attncheck.core.formats import FORMATS
 from attncheck.core.outputs import Outputs
-from attncheck.fault_models.fault_model import ModelTable, Prediction, is_attention
+from attncheck.fault_models.fault_model import Form, ModelTable, Prediction, is_attention
 from attncheck.fault_models.steps import LOG2E, Steps, round_to_format
 
 if TYPE_CHECKING:
@@ -19,15 +19,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attncheck.fault_models.exact_attention import ExactAttention
-    from attncheck.fault_models.fault_model import Form
     from attncheck.inputs.problem import Problem
 
-RECURRENCE = ModelTable("rescaling")
-"""Of the online softmax: tile by tile, with something not rescaled."""
-FP8 = ModelTable("factor")
-"""Of descales, and of what of P is lost in 8 bits."""
-MODELS = ModelTable("precision")
-"""Of what is rounded that must not be, or rounded too far."""
+RECURRENCE = ModelTable(
+    "rescaling"
+)  # of the online softmax: tile by tile, with something not rescaled
+FP8 = ModelTable("factor")  # of descales, and of what of P is lost in 8 bits
+MODELS = ModelTable("precision")  # of what is rounded that must not be, or rounded too far
 
 
 for _name, _sentence, _steps in (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attncheck.core.outputs import Outputs
-from attncheck.fault_models.fault_model import ModelTable, Prediction, has_score, is_attention
+from attncheck.fault_models.fault_model import Form, ModelTable, Prediction, has_score, is_attention
 from attncheck.fault_models.steps import LOG2E, Steps, replace_score_parts
 from attncheck.mods import scores
 from attncheck.mods.library import is_additive
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from attncheck.core.mod_spec import Dimensions, Spec
     from attncheck.fault_models.exact_attention import ExactAttention
-    from attncheck.fault_models.fault_model import Form
     from attncheck.inputs.problem import Problem
     from attncheck.mods.signatures import ScoreMod
 

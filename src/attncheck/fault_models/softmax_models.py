@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attncheck.core.outputs import Outputs
-from attncheck.fault_models.fault_model import ModelTable, Prediction, has_mask
+from attncheck.fault_models.fault_model import Form, ModelTable, Prediction, has_mask
 from attncheck.fault_models.steps import LOG2E, Steps
 from attncheck.fault_models.tile_models import tile_visibility
 
@@ -18,13 +18,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attncheck.fault_models.exact_attention import ExactAttention
-    from attncheck.fault_models.fault_model import Form
     from attncheck.inputs.problem import Problem
 
-MODELS = ModelTable("empty rows")
-"""Of the softmax itself."""
-SINKS = ModelTable("score")
-"""Of sinks: what has a part in the softmax and no value."""
+MODELS = ModelTable("empty rows")  # of the softmax itself
+SINKS = ModelTable("score")  # of sinks: what has a part in the softmax and no value
 
 _model = MODELS.add
 

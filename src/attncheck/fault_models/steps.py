@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from attncheck.core.formats import FORMATS
-from attncheck.core.mod_spec import build_entry
+from attncheck.core.mod_spec import Dimensions, Entry, Spec, build_entry
 from attncheck.mods.masks import MASKS
 from attncheck.mods.scores import SCORES
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attncheck.core.mod_spec import Dimensions, Entry, Spec
     from attncheck.inputs.problem import Problem
     from attncheck.mods.signatures import MaskMod, ScoreMod
 
@@ -111,8 +110,7 @@ class Steps:
         )
 
 
-RIGHT = Steps()
-"""Those of a right kernel."""
+RIGHT = Steps()  # those of a right kernel
 
 
 def replace_mask_parts(

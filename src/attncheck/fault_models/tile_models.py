@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import pad
 
 from attncheck.core.outputs import Outputs
-from attncheck.fault_models.fault_model import ModelTable, has_mask, is_attention
+from attncheck.fault_models.fault_model import Form, ModelTable, has_mask, is_attention
 from attncheck.fault_models.steps import LOG2E
 
 if TYPE_CHECKING:
@@ -19,13 +19,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attncheck.fault_models.exact_attention import ExactAttention
-    from attncheck.fault_models.fault_model import Form
     from attncheck.inputs.problem import Problem
 
-MODELS = ModelTable("tile")
-"""Of which tiles of keys a loop visits, and what pads the last one."""
-SPLITS = ModelTable("rescaling")
-"""Of splits of the keys, and of how they are merged."""
+MODELS = ModelTable("tile")  # of which tiles of keys a loop visits, and what pads the last one
+SPLITS = ModelTable("rescaling")  # of splits of the keys, and of how they are merged
 
 _model = MODELS.add
 _MOST_TILES = 12

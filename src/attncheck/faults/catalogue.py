@@ -37,8 +37,7 @@ def _faults() -> dict[str, Fault]:
     }
 
 
-FAULTS: dict[str, Fault] = _faults()
-"""Every fault, category by category."""
+FAULTS: dict[str, Fault] = _faults()  # every fault, category by category
 
 CONTROLS: dict[str, Control] = {
     name: msgspec.convert(entry | {"id": name}, Control)

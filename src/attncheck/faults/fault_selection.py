@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import ModuleType
 
-FILE = "file"
-"""In place of a host: somebody's file has the fault."""
+FILE = "file"  # in place of a host: somebody's file has the fault
 
 _SHIM = '''"""A fault of somebody's file, under a name of its own."""
 
@@ -66,8 +65,6 @@ def select_faults(
         names: Ids of faults and controls; all where none is given.
         categories: Only faults of these; all where none is given.
         controls: Whether controls are asked where neither is given.
-        device: ``cpu`` or ``cuda``.
-        tier: How hard.
 
     Raises:
         UnknownName: for a fault or category that there is not.

@@ -13,7 +13,7 @@ from attncheck.core.errors import AttncheckError
 from attncheck.core.mod_spec import FULL, Spec
 from attncheck.core.outputs import Outputs
 from attncheck.diagnose.user_tensors import UserTensors
-from attncheck.subjects.capabilities.subject import Refused
+from attncheck.subjects.capabilities.subject import Refused, Subject
 from attncheck.subjects.conventions.declarations import parse_call
 from attncheck.subjects.conventions.parse import ParsedCall, UnreadableCall
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
-    from attncheck.subjects.capabilities.subject import Subject
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,8 @@ allclose(1e-2)     triton.testing.assert_close's defaults: atol 1e-2, rtol 0
 2×                 Dao-AILab/flash-attention, tests and hopper/test_flash_attn.py: max error ≤ 2×
                    (3× with softcap, and 3e-4 more for gradients) that of the same formula in the
                    kernel's own dtype, + 2 max |(ref + 0.3 − 0.3) − ref|
+torch              torch.testing.assert_close's defaults by dtype
+gpucheck           Akasxh/gpucheck, src/gpucheck/assertions/tolerances.py, _DEFAULT_TOLERANCES
 1.1× mean          pytorch/pytorch, test/inductor/test_flex_attention.py: mean error ≤ 1.1× (10× in
                    fp32) that of eager flex_attention in the same dtype
 =================  ===============================================================================
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
 
 ALLCLOSE = dict.fromkeys(("fp32", "fp16", "bf16"), (1e-2, 0.0))
 """atol and rtol by the output's dtype."""
+TORCH = {"fp32": (1e-5, 1.3e-6), "fp16": (1e-5, 1e-3), "bf16": (1e-5, 1.6e-2)}
+GPUCHECK = {"fp32": (1e-4, 1e-4), "fp16": (1e-2, 1e-2), "bf16": (5e-2, 5e-2)}
 
 _CAPPED = 3.0  # flash-attention's factor in place of 2 where the scores have a cap
 _MORE_OF_CAPPED_GRADIENTS = 3e-4
@@ -277,6 +281,14 @@ GRADIENT_RULES: dict[str, Callable[[Outputs, PeerReference], bool]] = {
 }
 """The same of gradients."""
 
+_TABLES = {"torch": TORCH, "gpucheck": GPUCHECK}
+_FORWARD = FORWARD_RULES | {name: elementwise_rule(table) for name, table in _TABLES.items()}
+_GRADIENT = GRADIENT_RULES | {
+    name: elementwise_gradient_rule(table) for name, table in _TABLES.items()
+}
+MUTANT_RULES = ("torch", "allclose(1e-2)", "2×", "gpucheck")
+"""Those of which a report of mutants tells."""
+
 
 def refusing_rules(
     result: Execution | Failure, reference: PeerReference, rules: Iterable[str]
@@ -291,8 +303,8 @@ def refusing_rules(
     return {
         rule
         for rule in rules
-        if not FORWARD_RULES[rule](outputs, reference)
-        or (gradients and not GRADIENT_RULES[rule](outputs, reference))
+        if not _FORWARD[rule](outputs, reference)
+        or (gradients and not _GRADIENT[rule](outputs, reference))
     }
 
 
@@ -320,14 +332,11 @@ class PeerRules:
 
     A rule that refuses the right kernel on the same problem has caught nothing there: nobody would
     keep a test that fails whatever is tested.
-
-    Args:
-        right: The kernel without the fault.
     """
 
-    def __init__(self, right: Subject) -> None:
+    def __init__(self, right: Subject, rules: Iterable[str] = tuple(FORWARD_RULES)) -> None:
         self._right = right
-        self._verdicts = {rule: PeerVerdict(rule=rule) for rule in FORWARD_RULES}
+        self._verdicts = {rule: PeerVerdict(rule=rule) for rule in rules}
 
     @property
     def verdicts(self) -> tuple[PeerVerdict, ...]:

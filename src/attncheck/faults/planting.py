@@ -76,8 +76,6 @@ def plant(fault: Fault | Control, host: HostName, folder: Path) -> str:
     """Write the kernel of ``host`` with ``fault`` in it below ``folder``.
 
     Args:
-        fault: What is planted, one that the host has.
-        host: Where.
         folder: Gets a file ``<fault>_<host>.py``, and a package beside it where sources are
             changed; what is there already is written again.
 

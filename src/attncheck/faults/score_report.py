@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -10,14 +11,21 @@ import msgspec
 
 from attncheck.faults.catalogue import CONTROLS, FAULTS
 from attncheck.faults.fault import HOSTS
-from attncheck.faults.fault_selection import FILE
-from attncheck.records.fault_scores import SCORED, ControlScore, FaultReport, FaultScore, Total
+from attncheck.faults.fault_selection import FILE, FaultSelection
+from attncheck.records.fault_scores import (
+    SCORED,
+    ControlScore,
+    FaultReport,
+    FaultScore,
+    MutantReport,
+    MutantScore,
+    Total,
+)
 from attncheck.records.record import Environment
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from attncheck.faults.fault_selection import FaultSelection
     from attncheck.workers.journal_format import JournalContent
     from attncheck.workers.units import Done, Unit
 
@@ -56,6 +64,41 @@ def fault_report(
         scores=tuple(scores),
         controls=(*controls, *selection.controls),
         totals=tuple(totals(scores)),
+    )
+
+
+def mutant_report(
+    content: JournalContent, units: Sequence[Unit], *, tool: str, command: str
+) -> MutantReport:
+    """Return what the journal says of mutants, in the order of ``units``."""
+    scores, environments = [], {}
+    for unit in units:
+        done = content.results.get(unit.id)
+        if done is None:
+            continue
+        facts = done.facts.get("score")
+        if facts is None:
+            name, _, _ = unit.kernel.rpartition("@")
+            kernel, operator, line = name.split(":")[:3]
+            facts = {"mutant": name, "kernel": kernel, "operator": operator, "line": int(line)}
+            facts |= {"diff": "", "tool": tool, "outcome": "harness", "reason": done.harness}
+        scores.append(msgspec.convert(facts, MutantScore))
+        if "environment" in done.facts:
+            where = msgspec.convert(done.facts["environment"], Environment)
+            environments[done.facts["key"]] = where
+    caught = Counter(score.questions for score in scores if score.outcome == "caught")
+    curve = itertools.accumulate(caught[k] for k in range(1, max(caught, default=0) + 1))
+    waiting = len(units) - len(scores)
+    return MutantReport(
+        command=command,
+        tool=tool,
+        started=str(content.head.get("started", "")),
+        seconds=round(content.seconds, 1),
+        environments=environments,
+        unfinished=waiting,
+        unfinished_because=(content.why or "not all was asked") if waiting else "",
+        scores=tuple(scores),
+        curve=tuple(curve),
     )
 
 

@@ -29,27 +29,25 @@ from attncheck.faults.fault_selection import FILE, file_fault_reference
 from attncheck.faults.patching import NotPlanted
 from attncheck.faults.peer_rules import PeerRules, RecordingExecutor
 from attncheck.faults.planting import plant
-from attncheck.gate.choices import Choices
 from attncheck.gate.gate_worker import GateWorker
 from attncheck.gate.plan import describe_units, priority
+from attncheck.gate.planning import Choices
 from attncheck.gate.property_stage import KnownFailures
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.fault_scores import ControlScore, Detection, FaultScore, WrongAnswer
-from attncheck.records.record import FAILED_STATUSES, Diagnosis
+from attncheck.records.record import FAILED_STATUSES, Diagnosis, Explanation, Record
 from attncheck.subjects.capabilities.named_kernels import subject_named
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.environment import environment, fingerprint, prepare
 from attncheck.verify.remote_kernel import Deadlines
 from attncheck.verify.run_case import run_case
-from attncheck.workers.units import Done
+from attncheck.workers.units import Done, Unit
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from attncheck.records.record import Explanation, Record
     from attncheck.records.run_reports import Answer
     from attncheck.subjects.capabilities.subject import Subject
-    from attncheck.workers.units import Unit
 
 CATEGORY_OF_FILES = "own"
 
@@ -72,7 +70,6 @@ class GateRun:
     """All of a gate against one kernel, in this process, in the order in which workers would do it.
 
     Args:
-        kernel: As ``subjects.load`` takes it.
         unit: Says where, how hard and in which dtype; alone the kernel gets a process of its own,
             which is slower, and it may crash or hang there.
         stages: Which, between commas; empty for all.
@@ -193,7 +190,6 @@ class FaultScorer:
     """Scores faults, one after the other.
 
     Args:
-        file: Somebody's own faults; empty for none.
         stages: Of the gate, between commas; all unless told.
     """
 

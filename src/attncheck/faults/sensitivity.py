@@ -19,11 +19,11 @@ from msgspec.structs import replace
 from attncheck import oracles
 from attncheck.core.draws import Draws
 from attncheck.core.errors import UsageError
-from attncheck.faults.continuous_faults import continuous_fault_named
+from attncheck.faults.continuous_faults import ContinuousFault, continuous_fault_named
 from attncheck.faults.peer_rules import FORWARD_RULES, GRADIENT_RULES, PeerReference
-from attncheck.gate.choices import Choices
 from attncheck.gate.gate_worker import GateWorker
 from attncheck.gate.plan import describe_units, priority
+from attncheck.gate.planning import Choices
 from attncheck.gate.property_stage import KnownFailures
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from attncheck.core.outputs import Outputs
-    from attncheck.faults.continuous_faults import ContinuousFault
     from attncheck.workers.units import Unit
 
 Question = tuple[str, "Callable[[int], bool]"]
@@ -123,11 +122,6 @@ def measure_sensitivity(
     """Measure how small the fault ``name`` is still seen in ``dtype``: one piece of work.
 
     Args:
-        name: One of ``CONTINUOUS_FAULTS``.
-        dtype: In which the kernel is asked.
-        tier: How hard.
-        device: ``cpu`` or ``cuda``.
-        seed: Which draw.
         peer: Whether other projects' rules are asked too.
 
     Raises:
@@ -175,10 +169,6 @@ def measure_sensitivity(
 
 class _Kernels:
     """The ideal kernel with a fault, by the number of its size; of a negative number a right one.
-
-    Args:
-        fault: Which.
-        dtype: In which it is asked.
 
     Attributes:
         sizes: The largest first.

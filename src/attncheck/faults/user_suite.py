@@ -34,13 +34,12 @@ from attncheck.faults.planting import plant
 from attncheck.faults.replacement_plugin import VARIABLE, Replacement
 from attncheck.records.fault_scores import OwnTestsScore
 from attncheck.subjects.conventions.declarations import READERS
-from attncheck.workers.units import Done
+from attncheck.workers.units import Done, Unit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from attncheck.faults.fault import HostName
-    from attncheck.workers.units import Unit
 
 Status = Literal["caught", "missed", "not shown", "not reached", "not scored"]
 
@@ -160,7 +159,6 @@ def run_suite(
     """Run the tests once, with a kernel in place of the function.
 
     Args:
-        suite: Whose tests.
         folder: For settings and log.
         kernel: In place of the function; empty for the function itself.
         right: The same without a fault; empty where nothing is to be compared.
@@ -256,9 +254,7 @@ def check_scorable(suite: UserSuite, faults: Sequence[str], host: HostName) -> N
     """Raise UsageError unless ``suite`` passes with right kernels, and calls one of them.
 
     Args:
-        suite: What is to be scored.
         faults: Ids, whose kernels without a fault are asked for.
-        host: In which kernel they are planted.
     """
     # One control for each kernel that faults are planted in, not for each fault.
     kernels = {fault_named(name).hosts[host].kernel for name in faults}

@@ -16,20 +16,17 @@ from attncheck.diagnose.diagnosis import (
 )
 from attncheck.diagnose.reproduce import new_failure
 from attncheck.fault_models import FAULT_MODELS
-from attncheck.gate.planning import move_case
+from attncheck.gate.planning import Choices, Planning, move_case
 from attncheck.gate.property_stage import KNOWN
 from attncheck.inputs.problem import USUAL_SCALE, Case, Problem
 from attncheck.records.failure_causes import certain_explanations, symptom
 from attncheck.records.failures import keep_failure
-from attncheck.records.record import FAILED_STATUSES
+from attncheck.records.record import FAILED_STATUSES, Record
 from attncheck.verify.question_fit import question_problem, unfit_reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from attncheck.gate.choices import Choices
-    from attncheck.gate.planning import Planning
-    from attncheck.records.record import Record
     from attncheck.verify.kernel_hosts import KernelHost
     from attncheck.workers.units import Unit
 
@@ -224,11 +221,6 @@ class FailureLog:
 
         None where it is like one that was made smaller before, does not fail again, or there is no
         smaller one.
-
-        Args:
-            unit: Whose Case fails.
-            ask: What the kernel answers to a Case.
-            planning: Says what it takes.
         """
         case, tier = Case.from_json(unit.case), self._choices.tier
         # One of each question and direction: a hundred failures of one fault say no more.

@@ -14,18 +14,16 @@ from attncheck.baseline.comparison import measurements, merge_changes
 from attncheck.gate.other_commit import rename_kernels
 from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import Environment
-from attncheck.records.run_reports import STAGES, FailureCause, GateReport
+from attncheck.records.run_reports import STAGES, Answer, Change, FailureCause, GateReport, Stage
 from attncheck.reporting.gate_verdict import failing_statuses, failure_groups, policy_of, questions
 from attncheck.verify.environment import fingerprint
-from attncheck.workers.units import Shard
+from attncheck.workers.units import Shard, Unit
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from attncheck.records.baseline_entries import Baseline
-    from attncheck.records.run_reports import Answer, Change, Stage
     from attncheck.workers.journal_format import JournalContent
-    from attncheck.workers.units import Unit
 
 
 def journal_header(

@@ -13,23 +13,22 @@ import msgspec
 from msgspec.structs import replace
 
 from attncheck.core.errors import AttncheckError, UsageError
-from attncheck.gate.choices import Choices
 from attncheck.gate.gate_failures import SHRUNK_STATUSES, FailureLog
 from attncheck.gate.plan import plan_kernel
-from attncheck.gate.planning import CachingExecutor, Planning
+from attncheck.gate.planning import CachingExecutor, Choices, Planning
 from attncheck.gate.property_stage import KnownFailures, drawn_units
 from attncheck.gate.sources import file_hashes
 from attncheck.gate.stages import SANITIZER_VARIANT, sanitize_kernel
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.record import FAILED_STATUSES, Record
 from attncheck.records.run_reports import Answer
-from attncheck.surveys.claims import find_claims, on_terms
+from attncheck.surveys.claims import Claims, find_claims, on_terms
 from attncheck.verify.accuracy import measure_accuracy
 from attncheck.verify.deaths import confirm_death, death_record
 from attncheck.verify.environment import environment, fingerprint, prepare
 from attncheck.verify.executor import InProcess
 from attncheck.verify.isolated import IsolatedExecutor, IsolatedKernel
-from attncheck.verify.kernel_hosts import open_kernel
+from attncheck.verify.kernel_hosts import KernelHost, open_kernel
 from attncheck.verify.remote_kernel import Deadlines
 from attncheck.verify.run_case import run_case
 from attncheck.workers.process import Died, HostError
@@ -38,11 +37,8 @@ from attncheck.workers.units import Done, Unit
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from attncheck.surveys.claims import Claims
-    from attncheck.verify.kernel_hosts import KernelHost
 
-_UNCLAIMED = "not refused: "
-"""Before the name of a question beyond a kernel's claims."""
+_UNCLAIMED = "not refused: "  # before the name of a question beyond a kernel's claims
 
 
 def work(**options: Any) -> GateWorker:
@@ -54,7 +50,6 @@ class GateWorker:
     """Does the units of a gate, one after the other.
 
     Args:
-        choices: What is asked.
         known: Known failures; those beside the properties unless told.
         here: Makes what calls a kernel that has no process of its own: for who listens to it.
     """

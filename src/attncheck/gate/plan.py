@@ -13,8 +13,8 @@ from attncheck.gate.stages import contract_units, probe_units, surrounding_units
 from attncheck.inputs.problem import Case
 from attncheck.inputs.question_parameters import check_parameters
 from attncheck.probes import PROBES
-from attncheck.records.failures import MOST_KEPT, is_id, load_failure
-from attncheck.records.run_reports import STAGES
+from attncheck.records.failures import MOST_KEPT, KeptFailure, is_id, load_failure
+from attncheck.records.run_reports import STAGES, Stage
 from attncheck.verify.question_fit import COMPARE, allowed_parameters, unfit_reason
 from attncheck.workers.units import Unit
 
@@ -22,11 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from attncheck.gate.planning import Planning
-    from attncheck.records.failures import KeptFailure
-    from attncheck.records.run_reports import Stage
 
-REPLAYED = "failed before"
-"""Variant of a Case that failed in an earlier run."""
+REPLAYED = "failed before"  # variant of a Case that failed in an earlier run
 
 _UNITS: Mapping[Stage, Callable[[Planning], Iterator[Unit]]] = {
     "contract": contract_units,
@@ -91,7 +88,6 @@ def replay_units(
     is no reason to stop.
 
     Args:
-        kernels: As asked for.
         folder: Where ``attncheck repro`` finds failures.
         device: Only those that failed there.
         stages: Only those that belong to these.

@@ -12,7 +12,7 @@ from attncheck.cases.mask_samples import sample_problems
 from attncheck.inputs.problem import Case
 from attncheck.suite.kernel_support import NOT_APPLICABLE, compares_launches
 from attncheck.suite.known_failures import FILE, KnownFailure, read_known_failures
-from attncheck.suite.property_catalogue import (
+from attncheck.suite.property_spec import (
     Property,
     properties,
     properties_folder,
@@ -145,8 +145,7 @@ def _drop_property(planning: Planning, unit: Unit, reason: str) -> None:
 
 # ------------------------------------------------------------ what is known to fail
 
-KNOWN = "known failure"
-"""How the reason of a known failure begins."""
+KNOWN = "known failure"  # how the reason of a known failure begins
 
 # What may be known; a process that is lost, or hangs, never is.
 _EXCUSED = frozenset({"fail", "error"})

@@ -35,7 +35,6 @@ def source_fingerprint(kernels: Sequence[str], written: Iterable[str] = ()) -> s
     Of a kernel in a module nothing is known but its configured ``sources``: no kernel is imported.
 
     Args:
-        kernels: As they are asked for.
         written: Folders that a run writes to: what lies in them is no source.
     """
     apart = [Path(folder).resolve() for folder in written]

@@ -17,6 +17,7 @@ from attncheck.cases.named_problems import (
     BACKWARD_CAP,
     CONTRACT,
     FP8,
+    LONG,
     MANY_KEYS,
     MANY_SEQUENCES,
     MEMORY,
@@ -25,11 +26,11 @@ from attncheck.cases.named_problems import (
     tagged,
 )
 from attncheck.core.errors import ProblemError
-from attncheck.core.formats import DTYPES
+from attncheck.core.formats import DTYPES, FORMATS
 from attncheck.core.mod_spec import FULL, Spec
-from attncheck.gate.planning import move_case
+from attncheck.gate.planning import Planning, move_case
 from attncheck.inputs.problem import Case, Problem
-from attncheck.records.run_reports import Answer
+from attncheck.records.run_reports import Answer, Stage
 from attncheck.relations import RELATIONS
 from attncheck.subjects.capabilities.capability_table import ALIASES
 from attncheck.subjects.capabilities.configuration import read_configuration
@@ -37,15 +38,12 @@ from attncheck.suite.kernel_support import compares_launches
 from attncheck.verify import sanitizer
 from attncheck.verify.call_checks import CHECKS
 from attncheck.verify.question_fit import COMPARE, allowed_parameters, unfit_reason
-from attncheck.workers.units import Done
+from attncheck.workers.units import Done, Unit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from attncheck.gate.planning import Planning
     from attncheck.inputs.question_parameters import Parameters
-    from attncheck.records.run_reports import Stage
-    from attncheck.workers.units import Unit
 
 # ------------------------------------------------------------ contract
 
@@ -88,6 +86,9 @@ def _contract_problems(planning: Planning) -> Iterator[tuple[str, Problem]]:
             yield from _as_they_stand(planning, CONTRACT, [dtype])
         if scaled:
             yield from _as_they_stand(planning, FP8, [dtype])
+        # In fp32 what a kernel sums in is not shorter than its inputs.
+        if DTYPES[dtype].storage.significand < FORMATS["fp32"].significand:
+            yield from _as_they_stand(planning, LONG, [dtype])
     yield from _declared_problems(planning)
     for dtype in dtypes:
         if not planning.refusal(SOFTMAX, dtype):
@@ -240,8 +241,7 @@ def _nearest_problems(planning: Planning, dtype: str, fields: dict[str, Any]) ->
 
 # ------------------------------------------------------------ compute-sanitizer
 
-SANITIZER_VARIANT = "compute-sanitizer"
-"""With a tool's name after it, the variant of its units."""
+SANITIZER_VARIANT = "compute-sanitizer"  # with a tool's name after it, the variant of its units
 
 _TOOLS = ("memcheck", "racecheck", "synccheck")
 

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 Floats: TypeAlias = "NDArray[np.float64]"
 Integers: TypeAlias = "NDArray[np.int64]"
-Drawn: TypeAlias = "tuple[Floats, Floats, Floats]"
-"""q, k and v."""
+Drawn: TypeAlias = "tuple[Floats, Floats, Floats]"  # q, k and v
 
 # How far the chosen key's logit stands above every other in one_hot: kv·exp(−64) is below half a
 # unit of float64's 1 for up to 2**38 keys.
@@ -79,6 +78,8 @@ class Distribution:
     # Whether rounding errors in it are as good as random: no two keys or rows alike, no number
     # that is exact on purpose.
     generic: bool = True
+    # (Draws, Sizes) → the loss's gradient with respect to out; None for standard normal.
+    dout: Callable[[Draws, Sizes], Floats] | None = None
 
 
 def draw(name: str, sizes: Sizes, seed: int) -> Drawn:
@@ -286,6 +287,74 @@ def _zero_scores(_draws: Draws, sizes: Sizes) -> Floats:
     return np.zeros(sizes.x)
 
 
+_SMALLEST = 6
+"""Sizes of small terms: from 1.3/2^13 on, each half the last.
+
+Tiles of 16 to 512 of them add up to no whole number of units in the last place of a bf16 or fp16
+sum that begins with 1, at one of these sizes: each tile is rounded, and in the same direction."""
+
+
+def _small_terms(draws: Draws, sizes: Sizes) -> Drawn:
+    """A sum along the longer of rows and keys has one term of 1, and all others are small.
+
+    Where keys are as many as rows: out and the row sum of three rows in four, whose first key (or
+    last one) weighs 1 and all others c; out of the fourth's in some columns, by V; and in dQ of
+    that one, where every weight is the same and k has small terms. Where there are more rows: dK
+    and dV, by q and dOut. dP is ±1 times the same number in all of a row.
+    """
+    import numpy as np
+
+    q, k, v = np.zeros(sizes.q), np.zeros(sizes.k), np.ones(sizes.v)
+    half = sizes.value_dim // 2
+    v[..., half:] = (1.0 - 2.0 * (np.arange(sizes.kv) % 2))[:, None]
+    if sizes.query > sizes.kv:
+        q[..., 2:] = _terms(draws, "q", sizes.q)[..., 2:]
+        k[..., 0] = draws.normal("k", sizes.k[:3])
+        v[..., :half] = 0.0
+        return q, k, v
+    # Columns 0 and 1 of k are the first and the last key's own: a row takes one of them, or none.
+    k[..., 2:] = _terms(draws, "k", sizes.k)[..., 2:]
+    k[..., 1::2, 2:] *= -1.0  # as dP: all terms of dQ have one sign
+    k[..., :2] = 0.0
+    k[..., 0, 0] = 4.0
+    k[..., -1, -1 if sizes.head_dim < 2 else 1] = 4.0
+    rows = np.arange(sizes.query) + draws.integers("level", (*sizes.q[:2], 1), 2 * _SMALLEST)
+    level = rows % _SMALLEST
+    gaps = (12.62 + level) * _LN2 * math.sqrt(sizes.head_dim) / 4.0
+    # What came before a key is multiplied by c, which kernels may take for 0 below 2^-14.
+    last = (rows // _SMALLEST % 2 == 1) & (level < 2)
+    weighted = rows % 4 != 3
+    q[..., 0] = gaps * (weighted & ~last)
+    if sizes.head_dim > 1:
+        q[..., 1] = gaps * (weighted & last)
+    column, small = np.arange(half), _terms(draws, "v", sizes.v)[..., :half]
+    v[..., :half] = np.where(column % 8 < 4, column % 4.0, small)
+    v[..., 0, :half] = v[..., -1, :half] = 1.0
+    return q, k, v
+
+
+def _small_terms_of_loss(draws: Draws, sizes: Sizes) -> Floats:
+    import numpy as np
+
+    shape = (*sizes.q[:3], sizes.value_dim)
+    dout = np.ones(shape)
+    half = sizes.value_dim // 2
+    dout[..., :half] = _terms(draws, "dout", shape)[..., :half] if sizes.query > sizes.kv else 0.0
+    return dout
+
+
+def _terms(draws: Draws, stream: str, shape: tuple[int, int, int, int]) -> Floats:
+    """1 in the first row, or in the last one, and small terms of one size in all others."""
+    import numpy as np
+
+    batch, heads, rows, columns = shape
+    place = np.arange(columns) + draws.integers(f"{stream} level", (batch, heads, 1), _SMALLEST)
+    terms = np.repeat(np.ldexp(1.3, -13 - place % _SMALLEST)[:, :, None], rows, axis=2)
+    at = np.where(place // _SMALLEST % 2 == 0, 0, rows - 1)
+    np.put_along_axis(terms, at[:, :, None], 1.0, axis=2)
+    return terms
+
+
 DISTRIBUTIONS: dict[str, Distribution] = {
     d.name: d
     # Draws go by seed and stream alone: the order of entries changes no bits.
@@ -358,6 +427,13 @@ DISTRIBUTIONS: dict[str, Distribution] = {
             draw=_zero_q,
             scores=_zero_scores,
             generic=False,
+        ),
+        Distribution(
+            name="small_terms",
+            summary="a term of 1 and thousands of small ones: what sums in 16 bits drop",
+            draw=_small_terms,
+            generic=False,
+            dout=_small_terms_of_loss,
         ),
     )
 }

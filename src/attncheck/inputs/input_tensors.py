@@ -235,11 +235,13 @@ def _sink(problem: Problem) -> torch.Tensor:
 
 
 def _loss(problem: Problem) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Float64 dout and fp32 dlse, standard normal whatever the distribution of q, k and v."""
+    """Float64 dout and fp32 dlse, standard normal where the distribution says nothing of them."""
     draws, rows = Draws(problem.seed), (problem.batch, problem.heads, problem.query)
     dout = dlse = None
     if problem.backward:
-        dout = torch.from_numpy(draws.normal("dout", (*rows, problem.value_dim)))
+        own = distributions.distribution_named(problem.distribution).dout
+        drawn = draws.normal("dout", (*rows, problem.value_dim)) if own is None else None
+        dout = torch.from_numpy(own(draws, _sizes(problem)) if own is not None else drawn)
     if problem.dlse:
         dlse = torch.from_numpy(draws.normal("dlse", rows)).float()
     return dout, dlse

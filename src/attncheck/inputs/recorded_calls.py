@@ -24,8 +24,8 @@ import msgspec
 import torch
 
 from attncheck.core.errors import ProblemError
-from attncheck.core.mod_spec import FULL, NONE, Entry, Spec
-from attncheck.inputs.distributions import DISTRIBUTIONS, Distribution
+from attncheck.core.mod_spec import FULL, NONE, Dimensions, Entry, Spec
+from attncheck.inputs.distributions import DISTRIBUTIONS, Distribution, Drawn, Sizes
 from attncheck.inputs.problem import USUAL_SCALE, Problem
 from attncheck.mods.masks import MASKS
 from attncheck.mods.scores import SCORES, table_reader
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attncheck.core.draws import Draws
-    from attncheck.core.mod_spec import Dimensions
-    from attncheck.inputs.distributions import Drawn, Sizes
     from attncheck.mods.signatures import MaskMod, ScoreMod
 
 VERSION = 1

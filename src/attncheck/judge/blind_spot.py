@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attncheck.core.judgement import BlindSpot
-from attncheck.judge.allowance import at_rows
+from attncheck.judge.allowance import Allowance, at_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -51,17 +51,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attncheck.core.conditions import Conditions
-    from attncheck.judge.allowance import Allowance
 
 EXAMINED = 2**23
 """Elements (head, row, key, dim) at most for single keys and accumulators, which take a pass over
 each: rows spread evenly where there are more. About a quarter of a second on one core."""
 
-STEP = 16
-"""Products that are added in one step: of 16-bit operands on Hopper."""
+STEP = 16  # products that are added in one step: of 16-bit operands on Hopper
 
-MOST_BITS = 24
-"""Significant bits of fp32: an accumulator of no fewer is no fault."""
+MOST_BITS = 24  # significant bits of fp32: an accumulator of no fewer is no fault
 
 _UNIT = 2.0**-52  # twice float64's unit roundoff: a sum of n terms is off by n times half of it
 _LEAST = torch.finfo(torch.float64).tiny  # in place of no allowance at all: 0 ÷ 0 is no share

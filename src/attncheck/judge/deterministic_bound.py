@@ -44,11 +44,6 @@ def deterministic_bound(
 ) -> DeterministicBound:
     """Bound the errors of every kernel of this arithmetic, whatever its tiles and order.
 
-    Args:
-        conditions: Of the rows.
-        scores: ``score_error`` of both.
-        mod: Where the Problem has a score mod.
-
     Source: B9–B19 in ``docs/explanation/bounds.md``.
     """
     errors = exponent_errors(conditions, arithmetic, scores, mod)

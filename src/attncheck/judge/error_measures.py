@@ -124,7 +124,6 @@ def rounding_floor(truth: Tensor, counted: Tensor, output: Format) -> float:
     Args:
         truth: float64, any shape.
         counted: bool, broadcastable to that shape.
-        output: Format of out.
 
     No kernel with this output format has a smaller RMSE on these inputs: the nearest
     representable number minimises every element's error.

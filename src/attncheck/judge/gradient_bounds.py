@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.core.declared_arithmetic import FP32, FP64
-from attncheck.core.formats import FORMATS
+from attncheck.core.declared_arithmetic import FP32, FP64, Accumulator, Arithmetic
+from attncheck.core.formats import FORMATS, Format
 from attncheck.judge.score_gradient_errors import recompute_weights, score_gradients, zero_elsewhere
 from attncheck.judge.sum_roundings import half_ulp, steps_with_keys
 
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attncheck.core.conditions import GradientConditions, ReadConditions, Rows, ScoreModError
-    from attncheck.core.declared_arithmetic import Accumulator, Arithmetic
-    from attncheck.core.formats import Format
     from attncheck.core.tensor_names import TensorName
     from attncheck.judge.score_errors import ScoreError
     from attncheck.judge.score_gradient_errors import RecomputedWeights, SavedErrors, ScoreGradients
@@ -96,7 +94,6 @@ class Sums:
         """B36: what the bound is made of before the sum is rounded, ``(heads, count, dim)``.
 
         Args:
-            accumulator: What adds it up.
             operand: Relative error of y.
             steps: Of a truncating accumulator, where they do not follow on each other.
         """
@@ -134,8 +131,6 @@ def partial_sum_error(size: Tensor, terms: dict[str, Tensor], parts: int, fmt: F
     Args:
         size: Σ of the magnitudes of what is summed, which no partial sum passes.
         terms: What the sum is off by before.
-        parts: How many.
-        fmt: What each partial sum is rounded to.
     """
     rate = parts * math.log1p(fmt.unit_roundoff)
     growth = math.expm1(rate) if rate < _MOST_GROWTH else math.inf
@@ -187,10 +182,7 @@ def row_gradients(
     """Bound every backward of this arithmetic in these rows, whatever its tiles and order.
 
     Args:
-        known: Of the rows.
-        scores: ``score_error`` of both.
         saved: How far the kernel's own out and LSE are off in these rows.
-        mod: Where the Problem has a score mod.
         slope: Of its derivative, in place of the mod, likewise; None where that has no error.
         reads: What it reads of captured tensors, where those have gradients.
         numbers: How many numbers they hold.

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attncheck.core.judgement import Precision
-from attncheck.judge.allowance import at_rows
+from attncheck.judge.allowance import Allowance, at_rows
 from attncheck.judge.error_measures import (
     cosine,
     frobenius,
@@ -39,10 +39,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attncheck.core.declared_arithmetic import Arithmetic
-    from attncheck.judge.allowance import Allowance
 
-FEWEST = 512
-"""Outputs of a head below which its statistics say too little to be judged by."""
+FEWEST = 512  # outputs of a head below which its statistics say too little to be judged by
 
 Z = 1.25
 """Of right kernels in bf16, fp16 and fp8 in simulation the 99th percentile is 1.13, the largest

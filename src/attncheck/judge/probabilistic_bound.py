@@ -28,7 +28,7 @@ from attncheck.judge.sum_roundings import (
     sum_roundings,
     tiles_passed,
 )
-from attncheck.judge.weight_errors import log_sum_base, weight_errors
+from attncheck.judge.weight_errors import WeightErrors, log_sum_base, weight_errors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from attncheck.core.conditions import Conditions, ScoreModError
     from attncheck.core.declared_arithmetic import Arithmetic
     from attncheck.judge.score_errors import ScoreError
-    from attncheck.judge.weight_errors import WeightErrors
 
 # Weights that agree to this many units of fp32 may round alike.
 _ALIKE = 16
@@ -44,8 +43,7 @@ _ALIKE = 16
 # Numbers gathered at a time: 16 million float64 are 128 MiB.
 _AT_A_TIME = 2**24
 
-MISSED = 1e-6
-"""Probability that any element of a right kernel passes its probabilistic bound."""
+MISSED = 1e-6  # probability that any element of a right kernel passes its probabilistic bound
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -73,12 +71,6 @@ def probabilistic_bound(
     elements: int,
 ) -> ProbabilisticBound:
     """Bounds that take rounding errors as independent, but for those that are equal.
-
-    Args:
-        conditions: Of the rows.
-        scores: ``score_error`` of both.
-        mod: Where the Problem has a score mod.
-        elements: Of out in the whole Problem.
 
     Source: B21–B28 in ``docs/explanation/bounds.md``.
     """
@@ -316,7 +308,6 @@ def quadrature(
             lies in one interval of ``width``.
         values: ``(heads, kv, value_dim)``.
         center: ``(heads, rows, value_dim)``; None for 0.
-        width: Of an interval.
     """
     square = weight.square()
     total = square @ values.square()

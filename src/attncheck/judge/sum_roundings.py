@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.core.declared_arithmetic import FP32, FP64
-from attncheck.core.formats import spacing
+from attncheck.core.declared_arithmetic import FP32, FP64, Accumulator, Arithmetic
+from attncheck.core.formats import Format, spacing
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from attncheck.core.conditions import Conditions
-    from attncheck.core.declared_arithmetic import Accumulator, Arithmetic
-    from attncheck.core.formats import Format
 
 
 def half_ulp(size: Tensor, fmt: Format) -> Tensor:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 import torch
 
-from attncheck.core.judgement import Judgement, Worst
-from attncheck.core.tensor_names import GRADIENTS
+from attncheck.core.judgement import BlindSpot, Judgement, Status, Worst
+from attncheck.core.tensor_names import GRADIENTS, TensorName
 from attncheck.judge import verdict_rules as rules
-from attncheck.judge.allowance import Share, at_rows, shares
+from attncheck.judge.allowance import Allowance, Share, at_rows, shares
 from attncheck.judge.head_precision import HeadPrecision, measure_heads, measure_precision
 from attncheck.judge.verdict_rules import Compared, Finding
 
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attncheck.core.declared_arithmetic import Arithmetic
-    from attncheck.core.judgement import BlindSpot, Status
-    from attncheck.core.tensor_names import TensorName
-    from attncheck.judge.allowance import Allowance
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -102,7 +99,6 @@ def decide(
     ``pass``.
 
     Args:
-        result: What the kernel gave, and what it is judged by.
         heads: As ``judge_heads`` gives them, with the ensemble where they need one.
         blind_spot: What this problem would not have shown.
 

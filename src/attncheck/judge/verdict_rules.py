@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from attncheck.core.judgement import share_text
+from attncheck.core.judgement import Place, Precision, Rule, share_text
 from attncheck.judge.allowance import (
     Share,
     at_rows,
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attncheck.core.declared_arithmetic import Arithmetic
-    from attncheck.core.judgement import Place, Precision, Rule
     from attncheck.core.tensor_names import TensorName
     from attncheck.judge.allowance import Allowance
     from attncheck.judge.head_precision import HeadPrecision

@@ -15,7 +15,7 @@ Other kernels of the process are assembled as ever: what attncheck judges is wha
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,6 @@ from attncheck.core.errors import InterpreterUnavailable
 # Triton is imported inside functions: it must not be there before ``prepare_triton``.
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from contextlib import AbstractContextManager
 
     from triton import knobs
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from attncheck.kernels.compilation import sound_assembler
-from attncheck.kernels.launch import COUNTS, LOG2E, block_dim, scales
+from attncheck.kernels.launch import COUNTS, LOG2E, KernelPages, Launch, block_dim, scales
 from attncheck.kernels.tile import (
     advanced,
     all_finite,
@@ -36,7 +36,6 @@ from attncheck.kernels.tile import (
 
 if TYPE_CHECKING:
     from attncheck.inputs.input_tensors import Descale
-    from attncheck.kernels.launch import KernelPages, Launch
     from attncheck.mods.to_triton import TritonMod
 
 _MERGED_ROWS = 16  # of a program that merges
@@ -66,21 +65,12 @@ def decode_forward(
     Between the launches what the splits give is in memory, in fp32: out
     ``(splits, batch, heads, query, value_dim)`` and natural LSE ``(splits, batch, heads, query)``.
 
+    What is not said of an argument here is as of ``flash2_forward``.
+
     Args:
-        q: ``(batch, heads, query, head_dim)``, any strides.
-        k: ``(batch, kv_heads, kv, head_dim)``; kv_heads divides heads. With ``pages``
-            ``(pages, kv_heads, size, head_dim)``.
         v: ``(batch, kv_heads, kv, value_dim)``, or as k with ``pages``.
-        scale: Factor of q·k, an fp32 number.
-        score: The traced score mod; None leaves scores as they are.
         launch: ``splits``, of which there may be more than blocks of keys, tile sizes and the like.
             ``block_query`` counts packed rows, a block of them a program; ``causal`` has no effect.
-        descale: In fp8, what the stored numbers are to be multiplied by.
-        out_dtype: Of out (default: q's dtype).
-        sink: fp32 ``(heads,)``, natural: one more key of value 0 with this score, which every row
-            sees and no mod changes.
-        pages: Where keys and values are, if not one after the other.
-        kv: How many keys there are, with ``pages``.
 
     Returns:
         out ``(batch, heads, query, value_dim)`` and LSE ``(batch, heads, query)`` in fp32, natural

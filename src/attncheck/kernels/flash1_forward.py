@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from attncheck.kernels.compilation import sound_assembler
-from attncheck.kernels.launch import COUNTS, LOG2E, block_dim, scales
+from attncheck.kernels.launch import COUNTS, LOG2E, Launch, block_dim, scales
 from attncheck.kernels.tile import (
     factor_of,
     hidden,
@@ -31,7 +31,6 @@ from attncheck.kernels.tile import (
 
 if TYPE_CHECKING:
     from attncheck.inputs.input_tensors import Descale
-    from attncheck.kernels.launch import Launch
     from attncheck.mods.to_triton import TritonMod
 
 
@@ -54,17 +53,12 @@ def flash1_forward(
     are in memory, in fp32; m in log2 units, or natural with a score mod, and O in units of
     weights_scale / v's descale.
 
+    What is not said of an argument here is as of ``flash2_forward``.
+
     Args:
-        q: ``(batch, heads, query, head_dim)``, any strides.
         k: ``(batch, kv_heads, kv, head_dim)``; kv_heads divides heads.
         v: ``(batch, kv_heads, kv, value_dim)``.
-        scale: Factor of q·k, an fp32 number.
-        score: The traced score mod; None leaves scores as they are.
         launch: Tile sizes and the like; ``free`` has no effect.
-        descale: In fp8, what the stored numbers are to be multiplied by.
-        out_dtype: Of out (default: q's dtype).
-        sink: fp32 ``(heads,)``, natural: one more key of value 0 with this score, which every row
-            sees and no mod changes.
 
     Returns:
         out ``(batch, heads, query, value_dim)`` and LSE ``(batch, heads, query)`` in fp32, natural

@@ -57,7 +57,6 @@ def attention(
         q: ``(batch, heads, query, head_dim)``, any strides, as k and v.
         k: ``(batch, kv_heads, kv, head_dim)``; kv_heads divides heads.
         v: ``(batch, kv_heads, kv, value_dim)``.
-        plan: What is computed, and how it is launched.
         sink: fp32 ``(heads,)``, natural, or None.
         captured: The float tensors that the score mod reads, as ``plan.captured`` counts their
             numbers: where one requires a gradient it gets one. Their numbers reach the kernels

@@ -26,8 +26,8 @@ import triton.language as tl
 
 from attncheck.core.errors import UsageError
 from attncheck.kernels.compilation import sound_assembler
-from attncheck.kernels.gradient_terms import row_deltas, sink_gradient
-from attncheck.kernels.launch import LOG2E, block_dim, needs_careful_launch
+from attncheck.kernels.gradient_terms import CapturedReads, row_deltas, sink_gradient
+from attncheck.kernels.launch import LOG2E, Launch, VisitList, block_dim, needs_careful_launch
 from attncheck.kernels.tile import (
     all_finite,
     key_rows,
@@ -44,8 +44,6 @@ from attncheck.kernels.tile import (
 )
 
 if TYPE_CHECKING:
-    from attncheck.kernels.gradient_terms import CapturedReads
-    from attncheck.kernels.launch import Launch, VisitList
     from attncheck.mods.to_triton import TritonMod
 
 # A column of forty names says less than five lines of them.
@@ -251,8 +249,6 @@ def flash2_backward(
         lse: ``(batch, heads, query)``, fp32, natural log: likewise.
         dout: The loss's gradient with respect to out, as out; strides may be 0.
         dlse: With respect to LSE, as lse; None for 0.
-        scale: Factor of q·k, an fp32 number.
-        score: The traced score mod; None leaves scores as they are.
         slope: Its derivative with respect to the score, a function of the same arguments.
         launch: Tile sizes and the like of dQ; ``causal`` has no effect.
         launch_by_keys: Of dK and dV (default: the same); ``block_kv`` keys are a program's.

@@ -23,7 +23,7 @@ import triton.language as tl
 from attncheck.core.errors import UsageError
 from attncheck.kernels.compilation import sound_assembler
 from attncheck.kernels.gradient_terms import row_deltas, sink_gradient
-from attncheck.kernels.launch import LOG2E, block_dim, needs_careful_launch
+from attncheck.kernels.launch import LOG2E, Launch, block_dim, needs_careful_launch
 from attncheck.kernels.tile import (
     all_finite,
     key_rows,
@@ -36,13 +36,11 @@ from attncheck.kernels.tile import (
     score_gradients,
     weights,
 )
-from attncheck.kernels.varlen_forward import program_list
+from attncheck.kernels.varlen_forward import Causal, program_list
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from attncheck.kernels.launch import Launch
-    from attncheck.kernels.varlen_forward import Causal
     from attncheck.mods.to_triton import TritonMod
 
 # A column of forty names says less than five lines of them.
@@ -275,27 +273,22 @@ def varlen_backward(
 ) -> Gradients:
     """Gradients of a loss with respect to q, k, v and the sink, from those of out and LSE.
 
+    What is not said of an argument here is as of ``flash2_backward``.
+
     Args:
         q: ``(total_query, heads, head_dim)``, any strides, as all others with three axes.
         k: ``(total_kv, kv_heads, head_dim)``; kv_heads divides heads.
         v: ``(total_kv, kv_heads, value_dim)``.
         out: ``(total_query, heads, value_dim)``: what the forward gave.
         lse: ``(heads, total_query)``, fp32, natural log: likewise.
-        dout: The loss's gradient with respect to out, as out; strides may be 0.
-        dlse: With respect to LSE, as lse; None for 0.
         cu_seqlens_q: Where each document's rows begin, as in the forward.
         cu_seqlens_k: The same of its keys.
         programs: ``program_list`` of the documents' query lengths and ``launch.block_query``.
         key_programs: ``key_program_list`` of their key lengths and ``launch_by_keys.block_kv``.
-        scale: Factor of q·k, an fp32 number.
         launch: Tile sizes and the like of dQ.
-        launch_by_keys: Of dK and dV (default: the same); ``block_kv`` keys are a program's.
         causal: Which keys a row sees of its document, beside ``mask``.
         mask: The traced mask within documents; None for all their keys.
-        score: The traced score mod; None leaves scores as they are.
-        slope: Its derivative with respect to the score, a function of the same arguments.
         places: By which numbers the mods know a document, as in the forward.
-        sink: As in the forward.
 
     Returns:
         dq, dk and dv, each like q, k and v in shape and dtype, and dsink, fp32 ``(heads,)`` or

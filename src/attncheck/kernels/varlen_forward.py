@@ -15,7 +15,7 @@ import triton.language as tl
 
 from attncheck.core.errors import UsageError
 from attncheck.kernels.compilation import sound_assembler
-from attncheck.kernels.launch import COUNTS, LOG2E, block_dim, scales
+from attncheck.kernels.launch import COUNTS, LOG2E, Launch, block_dim, scales
 from attncheck.kernels.tile import (
     advanced,
     factor_of,
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from attncheck.inputs.input_tensors import Descale
-    from attncheck.kernels.launch import Launch
     from attncheck.mods.to_triton import TritonMod
 
 Causal = Literal["", "top_left", "bottom_right"]
@@ -89,11 +88,8 @@ def varlen_forward(
         cu_seqlens_k: The same of its keys; those before the first and behind the last one are in
             no document.
         programs: ``program_list`` of the documents' query lengths and ``launch.block_query``.
-        scale: Factor of q·k, an fp32 number.
-        launch: Tile sizes and the like.
         causal: Which keys a row sees of its document, beside ``mask``.
         mask: The traced mask within documents; None for all their keys.
-        score: The traced score mod; None leaves scores as they are.
         places: By which numbers mask and score mod know a document, int32 ``(documents, 3)``: its
             b, and q_idx and kv_idx of its first row and key. None: they count from 0 in each
             document, and b is its number.

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from attncheck.core.errors import TraceError
-from attncheck.mods.expression import OPERATIONS, Node, kind_of
+from attncheck.mods.expression import OPERATIONS, Captured, Kind, Node, kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attncheck.mods.expression import Captured, Kind
 
 # Their values do not depend on the tensor whose shape, dtype or device they borrow.
 CREATIONS = frozenset({"new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_like"})

@@ -22,15 +22,13 @@ from attncheck.core.balls import (
 )
 from attncheck.core.errors import ProblemError
 from attncheck.mods.captured_reads import NumberSystem
-from attncheck.mods.enclosures import Enclosures, Truth, Whole, elementwise_pair
-from attncheck.mods.expression import evaluate
+from attncheck.mods.enclosures import Enclosures, Truth, Values, Whole, elementwise_pair
+from attncheck.mods.expression import Expression, Node, evaluate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from attncheck.core.balls import Ball, BallArray
-    from attncheck.mods.enclosures import Values
-    from attncheck.mods.expression import Expression, Node
 
 _INT64 = (-(2**63), 2**63 - 1)
 
@@ -62,8 +60,7 @@ def to_ball(expression: Expression, bits: int) -> Callable[..., BallArray]:
     return evaluate_balls
 
 
-BALLS = NumberSystem(to_ball)
-"""Score mods on Arb's balls; its context is how many bits."""
+BALLS = NumberSystem(to_ball)  # score mods on Arb's balls; its context is how many bits
 
 
 class _Balls(Enclosures["BallArray"]):

@@ -86,13 +86,7 @@ def captured_tensors(score_mod: ScoreMod, device: torch.device | str = "cpu") ->
 
 
 class CapturedSums:
-    """Gradients of the numbers that a score mod captures, summed over scores a part at a time.
-
-    Args:
-        score_mod: The callable.
-        device: Where its tensors are.
-        dtype: Of the sums.
-    """
+    """Gradients of the numbers that a score mod captures, summed over scores a part at a time."""
 
     def __init__(
         self, score_mod: ScoreMod, device: torch.device | str, dtype: torch.dtype = torch.float64

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from attncheck.core.errors import TraceError
 from attncheck.mods.captured_gradients import captured_tensors
-from attncheck.mods.expression import INDICES
+from attncheck.mods.expression import INDICES, Expression
 from attncheck.mods.torch_tracer import (
     VocabularyInterpreter,
     aten_name,
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from attncheck.mods.expression import Expression
     from attncheck.mods.signatures import ScoreMod
 
 _ARGUMENTS = ("score", *INDICES)
@@ -95,9 +94,7 @@ class EvaluatedReads:
     """The reads of a score mod in another number system than torch's.
 
     Args:
-        score_mod: A FlexAttention callable.
         convert: Makes a function of numpy arrays of an expression.
-        device: Where the tensors are that it captures.
 
     Raises:
         TraceError: as ``trace_reads``, and where the score decides which number is read.

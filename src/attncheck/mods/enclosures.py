@@ -16,15 +16,13 @@ import numpy as np
 import torch
 
 from attncheck.core.errors import ProblemError
-from attncheck.mods.expression import Algebra
+from attncheck.mods.expression import Algebra, Captured, Node
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from attncheck.mods.expression import Captured, Node
 
-Values: TypeAlias = "np.ndarray[Any, Any]"
-"""bool, int64, or objects that are real numbers."""
+Values: TypeAlias = "np.ndarray[Any, Any]"  # bool, int64, or objects that are real numbers
 
 Real = TypeVar("Real")
 

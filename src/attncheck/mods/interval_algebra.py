@@ -19,16 +19,14 @@ import numpy as np
 from mpmath import libmp
 from mpmath.libmp import libmpi
 
-from attncheck.core.formats import FORMATS
+from attncheck.core.formats import FORMATS, Format
 from attncheck.mods.enclosures import Enclosures, Truth, Whole, elementwise, elementwise_pair
-from attncheck.mods.expression import evaluate, node_dtypes
+from attncheck.mods.expression import Expression, Node, evaluate, node_dtypes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attncheck.core.formats import Format
     from attncheck.mods.enclosures import Values
-    from attncheck.mods.expression import Expression, Node
     from attncheck.mods.operation_errors import Arithmetic
 
 Raw: TypeAlias = Any  # an untyped tuple of mpmath's own

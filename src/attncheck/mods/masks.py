@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from attncheck.core import mod_spec as check
 from attncheck.core.errors import ProblemError
-from attncheck.core.mod_spec import Entry
+from attncheck.core.mod_spec import Argument, Dimensions, Entry, Values
 from attncheck.mods import formula
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attncheck.core.mod_spec import Argument, Dimensions, Values
     from attncheck.mods.signatures import MaskMod
 
 
@@ -91,8 +90,7 @@ def padding(lengths: Tensor) -> MaskMod:
 # FlexAttention's examples). A window of even size has one cell more before its centre than after
 # it, as in NATTEN. Rows and keys beyond the canvas see nothing and are not seen.
 
-Pair: TypeAlias = tuple[int, int]
-"""Rows and columns."""
+Pair: TypeAlias = tuple[int, int]  # rows and columns
 
 
 def neighborhood(canvas: Pair, kernel: Pair) -> MaskMod:

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from attncheck.core.errors import ProblemError, TraceError, UsageError
-from attncheck.core.mod_spec import Entry, Spec
+from attncheck.core.mod_spec import Argument, Check, Dimensions, Entry, Spec
 from attncheck.core.source_files import load_member
-from attncheck.mods.expression import expression_digest
+from attncheck.mods.expression import Expression, expression_digest
 from attncheck.mods.index_ranges import check_index_ranges
 from attncheck.mods.masks import MASKS
 from attncheck.mods.scores import SCORES
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType
 
-    from attncheck.core.mod_spec import Argument, Check, Dimensions
-    from attncheck.mods.expression import Expression
 
 ModKind = Literal["mask", "score mod"]
 

@@ -14,12 +14,11 @@ import numpy as np
 
 from attncheck.mods.captured_reads import NumberSystem
 from attncheck.mods.enclosures import WHOLE_OPERATIONS, Values, captured_array, cast_whole
-from attncheck.mods.expression import OPERATIONS, Algebra, evaluate
+from attncheck.mods.expression import OPERATIONS, Algebra, Expression, Node, evaluate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attncheck.mods.expression import Expression, Node
 
 _INT64_SMALLEST = -(2**63)
 
@@ -35,7 +34,6 @@ def to_mpmath(expression: Expression, context: Any) -> Callable[..., Values]:
     torch. There is no −0.
 
     Args:
-        expression: A traced mask or score mod.
         context: An ``mpmath.MPContext`` with the precision wanted, read at every call. Nothing is
             done to ``mpmath.mp``.
 

@@ -76,8 +76,6 @@ def draw_page_table(
     every machine.
 
     Args:
-        paging: Size of a page, order and sharing.
-        batch: Sequences.
         kv: Keys of the longest that there may be: each row of the table is for one page more, as
             a serving engine's is for the longest sequence that it takes.
         lengths: Keys of each sequence, 0 to ``kv`` (default: ``kv``).

@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING
 from attncheck.core import mod_spec as check
 from attncheck.core.errors import ProblemError
 from attncheck.core.formats import fp32
-from attncheck.core.mod_spec import ANY_SEED, Entry
+from attncheck.core.mod_spec import ANY_SEED, Dimensions, Entry, Values
 from attncheck.mods import formula, masks
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attncheck.core.mod_spec import Dimensions, Values
     from attncheck.mods.signatures import MaskMod, ScoreMod
 
 

@@ -56,7 +56,6 @@ def to_triton(expression: Expression, device: str | torch.device | None = None) 
     """Return the expression as a Triton function, and its captured values.
 
     Args:
-        expression: A traced mask or score mod.
         device: Where the captured tensors are to be (default: where they are).
 
     Raises:

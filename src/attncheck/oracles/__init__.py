@@ -22,6 +22,7 @@ from attncheck.oracles.forward_recurrences import (
     split_forward,
 )
 from attncheck.oracles.recurrence_steps import SOFTMAXES as _SOFTMAXES
+from attncheck.oracles.recurrence_steps import Backward, Recurrence
 from attncheck.oracles.streaming_forward import softmax_by_rows, streaming
 from attncheck.oracles.streaming_gradients import streaming_backward
 
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
     from attncheck.core.outputs import Outputs
     from attncheck.inputs.input_tensors import Inputs
-    from attncheck.oracles.recurrence_steps import Backward, Recurrence
 
 __all__ = [
     "BACKWARDS",

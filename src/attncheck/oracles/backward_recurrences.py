@@ -57,7 +57,6 @@ def dsink_of(numbers: Numbers[A], sink: A | None, lse: A, rows: A) -> A | None:
     """``Σ P_sink (dLSE − delta)`` over rows and sequences, ``(1, heads, 1, 1)``.
 
     Args:
-        numbers: The number system.
         sink: ``(1, heads, 1, 1)``, or None.
         lse: ``(batch, heads, query, 1)``.
         rows: As ``row_terms`` gives them.

@@ -17,24 +17,22 @@ import flint
 import numpy as np
 import torch
 
-from attncheck.core.balls import balls_of, each_ball, error_bound, working_precision
+from attncheck.core.balls import BallArray, balls_of, each_ball, error_bound, working_precision
 from attncheck.core.errors import UsageError
 from attncheck.oracles.forward_recurrences import one_head
-from attncheck.oracles.number_system import ObjectScoreMods
+from attncheck.oracles.number_system import Captures, Evaluate, ObjectNumbers
 from attncheck.oracles.recurrence_steps import Result
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from torch import Tensor
 
-    from attncheck.core.balls import BallArray
     from attncheck.core.conditions import Rows
     from attncheck.core.outputs import Outputs
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.mods.signatures import ScoreMod
     from attncheck.oracles.mod_calls import Indices
-    from attncheck.oracles.number_system import Captures, Evaluate
 
 BITS = 128
 """Of a midpoint: two machine words, which cost no more than one and a bit. A score of 10^6 is known
@@ -69,7 +67,7 @@ class Balls:
             return type(self)(operation(self.array, other), self.bits)
 
 
-class Ball:
+class Ball(ObjectNumbers[Balls]):
     """Arrays of balls ``(batch, heads, rows, columns)``; see ``Numbers`` for each word.
 
     Exponents are unbounded: nothing overflows or underflows. −∞ is exact, and what follows from a
@@ -78,10 +76,8 @@ class Ball:
 
     Args:
         bits: Of a midpoint; raises UsageError below 53, which hold a float64.
-        evaluate: What evaluates a score mod that changes its score, as for ``Mp``; its context is
-            ``bits``. What it gives must enclose the exact score for every score in a ball.
-        slope: The same of a score mod's derivative, which a backward needs.
-        captures: The same of what it reads of float tensors, where those have gradients.
+        evaluate, slope, captures: As of ``ObjectNumbers``; the context is ``bits``. What they give
+            must enclose the exact number for every score in a ball.
     """
 
     def __init__(
@@ -97,7 +93,7 @@ class Ball:
                 "a float64."
             )
         self.bits = bits
-        self._mods = ObjectScoreMods("Ball", bits, evaluate, slope, captures)
+        super().__init__(bits, evaluate, slope, captures)
 
     def exact(self, values: Tensor) -> Balls:
         """Balls of radius 0, but NaN, of which nothing is known; ``values`` on the CPU."""
@@ -106,42 +102,6 @@ class Ball:
     def rounded(self, array: Balls) -> Tensor:
         """The midpoints, rounded once; NaN where nothing is known."""
         return torch.from_numpy(_NEAREST(array.array).astype(np.float64))
-
-    def full(self, shape: Sequence[int], value: float) -> Balls:
-        """A new array."""
-        return Balls(np.full(tuple(shape), flint.arb(value), dtype=object), self.bits)
-
-    def rows(self, array: Balls, start: int, stop: int) -> Balls:
-        """A view."""
-        return Balls(array.array[:, :, start:stop], self.bits)
-
-    def columns(self, array: Balls, start: int, stop: int) -> Balls:
-        """A view."""
-        return Balls(array.array[..., start:stop], self.bits)
-
-    def join_rows(self, blocks: Sequence[Balls]) -> Balls:
-        """Concatenation along the third axis."""
-        return Balls(np.concatenate([block.array for block in blocks], axis=2), self.bits)
-
-    def repeat_heads(self, array: Balls, times: int) -> Balls:
-        """Each head ``times`` times in a row."""
-        return Balls(np.repeat(array.array, times, axis=1), self.bits)
-
-    def sum_heads(self, array: Balls, times: int) -> Balls:
-        """Over neighbours."""
-        batch, heads, rows, columns = array.array.shape
-        grouped = array.array.reshape(batch, heads // times, times, rows, columns)
-        with working_precision(self.bits):
-            return Balls(grouped.sum(axis=2), self.bits)
-
-    def sum_batch(self, array: Balls) -> Balls:
-        """Over the first axis."""
-        with working_precision(self.bits):
-            return Balls(array.array.sum(axis=0, keepdims=True), self.bits)
-
-    def transpose(self, array: Balls) -> Balls:
-        """A view."""
-        return Balls(array.array.swapaxes(-1, -2), self.bits)
 
     def matmul(self, left: Balls, right: Balls) -> Balls:
         """Batched product by Arb's own matrix product."""
@@ -186,16 +146,6 @@ class Ball:
             largest = functools.reduce(_LARGER, columns)
         return Balls(largest[..., None], self.bits)
 
-    def rowsum(self, array: Balls) -> Balls:
-        """Over the last axis."""
-        with working_precision(self.bits):
-            return Balls(array.array.sum(axis=-1, keepdims=True), self.bits)
-
-    def select(self, condition: Tensor, array: Balls, otherwise: float) -> Balls:
-        """Elementwise; what is not selected does not matter, a ball that says nothing included."""
-        other = np.full((), flint.arb(otherwise), dtype=object)
-        return Balls(np.where(condition.numpy(), array.array, other), self.bits)
-
     def is_minus_infinity(self, array: Balls) -> Tensor:
         """Elementwise; False of a ball that says nothing, which then says nothing of its row."""
         infinite = ~_FINITE(array.array).astype(bool)
@@ -203,30 +153,29 @@ class Ball:
         infinite[infinite] = _IS_MINUS_INFINITY(array.array[infinite]).astype(bool)
         return torch.from_numpy(infinite)
 
-    def score(self, score_mod: ScoreMod, scores: Balls, indices: Indices) -> Balls:
-        """Through ``evaluate``; raises UsageError where there is none and one is needed."""
-        after = self._mods.scores(score_mod, scores.array, indices)
-        if after is None:
-            return scores
-        return Balls(np.broadcast_to(after, scores.array.shape), self.bits)
-
-    def score_slope(self, score_mod: ScoreMod, scores: Balls, indices: Indices) -> Balls:
-        """Through ``slope``; raises UsageError where there is none and one is needed."""
-        slopes = self._mods.slopes(score_mod, scores.array, indices)
-        if slopes is None:
-            return self.full(scores.array.shape, 1.0)
-        return Balls(np.broadcast_to(slopes, scores.array.shape), self.bits)
-
     def captured(
         self, score_mod: ScoreMod, scores: Balls, indices: Indices, factors: Balls, attended: Tensor
     ) -> Balls:
         """Through ``captures``; raises UsageError where there is none."""
-        arrays = scores.array, indices, factors.array, attended
         with working_precision(self.bits):
-            terms = self._mods.captured_sums(score_mod, *arrays)
+            terms = self._captured_sums(score_mod, scores, indices, factors, attended)
             # What no score reads is a bare 0.
             sums = terms + np.full((), flint.arb(0), dtype=object)
         return Balls(sums.reshape(1, 1, 1, -1), self.bits)
+
+    def _objects(self, array: Balls) -> BallArray:
+        return array.array
+
+    def _made(self, objects: BallArray) -> Balls:
+        return Balls(objects, self.bits)
+
+    def _number(self, value: float) -> Any:
+        return flint.arb(value)
+
+    def _sums(self, objects: BallArray) -> BallArray:
+        with working_precision(self.bits):
+            sums: BallArray = objects.sum(axis=-1)
+        return sums
 
     def _balls(self, function: Callable[..., BallArray], *arrays: Any) -> Balls:
         with working_precision(self.bits):
@@ -296,7 +245,6 @@ def enclose_rows(numbers: Ball, inputs: Inputs, rows: Rows) -> Result[Balls]:
 
     Args:
         numbers: Balls, with what evaluates a score mod.
-        inputs: Of an attention or a softmax, on any device.
 
     Returns:
         Out ``(1, heads, rows, value_dim)``, of a softmax ``(1, heads, rows, kv)``, and natural-log

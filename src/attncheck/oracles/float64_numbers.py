@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attncheck.mods.captured_gradients import CapturedSums
-from attncheck.oracles.mod_calls import call_score_mod, score_mod_slope
+from attncheck.oracles.mod_calls import Indices, call_score_mod, score_mod_slope
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attncheck.mods.signatures import ScoreMod
-    from attncheck.oracles.mod_calls import Indices
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,16 +12,15 @@ import torch
 from numpy.typing import NDArray
 
 from attncheck.core.errors import UsageError
-from attncheck.oracles.number_system import ObjectScoreMods
+from attncheck.oracles.number_system import Captures, Evaluate, ObjectNumbers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from torch import Tensor
 
     from attncheck.mods.signatures import ScoreMod
     from attncheck.oracles.mod_calls import Indices
-    from attncheck.oracles.number_system import Captures, Evaluate
 
 LEAST_DIGITS = 17  # 60 bits: every float64 is a number of the system
 
@@ -32,7 +31,7 @@ _EXPONENT_OF_SMALLEST = -1074  # of float64's smallest number
 _SMALLEST_NORMAL = 2.0**-1022
 
 
-class Mp:
+class Mp(ObjectNumbers[ManyDigits]):
     """Object arrays ``(batch, heads, rows, columns)``; see ``Numbers`` for each word.
 
     Exponents are unbounded: nothing overflows or underflows. Sums and products of matrices are
@@ -40,10 +39,7 @@ class Mp:
 
     Args:
         digits: Decimal digits; raises UsageError below 17, which hold a float64.
-        evaluate: What evaluates a score mod that changes its score (``ObjectScoreMods``). Masks
-            decide by whole numbers and are called as they are.
-        slope: The same of a score mod's derivative, which a backward needs.
-        captures: The same of what it reads of float tensors, where those have gradients.
+        evaluate, slope, captures: As of ``ObjectNumbers``.
     """
 
     def __init__(
@@ -62,7 +58,7 @@ class Mp:
         self.context: Any = mpmath.MPContext()  # the mpmath context
         self.context.dps = digits
         context = self.context
-        self._mods = ObjectScoreMods("Mp", context, evaluate, slope, captures)
+        super().__init__(context, evaluate, slope, captures)
         self._convert = _elementwise(context.convert, 1)
         self._exp = _elementwise(context.exp, 1)
         self._log = _elementwise(context.log, 1)
@@ -77,40 +73,6 @@ class Mp:
     def rounded(self, array: ManyDigits) -> Tensor:
         """Rounded once, subnormal numbers too."""
         return torch.from_numpy(self._nearest(array).astype(np.float64))
-
-    def full(self, shape: Sequence[int], value: float) -> ManyDigits:
-        """A new array."""
-        return np.full(tuple(shape), self.context.convert(value), dtype=object)
-
-    def rows(self, array: ManyDigits, start: int, stop: int) -> ManyDigits:
-        """A view."""
-        return array[:, :, start:stop]
-
-    def columns(self, array: ManyDigits, start: int, stop: int) -> ManyDigits:
-        """A view."""
-        return array[..., start:stop]
-
-    def join_rows(self, blocks: Sequence[ManyDigits]) -> ManyDigits:
-        """Concatenation along the third axis."""
-        return np.concatenate(list(blocks), axis=2)
-
-    def repeat_heads(self, array: ManyDigits, times: int) -> ManyDigits:
-        """Each head ``times`` times in a row."""
-        return np.repeat(array, times, axis=1)
-
-    def sum_heads(self, array: ManyDigits, times: int) -> ManyDigits:
-        """Over neighbours, rounded once."""
-        batch, heads, rows, columns = array.shape
-        grouped = array.reshape(batch, heads // times, times, rows, columns)
-        return self._sums(np.moveaxis(grouped, 2, -1))
-
-    def sum_batch(self, array: ManyDigits) -> ManyDigits:
-        """Over the first axis, rounded once."""
-        return self._sums(np.moveaxis(array, 0, -1))[None]
-
-    def transpose(self, array: ManyDigits) -> ManyDigits:
-        """A view."""
-        return array.swapaxes(-1, -2)
 
     def matmul(self, left: ManyDigits, right: ManyDigits) -> ManyDigits:
         """Batched product, each element rounded once."""
@@ -153,29 +115,9 @@ class Mp:
         largest: ManyDigits = functools.reduce(self._larger, np.moveaxis(array, -1, 0))
         return largest[..., None]
 
-    def rowsum(self, array: ManyDigits) -> ManyDigits:
-        """Over the last axis, rounded once."""
-        return self._sums(array)[..., None]
-
-    def select(self, condition: Tensor, array: ManyDigits, otherwise: float) -> ManyDigits:
-        """Elementwise; what is not selected does not matter, NaN included."""
-        return np.where(condition.numpy(), array, self.full((), otherwise))
-
     def is_minus_infinity(self, array: ManyDigits) -> Tensor:
         """Elementwise."""
         return torch.from_numpy(self._is_minus_infinity(array).astype(bool))
-
-    def score(self, score_mod: ScoreMod, scores: ManyDigits, indices: Indices) -> ManyDigits:
-        """Through ``evaluate``; raises UsageError where there is none and one is needed."""
-        after = self._mods.scores(score_mod, scores, indices)
-        return scores if after is None else np.broadcast_to(self._convert(after), scores.shape)
-
-    def score_slope(self, score_mod: ScoreMod, scores: ManyDigits, indices: Indices) -> ManyDigits:
-        """Through ``slope``; raises UsageError where there is none and one is needed."""
-        slopes = self._mods.slopes(score_mod, scores, indices)
-        if slopes is None:
-            return self.full(scores.shape, 1.0)
-        return np.broadcast_to(self._convert(slopes), scores.shape)
 
     def captured(
         self,
@@ -186,8 +128,20 @@ class Mp:
         attended: Tensor,
     ) -> ManyDigits:
         """Through ``captures``; raises UsageError where there is none."""
-        sums = self._mods.captured_sums(score_mod, scores, indices, factors, attended)
+        sums = self._captured_sums(score_mod, scores, indices, factors, attended)
         return self._convert(sums).reshape(1, 1, 1, -1)
+
+    def _objects(self, array: ManyDigits) -> ManyDigits:
+        return array
+
+    def _made(self, objects: ManyDigits) -> ManyDigits:
+        return objects
+
+    def _number(self, value: float) -> Any:
+        return self.context.convert(value)
+
+    def _converted(self, objects: ManyDigits) -> ManyDigits:
+        return self._convert(objects)
 
     def _sums(self, array: ManyDigits) -> ManyDigits:
         """Over the last axis, which is gone then."""

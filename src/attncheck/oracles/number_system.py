@@ -9,21 +9,21 @@ Arrays are ``(batch, heads, rows, columns)``. What only selects — masks, "has 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeAlias, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from attncheck.core.errors import UsageError
-from attncheck.oracles.mod_calls import is_identity
+from attncheck.oracles.mod_calls import Indices, is_identity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from numpy.typing import NDArray
     from torch import Tensor
 
     from attncheck.mods.signatures import ScoreMod
-    from attncheck.oracles.mod_calls import Indices
 
 
 class Array(Protocol):
@@ -36,6 +36,7 @@ class Array(Protocol):
 
 
 A = TypeVar("A", bound=Array)
+Objects: TypeAlias = NDArray[np.object_]
 
 
 class Numbers(Protocol[A]):
@@ -119,9 +120,7 @@ class Numbers(Protocol[A]):
         """Σ ``factors`` · ∂ score_mod / ∂ number over the scores that read a captured number.
 
         Args:
-            score_mod: A FlexAttention callable that reads float tensors.
             scores: Before it, ``(batch, heads, query, kv)``.
-            indices: Theirs.
 
         Returns:
             ``(1, 1, 1, numbers)``: one tensor after the other, each flattened row-major.
@@ -135,7 +134,6 @@ class Evaluate(Protocol):
         """Return a function ``(scores, b, h, q_idx, kv_idx) -> scores`` in a context's numbers.
 
         Args:
-            score_mod: The original callable.
             context: What the scores are numbers of: the mpmath context, or the bits of a ball.
 
         Returns:
@@ -164,80 +162,133 @@ class Captures(Protocol):
         """Return the reads; arguments as of ``Evaluate``."""
 
 
-class ObjectScoreMods:
-    """Score mods on arrays of Python objects, which torch knows nothing of.
+class ObjectNumbers(ABC, Generic[A]):
+    """What number systems of Python objects in numpy arrays share; see ``Numbers`` for each word.
 
-    A callable written for tensors can only be evaluated on these numbers through its traced
-    expression, and an oracle never sees one: the three ways to evaluate it are injected, and
-    whoever joins the two rooms answers for them. One call of a recurrence evaluates the same score
-    mod many times, so the last one of each kind is kept.
+    torch knows nothing of such numbers. A score mod, which is written for tensors, can only be
+    evaluated on them through its traced expression, and an oracle never sees one: the three ways to
+    evaluate it are injected, and whoever joins the two rooms answers for them. One call of a
+    recurrence evaluates the same score mod many times, so the last one of each kind is kept.
 
     Args:
-        system: The number system's name, for errors.
-        context: Of its numbers, handed to what evaluates.
-        evaluate: What evaluates a score mod that changes its score, if anything does.
-        slope: The same of its derivative.
-        captures: The same of what it reads of float tensors.
+        evaluate: What evaluates a score mod that changes its score, if anything does. Masks decide
+            by whole numbers and are called as they are.
+        slope: The same of its derivative, which a backward needs.
+        captures: The same of what it reads of float tensors, where those have gradients.
     """
 
     def __init__(
         self,
-        system: str,
         context: Any,
         evaluate: Evaluate | None,
         slope: Evaluate | None,
         captures: Captures | None,
     ) -> None:
-        self._system, self._context = system, context
+        self._context = context
         self._ways = {"evaluate": evaluate, "slope": slope, "captures": captures}
         # One a kind: a backward evaluates scores and slopes in turn, and would throw either out.
         self._last: dict[str, tuple[ScoreMod, Any]] = {}
 
-    def scores(
-        self, score_mod: ScoreMod, scores: NDArray[np.object_], indices: Indices
-    ) -> NDArray[np.object_] | None:
-        """The scores after the score mod; None of the identity, which leaves them as they are.
+    @abstractmethod
+    def _objects(self, array: A) -> Objects:
+        """The objects of an array of the system."""
 
-        Raises UsageError for another score mod where nothing evaluates it, as ``slopes``.
-        """
-        return self._elementwise("evaluate", score_mod, scores, indices)
+    @abstractmethod
+    def _made(self, objects: Objects) -> A:
+        """The array of the system that holds these objects."""
 
-    def slopes(
-        self, score_mod: ScoreMod, scores: NDArray[np.object_], indices: Indices
-    ) -> NDArray[np.object_] | None:
-        """The score mod's derivative at the scores before it; None of the identity: 1."""
-        return self._elementwise("slope", score_mod, scores, indices)
+    @abstractmethod
+    def _number(self, value: float) -> Any:
+        """A float64 as a number of the system."""
 
-    def captured_sums(
-        self,
-        score_mod: ScoreMod,
-        scores: NDArray[np.object_],
-        indices: Indices,
-        factors: NDArray[np.object_],
-        attended: Tensor,
-    ) -> NDArray[np.object_]:
+    @abstractmethod
+    def _sums(self, objects: Objects) -> Objects:
+        """Sums over the last axis, which is gone then."""
+
+    def _converted(self, objects: Objects) -> Objects:
+        """What was evaluated, as numbers of the system."""
+        return objects
+
+    def full(self, shape: Sequence[int], value: float) -> A:
+        """A new array."""
+        return self._made(np.full(tuple(shape), self._number(value), dtype=object))
+
+    def rows(self, array: A, start: int, stop: int) -> A:
+        """A view."""
+        return self._made(self._objects(array)[:, :, start:stop])
+
+    def columns(self, array: A, start: int, stop: int) -> A:
+        """A view."""
+        return self._made(self._objects(array)[..., start:stop])
+
+    def join_rows(self, blocks: Sequence[A]) -> A:
+        """Concatenation along the third axis."""
+        return self._made(np.concatenate([self._objects(block) for block in blocks], axis=2))
+
+    def repeat_heads(self, array: A, times: int) -> A:
+        """Each head ``times`` times in a row."""
+        return self._made(np.repeat(self._objects(array), times, axis=1))
+
+    def sum_heads(self, array: A, times: int) -> A:
+        """Over neighbours."""
+        objects = self._objects(array)
+        batch, heads, rows, columns = objects.shape
+        grouped = objects.reshape(batch, heads // times, times, rows, columns)
+        return self._made(self._sums(np.moveaxis(grouped, 2, -1)))
+
+    def sum_batch(self, array: A) -> A:
+        """Over the first axis."""
+        return self._made(self._sums(np.moveaxis(self._objects(array), 0, -1))[None])
+
+    def transpose(self, array: A) -> A:
+        """A view."""
+        return self._made(self._objects(array).swapaxes(-1, -2))
+
+    def rowsum(self, array: A) -> A:
+        """Over the last axis."""
+        return self._made(self._sums(self._objects(array))[..., None])
+
+    def select(self, condition: Tensor, array: A, otherwise: float) -> A:
+        """Elementwise; what is not selected does not matter, NaN included."""
+        other = np.full((), self._number(otherwise), dtype=object)
+        return self._made(np.where(condition.numpy(), self._objects(array), other))
+
+    def score(self, score_mod: ScoreMod, scores: A, indices: Indices) -> A:
+        """Through ``evaluate``; raises UsageError where there is none and one is needed."""
+        after = self._evaluated("evaluate", score_mod, scores, indices)
+        return scores if after is None else after
+
+    def score_slope(self, score_mod: ScoreMod, scores: A, indices: Indices) -> A:
+        """Through ``slope``; raises UsageError where there is none and one is needed."""
+        slopes = self._evaluated("slope", score_mod, scores, indices)
+        return self.full(self._objects(scores).shape, 1.0) if slopes is None else slopes
+
+    def _captured_sums(
+        self, score_mod: ScoreMod, scores: A, indices: Indices, factors: A, attended: Tensor
+    ) -> Objects:
         """Sums as ``Numbers.captured`` gives them, ``(numbers,)``, in the precision that is set.
 
         Raises UsageError where nothing evaluates what the score mod reads.
         """
         reads = self._way("captures", score_mod)
+        objects = self._objects(scores)
         # Object zeros: sums stay in the system's own numbers.
         sums = np.zeros(reads.numbers, dtype=object)
-        kept = attended.expand(scores.shape).numpy()
-        for places, slopes in reads(scores, *(axis.numpy() for axis in indices.axes)):
-            terms = factors * np.broadcast_to(slopes, scores.shape)
+        kept = attended.expand(objects.shape).numpy()
+        for places, slopes in reads(objects, *(axis.numpy() for axis in indices.axes)):
+            terms = self._objects(factors) * np.broadcast_to(slopes, objects.shape)
             # Several scores may read one number: ``+=`` at an index would keep the last alone.
-            np.add.at(sums, np.broadcast_to(places, scores.shape)[kept], terms[kept])
+            np.add.at(sums, np.broadcast_to(places, objects.shape)[kept], terms[kept])
         return sums
 
-    def _elementwise(
-        self, word: str, score_mod: ScoreMod, scores: NDArray[np.object_], indices: Indices
-    ) -> NDArray[np.object_] | None:
+    def _evaluated(self, word: str, score_mod: ScoreMod, scores: A, indices: Indices) -> A | None:
+        """What a way gives of the scores; None of the identity."""
         function = self._way(word, score_mod)
         if function is None:
             return None
-        result: NDArray[np.object_] = function(scores, *(axis.numpy() for axis in indices.axes))
-        return result
+        objects = self._objects(scores)
+        result = self._converted(function(objects, *(axis.numpy() for axis in indices.axes)))
+        return self._made(np.broadcast_to(result, objects.shape))
 
     def _way(self, word: str, score_mod: ScoreMod) -> Any:
         """The way called ``word`` made for this score mod; None of the identity's scores."""
@@ -248,7 +299,7 @@ class ObjectScoreMods:
             if not reads and is_identity(score_mod, "cpu"):
                 self._last[word] = (score_mod, None)
             elif way is None:
-                needed = f"{self._system}'s `{word}`"
+                needed = f"{type(self).__name__}'s `{word}`"
                 raise UsageError(
                     f"gradients of what a score mod reads need {needed}."
                     if reads

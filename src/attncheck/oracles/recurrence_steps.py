@@ -266,7 +266,6 @@ class Scores(Generic[A]):
         """Gradients of the numbers that the score mod reads, by this tile; None without dcaptured.
 
         Args:
-            tile: As ``with_slopes`` gives it.
             dz: The loss's gradient with respect to its scores.
         """
         if not self.inputs.problem.dcaptured:

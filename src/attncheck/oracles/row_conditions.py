@@ -42,7 +42,6 @@ def compute_conditions(inputs: Inputs, truth: Outputs, rows: Rows) -> Conditions
     """The Conditions of ``rows``, on the inputs' device.
 
     Args:
-        inputs: Of an attention or a softmax.
         truth: The oracle's result on them, where ``out`` and ``lse`` are taken from.
         rows: Which rows; their query indices may lie on any device.
     """
@@ -274,7 +273,6 @@ def compute_gradient_conditions(inputs: Inputs, truth: Outputs, rows: Rows) -> G
     """The GradientConditions of ``rows``, on the inputs' device.
 
     Args:
-        inputs: Of a Problem with a backward.
         truth: The oracle's result on them, where ``out`` and ``lse`` are taken from.
         rows: Which rows; their query indices may lie on any device.
     """

@@ -6,7 +6,7 @@ import itertools
 from typing import TYPE_CHECKING
 
 from attncheck.core.errors import look_up
-from attncheck.inputs.problem import Case
+from attncheck.inputs.problem import Case, Problem
 from attncheck.inputs.question_parameters import Parameters
 from attncheck.probes.probe_table import ALL_PROBES, Probe
 from attncheck.probes.tied_keys import Finding, VisibleKeys
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     import torch
 
     from attncheck.inputs.input_tensors import Inputs
-    from attncheck.inputs.problem import Problem
 
 __all__ = [
     "PROBES",
@@ -41,7 +40,6 @@ def case(name: str, problem: Problem, parameters: Parameters | None = None) -> C
     """Return the Case of the probe ``name`` on ``problem``'s layout, mask, dtype and scale.
 
     Args:
-        name: A name in ``PROBES``.
         problem: Its score mod and distribution are replaced.
         parameters: The probe's numbers; the first allowed ones by default.
 

@@ -11,18 +11,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.core.declared_arithmetic import FP32, Accumulator
+from attncheck.core.declared_arithmetic import FP32, Accumulator, Arithmetic
 from attncheck.core.formats import FORMATS
 
 if TYPE_CHECKING:
-    from attncheck.core.declared_arithmetic import Arithmetic
     from attncheck.inputs.problem import Problem
 
-HALF = 0.5
-"""A count that is off by this much is nearer to another whole number."""
+HALF = 0.5  # a count that is off by this much is nearer to another whole number
 
-QUARTER = HALF / 2
-"""The part of it that rounding may use: the rest shows a fault."""
+QUARTER = HALF / 2  # the part of it that rounding may use: the rest shows a fault
 
 GAP = 16 * math.log(2.0)
 """Distance below the largest score of a row at which all but its equals must lie, in nats.
@@ -93,8 +90,7 @@ class WeightErrors:
 USUAL_WEIGHT_ERRORS = WeightErrors()
 """Of a kernel that declares nothing else: all that may be right without being declared."""
 
-_LOGARITHMS = 2
-"""That LSE goes through: a split's own, and that of the merged splits."""
+_LOGARITHMS = 2  # that LSE goes through: a split's own, and that of the merged splits
 
 
 def error_before_rounding(
@@ -103,9 +99,7 @@ def error_before_rounding(
     """Largest relative error of out before it is rounded, where tied keys share a row's weight.
 
     Args:
-        problem: Its number of keys.
         top: Their score, natural log, any shape; float64.
-        errors: Of the kernel's weights.
     """
     # An ulp is up to 2u; a key's own weight and the sum of all may be off in opposite directions.
     weights = 6.0 * (top.abs() + math.log(problem.kv) + 1.0) + 4.0 * errors.exp2_ulps
@@ -138,10 +132,7 @@ def is_countable(
     kernel may be one: it rounds 1 / keys, or more on the way to it.
 
     Args:
-        problem: Its formats.
         sizes: Σ |v| of the tied keys in units of V, float64; what follows broadcasts to it.
-        keys: How many they are.
-        top: Their score.
         others: What the keys below them move, in units of V.
         exact: Where a sum of values loses nothing.
     """

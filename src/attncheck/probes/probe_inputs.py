@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 # ------------------------------------------------------------------ keys where kernels go wrong
 
-_TILES = (64, 128, 32, 16, 256)
-"""Widths of tiles and pages, the commonest first."""
+_TILES = (64, 128, 32, 16, 256)  # widths of tiles and pages, the commonest first
 
 
 def boundary_keys(problem: Problem) -> list[int]:
@@ -67,8 +66,7 @@ def _mask_edges(mask: Spec, problem: Problem) -> Iterator[int]:
 _FACTOR = 4
 """Between the values of two key heads: a row that reads the other one's is off by 3/4 or more."""
 
-_AMPLITUDES = 5
-"""Different factors: 1 to 4**4 = 256, which every format can store."""
+_AMPLITUDES = 5  # different factors: 1 to 4**4 = 256, which every format can store
 
 
 def _number_pairs(problem: Problem, per_batch: int) -> torch.Tensor:

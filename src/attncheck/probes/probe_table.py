@@ -34,7 +34,7 @@ from attncheck.probes.probe_inputs import (
     store_inputs,
     zero_query_and_keys,
 )
-from attncheck.probes.tied_keys import check_tied_keys
+from attncheck.probes.tied_keys import Finding, VisibleKeys, check_tied_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from attncheck.core.outputs import Outputs
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
-    from attncheck.probes.tied_keys import Finding, VisibleKeys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,8 +180,7 @@ _RAMP = Probe(
     allowed=lambda _: {"rise": (_FAST, _SLOW)},
 )
 
-_FAR = 128.0
-"""exp(−128) is 0 in fp32 and exp(128) is infinite; the logits are from here to 160."""
+_FAR = 128.0  # exp(−128) is 0 in fp32 and exp(128) is infinite; the logits are from here to 160
 
 
 def _fill_constant(sign: int, problem: Problem, _: Parameters) -> Inputs:
@@ -232,12 +230,10 @@ _TWO_LEVEL = Probe(
 
 # ------------------------------------------------------------------ one key
 
-_APART = 32.0
-"""Nats that the chosen key is above all others, at least."""
+_APART = 32.0  # nats that the chosen key is above all others, at least
 
 _LARGEST = 8  # whole numbers up to it have three bits, as e5m2 has
-_KEYS = 6
-"""Boundary keys that all rows share out among them, beside those at their own edges."""
+_KEYS = 6  # boundary keys that all rows share out among them, beside those at their own edges
 
 
 def _own_edges(problem: Problem) -> list[int]:
@@ -317,8 +313,7 @@ triangle inequality. Where head_dim is too short for that many keys, keys share 
 
 # ------------------------------------------------------------------ a mean
 
-_BELOW = 40.0
-"""Nats that the other keys lie below: they weigh less than 2^-57."""
+_BELOW = 40.0  # nats that the other keys lie below: they weigh less than 2^-57
 
 _BITS_FP8, _BITS = 13, 20
 """Of a sum of values at most: what the shortest accumulator holds, of fp8 products on Hopper and of

@@ -48,7 +48,6 @@ def describe_wrong_row(
     code of their values; another key alone; a factor.
 
     Args:
-        inputs: Of a probe.
         place: (batch, head, row).
         out: What the kernel gave, float64 ``(value_dim,)``.
         used: How many keys share its weight by the kernel's LSE; 0 where it exposes none.
@@ -319,8 +318,6 @@ def explain_row(
     the error is left, in units of what rounding allows, explains it if less than half is left.
 
     Args:
-        inputs: Of a probe.
-        given: What the kernel gave.
         truth: What it must be, float64.
         allowed: What rounding allows, float64.
         seen: bool ``(kv,)``: what the row sees.

@@ -27,14 +27,11 @@ if TYPE_CHECKING:
 
 _SCHEMA = 1
 
-BASELINE_FILE = "attncheck-baseline.json"
-"""Name of the file, in the folder of the project."""
+BASELINE_FILE = "attncheck-baseline.json"  # name of the file, in the folder of the project
 
-LARGEST_BASELINE = 2**26
-"""Bytes of the largest baseline that is read: some 100,000 entries."""
+LARGEST_BASELINE = 2**26  # bytes of the largest baseline that is read: some 100,000 entries
 
-Key: TypeAlias = tuple[str, str, str]
-"""Kernel, Case, architecture."""
+Key: TypeAlias = tuple[str, str, str]  # kernel, Case, architecture
 
 _DIGITS = 6  # significant, of every number: a ten-thousandth of what chance moves, and short lines
 # Empty too: a kernel whose bits change from call to call has no digest to keep.
@@ -43,54 +40,38 @@ _PAIR: TypeAlias = tuple[str, Any]
 
 
 class BaselineTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Kept numbers of one tensor; those of ``record.Accuracy``, and two measured.
+    """Kept numbers of one tensor; those of ``record.Accuracy``, and two measured."""
 
-    Attributes:
-        rmse: Root mean square error.
-        ideal, floor: Of the ideal kernel, and of the exact result rounded; None of LSE.
-        relative, freedom, ensemble: As of ``record.Accuracy``.
-    """
-
-    rmse: float
+    rmse: float  # root mean square error
+    # ideal, floor: of the ideal kernel, and of the exact result rounded; None of LSE.
     ideal: float | None = None
     floor: float | None = None
+    # relative, freedom, ensemble: as of ``record.Accuracy``.
     relative: float
     freedom: float
     ensemble: tuple[float, ...]
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One kernel on one Case on one architecture.
+    """One kernel on one Case on one architecture."""
 
-    Attributes:
-        kernel: The kernel.
-        variant, dtype: What the Case is, for who reads the file.
-        case: Id of the Case.
-        asked: The Case: it is asked again where a plan has it no longer.
-        device: See ``architecture``.
-        digest: Of the bits; empty where they were not the same each time.
-        tensors: What is kept of each tensor; none of a kernel that does not take the Case.
-        over_bound: Largest |error| ÷ deterministic bound of out.
-        versions: Key into the baseline's environments.
-        reason: Why somebody accepted it in place of a better one; empty where nobody had to.
-        check: First 16 hexadecimal digits of the SHA-256 of all of the above.
-    """
-
-    kernel: str
+    kernel: str  # the kernel
+    # variant, dtype: what the Case is, for who reads the file.
     variant: str
     dtype: str
-    case: str
+    case: str  # id of the Case
     # Kept whole: a plan that has changed must not silently drop a case that got worse.
-    asked: dict[str, Any] = {}
-    device: str
+    asked: dict[str, Any] = {}  # the Case: it is asked again where a plan has it no longer
+    device: str  # see ``architecture``
     status: Status
-    digest: str = ""
+    digest: str = ""  # of the bits; empty where they were not the same each time
+    # What is kept of each tensor; none of a kernel that does not take the Case.
     tensors: dict[TensorName, BaselineTensor] = {}
-    over_bound: float | None = None
-    versions: str
-    reason: str = ""
+    over_bound: float | None = None  # largest |error| ÷ deterministic bound of out
+    versions: str  # key into the baseline's environments
+    reason: str = ""  # why somebody accepted it in place of a better one; empty where nobody had to
     # Of a line, not of the file: two branches that add cases merge without a conflict.
-    check: str = ""
+    check: str = ""  # first 16 hexadecimal digits of the SHA-256 of all of the above
 
     @property
     def key(self) -> Key:
@@ -104,17 +85,12 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Baseline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Results of a project's kernels at an earlier time.
-
-    Attributes:
-        environments: By ``environment_id``.
-        entries: Sorted by their keys.
-    """
+    """Results of a project's kernels at an earlier time."""
 
     schema: int = _SCHEMA
     attncheck: str
-    environments: dict[str, Environment]
-    entries: tuple[Entry, ...]
+    environments: dict[str, Environment]  # by ``environment_id``
+    entries: tuple[Entry, ...]  # sorted by their keys
 
 
 def architecture(environment: Environment) -> str:
@@ -150,7 +126,6 @@ def make_baseline(
     Args:
         kept: Each key once.
         environments: By ``environment_id``; those that no entry names are left out.
-        attncheck: The version that writes it.
     """
     ordered = tuple(entry.checked() for entry in sorted(kept, key=lambda entry: entry.key))
     # Entries that were replaced leave their environments behind.

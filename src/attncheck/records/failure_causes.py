@@ -11,13 +11,12 @@ import msgspec
 from msgspec.structs import replace
 
 from attncheck.core.tensor_names import GRADIENTS
-from attncheck.records.record import FAILED_STATUSES, Diagnosis
+from attncheck.records.record import FAILED_STATUSES, Diagnosis, Explanation, Record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from attncheck.core.judgement import Rule
-    from attncheck.records.record import Explanation, Record
 
 Key = tuple[str, ...]
 _MOST_NAMED = 3  # of several causes that explain all of a group
@@ -34,24 +33,16 @@ _NUMBER = re.compile(r"[-+−]?\d[\d.,]*(?:e[-+]?\d+)?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CauseGroup:
-    """Failures of one kernel that have one cause, as far as is known.
+    """Failures of one kernel that have one cause, as far as is known."""
 
-    Attributes:
-        kernel: Whose.
-        cause: In plain words; of an unknown one the rule that is broken.
-        known: Whether a fault model was shown to explain each of them, or each says by itself what
-            is wrong: it raised, died, or wrote to its inputs, for example.
-        model: Id of the fault model or sign; empty where there is none.
-        members: Places of the failures among those that were grouped.
-        key: What they have in common.
-    """
-
-    kernel: str
-    cause: str
+    kernel: str  # whose
+    cause: str  # in plain words; of an unknown one the rule that is broken
+    # Whether a fault model was shown to explain each of them, or each says by itself what is
+    # wrong: it raised, died, or wrote to its inputs, for example.
     known: bool
-    model: str = ""
-    members: tuple[int, ...]
-    key: Key
+    model: str = ""  # id of the fault model or sign; empty where there is none
+    members: tuple[int, ...]  # places of the failures among those that were grouped
+    key: Key  # what they have in common
 
     def has(self, record: Record) -> bool:
         """Return whether ``record`` fails in the same way, such as a smaller Case of a member."""
@@ -137,7 +128,6 @@ def group_by_cause(
     others. Where no model explains all of a Record, those of one rule and symptom are alike.
 
     Args:
-        failures: Of any kernels.
         smaller: Smaller Cases that a failure was shrunk to, by its place: what explains it has to
             explain these, too.
     """

@@ -21,10 +21,8 @@ from attncheck.records.record import FAILED_STATUSES, Environment, Record, Repor
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-FAILURE_FOLDER = "failures"
-"""Name of the folder of failures, in that of the reports."""
-MOST_KEPT = 200
-"""Failures that a folder keeps; the oldest goes when one more comes."""
+FAILURE_FOLDER = "failures"  # name of the folder of failures, in that of the reports
+MOST_KEPT = 200  # failures that a folder keeps; the oldest goes when one more comes
 
 _SCHEMA = 1
 _LARGEST = 2**22  # bytes of one failure, case or problem
@@ -34,44 +32,31 @@ _ID = re.compile(r"[a-z2-7]{10}")
 
 
 class KeptFailure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One kernel that failed one Case.
-
-    Attributes:
-        id: Ten letters and digits that stand for the kernel, how it is called, the device and the
-            Case: two kernels that fail the same Case have two.
-        kernel: As it was asked for: a name, ``file.py::name`` or ``package.module:name``.
-        convention: A name of a calling convention; empty for the first that fits.
-        question: What the Case asks, in one line.
-        test: The property's test; empty where there is none.
-        record: What the kernel answered.
-    """
+    """One kernel that failed one Case."""
 
     schema: int = _SCHEMA
+    # Ten letters and digits that stand for the kernel, how it is called, the device and the Case:
+    # two kernels that fail the same Case have two.
     id: str
-    kernel: str
-    convention: str = ""
+    kernel: str  # as it was asked for: a name, ``file.py::name`` or ``package.module:name``
+    convention: str = ""  # a name of a calling convention; empty for the first that fits
     device: str
-    question: str = ""
-    test: str = ""
-    record: Record
+    question: str = ""  # what the Case asks, in one line
+    test: str = ""  # the property's test; empty where there is none
+    record: Record  # what the kernel answered
     environment: Environment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reproduction:
-    """A failure to reproduce.
-
-    Attributes:
-        kernel: As it was asked for; empty where nothing says so, as the next two.
-        source: The file that says so.
-    """
+    """A failure to reproduce."""
 
     case: dict[str, Any] = field(default_factory=dict)
-    kernel: str = ""
+    kernel: str = ""  # as it was asked for; empty where nothing says so, as the next two
     convention: str = ""
     device: str = ""
     test: str = ""
-    source: Path = Path()
+    source: Path = Path()  # the file that says so
 
 
 def is_id(text: str) -> bool:
@@ -124,7 +109,6 @@ def find_reproduction(
         wanted: The id of a failure or of a Case, which is looked for in ``reports``/failures and
             in every report of the folder; else a file: a failure, a Case, or a Problem, which is
             to be compared.
-        reports: The folder.
         kernel: Of several that were asked the same Case, this one; one that was not is asked it
             now.
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+import inspect
+import re
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import msgspec
 
 from attncheck.core import json_numbers
 from attncheck.core.errors import UsageError, require_known
-from attncheck.records.fault_scores import FaultReport, OwnTestsReport, SensitivityReport
+from attncheck.records.fault_scores import (
+    FaultReport,
+    MutantReport,
+    OwnTestsReport,
+    SensitivityReport,
+)
 from attncheck.records.problem_summary import problem_of
-from attncheck.records.record import Report
+from attncheck.records.record import Record, Report
 from attncheck.records.run_reports import BaselineComparison, GateReport, PropertyReport
 from attncheck.records.survey_reports import (
     BlockReport,
@@ -21,16 +28,13 @@ from attncheck.records.survey_reports import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
-    from attncheck.records.record import Record
 
-LARGEST_REPORT = 2**26
-"""Bytes of the largest report that is read: some 40,000 records."""
+LARGEST_REPORT = 2**26  # bytes of the largest report that is read: some 40,000 records
 
-LARGEST_GATE = 2**28
-"""Bytes of the largest gate's report: some 100,000 answers."""
+LARGEST_GATE = 2**28  # bytes of the largest gate's report: some 100,000 answers
 
 R = TypeVar("R", bound=msgspec.Struct)
 
@@ -47,6 +51,7 @@ REPORTS: dict[str, type[msgspec.Struct]] = {
     "properties": PropertyReport,
     "baseline": BaselineComparison,
     "faults": FaultReport,
+    "mutants": MutantReport,
     "own-tests": OwnTestsReport,
     "sensitivity": SensitivityReport,
     "oracles": OracleReport,
@@ -61,7 +66,8 @@ REPORTS: dict[str, type[msgspec.Struct]] = {
 def report_schema(kind: str) -> dict[str, Any]:
     """Return the JSON Schema of the reports of a ``kind``; raises UnknownName for another one.
 
-    A number that JSON has no word for is a string: ``"nan"``, ``"inf"`` or ``"-inf"``.
+    A number that JSON has no word for is a string: ``"nan"``, ``"inf"`` or ``"-inf"``. What stands
+    beside a field in the source describes its property.
     """
     require_known("kind of report", [kind], REPORTS)
     words: dict[str, Any] = {"enum": ["nan", "inf", "-inf"]}
@@ -76,7 +82,41 @@ def report_schema(kind: str) -> dict[str, Any]:
         return {name: with_words(value) for name, value in part.items()}
 
     schema: dict[str, Any] = with_words(msgspec.json.schema(REPORTS[kind]))
+    for struct in set(_structs(REPORTS[kind])):
+        properties = schema["$defs"][struct.__name__]["properties"]
+        for name, text in _field_descriptions(struct).items():
+            properties[name]["description"] = text
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def _structs(annotation: Any) -> Iterator[type[msgspec.Struct]]:
+    """Yield every Struct of an annotation, and those of its fields."""
+    if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
+        yield annotation
+        for field in msgspec.structs.fields(annotation):
+            yield from _structs(field.type)
+    for part in get_args(annotation):
+        yield from _structs(part)
+
+
+def _field_descriptions(struct: type[msgspec.Struct]) -> dict[str, str]:
+    """Return the comments of a class's fields: behind each in its line, and above it."""
+    described: dict[str, str] = {}
+    above: list[str] = []
+    for line in inspect.getsource(struct).splitlines():
+        if comment := re.fullmatch(r" {4}# (.*)", line):
+            above.append(comment[1])
+            continue
+        if field := re.match(r" {4}(\w+): (?:.*?  # (.*))?", line):
+            behind = f"{field[2][0].upper()}{field[2][1:]}." if field[2] else ""
+            text = " ".join(filter(None, [behind, *above]))
+            # Several fields that are said together: "batch, heads: …" stands above the first.
+            names, _, rest = text.partition(": ")
+            several = set(names.split(", ")) <= set(struct.__struct_fields__)
+            for name in names.split(", ") if several else [field[1]] if text else []:
+                described[name] = rest if several else text
+        above = []
+    return described
 
 
 def load_report(source: Path | str, kind: type[R]) -> R:

@@ -62,59 +62,43 @@ UNTRUSTED_STATUSES: frozenset[Status] = FAILED_STATUSES | {"flaky", "oracle disa
 
 # Here and below unknown fields are refused: a later version must not be read by half.
 class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings that the numbers depend on besides the Case.
+    """Settings that the numbers depend on besides the Case."""
 
-    Attributes:
-        device: ``cpu`` or the GPU's own name.
-        capability: CUDA compute capability such as ``9.0``; empty on a CPU.
-        machine: Processor architecture.
-        python, torch, triton, numpy, attncheck: Versions; triton is empty where it is missing.
-        cuda: The CUDA version torch was built for; empty without.
-        interpreter: Repairs of Triton's interpreter that were on; empty when kernels were compiled.
-    """
-
-    device: str
-    capability: str = ""
+    device: str  # ``cpu`` or the GPU's own name
+    capability: str = ""  # CUDA compute capability such as ``9.0``; empty on a CPU
     # Other architectures have other vector instructions, and so other bits on a CPU.
-    machine: str
+    machine: str  # processor architecture
+    # python, torch, triton, numpy, attncheck: versions; triton is empty where it is missing.
     python: str
     torch: str
     triton: str = ""
     numpy: str
     attncheck: str
-    cuda: str = ""
+    cuda: str = ""  # the CUDA version torch was built for; empty without
+    # Repairs of Triton's interpreter that were on; empty when kernels were compiled.
     # A repair changes what the interpreter computes: results belong to it.
     interpreter: tuple[str, ...] = ()
 
 
 class OutErrors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Errors of out against the fp64 truth, over rows that see a key.
-
-    Attributes:
-        floor_rmse: The same for the truth correctly rounded to the output format.
-        ideal_rmse: The same for the ideal kernel at the kernel's own tiling, or the default one.
-        max_error: Largest absolute error; infinite when an element is not finite.
-        max_at: Where; None when there is no element.
-        input_rmse: RMSE between the exact results on the inputs as stored and as drawn: what
-            rounding the inputs costs, whatever the kernel. Not part of any error above.
-        nonfinite: Elements that are NaN or infinite while the truth is finite.
-        dead_rows: Rows that see no key.
-        dead_rows_wrong: Those whose out is not exactly 0.
-    """
+    """Errors of out against the fp64 truth, over rows that see a key."""
 
     rmse: float
     # No kernel whose output has this format can do better.
-    floor_rmse: float
+    floor_rmse: float  # the same for the truth correctly rounded to the output format
+    # The same for the ideal kernel at the kernel's own tiling, or the default one.
     ideal_rmse: float
-    max_error: float
-    max_at: Place | None
+    max_error: float  # largest absolute error; infinite when an element is not finite
+    max_at: Place | None  # where; None when there is no element
     bias: float
+    # RMSE between the exact results on the inputs as stored and as drawn: what rounding the
+    # inputs costs, whatever the kernel. Not part of any error above.
     input_rmse: float
     elements: int
-    nonfinite: int = 0
+    nonfinite: int = 0  # elements that are NaN or infinite while the truth is finite
     # Out is 0 there by definition: anything else is a mistake, and no rounding.
-    dead_rows: int = 0
-    dead_rows_wrong: int = 0
+    dead_rows: int = 0  # rows that see no key
+    dead_rows_wrong: int = 0  # those whose out is not exactly 0
 
 
 class LseErrors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -135,131 +119,91 @@ class GradientErrors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     Of dq over rows that see a key, of dk and dv over keys that some row sees; elsewhere the exact
     gradient is 0.
-
-    Attributes:
-        floor_rmse: The same for the truth correctly rounded to the gradient's format.
-        ideal_rmse: The same for the ideal kernel's backward, after its own forward, at the kernel's
-            own tiling, or the default one.
-        max_error: Largest absolute error; infinite when an element is not finite.
-        max_at: Where; None when there is no element.
-        nonfinite: Elements that are NaN or infinite while the truth is finite.
     """
 
     rmse: float
-    floor_rmse: float
+    floor_rmse: float  # the same for the truth correctly rounded to the gradient's format
+    # The same for the ideal kernel's backward, after its own forward, at the kernel's own tiling,
+    # or the default one.
     ideal_rmse: float
-    max_error: float
-    max_at: Place | None
+    max_error: float  # largest absolute error; infinite when an element is not finite
+    max_at: Place | None  # where; None when there is no element
     bias: float
     elements: int
-    nonfinite: int = 0
+    nonfinite: int = 0  # elements that are NaN or infinite while the truth is finite
 
 
 class ErrorMap(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Map of the errors in out: the largest |error| ÷ allowance of each part of it.
+    """Map of the errors in out: the largest |error| ÷ allowance of each part of it."""
 
-    Attributes:
-        rows: Query rows of one cell, the last one's may be fewer.
-        heads: Query heads of one cell, likewise.
-        values: A line for each group of heads, of a number for each group of rows; over all
-            batches and elements of the head's vectors. Infinite where out is not finite, or wrong
-            where nothing is allowed.
-    """
-
-    rows: int
-    heads: int
+    rows: int  # query rows of one cell, the last one's may be fewer
+    heads: int  # query heads of one cell, likewise
+    # A line for each group of heads, of a number for each group of rows; over all batches and
+    # elements of the head's vectors. Infinite where out is not finite, or wrong where nothing is
+    # allowed.
     values: tuple[tuple[float, ...], ...]
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A fault that a kernel may have.
+    """A fault that a kernel may have."""
 
-    Attributes:
-        model: Its id among the fault models.
-        sentence: What it is.
-        share: Of the squared error that it explains, 0–1.
-        explains_all: Whether what is left is within what rounding allows.
-        parameters: In which form: tile sizes, heads, or a number that was fitted.
-    """
-
-    model: str
-    sentence: str
-    share: float
-    explains_all: bool
+    model: str  # its id among the fault models
+    sentence: str  # what it is
+    share: float  # of the squared error that it explains, 0–1
+    explains_all: bool  # whether what is left is within what rounding allows
+    # In which form: tile sizes, heads, or a number that was fitted.
     # msgspec makes a new one for each Struct: the default is not shared.
     parameters: dict[str, int | float | str] = {}
 
 
 class TileMap(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Tiles of rows and keys that the error is from, as far as out and LSE tell.
+    """Tiles of rows and keys that the error is from, as far as out and LSE tell."""
 
-    Attributes:
-        rows: Query rows of one cell, the last one's may be fewer.
-        keys: Keys of one cell, likewise.
-        values: A line for each group of rows, of a number for each group of keys: by how much the
-            weights of those keys are off, as a share of the largest such cell.
-    """
-
-    rows: int
-    keys: int
+    rows: int  # query rows of one cell, the last one's may be fewer
+    keys: int  # keys of one cell, likewise
+    # A line for each group of rows, of a number for each group of keys: by how much the weights
+    # of those keys are off, as a share of the largest such cell.
     values: tuple[tuple[float, ...], ...]
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Fault models that explain the error of a kernel.
+    """Fault models that explain the error of a kernel."""
 
-    Attributes:
-        ranked: The best first; none where no fault model explains anything to speak of.
-        tied: How many of them, from the first on, explain it equally well.
-        tried: How many fault models were tried; 0 where the failure says by itself what is wrong:
-            that is first then, and models that explain its error come behind it.
-        problems: On how many problems each had to explain what the kernel gave.
-        level: ``named`` where one of them was confirmed on independent problems, or it is proven by
-            asking again; ``family`` where no more than its family is known.
-        family: Kind of fault, in plain words.
-        facts: What was seen where nothing is named: where it is wrong, since when, without what
-            it is right.
-        tiles: Where the error is by tiles; left out where that cannot be told.
-    """
-
+    # The best first; none where no fault model explains anything to speak of.
     ranked: tuple[Explanation, ...]
     # Models may coincide on these problems: then the first is no better than the next.
-    tied: int
+    tied: int  # how many of them, from the first on, explain it equally well
+    # How many fault models were tried; 0 where the failure says by itself what is wrong: that is
+    # first then, and models that explain its error come behind it.
     tried: int
-    problems: int = 1
+    problems: int = 1  # on how many problems each had to explain what the kernel gave
+    # ``named``: one of them was confirmed on independent problems, or is proven by asking again;
+    # ``family``: no more than the kind of fault is known.
     level: Literal["named", "family", "unknown"] = "named"
-    family: str = ""
+    family: str = ""  # the kind of fault, in plain words
+    # What was seen where nothing is named: where it is wrong, since when, without what it is right.
     facts: tuple[str, ...] = ()
+    # Where the error is by tiles; left out where that cannot be told.
     tiles: TileMap | msgspec.UnsetType = msgspec.UNSET
 
 
 class Accuracy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Size of the errors of one tensor, and how much of it is chance.
-
-    Attributes:
-        relative: The same in units of what ideal kernels of several tilings err by, each row in its
-            own where roundings are independent.
-        freedom: Degrees of freedom of its square: as how many independent errors they count.
-        ensemble: ``relative`` of each of those ideal kernels.
-    """
+    """Size of the errors of one tensor, and how much of it is chance."""
 
     rmse: float
+    # The same in units of what ideal kernels of several tilings err by, each row in its own where
+    # roundings are independent.
     relative: float
-    freedom: float
+    freedom: float  # degrees of freedom of its square: as how many independent errors they count
     # Other tilings are as right: how far these lie apart is chance.
-    ensemble: tuple[float, ...]
+    ensemble: tuple[float, ...]  # ``relative`` of each of those ideal kernels
 
 
 class Unclaimed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a problem has that nobody says the kernel takes, which is asked apart.
+    """What a problem has that nobody says the kernel takes, which is asked apart."""
 
-    Attributes:
-        aspect: The field of the capability table that it is of; ``lengths`` has none.
-        what: The value: ``40``, ``query < kv``.
-    """
-
-    aspect: str
-    what: str
+    aspect: str  # the field of the capability table that it is of; ``lengths`` has none
+    what: str  # the value: ``40``, ``query < kv``
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -316,25 +260,20 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Records with what they share.
-
-    Attributes:
-        kernels: Name of each kernel asked for → its one-line summary.
-        absent: Kernels that can run nothing here → why (one line each).
-        claims: Kernels that nobody has declared anything of → what was found that they take, a line
-            each; left out where they take all that was tried.
-        incomplete: Why it ends early, and how far it came; left out where it does not.
-    """
+    """Records with what they share."""
 
     # Readers refuse every other number: a field may have changed its meaning.
     schema: int = 3
     # Without paths, since a report is passed on: it must not tell of somebody's disk.
     command: str
     environments: dict[str, Environment]
-    kernels: dict[str, str]
+    kernels: dict[str, str]  # name of each kernel asked for → its one-line summary
     # Here and not among the records: no Case was asked, so there is none to name.
-    absent: dict[str, str]
+    absent: dict[str, str]  # kernels that can run nothing here → why (one line each)
+    # Kernels that nobody has declared anything of → what was found that they take, a line each;
+    # left out where they take all that was tried.
     claims: dict[str, tuple[str, ...]] | msgspec.UnsetType = msgspec.UNSET
+    # Why it ends early, and how far it came; left out where it does not.
     incomplete: str | msgspec.UnsetType = msgspec.UNSET
     records: tuple[Record, ...]
 

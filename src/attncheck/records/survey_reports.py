@@ -9,90 +9,63 @@ import msgspec
 from attncheck.core.judgement import Place
 from attncheck.records.record import Environment
 
-TRUTH = "truth"
-"""The oracle that kernels are compared with, in certificates."""
+TRUTH = "truth"  # the oracle that kernels are compared with, in certificates
 
 
 class Distance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The largest error among those that are finite, as multiples of a unit of their own.
+    """The largest error among those that are finite, as multiples of a unit of their own."""
 
-    Attributes:
-        units: Largest |error| ÷ unit, at most the largest float; None where no number was compared.
-        at: Where; None where no number was compared.
-        compared: Numbers that are finite, as are the exact one and the unit.
-        nonfinite: The others, of rows that see a key.
-    """
-
+    # Largest |error| ÷ unit, at most the largest float; None where no number was compared.
     units: float | None
-    at: Place | None
-    compared: int
-    nonfinite: int = 0
+    at: Place | None  # where; None where no number was compared
+    compared: int  # numbers that are finite, as are the exact one and the unit
+    nonfinite: int = 0  # the others, of rows that see a key
 
 
 class Rows(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Results in the rows that see a key.
+    """Results in the rows that see a key."""
 
-    Attributes:
-        total: How many there are.
-        nonfinite: Those where LSE or an element of out, or the exact one, is NaN or infinite.
-        overflowed: Of those, where the sum of exponentials or a product with it is infinite.
-        vanished: Of those, where the sum of exponentials is 0, and out 0/0.
-        dead_wrong: Rows that see no key, and whose out is not exactly 0 or whose LSE is not −∞.
-    """
-
-    total: int
-    nonfinite: int = 0
+    total: int  # how many there are
+    nonfinite: int = 0  # those where LSE or an element of out, or the exact one, is NaN or infinite
     # Apart from other NaNs: some oracles must overflow, by their definition.
-    overflowed: int = 0
-    vanished: int = 0
+    overflowed: int = 0  # of those, where the sum of exponentials or a product with it is infinite
+    vanished: int = 0  # of those, where the sum of exponentials is 0, and out 0/0
+    # Rows that see no key, and whose out is not exactly 0 or whose LSE is not −∞.
     dead_wrong: int = 0
 
 
 class OracleRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One float64 oracle on one Case.
+    """One float64 oracle on one Case."""
 
-    Attributes:
-        case_id, case: The Case and its short id.
-        variant: The plan's name for the mask and score mod; ``softmax`` for that operation.
-        distribution: Of the inputs, as in the Case.
-        oracle: Its name; ``streaming`` is the one that kernels are compared with.
-        out: In units of 2^-53 Σ_j p_j |v_j| of each element; of 2^-53 p_j for softmax. The sum
-            counts as 2^-1022, the smallest normal number, where it is smaller.
-        lse: In units of 2^-53 max(1, |LSE|).
-        rows: Where it is not finite.
-    """
-
+    # case_id, case: the Case and its short id.
     case_id: str
     case: dict[str, Any]
-    variant: str
-    distribution: str
-    oracle: str
+    variant: str  # the plan's name for the mask and score mod; ``softmax`` for that operation
+    distribution: str  # of the inputs, as in the Case
+    oracle: str  # its name; ``streaming`` is the one that kernels are compared with
+    # In units of 2^-53 Σ_j p_j |v_j| of each element; of 2^-53 p_j for softmax. The sum counts as
+    # 2^-1022, the smallest normal number, where it is smaller.
     out: Distance
-    lse: Distance
-    rows: Rows
+    lse: Distance  # in units of 2^-53 max(1, |LSE|)
+    rows: Rows  # where it is not finite
 
 
 class Agreement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The recurrences on one Case among themselves, all at the same number of digits.
+    """The recurrences on one Case among themselves, all at the same number of digits."""
 
-    Attributes:
-        case_id: The Case.
-        variant, distribution: As in its OracleRecords.
-        oracles: Which recurrences.
-        log10: Decimal logarithm of the largest finite distance from the reference: of out relative
-            to Σ_j p_j |v_j| (p_j for softmax), of LSE to max(1, |LSE|). None where there is none.
-        infinite: Numbers, over all recurrences, whose distance is not finite: either is NaN or
-            infinite and not the very same, or they differ where what they are relative to is 0.
-        furthest: The recurrence with the largest distance; None where all are equal.
-    """
-
-    case_id: str
+    case_id: str  # the Case
+    # variant, distribution: as in its OracleRecords.
     variant: str
     distribution: str
-    oracles: tuple[str, ...]
+    oracles: tuple[str, ...]  # which recurrences
+    # Decimal logarithm of the largest finite distance from the reference: of out relative to Σ_j
+    # p_j |v_j| (p_j for softmax), of LSE to max(1, |LSE|). None where there is none.
     # A logarithm, since the distance at many digits is below the smallest float.
     log10: float | None
+    # Numbers, over all recurrences, whose distance is not finite: either is NaN or infinite and
+    # not the very same, or they differ where what they are relative to is 0.
     infinite: int = 0
+    # The recurrence with the largest distance; None where all are equal.
     furthest: str | None = None
 
     def holds(self, digits: int) -> bool:
@@ -102,84 +75,60 @@ class Agreement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class OracleReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Records with what they share.
-
-    Attributes:
-        backend: What multiplies its whole numbers: ``gmpy2 2.1.5``, or ``python``.
-        digits: Decimal digits of the exact side.
-        must_agree: To how many digits the recurrences must agree there.
-        reference: Name of the recurrence that is the exact result: the safe softmax, dense.
-        may_overflow: Oracles that cannot be finite everywhere, by their definition.
-        oracles: Name of each float64 oracle → what it is, in a line.
-        records: One a Case and oracle.
-        agreements: One a Case.
-    """
+    """Records with what they share."""
 
     schema: int = 1
     command: str
     environment: Environment
     mpmath: str
     # With either the digits are the same; gmpy2 takes less time.
-    backend: str
-    digits: int
+    backend: str  # what multiplies its whole numbers: ``gmpy2 2.1.5``, or ``python``
+    digits: int  # decimal digits of the exact side
     # Fewer than ``digits``: the last ones are rounding of the many digits themselves.
-    must_agree: int
-    reference: str
-    may_overflow: tuple[str, ...]
-    oracles: dict[str, str]
-    records: tuple[OracleRecord, ...]
-    agreements: tuple[Agreement, ...]
+    must_agree: int  # to how many digits the recurrences must agree there
+    reference: str  # name of the recurrence that is the exact result: the safe softmax, dense
+    may_overflow: tuple[str, ...]  # oracles that cannot be finite everywhere, by their definition
+    oracles: dict[str, str]  # name of each float64 oracle → what it is, in a line
+    records: tuple[OracleRecord, ...]  # one a Case and oracle
+    agreements: tuple[Agreement, ...]  # one a Case
 
 
 class ProvenError(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Upper bounds of an oracle's error in one tensor, beside what the judge allows a kernel there.
+    """Upper bounds of an oracle's error in one tensor, beside what a kernel is allowed there."""
 
-    Attributes:
-        share: Largest proven error ÷ allowance, at most the largest float; None where nothing was
-            proven beside an allowance.
-        error: The proven error there.
-        allowance: The allowance there; 0 in a row that sees no key, of an error that is not 0.
-        a_priori: Largest proven error ÷ what the judge assumes of the oracle without a proof, its
-            own bound for float64; None where that was not asked, or is infinite throughout.
-        elements: Numbers with a proven error and a finite allowance.
-        unproven: Numbers of which nothing is proven: balls say nothing, or the oracle's or the
-            exact one is not finite.
-        unbounded: Numbers with a proven error and without an allowance.
-    """
-
+    # Largest proven error ÷ allowance, at most the largest float; None where nothing was proven
+    # beside an allowance.
     share: float | None
-    error: float | None
+    error: float | None  # the proven error there
+    # The allowance there; 0 in a row that sees no key, of an error that is not 0.
     allowance: float | None
     at: Place | None
+    # Largest proven error ÷ what the judge assumes of the oracle without a proof, its own bound
+    # for float64; None where that was not asked, or is infinite throughout.
     a_priori: float | None = None
-    elements: int
+    elements: int  # numbers with a proven error and a finite allowance
+    # Numbers of which nothing is proven: balls say nothing, or the oracle's or the exact one is
+    # not finite.
     # Counted, not left out: a Certificate with one of them does not hold.
     unproven: int = 0
-    unbounded: int = 0
+    unbounded: int = 0  # numbers with a proven error and without an allowance
 
 
 class Certificate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Proven error of one float64 oracle on one Case.
+    """Proven error of one float64 oracle on one Case."""
 
-    Attributes:
-        case_id, case: The Case and its short id.
-        variant: The plan's name for the mask and score mod; ``softmax`` for that operation.
-        distribution: Of the inputs, as in the Case.
-        oracle: Its name; ``truth`` is the one that kernels are compared with.
-        out, lse: See ``ProvenError``.
-        proven_rows: Those that were enclosed: all of a small Problem, a sample of a large one's.
-    """
-
+    # case_id, case: the Case and its short id.
     case_id: str
     case: dict[str, Any]
-    variant: str
-    distribution: str
-    oracle: str
+    variant: str  # the plan's name for the mask and score mod; ``softmax`` for that operation
+    distribution: str  # of the inputs, as in the Case
+    oracle: str  # its name; ``truth`` is the one that kernels are compared with
+    # out, lse: see ``ProvenError``.
     out: ProvenError
     lse: ProvenError
     rows: int
     # Balls take far longer than floats: of a large Problem a sample must do.
-    proven_rows: int
+    proven_rows: int  # those that were enclosed: all of a small Problem, a sample of a large one's
 
     def holds(self, limit: float) -> bool:
         """Return whether all of it is proven to be at most this part of its allowance."""
@@ -197,25 +146,17 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class CertificateReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Certificates with what they share.
-
-    Attributes:
-        bits: Of the midpoints of the balls.
-        limit: Part of an allowance that the truth's error may be for the judge to decide.
-        arithmetics: Dtype → the profile that its allowances are of, in a line.
-        oracles: Name of each float64 oracle → what it is, in a line.
-        records: One a Case and oracle.
-    """
+    """Certificates with what they share."""
 
     schema: int = 1
     command: str
     environment: Environment
     flint: str
-    bits: int
-    limit: float
-    arithmetics: dict[str, str]
-    oracles: dict[str, str]
-    records: tuple[Certificate, ...]
+    bits: int  # of the midpoints of the balls
+    limit: float  # part of an allowance that the truth's error may be for the judge to decide
+    arithmetics: dict[str, str]  # dtype → the profile that its allowances are of, in a line
+    oracles: dict[str, str]  # name of each float64 oracle → what it is, in a line
+    records: tuple[Certificate, ...]  # one a Case and oracle
 
     @property
     def truths(self) -> tuple[Certificate, ...]:
@@ -224,109 +165,77 @@ class CertificateReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class ModAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Result of one backend on a mod, compared with that of the callable itself.
+    """Result of one backend on a mod, compared with that of the callable itself."""
 
-    Attributes:
-        status: ``equal``; ``different``; ``unknown`` where it differs nowhere, but somewhere
-            nothing can be said; ``unsupported``; ``error`` where it raised.
-        detail: The first difference, why it is unsupported or unknown, or what was raised; in one
-            line.
-    """
-
+    # ``equal``; ``different``; ``unknown`` where it differs nowhere, but somewhere nothing can be
+    # said; ``unsupported``; ``error`` where it raised.
     # Backends that enclose may abstain, which is neither right nor wrong.
     status: Literal["equal", "different", "unknown", "unsupported", "error"]
+    # The first difference, why it is unsupported or unknown, or what was raised; in one line.
     detail: str = ""
 
 
 class ModRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One mod of a file.
+    """One mod of a file."""
 
-    Attributes:
-        name: Its name in the file.
-        kind: ``mask`` or ``score mod``.
-        line: Where it is defined; None where nothing says so.
-        expression: As traced.
-        answers: By backend.
-    """
-
-    name: str
-    kind: Literal["mask", "score mod"]
-    line: int | None
-    expression: str
-    answers: dict[str, ModAnswer]
+    name: str  # its name in the file
+    kind: Literal["mask", "score mod"]  # ``mask`` or ``score mod``
+    line: int | None  # where it is defined; None where nothing says so
+    expression: str  # as traced
+    answers: dict[str, ModAnswer]  # by backend
 
 
 class ModReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Records with what they share.
-
-    Attributes:
-        file: Name of the file, without its folder.
-        shape: The index ranges, such as ``B2 H2 Q40 K48``: every place in them is compared.
-        backends: Name of each backend → what it is, in a line.
-        records: One a mod, in the order of the file.
-    """
+    """Records with what they share."""
 
     schema: int = 2  # 1 said worlds for backends
     command: str
     environment: Environment
     mpmath: str
     # Without its folder: a report is passed on.
-    file: str
-    shape: str
-    backends: dict[str, str]
-    records: tuple[ModRecord, ...]
+    file: str  # name of the file, without its folder
+    shape: str  # the index ranges, such as ``B2 H2 Q40 K48``: every place in them is compared
+    backends: dict[str, str]  # name of each backend → what it is, in a line
+    records: tuple[ModRecord, ...]  # one a mod, in the order of the file
 
 
 # One character each, so that a row of tiles is a text that reads as a picture.
-EMPTY, PARTIAL, FULL = "0", "1", "2"
-"""Kinds of tile in a map."""
+EMPTY, PARTIAL, FULL = "0", "1", "2"  # kinds of tile in a map
 
 
 class BlockRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The tiles of one size, counted over all sequences and heads.
-
-    Attributes:
-        empty: Those of which the mask hides every element.
-        partial: Those of which it shows some, and those at a ragged edge that it shows whole.
-        full: Those that are whole and of which it shows every element.
-        speedup: total ÷ tiles that are not empty: how much faster a kernel would be whose time is
-            that of the tiles it visits; None where all are empty.
-        map: The kinds of the first sequence's and head's tiles, a text for each query block with a
-            digit for each key block; nothing where it was not asked for.
-    """
+    """The tiles of one size, counted over all sequences and heads."""
 
     block_query: int
     block_kv: int
     total: int
-    empty: int
+    empty: int  # those of which the mask hides every element
     # At a ragged edge a kernel has to mask even what the mask shows whole.
-    partial: int
-    full: int
+    partial: int  # those of which it shows some, and those at a ragged edge that it shows whole
+    full: int  # those that are whole and of which it shows every element
     sparsity: float
+    # total ÷ tiles that are not empty: how much faster a kernel would be whose time is that of
+    # the tiles it visits; None where all are empty.
     speedup: float | None
+    # The kinds of the first sequence's and head's tiles, a text for each query block with a digit
+    # for each key block; nothing where it was not asked for.
     map: tuple[str, ...] = ()
 
 
 class BlockReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Records with what they share.
-
-    Attributes:
-        mask: The mask, as a Problem names it.
-        name: The mask in a line.
-        batch, heads, query, kv: Ranges of b, h, q_idx and kv_idx.
-        records: One a size of tile, in the order asked for.
-    """
+    """Records with what they share."""
 
     schema: int = 1
     command: str
     attncheck: str
-    mask: dict[str, Any]
-    name: str
+    mask: dict[str, Any]  # the mask, as a Problem names it
+    name: str  # the mask in a line
+    # batch, heads, query, kv: ranges of b, h, q_idx and kv_idx.
     batch: int
     heads: int
     query: int
     kv: int
-    records: tuple[BlockRecord, ...]
+    records: tuple[BlockRecord, ...]  # one a size of tile, in the order asked for
 
 
 FIELDS: dict[str, str] = {
@@ -350,49 +259,30 @@ error; there is nothing to compare it with; nothing was read."""
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One field.
+    """One field."""
 
-    Attributes:
-        field: A name in ``FIELDS``.
-        standing: See ``ReadingVerdict``.
-        read: What was read; empty where nothing was.
-        declared: What the kernel declares; empty for nothing.
-        reason: Why nothing was read, or what is to be said of it.
-    """
-
-    field: str
-    standing: ReadingVerdict
-    read: str = ""
-    declared: str = ""
-    reason: str = ""
+    field: str  # a name in ``FIELDS``
+    standing: ReadingVerdict  # see ``ReadingVerdict``
+    read: str = ""  # what was read; empty where nothing was
+    declared: str = ""  # what the kernel declares; empty for nothing
+    reason: str = ""  # why nothing was read, or what is to be said of it
 
 
 class DtypeFingerprint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A kernel in one dtype.
+    """A kernel in one dtype."""
 
-    Attributes:
-        dtype: A name of ``formats.DTYPES``.
-        calls: Questions that it answered.
-        arithmetic: What it declares, in a line; empty where it answered nothing.
-        readings: One a field.
-    """
-
-    dtype: str
-    calls: int
-    arithmetic: str = ""
-    readings: tuple[Reading, ...]
+    dtype: str  # a name of ``formats.DTYPES``
+    calls: int  # questions that it answered
+    arithmetic: str = ""  # what it declares, in a line; empty where it answered nothing
+    readings: tuple[Reading, ...]  # one a field
 
 
 class FingerprintReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Records with what they share.
-
-    Attributes:
-        records: One a dtype, in the order asked for.
-    """
+    """Records with what they share."""
 
     schema: int = 1
     command: str
     kernel: str
     device: str
     environment: Environment
-    records: tuple[DtypeFingerprint, ...]
+    records: tuple[DtypeFingerprint, ...]  # one a dtype, in the order asked for

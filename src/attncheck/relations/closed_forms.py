@@ -10,7 +10,7 @@ import torch
 
 from attncheck.core.draws import Draws
 from attncheck.core.formats import FORMATS, round_to
-from attncheck.core.mod_spec import NONE
+from attncheck.core.mod_spec import NONE, Spec
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.input_tensors import Inputs, round_inputs
 from attncheck.relations.mask_visibility import visible_blocks
@@ -24,7 +24,6 @@ from attncheck.relations.relation import (
 )
 
 if TYPE_CHECKING:
-    from attncheck.core.mod_spec import Spec
     from attncheck.inputs.problem import Problem
     from attncheck.inputs.question_parameters import Parameters
     from attncheck.relations.relation import Finding, Results

@@ -9,7 +9,7 @@ import torch
 
 from attncheck.core.mod_spec import NONE, Spec
 from attncheck.core.outputs import Outputs
-from attncheck.relations.relation import Relation, compare_outputs, of_attention
+from attncheck.relations.relation import Finding, Relation, Results, compare_outputs, of_attention
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
     from attncheck.inputs.question_parameters import Parameters
-    from attncheck.relations.relation import Finding, Results
 
 _INT32_LARGEST = 2**31 - 1
 _COMPOSED = {"and", "or", "not"}  # in an offset, rows are others: a number there means another mask

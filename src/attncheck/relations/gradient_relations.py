@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.inputs.input_tensors import Descale
+from attncheck.inputs.input_tensors import Descale, Inputs
 from attncheck.relations.relation import (
     Relation,
     change_tensors,
@@ -22,7 +22,6 @@ from attncheck.relations.relation import (
 
 if TYPE_CHECKING:
     from attncheck.core.tensor_names import TensorName
-    from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
     from attncheck.inputs.question_parameters import Parameters
     from attncheck.relations.relation import Finding, Results

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.input_tensors import Inputs, draw_inputs
 from attncheck.relations import mask_visibility
 from attncheck.relations.relation import (
     Relation,
@@ -24,7 +24,6 @@ from attncheck.relations.relation import (
 if TYPE_CHECKING:
     from attncheck.core.mod_spec import Spec
     from attncheck.core.outputs import Outputs
-    from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
     from attncheck.inputs.question_parameters import Allowed, Parameters, Promise
     from attncheck.relations.relation import Finding, Results

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.core.formats import FORMATS, round_to
+from attncheck.core.formats import FORMATS, Format, round_to
 from attncheck.core.mod_spec import NONE, Spec
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.input_tensors import Descale, Inputs, round_inputs
-from attncheck.inputs.problem import LARGEST_HEAD_DIM
+from attncheck.inputs.problem import LARGEST_HEAD_DIM, Problem
 from attncheck.relations.mask_visibility import rows_without_keys
 from attncheck.relations.relation import (
     Relation,
@@ -28,8 +28,6 @@ from attncheck.relations.relation import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from attncheck.core.formats import Format
-    from attncheck.inputs.problem import Problem
     from attncheck.inputs.question_parameters import Allowed, Parameters
     from attncheck.relations.relation import Finding, Results
 

@@ -65,7 +65,6 @@ def merge_error(parts: Sequence[Outputs], errors: Sequence[Outputs]) -> Outputs:
     leaves the other's weight at 1.
 
     Args:
-        parts: What the kernel gave of each.
         errors: How far each may be from the exact result.
 
     Returns:

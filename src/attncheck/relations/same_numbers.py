@@ -12,7 +12,7 @@ import torch
 from attncheck.core import strided_alloc
 from attncheck.core.mod_spec import FULL, Spec
 from attncheck.core.paged_layout import Paging
-from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.input_tensors import Inputs, draw_inputs
 from attncheck.relations.excerpt import Excerpt, can_excerpt
 from attncheck.relations.relation import (
     Relation,
@@ -27,7 +27,6 @@ from attncheck.relations.relation import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
     from attncheck.inputs.question_parameters import Allowed, Parameters
     from attncheck.relations.relation import Finding, Results

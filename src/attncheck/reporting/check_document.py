@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from attncheck.core.judgement import Rule, share_text
+from attncheck.core.judgement import Judgement, Precision, Rule, Worst, share_text
 from attncheck.core.tensor_names import AXES
 from attncheck.records.failure_causes import group_by_cause, unclaimed_findings
 from attncheck.records.problem_summary import problem_of
-from attncheck.records.record import FAILED_STATUSES, UNTRUSTED_STATUSES
+from attncheck.records.record import FAILED_STATUSES, UNTRUSTED_STATUSES, Record, Report
 from attncheck.reporting import number_text
-from attncheck.reporting.blind_spots import missed_faults, visible_faults
 from attncheck.reporting.diagnosis_text import TERMS, causes_title, explanation_facts
 from attncheck.reporting.document import (
     Cell,
@@ -35,15 +34,15 @@ from attncheck.reporting.record_text import (
     footnote,
     gradient_shares,
     gradients_of,
+    missed_faults,
     refusal_lines,
     verdict_remarks,
+    visible_faults,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from attncheck.core.judgement import Judgement, Precision, Worst
-    from attncheck.records.record import Record, Report
 
 _COLUMNS = (
     Column("question", words=True),

@@ -17,7 +17,7 @@ import msgspec
 
 from attncheck.core.sanitize_text import one_line, shortened
 from attncheck.records.problem_summary import problem_of
-from attncheck.records.record import FAILED_STATUSES
+from attncheck.records.record import FAILED_STATUSES, Status
 from attncheck.reporting.diagnosis_text import failure_heading
 from attncheck.reporting.gate_document import failure_card, not_covered
 from attncheck.reporting.gate_verdict import (
@@ -45,7 +45,6 @@ from attncheck.reporting.terminal import card_text
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from attncheck.records.record import Status
     from attncheck.records.run_reports import Answer, GateReport
 
 
@@ -173,8 +172,7 @@ def _xml(text: str) -> str:
 
 # SARIF
 
-MOST_RESULTS = 5000
-"""Results of one run that GitHub keeps."""
+MOST_RESULTS = 5000  # results of one run that GitHub keeps
 
 _SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 # Code scanning takes no result without a file, and a kernel may be in none of the repository.
@@ -281,8 +279,7 @@ def _result(rule: str, level: str, text: str, kernel: str, case_id: str) -> dict
 
 # GitHub's workflow commands
 
-MOST_ANNOTATIONS = 10
-"""Annotations of each level that GitHub shows of one step."""
+MOST_ANNOTATIONS = 10  # annotations of each level that GitHub shows of one step
 _LONGEST_TITLE = 200
 
 Level = Literal["error", "warning", "notice"]

@@ -32,8 +32,7 @@ _PARTS: dict[str, type[msgspec.Struct]] = {
     "blind_spot": BlindSpot,
 }
 
-Field = tuple[str, Any]
-"""A heading, and the value under it; None where there is none."""
+Field = tuple[str, Any]  # a heading, and the value under it; None where there is none
 
 
 def report_csv(report: Report) -> str:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from attncheck.core.sanitize_text import one_line
 from attncheck.core.tensor_names import AXES
-from attncheck.records.failure_causes import fault_text
+from attncheck.records.failure_causes import CauseGroup, fault_text
 from attncheck.records.problem_summary import problem_of
-from attncheck.records.record import Diagnosis, ErrorMap, TileMap
+from attncheck.records.record import Diagnosis, ErrorMap, Explanation, Record, Status, TileMap
 from attncheck.reporting import number_text
 from attncheck.reporting.document import Facts, Section
 from attncheck.reporting.number_text import plural
@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from attncheck.core.judgement import Judgement, Worst
-    from attncheck.records.failure_causes import CauseGroup
     from attncheck.records.failures import KeptFailure
-    from attncheck.records.record import Explanation, Record, Status
 
 TERMS = {
     "scores": "q·k and its scale: operands as products read them, sums, and what they do to P",
@@ -106,10 +104,7 @@ def diagnosis_text(  # what a Record does not know of itself
     """Describe what one kernel answered, as lines of plain text.
 
     Args:
-        kernel: As it was asked for.
         device: Where; empty where that is not known.
-        question_summary: What the Case asks, in one line.
-        reproduce: The command that asks again.
     """
     facts = failure_facts(
         record, kernel=kernel, device=device, question_summary=question_summary, test=test

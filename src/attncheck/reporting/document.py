@@ -12,8 +12,7 @@ from typing import Literal, TypeAlias
 
 Look = Literal["plain", "dim", "good", "notable", "bad"]
 
-FacetValues: TypeAlias = Mapping[str, tuple[str, ...]]
-"""Values by facet: ``{"dtype": ("bf16",)}``."""
+FacetValues: TypeAlias = Mapping[str, tuple[str, ...]]  # values by facet: ``{"dtype": ("bf16",)}``
 
 STYLES: dict[Look, str] = {
     "plain": "",

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 from attncheck.records.fault_scores import (
     ATTNCHECK_RULE,
     FaultReport,
+    MutantReport,
     OwnTestsReport,
     SensitivityReport,
 )
-from attncheck.records.record import FAILED_STATUSES, UNTRUSTED_STATUSES, Report
+from attncheck.records.record import FAILED_STATUSES, UNTRUSTED_STATUSES, Report, Status
 from attncheck.records.survey_reports import (
     CertificateReport,
     FingerprintReport,
@@ -23,7 +24,6 @@ from attncheck.reporting.check_document import check_outcome
 if TYPE_CHECKING:
     import msgspec
 
-    from attncheck.records.record import Status
 
 PASSED, FAILED, USAGE, INCOMPLETE, UNTESTED, INTERRUPTED = 0, 1, 2, 3, 5, 130
 """Exit codes of the command line; 3 also where the infrastructure failed."""
@@ -37,6 +37,8 @@ def exit_code(report: msgspec.Struct) -> int:
             code = INCOMPLETE if report.incomplete and code != FAILED else code
         case FaultReport():
             code = _of_faults(report)
+        case MutantReport():
+            code = _of_mutants(report)
         case OwnTestsReport():
             code = _of_own_tests(report)
         case SensitivityReport():
@@ -88,6 +90,16 @@ def _of_faults(report: FaultReport) -> int:
     if report.unfinished or faults["harness"] or controls["harness"]:
         return INCOMPLETE
     return PASSED if faults["caught"] or controls["clean"] else UNTESTED
+
+
+def _of_mutants(report: MutantReport) -> int:
+    """1 where one was missed; 3 where not all has a score; 5 where none could be caught."""
+    count = Counter(score.outcome for score in report.scores)
+    if count["missed"]:
+        return FAILED
+    if report.unfinished or count["harness"]:
+        return INCOMPLETE
+    return PASSED if count["caught"] else UNTESTED
 
 
 def _of_own_tests(report: OwnTestsReport) -> int:

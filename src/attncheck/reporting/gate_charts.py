@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from attncheck.core.judgement import share_text
 from attncheck.records.problem_summary import ProblemSummary, problem_of
-from attncheck.records.record import ErrorMap
+from attncheck.records.record import ErrorMap, Record, Status
 from attncheck.reporting import number_text
 from attncheck.reporting.document import (
     BOTTOM,
@@ -33,7 +33,6 @@ from attncheck.reporting.number_text import plural
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from attncheck.records.record import Record, Status
     from attncheck.records.run_reports import GateReport
 
 _DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2")  # the most exact first

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from attncheck.core.judgement import share_text
 from attncheck.core.sanitize_text import one_line, shortened
 from attncheck.records.problem_summary import problem_of
-from attncheck.records.run_reports import STAGES
+from attncheck.records.run_reports import STAGES, Answer, Change, GateReport, Stage
 from attncheck.reporting import number_text
 from attncheck.reporting.diagnosis_text import (
     causes_section,
@@ -47,14 +47,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from attncheck.records.record import Status
-    from attncheck.records.run_reports import Answer, Change, GateReport, Stage
     from attncheck.reporting.document import Block
     from attncheck.reporting.gate_verdict import FailureGroup
 
-MOST_ON_TERMINAL = 5
-"""Failures that a terminal shows in full."""
-MOST_ON_PAGE = 50
-"""Failures that the page of HTML shows."""
+MOST_ON_TERMINAL = 5  # failures that a terminal shows in full
+MOST_ON_PAGE = 50  # failures that the page of HTML shows
 
 _MOST_REASONS = 5
 _MOST_CHANGES = 20
@@ -88,7 +85,6 @@ def gate_document(
     """``report`` for a terminal or a summary.
 
     Args:
-        most: Failures that are shown in full.
         where: Where the others are.
     """
     sections = (
@@ -148,8 +144,6 @@ def failure_card(report: GateReport, group: FailureGroup, *, drawn: bool = False
     """A failure in full: what was asked, what is wrong, and how to see it again.
 
     Args:
-        report: Where it is from.
-        group: The failure, and what fails alike.
         drawn: Whether a map of the errors is drawn; else facts show it in signs.
     """
     answer = group.shown

@@ -5,16 +5,13 @@ from __future__ import annotations
 import base64
 import hashlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jinja2
 from markupsafe import Markup, escape
 
 from attncheck.core.sanitize_text import shortened
-from attncheck.reporting.document import BOTTOM, LEFT, RIGHT
-
-if TYPE_CHECKING:
-    from attncheck.reporting.document import Document, Look
+from attncheck.reporting.document import BOTTOM, LEFT, RIGHT, Document, Look
 
 _TEMPLATES = Path(__file__).with_name("templates")
 _SIGNS: dict[Look, str] = {"good": "✓", "bad": "✗", "notable": "!", "plain": "–", "dim": "–"}

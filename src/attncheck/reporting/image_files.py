@@ -16,7 +16,7 @@ from attncheck.core.files import check_names, write_files
 from attncheck.core.judgement import share_text
 from attncheck.core.sanitize_text import one_line
 from attncheck.records.problem_summary import problem_of
-from attncheck.records.record import Diagnosis, ErrorMap, TileMap
+from attncheck.records.record import Diagnosis, ErrorMap, Record, Report, TileMap
 from attncheck.reporting.diagnosis_text import explanation_facts
 from attncheck.reporting.number_text import plural
 from attncheck.reporting.rmse_plot import STYLE, figure
@@ -24,7 +24,6 @@ from attncheck.reporting.rmse_plot import STYLE, figure
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from attncheck.records.record import Record, Report
 
 SUFFIXES = (".png", ".svg")
 INSTALL = "pip install 'attncheck[plot]'"
@@ -83,7 +82,6 @@ def report_image(report: Report, suffix: str) -> bytes:
     """The image of ``report``, the same bytes for the same report and matplotlib.
 
     Args:
-        report: What is shown.
         suffix: One of ``SUFFIXES``.
 
     Raises:

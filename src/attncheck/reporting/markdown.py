@@ -27,7 +27,6 @@ def cut_markdown(text: str, largest: int, more: str) -> str:
     """Return as much of a page as ``largest`` bytes hold, in whole lines, and where the rest is.
 
     Args:
-        largest: Bytes.
         more: The last line of what was cut.
     """
     raw = text.encode(errors="backslashreplace")

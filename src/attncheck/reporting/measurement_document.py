@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace as replace_struct
 
 from attncheck.core.judgement import share_text
-from attncheck.core.tensor_names import GRADIENTS
-from attncheck.records.problem_summary import problem_of
+from attncheck.core.tensor_names import GRADIENTS, TensorName
+from attncheck.records.problem_summary import ProblemSummary, problem_of
 from attncheck.reporting import number_text
-from attncheck.reporting.blind_spots import missed_faults, visible_faults
 from attncheck.reporting.document import Cell, Column, Document, Look, Note, Row, Section, Table
 from attncheck.reporting.record_text import (
     JUDGED,
@@ -22,14 +21,14 @@ from attncheck.reporting.record_text import (
     footnote,
     gradient_shares,
     gradients_of,
+    missed_faults,
     verdict_remarks,
+    visible_faults,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from attncheck.core.tensor_names import TensorName
-    from attncheck.records.problem_summary import ProblemSummary
     from attncheck.records.record import GradientErrors, OutErrors, Record, Report
 
 HOW_TO_READ = (
@@ -140,11 +139,7 @@ def _closing(
 
 
 class RowsAsMeasured:
-    """The page of a Report whose Records come one by one: a row as soon as there is one.
-
-    Args:
-        report: Without Records yet.
-    """
+    """The page of a Report whose Records come one by one: a row as soon as there is one."""
 
     def __init__(self, report: Report) -> None:
         # One of those shown for each set of columns.

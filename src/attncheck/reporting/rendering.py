@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any, TextIO
 from attncheck.core.errors import UsageError, require_known
 from attncheck.core.files import check_names, write_texts
 from attncheck.core.sanitize_text import one_line
-from attncheck.records.fault_scores import FaultReport, OwnTestsReport, SensitivityReport
+from attncheck.records.fault_scores import (
+    FaultReport,
+    MutantReport,
+    OwnTestsReport,
+    SensitivityReport,
+)
 from attncheck.records.json_reports import report_json
 from attncheck.records.record import Report
 from attncheck.records.run_reports import BaselineComparison, GateReport, PropertyReport
@@ -26,6 +31,7 @@ from attncheck.reporting.gate_document import gate_document, gate_page
 from attncheck.reporting.html import html_text
 from attncheck.reporting.markdown import cut_markdown, markdown_text
 from attncheck.reporting.measurement_document import measurement_document
+from attncheck.reporting.mutant_document import mutant_document
 from attncheck.reporting.terminal import document_lines, plain_text, print_lines, print_text
 
 if TYPE_CHECKING:
@@ -36,22 +42,19 @@ if TYPE_CHECKING:
 
     from attncheck.reporting.document import Document
 
-FORMATS = ("table", "json", "md", "csv", "html")
-"""Of every report."""
+FORMATS = ("table", "json", "md", "csv", "html")  # of every report
 
-GATE_FORMATS = (*FORMATS, "junit", "sarif", "github")
-"""Of a gate."""
+GATE_FORMATS = (*FORMATS, "junit", "sarif", "github")  # of a gate
 
-LARGEST_SUMMARY = 2**20
-"""Bytes of a step's summary: GitHub shows nothing of a larger one."""
+LARGEST_SUMMARY = 2**20  # bytes of a step's summary: GitHub shows nothing of a larger one
 
-SCRIPTS = "repro"
-"""Folder of standalone scripts, beside a gate's reports."""
+SCRIPTS = "repro"  # folder of standalone scripts, beside a gate's reports
 
 _DOCUMENTS: dict[type, Callable[[Any], Document]] = {
     Report: measurement_document,
     GateReport: gate_document,
     FaultReport: score_documents.fault_document,
+    MutantReport: mutant_document,
     OwnTestsReport: score_documents.own_tests_document,
     SensitivityReport: score_documents.sensitivity_document,
     PropertyReport: score_documents.property_document,
@@ -187,7 +190,6 @@ def write_gate(
     """Write the files of a gate into ``directory``, and ``repro/ID.py`` of each script.
 
     Args:
-        directory: Made if need be.
         scripts: The text of a standalone script by the id of its failure.
 
     Raises:

@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attncheck.core.errors import UsageError
 from attncheck.core.sanitize_text import one_line
 from attncheck.records.problem_summary import problem_of
-from attncheck.records.record import FAILED_STATUSES
+from attncheck.records.record import FAILED_STATUSES, Record, Report, Status
 from attncheck.reporting.measurement_document import environment_lines
 from attncheck.reporting.record_text import JUDGED, gradients_of
 
-if TYPE_CHECKING:
-    from attncheck.records.record import Record, Report, Status
-
-GAP = 0.3
-"""Between variants, where a slot is 1 wide."""
+GAP = 0.3  # between variants, where a slot is 1 wide
 _TAKEN = 0.84  # of a slot's width by its marks
 _LONGEST_VARIANT = 28  # characters of its name; a kernel's are _LONGEST
 

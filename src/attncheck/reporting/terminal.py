@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
     from attncheck.reporting.document import Block, Document, Section, Verdict
 
-PLAIN_WIDTH = 120
-"""Columns where there is no terminal to ask."""
+PLAIN_WIDTH = 120  # columns where there is no terminal to ask
 
 _GAP = _INDENT = "  "
 _LEAST_WRAPPED = 16  # columns of words that go on below

@@ -13,7 +13,7 @@ from attncheck.core.formats import FORMATS, Format, fp32
 from attncheck.core.mod_spec import NONE
 from attncheck.core.outputs import Outputs
 from attncheck.fault_models.steps import RIGHT
-from attncheck.inputs.problem import OPERATIONS
+from attncheck.inputs.problem import OPERATIONS, Problem
 from attncheck.inputs.question_parameters import PROMISES
 from attncheck.mods.captured_gradients import CapturedSums
 from attncheck.subjects.capabilities.subject import Call, Subject, Tiling, with_full_tanh
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from attncheck.core.declared_arithmetic import Arithmetic
     from attncheck.inputs.input_tensors import Inputs
-    from attncheck.inputs.problem import Problem
     from attncheck.mods.signatures import MaskMod, ScoreMod
 
 

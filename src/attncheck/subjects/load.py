@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from attncheck.core.errors import UnknownName, UsageError
 from attncheck.core.source_files import error_line, load_member, load_module_member
-from attncheck.subjects.capabilities.capability_table import AUTOGRAD
+from attncheck.subjects.capabilities.capability_table import AUTOGRAD, Capabilities
 from attncheck.subjects.capabilities.configuration import (
     entry_points,
     nearest_tables,
@@ -29,7 +29,6 @@ from attncheck.subjects.capabilities.subject import Subject
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attncheck.subjects.capabilities.capability_table import Capabilities
     from attncheck.subjects.conventions.convention import ConventionOptions
 
 __all__ = ["Candidate", "is_reference", "kernel_names", "load_candidate", "load_subject"]

@@ -23,7 +23,20 @@ _SUMMARIES = {
 }
 
 
-class Softmax(Subject):
+class _RowSoftmax(Subject):
+    """Softmax, and nothing else."""
+
+    def concerns(self, problem: Problem) -> bool:
+        """Softmax alone."""
+        return problem.operation == "softmax"
+
+    def unsupported(self, problem: Problem, device: str) -> str | None:
+        """Return None: it takes every softmax."""
+        del problem, device
+        return None
+
+
+class Softmax(_RowSoftmax):
     """Row softmax with LSE; interpreted where there is no GPU.
 
     Rows that are −inf throughout give 0 and −∞ (naive: NaN and −∞).
@@ -43,15 +56,6 @@ class Softmax(Subject):
         """Needs triton, which has wheels for Linux only."""
         del device
         return None if find_spec("triton") else "triton is not installed"
-
-    def concerns(self, problem: Problem) -> bool:
-        """Softmax alone."""
-        return problem.operation == "softmax"
-
-    def unsupported(self, problem: Problem, device: str) -> str | None:
-        """Return None: it takes every softmax."""
-        del problem, device
-        return None
 
     def prepare(self, inputs: Inputs) -> Call:
         """Bind one launch."""
@@ -121,7 +125,7 @@ _TILES: dict[str, dict[int, tuple[tuple[int, int, int, int], ...]]] = {
 }  # fmt: skip
 
 
-class TorchSoftmax(Subject):
+class TorchSoftmax(_RowSoftmax):
     """``torch.softmax`` in the input's dtype; it exposes no LSE.
 
     Rows that are −inf throughout give NaN.
@@ -129,15 +133,6 @@ class TorchSoftmax(Subject):
 
     name = "torch-softmax"
     summary = "torch.softmax in the input's dtype; no LSE"
-
-    def concerns(self, problem: Problem) -> bool:
-        """Softmax alone."""
-        return problem.operation == "softmax"
-
-    def unsupported(self, problem: Problem, device: str) -> str | None:
-        """Return None: it takes every softmax."""
-        del problem, device
-        return None
 
     def prepare(self, inputs: Inputs) -> Call:
         """Nothing is prepared."""

@@ -259,8 +259,7 @@ class Paged(Flash2):
         return _in_pages(inputs)
 
 
-MOST_ROWS = 128
-"""Query rows times heads of a group: what one program was meant for."""
+MOST_ROWS = 128  # query rows times heads of a group: what one program was meant for
 
 _SMALLEST_BLOCK = 16  # rows of a tensor core's product
 # Rows and columns for which fewer warps are enough; fp32's products take many registers.

@@ -19,16 +19,14 @@ from attncheck.inputs.problem import Case
 from attncheck.records.record import FAILED_STATUSES
 from attncheck.subjects.capabilities import named_kernels
 from attncheck.suite.pytest_options import MARK
-from attncheck.suite.session import NO_KERNEL
+from attncheck.suite.session import NO_KERNEL, Param, Session
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from attncheck.suite.session import Param, Session
     from attncheck.suite.under_test import UnderTest
 
-FILE = "known_failures.toml"
-"""Its name, beside the properties."""
+FILE = "known_failures.toml"  # its name, beside the properties
 
 _NEEDED = ("test", "kernel", "reason", "case")
 _FIELDS = (*_NEEDED, "dtypes", "families", "device", "depends_on")

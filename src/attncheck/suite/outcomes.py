@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from attncheck.records.run_reports import PropertyOutcome, Tally
+from attncheck.records.run_reports import PropertyOutcome, PropertyReport, Tally
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from attncheck.records.run_reports import PropertyReport
     from attncheck.suite.pytest_options import Options
     from attncheck.suite.under_test import UnderTest
 
@@ -196,11 +195,6 @@ _OPTION = "--attncheck-report"
 
 class ReportWriter:
     """A plugin in the process that talks to the user: writes the report when all is done.
-
-    Args:
-        options: Of the plugin; ``options.report`` is the folder.
-        args: Of pytest, as typed.
-        outcomes: Where they are gathered.
 
     Raises:
         pytest.UsageError: where the folder cannot be written to.

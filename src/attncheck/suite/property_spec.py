@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
 import inspect
+import sys
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,7 +20,7 @@ from attncheck.cases.strategies.families import family_named
 from attncheck.cases.strategies.problems import problems, softmax_problems
 from attncheck.cases.strategies.sizes import parameters
 from attncheck.cases.strategies.sizes import shapes as any_shapes
-from attncheck.core.errors import ProblemError, without_recorded
+from attncheck.core.errors import AttncheckError, ProblemError, without_recorded
 from attncheck.inputs.distributions import DISTRIBUTIONS
 from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.capabilities import named_kernels
@@ -30,11 +35,13 @@ from attncheck.verify.question_fit import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from types import ModuleType
 
     from hypothesis.strategies import SearchStrategy
 
     from attncheck.core.mod_spec import Spec
     from attncheck.suite.under_test import UnderTest
+
 
 _SEEDS = 1000  # as strategies.problems draws
 
@@ -120,12 +127,22 @@ def asks(
     return decorate
 
 
+def cases(kernel: UnderTest, spec: PropertySpec) -> SearchStrategy[Case]:
+    """Return cases of a property for one kernel, dtype and family; they shrink to the plainest."""
+    # The same objects for all draws: Hypothesis looks a new strategy through first.
+    by_question = functools.cache(functools.partial(_problems, kernel, spec))
+    return _cases(st.sampled_from(spec.questions), by_question)
+
+
 @st.composite
-def cases(draw: st.DrawFn, kernel: UnderTest, spec: PropertySpec) -> Case:
-    """Draw cases of a property for one kernel, dtype and family; they shrink to the plainest."""
+def _cases(
+    draw: st.DrawFn,
+    questions: SearchStrategy[str],
+    by_question: Callable[[str], SearchStrategy[Problem]],
+) -> Case:
     # Drawn first: the question decides which Problems fit it.
-    question = draw(st.sampled_from(spec.questions))
-    problem = question_problem(question, draw(_problems(kernel, spec, question)))
+    question = draw(questions)
+    problem = question_problem(question, draw(by_question(question)))
     chosen = draw(parameters(allowed=allowed_parameters(question, problem)))
     return Case(problem=problem, question=question, parameters=chosen)
 
@@ -233,3 +250,76 @@ def _with_next_parameters(case: Case, problem: Problem, number: int) -> Case:
         index = values.index(now) if now in values else 0
         chosen[name] = values[(index + number) % len(values)]
     return Case(problem=problem, question=case.question, parameters=chosen)
+
+
+_PACKAGE = "attncheck_properties"
+"""What they are imported as: pytest, which imports them too, has names of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Property:
+    """One test of the suite."""
+
+    id: str  # ``test_causal.py::test_attention_is_exact``
+    spec: PropertySpec  # what it asks
+    summary: str  # what must hold, in a line
+
+
+def properties_folder() -> Path:
+    """Return where the properties are: beside the package that is installed, else of the clone.
+
+    Raises:
+        AttncheckError: where they are in neither.
+    """
+    package = Path(__file__).parents[1]
+    for folder in (package / "properties", package.parents[1] / "properties"):
+        if (folder / "__init__.py").is_file():
+            return folder
+    raise AttncheckError(f"the properties are not here: {package} has none, nor its clone.")
+
+
+@cache
+def properties() -> tuple[Property, ...]:
+    """Return all of them, in the order of files and of tests in each."""
+    folder = properties_folder()
+    _import_package(folder)
+    return tuple(
+        each
+        for path in sorted(folder.glob("test_*.py"))
+        for each in _of_module(importlib.import_module(f"{_PACKAGE}.{path.stem}"), path.name)
+    )
+
+
+def property_named(name: str) -> Property:
+    """Return the property of this id.
+
+    Raises:
+        AttncheckError: where there is none: a plan of another version.
+    """
+    match = next((each for each in properties() if each.id == name), None)
+    if match is None:
+        raise AttncheckError(f"there is no property {name!r} in this version.")
+    return match
+
+
+def _import_package(folder: Path) -> None:
+    """Import the package itself, from wherever it is."""
+    if _PACKAGE in sys.modules:
+        return
+    spec = importlib.util.spec_from_file_location(
+        _PACKAGE, folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Before it is executed: its files import one another from the package.
+    sys.modules[_PACKAGE] = module
+    spec.loader.exec_module(module)
+
+
+def _of_module(module: ModuleType, file: str) -> Iterator[Property]:
+    for name, test in vars(module).items():
+        for mark in getattr(test, "pytestmark", ()):
+            if mark.name == MARK:
+                summary = (test.__doc__ or "").strip().partition("\n")[0]
+                yield Property(id=f"{file}::{name}", spec=mark.args[0], summary=summary)

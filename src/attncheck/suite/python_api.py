@@ -16,7 +16,7 @@ from attncheck.core.errors import OraclesDisagree, UnknownName, UsageError
 from attncheck.diagnose.diagnosis import diagnose_failure
 from attncheck.diagnose.user_tensors import UserOutputs
 from attncheck.inputs.problem import Case, Problem
-from attncheck.records.record import UNTRUSTED_STATUSES
+from attncheck.records.record import UNTRUSTED_STATUSES, Record
 from attncheck.reporting.diagnosis_text import explanation_facts, tile_picture
 from attncheck.subjects.capabilities.subject import Subject
 from attncheck.subjects.load import load_subject
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from attncheck.core.declared_arithmetic import Arithmetic
     from attncheck.core.judgement import BlindSpot, Judgement, Worst
     from attncheck.inputs.input_tensors import Descale, Inputs
-    from attncheck.records.record import Record
 
 
 def check(

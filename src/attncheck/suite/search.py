@@ -133,7 +133,6 @@ def draw_cases(
 
     Args:
         kernel: Which Problems it takes is asked of it, and nothing else.
-        cases: Of a property.
         count: How many at most. Hypothesis' first is the plainest there is, and stands for itself
             only where it draws no other.
 

@@ -19,7 +19,7 @@ from attncheck.core.formats import DTYPES
 from attncheck.subjects.capabilities import named_kernels
 from attncheck.subjects.capabilities.configuration import read_configuration
 from attncheck.suite.kernel_support import NOT_APPLICABLE, KernelSupport, is_askable
-from attncheck.suite.pytest_options import MARK, choose_gpu
+from attncheck.suite.pytest_options import MARK, Options, choose_gpu
 from attncheck.suite.under_test import UnderTest
 from attncheck.verify.environment import default_device, prepare, require_device
 from attncheck.verify.executor import InProcess
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from attncheck.subjects.capabilities.subject import Subject
     from attncheck.suite.property_spec import PropertySpec
-    from attncheck.suite.pytest_options import Options
 
 NO_KERNEL = "attncheck-asks-nothing"
 """Id of a property that concerns none of the kernels; it is taken out when all is collected."""

@@ -13,7 +13,7 @@ from attncheck.cases.tier import TIERS, Tier
 from attncheck.diagnose.diagnosis import diagnose_failure, explain_failure, explained_by
 from attncheck.judge.fault_explanation import count_equals
 from attncheck.records.failure_causes import symptom
-from attncheck.records.record import UNTRUSTED_STATUSES
+from attncheck.records.record import UNTRUSTED_STATUSES, Record
 from attncheck.records.run_reports import Tally
 from attncheck.suite.kernel_support import KernelSupport
 from attncheck.suite.wrong_answers import WrongAnswer
@@ -25,7 +25,6 @@ from attncheck.verify.run_case import run_case
 if TYPE_CHECKING:
     from attncheck.diagnose.explanations import Findings
     from attncheck.inputs.problem import Case
-    from attncheck.records.record import Record
     from attncheck.subjects.capabilities.subject import Subject
     from attncheck.verify.executor import Executor
 
@@ -37,11 +36,9 @@ class UnderTest(KernelSupport):
         name: What it was asked for by: a name, or ``file.py::name``.
         dtype: The dtype that a test is about; empty where it is about none.
         family: The mask family that a test is about; empty where it is about none.
-        tier: How much is asked.
         failed: The last Record that was no pass.
         lost: The Record of the Case that took the GPU from this process; None where none did.
         share: Largest error ÷ bound of the answers since it was last set to 0.
-        tally: What the current test asked of it.
         odd: First thing that was no failure, because it promises no better; empty for nothing.
     """
 

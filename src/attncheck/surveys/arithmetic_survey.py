@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from attncheck.core.formats import FORMATS, dtype_named
+from attncheck.core.formats import FORMATS, Dtype, Format, dtype_named
 from attncheck.records.survey_reports import DtypeFingerprint, FingerprintReport, Reading
 from attncheck.surveys import product_readings, step_readings
 from attncheck.surveys.fingerprint_scenes import SceneRunner, blank_inputs, make_scene
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from attncheck.core.declared_arithmetic import Accumulator, Arithmetic
-    from attncheck.core.formats import Dtype, Format
     from attncheck.records.survey_reports import ReadingVerdict
     from attncheck.subjects.capabilities.subject import Subject, Tiling
     from attncheck.surveys.fingerprint_scenes import Grid, SceneResult

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import attncheck
 from attncheck.core.errors import ProblemError, UnknownName, UsageError, without_recorded
-from attncheck.core.mod_spec import Spec
+from attncheck.core.mod_spec import Dimensions, Spec
 from attncheck.mods.block_mask import EMPTY, FULL, PARTIAL, block_mask
 from attncheck.mods.library import build_mask
 from attncheck.mods.masks import MASKS
@@ -18,7 +18,6 @@ from attncheck.records.survey_reports import BlockRecord, BlockReport
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from attncheck.core.mod_spec import Dimensions
     from attncheck.mods.signatures import MaskMod
 
 _SIZE = r"([1-9]\d{0,6})"

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -20,21 +20,15 @@ from attncheck.core.mod_spec import Spec
 from attncheck.inputs import input_tensors
 from attncheck.inputs.problem import USUAL_SCALE, Case, Problem
 from attncheck.inputs.question_parameters import PROMISES
-from attncheck.records.record import FAILED_STATUSES
+from attncheck.records.record import FAILED_STATUSES, Record, Status
 from attncheck.relations import RELATIONS
 from attncheck.subjects.capabilities.capability_table import ALIGNMENTS, EMPTY_ROWS, Capabilities
 from attncheck.subjects.capabilities.declared import Declared
 from attncheck.subjects.capabilities.subject import Subject
 from attncheck.subjects.conventions.convention import ConventionOptions
-from attncheck.verify.executor import Failure, InProcess, Origin
+from attncheck.verify.executor import Executor, Failure, InProcess, Origin
 from attncheck.verify.question_fit import adapted_problems
 from attncheck.verify.run_case import run_case
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from attncheck.records.record import Record, Status
-    from attncheck.verify.executor import Executor
 
 Verdict = Literal["takes", "refuses", "raises", "wrong"]
 """``refuses``: said so, beforehand or by a clean exception. ``raises``: any other exception, or it
@@ -274,7 +268,6 @@ def detect_capabilities(
     """Try a kernel on some seventy Problems of at most 256 keys.
 
     Args:
-        make: How it is called.
         conventions: Those that it may have: the first by which it is right, else by which it gives
             an answer at all.
         advance: Called with a word before each question; what it raises ends the probe.

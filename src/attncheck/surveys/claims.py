@@ -69,8 +69,7 @@ NOT_CLAIMED = {
 """Aspects that a function claims only where it is right: what it raises there is no failure, and
 what it gets wrong without a word is one finding."""
 
-CLAIM_TRIALS = 40
-"""About so many questions are asked: how far it is."""
+CLAIM_TRIALS = 40  # about so many questions are asked: how far it is
 
 _FORM = 1  # of what is kept: another number forgets what an older version kept
 _MOST_DEATHS = 2  # of the kernel's process, after which nothing more is tried
@@ -253,8 +252,6 @@ def find_claims(
 
     Args:
         subject: The kernel; by which convention it is called afterwards, ``on_terms`` says.
-        kernel: As it was named.
-        device: ``cpu`` or ``cuda``.
         advance: Called before each question; what it raises ends the search.
     """
     if not subject.conventions:
@@ -355,9 +352,7 @@ def claimed_questions(
     """Return the questions of a quick check within claims, and what lies wrongly beyond them.
 
     Args:
-        claims: What was found.
         terms: Of these claims, for what was asked for by name.
-        device: ``cpu`` or ``cuda``.
         dtypes: Those that were asked for; none: bf16, or the first that it is right in.
         head_dims: Those that were asked for.
         names: Of questions, those that were asked for; none: all.

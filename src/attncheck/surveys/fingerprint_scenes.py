@@ -14,20 +14,18 @@ import torch
 
 from attncheck.core.errors import ProblemError
 from attncheck.core.formats import dtype_named, fp32, round_to
-from attncheck.core.mod_spec import FULL
+from attncheck.core.mod_spec import FULL, Spec
 from attncheck.inputs.input_tensors import Descale, Inputs
 from attncheck.inputs.problem import Problem
 from attncheck.verify.call_checks import Unanswered
-from attncheck.verify.executor import Failure
+from attncheck.verify.executor import Executor, Failure
 from attncheck.verify.question_fit import adapted_problems
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from attncheck.core.declared_arithmetic import Arithmetic
-    from attncheck.core.mod_spec import Spec
     from attncheck.subjects.capabilities.subject import Subject, Tiling
-    from attncheck.verify.executor import Executor
 
 LN2 = fp32(math.log(2.0))
 ROWS, KEYS, DIM = 128, 128, 64
@@ -176,8 +174,7 @@ class SceneRunner:
 
 # ------------------------------------------------------------------ grids of bits
 
-STEPS = 8
-"""Numbers 0 … 7 that are added to 2^b or 1.5 · 2^b."""
+STEPS = 8  # numbers 0 … 7 that are added to 2^b or 1.5 · 2^b
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -7,7 +7,7 @@ mpmath numbers, and each kernel, whose mod is read out of its own results (``app
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -37,20 +37,16 @@ from attncheck.surveys.applied_mods import (
     lse_interval,
 )
 from attncheck.verify.environment import environment
-from attncheck.verify.executor import InProcess
+from attncheck.verify.executor import Executor, InProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from attncheck.mods.expression import Expression
     from attncheck.subjects.capabilities.subject import Subject
-    from attncheck.verify.executor import Executor
 
 DIMENSIONS = Dimensions(batch=2, heads=2, query=32, kv=40)
 """Few programs for an interpreter, but more than one block of keys, the last one short."""
 
-MOST_PLACES = 2**20
-"""Index tuples of one comparison: every one is evaluated on mpmath numbers."""
+MOST_PLACES = 2**20  # index tuples of one comparison: every one is evaluated on mpmath numbers
 
 _BITS = 160  # of mpmath: products of float64 numbers are exact
 _TAKES = "(b, h, q_idx, kv_idx) or (score, b, h, q_idx, kv_idx)"
@@ -219,7 +215,6 @@ def mpmath_backend(
     """Compare the callable in float64 and the expression on mpmath numbers, on every index tuple.
 
     Args:
-        expression: What should be ``mod``.
         device: Where its tensors are.
         scores: What a score mod gets (default: the same as for kernels).
     """
@@ -311,7 +306,6 @@ def survey_mods(
 
     Args:
         mods: By name; those that ``refusals`` names first belong to a usage error.
-        file: The mods' file's own name.
         done: Called with the name of each mod as it is done.
     """
     records = []
@@ -402,7 +396,6 @@ def refusals(
     """Return why each mod that cannot be compared cannot, in a line with its name and place.
 
     Args:
-        file: Their file's own name.
         dimensions: The index ranges: none may lead outside a captured tensor.
         device: Where the tensors are that they capture.
     """

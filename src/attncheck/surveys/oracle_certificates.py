@@ -17,7 +17,7 @@ from attncheck.core.balls import flint_version
 from attncheck.core.declared_arithmetic import FP64_ORACLE, default_arithmetic
 from attncheck.core.errors import UsageError
 from attncheck.core.judgement import Place
-from attncheck.inputs.problem import Case
+from attncheck.inputs.problem import Case, Problem
 from attncheck.judge.verdict_rules import PROVEN
 from attncheck.mods.ball_algebra import BALLS
 from attncheck.oracles.ball_numbers import BITS, Ball, enclose_rows, proven_error
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from attncheck.core.conditions import Rows
     from attncheck.core.outputs import Outputs
     from attncheck.inputs.input_tensors import Inputs
-    from attncheck.inputs.problem import Problem
 
 MOST_CERTIFIED_PRODUCTS = 2**31
 """Products of balls of one Problem: Arb does some 30 million a second."""

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from attncheck import oracles
-from attncheck.cases.variants import SHARP, VARIANTS, plan_cells
+from attncheck.cases.variants import SHARP, VARIANTS, Cell, plan_cells
 from attncheck.core.errors import UsageError, require_known
 from attncheck.core.judgement import Place
 from attncheck.inputs import input_tensors
 from attncheck.inputs.distributions import DISTRIBUTIONS
-from attncheck.inputs.problem import Case
+from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.mpmath_algebra import MPMATH
-from attncheck.oracles.mp_numbers import Mp
+from attncheck.oracles.mp_numbers import ManyDigits, Mp
 from attncheck.records.survey_reports import (
     TRUTH,
     Agreement,
@@ -40,10 +40,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from attncheck.cases.variants import Cell
     from attncheck.core.outputs import Outputs
-    from attncheck.inputs.problem import Problem
-    from attncheck.oracles.mp_numbers import ManyDigits
     from attncheck.oracles.recurrence_steps import Result
 
 ORACLES = {
@@ -97,8 +94,6 @@ def oracle_plan(
     Args:
         variants: Names of ``cases.variants.VARIANTS``, or ``sharp``; none: those of ``default``.
         distributions: Names; none: all. Of softmax those that it has.
-        dtype: Of the inputs.
-        default: Names of variants.
 
     Raises UnknownName or ProblemError for what cannot be, before anything is computed.
     """
@@ -230,7 +225,6 @@ def distances(
     Args:
         variant: The plan's name for the mask and score mod.
         by_oracle: What each oracle gives, by its name.
-        exact: The result in many digits.
         spread: Σ_j p_j |v_j| of each element of out, in many digits; p_j for softmax. What an
             error of a rounding is relative to.
     """
@@ -267,10 +261,8 @@ def agreement(
     """Compute how far the recurrences are apart when all are run in many digits.
 
     Args:
-        case: What was computed.
         variant: The plan's name for the mask and score mod.
         others: By name, what each recurrence but the reference gives.
-        exact: What the reference gives.
         spread: As for ``distances``.
     """
     differences = [

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.core.formats import FORMATS, dtype_named
+from attncheck.core.formats import FORMATS, Format, dtype_named
 from attncheck.surveys.fingerprint_scenes import (
     DIM,
     GROUP,
@@ -23,7 +23,6 @@ from attncheck.surveys.fingerprint_scenes import (
 )
 
 if TYPE_CHECKING:
-    from attncheck.core.formats import Format
     from attncheck.surveys.fingerprint_scenes import SceneRunner
 
 _GONE = -256.0  # log2 of a weight that no format has

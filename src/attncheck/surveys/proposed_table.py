@@ -10,12 +10,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from attncheck.subjects.capabilities.capability_table import ANY, Capabilities, Override, When
-from attncheck.surveys.capability_detection import HEAD_DIMS
+from attncheck.surveys.capability_detection import HEAD_DIMS, DetectedCapabilities, TrialResult
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from attncheck.surveys.capability_detection import DetectedCapabilities, TrialResult
 
 Comments = dict[str, list[str]]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from attncheck.core.errors import ProblemError
-from attncheck.core.formats import FORMATS, dtype_named
+from attncheck.core.formats import FORMATS, Format, dtype_named
 from attncheck.core.mod_spec import Spec
 from attncheck.surveys.fingerprint_scenes import (
     DIM,
@@ -25,12 +25,10 @@ from attncheck.surveys.fingerprint_scenes import (
 from attncheck.verify.call_checks import Unanswered
 
 if TYPE_CHECKING:
-    from attncheck.core.formats import Format
     from attncheck.surveys.fingerprint_scenes import Grid, SceneResult, SceneRunner
 
 _BITS = FORMATS["fp32"].significand
-_ULP = 2.0**-_BITS
-"""Of fp32 numbers from 1/2 to 1."""
+_ULP = 2.0**-_BITS  # of fp32 numbers from 1/2 to 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +43,6 @@ def read_exponential(runner: SceneRunner, held: Grid, *, rounded: bool) -> Expon
     """The largest error of a weight in [1/2, 1) that shows; None where none would.
 
     Args:
-        held: How P is held.
         rounded: Whether that is a format to which P is rounded, and not all that exp2 gives.
 
     Raises Unanswered where there are no outputs.
@@ -197,7 +194,6 @@ def read_tiles(
     earlier step has been rounded before it is scaled down, one of the same step is rounded after.
 
     Args:
-        runner: The kernel.
         keys: A multiple of 256.
         known: Boundaries of parts that are merged: they say nothing of the order.
         rows: How many rows there are; the first 128 are looked at.
@@ -295,8 +291,7 @@ def read_parts(runner: SceneRunner, keys: int, batch: int = 1, rows: int = ROWS)
     )
 
 
-LOWEST = 126
-"""Scores go down to −2^126: log2 e times that is still a number of fp32."""
+LOWEST = 126  # scores go down to −2^126: log2 e times that is still a number of fp32
 
 _FIRST = 4
 _PLACES, _BASE = 4, 8
@@ -361,7 +356,6 @@ def _hidden_win(runner: SceneRunner, lows: list[list[float]], scale: float) -> l
     """Return whether hidden keys have half of the weight, of each of these sums of low scores.
 
     Args:
-        runner: The kernel.
         lows: Sums, each in parts.
         scale: Of q·k as it is stored: fp16's is the Problem's, fp8's that of its descales.
     """

@@ -14,8 +14,8 @@ from attncheck.judge.error_measures import (
     row_squares,
     row_units,
 )
-from attncheck.records.record import FAILED_STATUSES, Accuracy
-from attncheck.subjects.capabilities.subject import Tiling
+from attncheck.records.record import FAILED_STATUSES, Accuracy, Record
+from attncheck.subjects.capabilities.subject import Subject, Tiling
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.evidence_builder import EvidenceBuilder, ensemble_tilings
 from attncheck.verify.kernel_hosts import executor_of
@@ -31,12 +31,9 @@ if TYPE_CHECKING:
     from attncheck.core.tensor_names import TensorName
     from attncheck.inputs.problem import Case, Problem
     from attncheck.judge.error_measures import ErrorMeasures
-    from attncheck.records.record import Record
-    from attncheck.subjects.capabilities.subject import Subject
     from attncheck.verify.executor import Execution, Executor
 
-RUNS = 5
-"""Fewest runs of a kernel that may give other bits each time."""
+RUNS = 5  # fewest runs of a kernel that may give other bits each time
 
 # Long sums, which the judge's four tilings have not: in fp32 they are what a kernel's errors are.
 _LONG = Tiling(block_query=128, block_kv=256)
@@ -60,7 +57,6 @@ def measure_accuracy(
 
     Args:
         case: A Case whose question is ``compare``.
-        variant: The plan's name for the mask and score mod.
         executor: How to call the kernel; in this process by default.
         runs: Of a kernel that may give other bits each time.
 

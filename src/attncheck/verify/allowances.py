@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from attncheck.core.conditions import Conditions, ReadConditions, Rows, ScoreModError
-from attncheck.core.declared_arithmetic import FP64_ORACLE
+from attncheck.core.declared_arithmetic import FP64_ORACLE, Arithmetic
 from attncheck.core.outputs import Outputs
 from attncheck.judge.allowance import Allowance, Sample
-from attncheck.judge.deterministic_bound import deterministic_bound
+from attncheck.judge.deterministic_bound import DeterministicBound, deterministic_bound
 from attncheck.judge.gradient_bounds import KeyGradients, row_gradients
 from attncheck.judge.probabilistic_bound import probabilistic_bound, sigmas_needed
-from attncheck.judge.score_errors import likely_radius, rounds_operands, score_error
+from attncheck.judge.score_errors import ScoreError, likely_radius, rounds_operands, score_error
 from attncheck.judge.score_gradient_errors import SavedErrors
 from attncheck.judge.verdict_rules import Compared
 from attncheck.oracles.row_conditions import (
@@ -34,19 +34,15 @@ from attncheck.oracles.row_conditions import (
     samples_all_rows,
     score_slopes,
 )
-from attncheck.verify.evidence import score_analysis
+from attncheck.verify.evidence import Evidence, score_analysis
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attncheck.core.declared_arithmetic import Arithmetic
     from attncheck.core.judgement import Place
     from attncheck.core.tensor_names import TensorName
-    from attncheck.judge.deterministic_bound import DeterministicBound
-    from attncheck.judge.score_errors import ScoreError
     from attncheck.mods.captured_reads import CapturedRead
     from attncheck.mods.running_error import RunningError
-    from attncheck.verify.evidence import Evidence
 
 
 def allowance(evidence: Evidence, arithmetic: Arithmetic) -> Allowance:
@@ -97,7 +93,6 @@ def budget(evidence: Evidence, arithmetic: Arithmetic, place: Place) -> dict[str
     """Return the parts of one element's allowance, by the names of ``docs/explanation/bounds.md``.
 
     Args:
-        arithmetic: What the allowance is for.
         place: An element of out, or with ``dim`` −1 a row of LSE.
     """
     head = place.batch * evidence.case.problem.heads + place.head

@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import from_dlpack
 
 from attncheck.core import strided_alloc
+from attncheck.probes import PROBES
 from attncheck.subjects.conventions.function_subject import LEAVES_MODES
 from attncheck.verify.further_calls import compare_bits, repeat_calls
 from attncheck.verify.memory_patterns import (
@@ -36,12 +37,13 @@ if TYPE_CHECKING:
     from attncheck.core.outputs import Outputs
     from attncheck.core.tensor_names import TensorName
     from attncheck.inputs.input_tensors import Inputs
+    from attncheck.inputs.problem import Case
     from attncheck.subjects.capabilities.subject import Call, Subject
     from attncheck.verify.memory_patterns import Primed
     from attncheck.verify.process_effects import State
 
-Contents = Literal["numbers", "others", "nan"]
-"""Ordinary numbers, others in their place, or NaN."""
+# Ordinary numbers, others in their place, NaN, or half of a format's largest.
+Contents = Literal["numbers", "others", "nan", "huge"]
 
 _BAND = 1 << 16  # bytes before and after: more than a tile of a small problem's rows
 _ALIGNED = 4096
@@ -111,8 +113,10 @@ def _placed(tensor: torch.Tensor, contents: Contents) -> torch.Tensor:
 
 def _fill(part: torch.Tensor, like: torch.Tensor, contents: Contents) -> None:
     memory = part.view(like.dtype)
-    if contents == "nan":
-        memory.copy_(torch.full((1,), math.nan, device=memory.device).to(like.dtype))
+    if contents in {"nan", "huge"}:
+        large = torch.finfo(like.dtype).max / 2 if like.is_floating_point() else 0
+        value = large if contents == "huge" else math.nan
+        memory.copy_(torch.full((1,), value, device=memory.device).to(like.dtype))
         return
     fill: Literal["pattern", "inverse"] = "pattern" if contents == "numbers" else "inverse"
     hashed = pattern(len(memory), len(memory), memory.device, fill).float()
@@ -147,6 +151,24 @@ class CallConditions:
 
 
 PLAIN_CALL = CallConditions()
+_MOST_SURROUNDED = 1 << 23  # numbers of q, k and v: memory is filled on both sides of each
+
+
+def judged_conditions(case: Case) -> CallConditions:
+    """Return the conditions of a call that is judged by its numbers.
+
+    Beside inputs, unless they are large, lies NaN in a comparison and huge numbers in a probe.
+    """
+    problem = case.problem
+    widest = max(problem.head_dim, problem.value_dim, 1)
+    numbers = problem.batch * problem.heads * (problem.query + problem.kv) * widest
+    if problem.operation == "softmax" or numbers > _MOST_SURROUNDED:
+        return PLAIN_CALL
+    return CallConditions(
+        surroundings=Surroundings(contents="huge" if case.question in PROBES else "nan")
+    )
+
+
 _RETURNED: set[StorageWeakRef] = set()
 
 
@@ -366,7 +388,6 @@ def under_conditions(
     """Within, calls are made ``under`` these conditions; what was seen is in its ``notes``.
 
     Args:
-        device: Where the kernel runs.
         first: What the process was before the first of all calls; where it is None, what it is now.
         earlier: Of a sequence, what its calls before this one left.
     """

@@ -7,16 +7,14 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from attncheck.core.judgement import Judgement
-from attncheck.inputs.problem import Case, head_arrangement
-from attncheck.records.record import FAILED_STATUSES, Record
+from attncheck.inputs.problem import Case, Problem, head_arrangement
+from attncheck.records.record import FAILED_STATUSES, Record, Status
 from attncheck.verify.call_checks import judge_call
 from attncheck.verify.remote_kernel import RemoteSubject
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attncheck.inputs.problem import Problem
-    from attncheck.records.record import Status
     from attncheck.subjects.capabilities.subject import Subject
     from attncheck.workers.process import Died
 
@@ -35,8 +33,6 @@ def confirm_death(
     A kernel that dies in this process takes it along: nothing is left to confirm.
 
     Args:
-        subject: The kernel that is asked.
-        ask: Asks it one Case.
         slow: Whether a timeout is confirmed too, which takes as long again.
     """
     first = ask()
@@ -67,8 +63,6 @@ def _with_wild_write(
     the process in whatever comes later: problems are asked that the process had been asked before.
 
     Args:
-        record: Of the crash.
-        subject: The kernel.
         asked: Problems that its process had been asked, the first ones first.
     """
     # A GPU has no heap of the host's; and a kernel may leave, or be killed, with all its memory in
@@ -98,11 +92,8 @@ def death_record(
     """Return the Record of a kernel whose process died before it could be called.
 
     Args:
-        error: Of which it died.
         case: What it was to be asked.
         kernel: What was typed: it died before it could say its name.
-        variant: Name of the question.
-        environment: Fingerprint of this process.
     """
     statuses: dict[str, Status] = {"oom": "oom", "timeout": "timeout"}
     return Record(

@@ -10,7 +10,7 @@ import torch
 
 from attncheck.core.errors import TraceError
 from attncheck.inputs.distributions import distribution_named
-from attncheck.mods.captured_reads import trace_reads
+from attncheck.mods.captured_reads import CapturedRead, trace_reads
 from attncheck.probes import PROBES
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from attncheck.core.outputs import Outputs
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Case, Problem
-    from attncheck.mods.captured_reads import CapturedRead
     from attncheck.mods.expression import Expression
     from attncheck.mods.running_error import RunningError
 

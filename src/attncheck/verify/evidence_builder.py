@@ -194,7 +194,6 @@ class EvidenceBuilder:
         """Return what the ideal kernel gives at ``tiling``.
 
         Args:
-            tiling: How it walks over the keys.
             truncates: Whether it truncates tf32 operands, as tensor cores do.
         """
         # Other operands have no bits to truncate: both ideal kernels would be one.

@@ -34,7 +34,7 @@ from attncheck.verify.obligations import (
     output_error,
     written_input,
 )
-from attncheck.verify.process_effects import process_state
+from attncheck.verify.process_effects import State, process_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Case, Problem
     from attncheck.subjects.capabilities.subject import Call, Subject, Tiling
-    from attncheck.verify.process_effects import State
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +142,6 @@ class Executor(Protocol):
         Args:
             origin: Where they are from: for who draws them anew elsewhere.
             timed: Whether it is called until its median time is known.
-            under: How it is called.
         """
         ...
 

@@ -70,7 +70,6 @@ class _Late(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     that synchronises sees a wait end; the next operator begins another.
 
     Args:
-        stream: Of which streams there are.
         others: Whether all others are made to wait, and not this one.
     """
 
@@ -206,10 +205,8 @@ def repeat_calls(
     """Each further call compared with the first.
 
     Args:
-        subject: The kernel.
         call: As prepared for the first call.
         inputs: What it was prepared on, or what that is a copy of.
-        first: What it gave.
         calls: How many there are, the first included.
         elsewhere: Whether each is prepared anew, on a copy at other addresses, with other work on
             the GPU or another number of torch's threads.

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Self
 
-from attncheck.verify.call_conditions import PLAIN_CALL, CallConditions
+from attncheck.verify.call_conditions import PLAIN_CALL, CallConditions, judged_conditions
 from attncheck.verify.executor import Execution, Failure, Origin
 from attncheck.verify.kernel_messages import (
     RemoteError,
@@ -35,12 +35,10 @@ from attncheck.workers.process import Died, HostError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from types import TracebackType
 
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Case, Problem
     from attncheck.subjects.capabilities.subject import Subject
-    from attncheck.workers.process import Worker
     from attncheck.workers.transport import Frame
 
 __all__ = [
@@ -56,11 +54,7 @@ _FATAL = {"crash", "timeout", "oom"}  # whatever a process says then, the next q
 
 
 class IsolatedExecutor:
-    """Calls a ``Remote`` where it is; an ``executor.Executor``.
-
-    Args:
-        connection: To the kernel's process.
-    """
+    """Calls a ``Remote`` where it is; an ``executor.Executor``."""
 
     def __init__(self, connection: KernelConnection) -> None:
         self._connection = connection
@@ -163,7 +157,7 @@ class IsolatedExecutor:
             if answer not in (True, None):
                 return
         self._connection.asked[case.problem] = None
-        words = _run_words(subject, Origin(case=case), PLAIN_CALL, timed=False)
+        words = _run_words(subject, Origin(case=case), judged_conditions(case), timed=False)
         self._connection.send("run", words, seconds=self._connection.deadlines.call)
 
     def _seconds(self, inputs: Inputs, calls: int) -> float:
@@ -222,43 +216,11 @@ class IsolatedKernel:
 
     Args:
         kernel: As ``subjects.load.load_subject`` takes it.
-        convention: A name of a calling convention; empty for the first that fits.
-        device: ``cpu`` or ``cuda``.
-        gpu: What the process sees of the GPUs (``CUDA_VISIBLE_DEVICES``); empty for what this one
-            sees.
-        deadlines: How long it may take.
-        folder: Its working directory; empty for this one's.
-        paths: Where it and what it starts look for modules first, before this process's places.
-        worker: A process that was started for it ahead of time, here and with nothing special;
-            where it echoes, those after it do.
-
-    Raises:
-        UsageError: where there is no such kernel.
-        HostError: where it cannot be loaded for another reason: ``Died`` where its process crashed.
+        where: What else ``KernelConnection`` takes; raises as that does.
     """
 
-    def __init__(
-        self,
-        kernel: str,
-        *,
-        convention: str = "",
-        device: str = "cpu",
-        gpu: str = "",
-        deadlines: Deadlines | None = None,
-        folder: str = "",
-        paths: tuple[str, ...] = (),
-        worker: Worker | None = None,
-    ) -> None:
-        self._connection = KernelConnection(
-            kernel,
-            convention=convention,
-            device=device,
-            gpu=gpu,
-            deadlines=deadlines or Deadlines(),
-            folder=folder,
-            paths=paths,
-            worker=worker,
-        )
+    def __init__(self, kernel: str, **where: Any) -> None:
+        self._connection = KernelConnection(kernel, **where)
         self.executor = IsolatedExecutor(self._connection)  # how those call it
         self._remote = RemoteSubject(self._connection, self._connection.description, self.executor)
         self.subject: Subject = self._remote  # the kernel, for every function here that takes one
@@ -289,12 +251,7 @@ class IsolatedKernel:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

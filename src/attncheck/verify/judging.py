@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from msgspec.structs import replace as replace_struct
 
-from attncheck.core.declared_arithmetic import FP32
+from attncheck.core.declared_arithmetic import FP32, Arithmetic
 from attncheck.judge.allowance import shares
 from attncheck.judge.verdict import (
     KernelResult,
@@ -18,14 +18,12 @@ from attncheck.judge.verdict import (
     heads_with_ensemble,
     judge_heads,
 )
-from attncheck.records.record import ErrorMap
+from attncheck.records.record import ErrorMap, Record
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.allowances import budget, gradient_allowance
 
 if TYPE_CHECKING:
-    from attncheck.core.declared_arithmetic import Arithmetic
     from attncheck.core.judgement import Judgement
-    from attncheck.records.record import Record
     from attncheck.subjects.capabilities.subject import Tiling
     from attncheck.verify.evidence_builder import EvidenceBuilder
     from attncheck.verify.executor import Execution
@@ -116,15 +114,13 @@ def _ideal_tiling(
     return own.tiling(problem, evidence.device)
 
 
-MOST_HEADS, MOST_ROWS = 32, 64
-"""Cells of a map, down and to the right."""
+MOST_HEADS, MOST_ROWS = 32, 64  # cells of a map, down and to the right
 
 
 def with_error_map(record: Record, result: Execution, evidence: EvidenceBuilder) -> Record:
     """``record`` with the map of its errors where it fails.
 
     Args:
-        record: As judged.
         result: What the kernel gave, and the tiling that it declares: cells are whole tiles of it
             where there are several, and else as few rows as fit.
         evidence: The Case, its exact result and what is allowed.

@@ -12,21 +12,19 @@ from typing import TYPE_CHECKING, Protocol
 
 from attncheck.subjects.capabilities.named_kernels import BUILTIN
 from attncheck.subjects.load import load_subject
-from attncheck.verify.executor import InProcess
+from attncheck.verify.executor import Executor, InProcess
 from attncheck.verify.isolated import IsolatedKernel
 from attncheck.verify.remote_kernel import Deadlines, RemoteSubject
 
 if TYPE_CHECKING:
     from attncheck.subjects.capabilities.subject import Subject
-    from attncheck.verify.executor import Executor
     from attncheck.workers.process import Worker
 
 
 class KernelHost(Protocol):
     """A kernel, and how to call it."""
 
-    subject: Subject
-    """The kernel; who settles on which terms it is asked replaces it."""
+    subject: Subject  # the kernel; who settles on which terms it is asked replaces it
 
     @property
     def executor(self) -> Executor:
@@ -63,7 +61,6 @@ def open_kernel(
     Args:
         kernel: As ``subjects.load.load_subject`` takes it.
         convention: A name of a calling convention; empty for the first that fits.
-        device: ``cpu`` or ``cuda``.
         isolated: Whether it has a process of its own; by default all but attncheck's own have.
         deadlines: How long that may take.
         worker: A process that was started for it ahead of time; it is ended where it is not needed.

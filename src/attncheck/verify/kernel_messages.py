@@ -19,14 +19,13 @@ from attncheck.core.errors import UsageError
 from attncheck.core.formats import FORMATS, Format
 from attncheck.core.outputs import Outputs
 from attncheck.core.tensor_names import AXES
-from attncheck.subjects.capabilities.subject import Tiling
+from attncheck.subjects.capabilities.subject import Subject, Tiling
 from attncheck.verify.call_conditions import CallNotes
 from attncheck.workers.process import HostError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from attncheck.subjects.capabilities.subject import Subject
     from attncheck.workers.transport import Frame
 
 _FLAGS = ("triton", "sinks", "backward", "captured", "promises_gradients", "has_launches")

@@ -23,7 +23,7 @@ from attncheck.verify.environment import prepare, require_device
 from attncheck.verify.executor import Execution, Failure, InProcess, Origin, failure
 from attncheck.verify.kernel_messages import describe_subject, from_fields, pack_outputs, to_fields
 from attncheck.verify.obligations import inputs_digest, requested_outputs
-from attncheck.verify.process_effects import process_state, restore_process
+from attncheck.verify.process_effects import State, process_state, restore_process
 from attncheck.verify.relation_runs import draw_case_inputs
 from attncheck.workers.transport import LARGEST_WORDS, Frame
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from attncheck.subjects.capabilities.subject import Subject
-    from attncheck.verify.process_effects import State
 
 _MICROSECONDS = 1e-6
 

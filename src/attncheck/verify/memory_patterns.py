@@ -18,12 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.dlpack import from_dlpack
 
 from attncheck.core import strided_alloc
-from attncheck.inputs.input_tensors import Descale
+from attncheck.inputs.input_tensors import Descale, Inputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from attncheck.inputs.input_tensors import Inputs
 
 Fill = Literal["", "pattern", "inverse"]
 """Empty for whatever is there; else a pattern, or its inverse, of which every byte differs."""
@@ -57,9 +56,6 @@ def pattern(place: int, size: int, device: torch.device, fill: Fill) -> torch.Te
 
     Args:
         place: Which of many places; another one has other bytes.
-        size: How many.
-        device: Where.
-        fill: Which of the two.
     """
     table, start = _table(str(device), fill), place * _SPREAD % _PERIOD
     if size <= _PERIOD:
@@ -291,8 +287,6 @@ class GuardBands(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     A compiled graph allocates for itself, and so does C++: ``holds`` says which tensors lie here.
 
     Args:
-        fill: Which pattern.
-        device: Whose memory.
         memory: Of earlier calls. What is free of it is given away again, first come first served,
             as a caching allocator does: then a call finds its tensors where the last one had its
             own. None where all memory is new.

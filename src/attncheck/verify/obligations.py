@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
 
-DIGITS = 32
-"""Hexadecimal digits: 128 bits, so that two that are equal are no coincidence."""
+DIGITS = 32  # hexadecimal digits: 128 bits, so that two that are equal are no coincidence
 
 
 def outputs_digest(outputs: Outputs) -> str:

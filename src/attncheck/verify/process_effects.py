@@ -9,7 +9,7 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +18,6 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from attncheck.subjects.capabilities.subject import Call
 
 State = Mapping[str, Any]
@@ -186,8 +184,7 @@ def restore_process(before: State, device: torch.device) -> None:
             write(before[name])
 
 
-WINDOWS = 3
-"""Windows of calls in each of which what leaks is more than before."""
+WINDOWS = 3  # windows of calls in each of which what leaks is more than before
 
 _WARM = 2  # calls before the first window: caches fill, and what is made once is made
 
@@ -219,7 +216,6 @@ def resource_leaks(call: Call, calls: int, device: torch.device) -> tuple[str, s
     Args:
         call: Is called, and what it gives dropped.
         calls: In one window.
-        device: Where it runs.
     """
     _times(call, _WARM)
     with _frozen():

@@ -7,23 +7,19 @@ from typing import TYPE_CHECKING
 
 from attncheck.core.errors import UnknownName, UsageError
 from attncheck.core.paged_layout import Paging
-from attncheck.probes import PROBES
-from attncheck.relations import RELATIONS
-from attncheck.verify.call_checks import CHECKS
+from attncheck.probes import PROBES, Probe
+from attncheck.relations import RELATIONS, Relation
+from attncheck.verify.call_checks import CHECKS, Check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from attncheck.inputs.problem import Case, Problem
     from attncheck.inputs.question_parameters import Allowed
-    from attncheck.probes import Probe
-    from attncheck.relations import Relation
     from attncheck.subjects.capabilities.subject import Subject
-    from attncheck.verify.call_checks import Check
     from attncheck.verify.executor import Executor
 
-COMPARE = "compare"
-"""The question whether every element is exact attention up to rounding."""
+COMPARE = "compare"  # the question whether every element is exact attention up to rounding
 
 _PAGE_SIZES = (16, 64, 256)  # usual ones: a kernel may take one of them alone
 
@@ -71,9 +67,6 @@ def adapted_problems(subject: Subject, problem: Problem, executor: Executor) -> 
     In pages it is there once for each usual size, of which a kernel may take one; nothing else
     differs, and with several sequences they share their first page. There are no gradients of
     keys in pages: a backward stays what it is.
-
-    Args:
-        executor: How to ask what concerns it.
     """
     if problem.operation != "attention" or problem.backward or executor.concerns(subject, problem):
         return (problem,)

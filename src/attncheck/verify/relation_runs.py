@@ -14,8 +14,8 @@ from attncheck.core.judgement import Judgement, Place, Worst
 from attncheck.inputs import input_tensors
 from attncheck.inputs.problem import Case
 from attncheck.judge.verdict_rules import tile
-from attncheck.relations import RELATIONS, relation_named
-from attncheck.relations.relation import compare_outputs, describe_turn
+from attncheck.relations import RELATIONS, Relation, relation_named
+from attncheck.relations.relation import Finding, compare_outputs, describe_turn
 from attncheck.verify.allowances import deterministic_bounds, gradient_allowance
 from attncheck.verify.call_conditions import PLAIN_CALL, CallConditions
 from attncheck.verify.evidence import Evidence
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from attncheck.core.outputs import Outputs
     from attncheck.core.tensor_names import TensorName
     from attncheck.inputs.input_tensors import Inputs
-    from attncheck.relations import Relation
-    from attncheck.relations.relation import Finding
     from attncheck.subjects.capabilities.subject import Subject
 
 _UNBOUNDED = "no element of {} has a finite bound: nothing can be said of it"

@@ -10,7 +10,7 @@ import msgspec
 
 from attncheck.core.errors import UsageError
 from attncheck.inputs.question_parameters import PROMISES
-from attncheck.subjects.capabilities.subject import Subject, WrittenCall
+from attncheck.subjects.capabilities.subject import Call, Subject, Tiling, WrittenCall
 from attncheck.verify.kernel_messages import (
     check_description,
     from_fields,
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from attncheck.core.declared_arithmetic import Arithmetic
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
-    from attncheck.subjects.capabilities.subject import Call, Tiling
     from attncheck.subjects.terms import Terms
     from attncheck.verify.executor import Executor
 
@@ -73,14 +72,14 @@ class KernelConnection:
     Args:
         kernel: As ``subjects.load.load_subject`` takes it.
         convention: A name of a calling convention; empty for the first that fits.
-        device: ``cpu`` or ``cuda``.
         gpu: What the process sees of the GPUs (``CUDA_VISIBLE_DEVICES``); empty for what this one
             sees.
         deadlines: How long it may take.
         folder: Its working directory, which references to files are relative to; empty for this
             one's.
-        paths: Where it and what it starts look for modules first.
-        worker: The first process, where one was started ahead of time.
+        paths: Where it and what it starts look for modules first, before this process's places.
+        worker: The first process, where one was started ahead of time, here and with nothing
+            special; where it echoes, those after it do.
 
     Attributes:
         description: What the process says of the kernel.
@@ -89,22 +88,22 @@ class KernelConnection:
 
     Raises:
         UsageError: where there is no such kernel.
-        HostError: where it cannot be loaded for another reason.
+        HostError: where it cannot be loaded for another reason: ``Died`` where its process crashed.
     """
 
     def __init__(
         self,
         kernel: str,
         *,
-        convention: str,
-        device: str,
-        gpu: str,
-        deadlines: Deadlines,
-        folder: str,
+        convention: str = "",
+        device: str = "cpu",
+        gpu: str = "",
+        deadlines: Deadlines | None = None,
+        folder: str = "",
         paths: tuple[str, ...] = (),
         worker: Worker | None = None,
     ) -> None:
-        self.device, self.deadlines = device, deadlines
+        self.device, self.deadlines = device, deadlines or Deadlines()
         self._words = {"kernel": kernel, "convention": convention, "device": device}
         self._environment = {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
         self._folder, self._paths = folder, paths
@@ -130,7 +129,6 @@ class KernelConnection:
         """Return the answer to a question.
 
         Args:
-            kind: Of the question.
             seconds: Until it is killed.
             most: Bytes beside JSON that an answer may have.
 
@@ -254,9 +252,7 @@ class RemoteSubject(Subject):
     """A kernel in another process: it says what that one says; ``IsolatedExecutor`` calls it.
 
     Args:
-        connection: To its process.
         words: What the process says of it.
-        executor: Calls it.
         launch: The name of one of its launches, and the Problem that it is of; None for its own.
 
     Raises:

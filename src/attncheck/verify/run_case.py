@@ -7,20 +7,21 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
-from attncheck.core.judgement import Judgement, Place
+from attncheck.core.judgement import Judgement, Place, Rule
 from attncheck.core.outputs import Outputs
-from attncheck.inputs.problem import head_arrangement
+from attncheck.inputs.problem import Case, Problem, head_arrangement
 from attncheck.judge.error_measures import measure_errors
 from attncheck.oracles.mod_calls import Indices, call_mask
-from attncheck.probes import PROBES, probe_named
+from attncheck.probes import PROBES, VisibleKeys, probe_named
 from attncheck.probes.margins import WeightErrors
 from attncheck.probes.wrong_rows import explain_row
-from attncheck.records.record import GradientErrors, LseErrors, OutErrors, Record
+from attncheck.records.record import GradientErrors, LseErrors, OutErrors, Record, Status
 from attncheck.relations import RELATIONS
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.call_checks import CHECKS, judge_call
+from attncheck.verify.call_conditions import PLAIN_CALL, judged_conditions
 from attncheck.verify.evidence_builder import EvidenceBuilder
-from attncheck.verify.executor import Failure, Origin, out_of_memory
+from attncheck.verify.executor import Execution, Executor, Failure, Origin, out_of_memory
 from attncheck.verify.judging import judge_outputs, with_error_map
 from attncheck.verify.kernel_hosts import executor_of
 from attncheck.verify.obligations import outputs_digest
@@ -31,13 +32,8 @@ from attncheck.verify.second_opinion import second_opinion
 if TYPE_CHECKING:
     import torch
 
-    from attncheck.core.judgement import Rule
     from attncheck.core.tensor_names import TensorName
-    from attncheck.inputs.problem import Case, Problem
-    from attncheck.probes import VisibleKeys
-    from attncheck.records.record import Status
     from attncheck.subjects.capabilities.subject import Subject, Tiling
-    from attncheck.verify.executor import Execution, Executor
 
 __all__ = [
     "mask_rows",
@@ -141,7 +137,6 @@ def run_on_evidence(
     """Run ``subject`` on the inputs of ``evidence`` and judge it; a comparison or a probe.
 
     Args:
-        record: What is known before the kernel runs, of ``new_record``.
         timed: As of ``run_case``.
         brief: As of ``run_case``.
 
@@ -159,7 +154,11 @@ def run_on_evidence(
         # Before any kernel has run: nothing that it does can change the truth.
         evidence.establish(reference_errors=not brief)
         execution = executor.run(
-            subject, evidence.inputs, origin=Origin(case=evidence.case), timed=timed
+            subject,
+            evidence.inputs,
+            origin=Origin(case=evidence.case),
+            timed=timed,
+            under=PLAIN_CALL if timed else judged_conditions(evidence.case),
         )
         if isinstance(execution, Failure):
             return without_outputs(record, execution), None

@@ -22,9 +22,9 @@ from msgspec.structs import replace
 
 from attncheck.core.conditions import Rows
 from attncheck.core.declared_arithmetic import FP64_ORACLE
-from attncheck.core.judgement import Place
+from attncheck.core.judgement import Judgement, Place, Rule
 from attncheck.core.outputs import Outputs
-from attncheck.core.tensor_names import GRADIENTS
+from attncheck.core.tensor_names import GRADIENTS, TensorName
 from attncheck.judge.allowance import at_rows, shares
 from attncheck.judge.verdict_rules import element, number
 from attncheck.oracles.backward_recurrences import flash2_backward
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attncheck.core.judgement import Judgement, Rule
-    from attncheck.core.tensor_names import TensorName
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
     from attncheck.records.record import Record
@@ -87,10 +85,6 @@ def disagreement(judgement: Judgement, evidence: Evidence) -> str:
 
     Empty where nowhere, where ``judgement`` does not rest on the truth, and where the second
     opinion does not fit into memory.
-
-    Args:
-        judgement: What the judge said.
-        evidence: Of what.
     """
     if not _doubtful(judgement, evidence.truth):
         return ""

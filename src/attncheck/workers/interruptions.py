@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from types import FrameType, TracebackType
+    from types import FrameType
     from typing import Self
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -42,12 +42,7 @@ class Interruptions:
                     signal.signal(number, self._arrived)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, before in self._before.items():
             signal.signal(number, before)
         os.close(self._read)

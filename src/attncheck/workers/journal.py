@@ -31,14 +31,13 @@ from attncheck.workers.journal_format import (
     read_journal,
     read_journal_file,
 )
-from attncheck.workers.units import Shard
+from attncheck.workers.units import Done, Shard, Unit
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from types import TracebackType
     from typing import Self
 
-    from attncheck.workers.units import Done, Unit
 
 __all__ = [
     "MOST_LOST",
@@ -53,8 +52,7 @@ __all__ = [
 ]
 
 
-MOST_LOST = 2
-"""A unit that was begun so often without a result is not begun again."""
+MOST_LOST = 2  # a unit that was begun so often without a result is not begun again
 
 _A_LINE = 100  # units that are queued by one line
 
@@ -336,9 +334,6 @@ _TYPED_SHARD = re.compile(r" --shard[ =]\S+")
 
 def merge_journals(journals: Mapping[str, JournalContent]) -> JournalContent:
     """All results of the parts of one run.
-
-    Args:
-        journals: What each says, by its name.
 
     Returns:
         A journal's content, without a shard, whose seconds are those of all of them.

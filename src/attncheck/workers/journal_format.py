@@ -165,8 +165,7 @@ _TAKES = {
 }
 
 
-LONGEST = 2**26
-"""Bytes of the longest line: one result, with all work that follows from it."""
+LONGEST = 2**26  # bytes of the longest line: one result, with all work that follows from it
 # Far below the depth at which Python itself gives up.
 _DEEPEST = 64
 _SUM = b',"sum":"'

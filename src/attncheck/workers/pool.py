@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from attncheck.workers.interruptions import Interruptions
-from attncheck.workers.journal import MOST_LOST
+from attncheck.workers.journal import MOST_LOST, Journal
 from attncheck.workers.reaper import Guard, new_mark
-from attncheck.workers.units import Done
+from attncheck.workers.units import Done, Unit
 from attncheck.workers.worker_pool import (
     Cluster,
     Limits,
@@ -35,8 +35,6 @@ from attncheck.workers.worker_pool import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from attncheck.workers.journal import Journal
-    from attncheck.workers.units import Unit
     from attncheck.workers.worker_pool import WorkerNews, WorkerPool
 
 __all__ = [
@@ -74,7 +72,6 @@ class Schedule:
         """Nothing waits.
 
         Args:
-            journal: What is done, and what was lost.
             priority: Least first; equal ones in the order in which they became known.
             mine: Whether this run does a unit: another shard's is left out.
         """
@@ -376,7 +373,6 @@ def run_units(  # noqa: PLR0913  # one run, said once
         priority: Of a unit; least first.
         mine: Whether this run does a unit, or another shard.
         lost: The result of a unit that is given up, from the reason; a harness error by default.
-        limits: Of time.
 
     Returns:
         How it ended; the journal says so too, and is left open.

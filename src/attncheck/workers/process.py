@@ -23,18 +23,16 @@ from typing import TYPE_CHECKING, NoReturn
 from attncheck.core.errors import AttncheckError
 from attncheck.core.sanitize_text import one_line
 from attncheck.workers.reaper import MARK, kill_family, new_mark
-from attncheck.workers.transport import KEY, BrokenFrame, Closed, Receiver, Sender
+from attncheck.workers.transport import KEY, BrokenFrame, Closed, Frame, Receiver, Sender
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from attncheck.workers.transport import Frame
 
 KERNEL_SERVER = "attncheck.verify.kernel_server:KernelServer"
 """Server of a worker that runs somebody's kernel; named here, where starting one imports little."""
 
-KEPT = 1 << 16
-"""Bytes that are kept of what a process prints, the last ones."""
+KEPT = 1 << 16  # bytes that are kept of what a process prints, the last ones
 
 _CHUNK = 1 << 16
 # How glibc's words on a broken heap begin.

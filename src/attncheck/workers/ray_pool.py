@@ -90,11 +90,6 @@ class RayPool(WorkerPool[Any]):
     Nodes may come and go: workers that are lost are started again where there is room, as many as
     there is room and work for. Ray restarts none of them: an actor that it restarted would do its
     unit again beside others.
-
-    Args:
-        ray: The module, of ``joined_cluster``.
-        cluster: Which.
-        setup: What each is told first.
     """
 
     def __init__(self, ray: Any, cluster: Cluster, setup: WorkerSetup, limits: Limits) -> None:

@@ -15,7 +15,6 @@ from contextlib import suppress
 
 TYPE_CHECKING = False  # this file is a program too, which starts with every run: it imports little
 if TYPE_CHECKING:
-    from types import TracebackType
     from typing import Self
 
 MARK = "ATTNCHECK_WORKER"
@@ -118,12 +117,7 @@ class Guard:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Kill them all now."""
         assert self._process.stdin is not None, "it was asked for"
         with suppress(BrokenPipeError):

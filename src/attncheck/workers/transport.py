@@ -22,11 +22,9 @@ if TYPE_CHECKING:
 
     Ready = Callable[[], None]
 
-KEY = 32
-"""Bytes of a key."""
+KEY = 32  # bytes of a key
 
-LARGEST_WORDS = 1 << 20
-"""Bytes of the JSON of one frame; a Problem is a few hundred."""
+LARGEST_WORDS = 1 << 20  # bytes of the JSON of one frame; a Problem is a few hundred
 
 _MAGIC = b"attncheck\x00\x01\n"
 _CHECKSUM = 32

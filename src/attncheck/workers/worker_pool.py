@@ -193,11 +193,7 @@ class Member(Generic[H]):
 
 
 class WorkerPool(ABC, Generic[H]):
-    """The workers of a run, by number.
-
-    Args:
-        setup: What each is told first.
-    """
+    """The workers of a run, by number."""
 
     def __init__(self, setup: WorkerSetup, limits: Limits) -> None:
         """None is started."""
@@ -287,7 +283,6 @@ class LocalPool(WorkerPool[Worker]):
 
     Args:
         places: Where each works: one process each, at most.
-        setup: What each is told first.
         mark: With which their own marks begin.
     """
 

@@ -70,7 +70,6 @@ def masks(*, dimensions: Dimensions, names: Iterable[str] = ()) -> SearchStrateg
     documents, and sequences that are nothing but padding.
 
     Args:
-        dimensions: What the masks must fit.
         names: Which, simplest first (default: PLAIN_MASKS).
 
     Raises:
@@ -206,9 +205,6 @@ def packings(*, dimensions: Dimensions) -> SearchStrategy[Spec]:
     aligned top-left, of the first where it is aligned bottom-right. Only then is a diagonal through
     the whole one through each document. Among them may be one without rows and keys. Shrinks to
     documents of length 1.
-
-    Args:
-        dimensions: What the masks must fit.
     """
     shorter = min(dimensions.query, dimensions.kv)
     return st.builds(

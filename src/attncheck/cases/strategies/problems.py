@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,18 +15,14 @@ from attncheck.cases.strategies.sizes import lengths
 from attncheck.cases.strategies.sizes import shapes as any_shapes
 from attncheck.core.errors import ProblemError, UnknownName, UsageError, without_recorded
 from attncheck.core.formats import DTYPES
-from attncheck.core.mod_spec import NONE, Dimensions
-from attncheck.inputs.distributions import DISTRIBUTIONS
+from attncheck.core.mod_spec import NONE, Dimensions, Spec
+from attncheck.inputs.distributions import DISTRIBUTIONS, Sizes
 from attncheck.inputs.problem import SOFTMAX_DTYPES, USUAL_SCALE, Problem
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from hypothesis.strategies import SearchStrategy
 
-    from attncheck.core.mod_spec import Spec
     from attncheck.core.paged_layout import Paging
-    from attncheck.inputs.distributions import Sizes
 
 Supports = Callable[[Problem], bool]
 
@@ -167,7 +163,6 @@ def softmax_problems(
     """Softmax of few rows of up to ``longest`` scores; shrinks to one row of one score.
 
     Args:
-        longest: Most columns.
         dtypes: Which, plainest first; what softmax has not is left out.
         distributions: Which, plainest first (default: all that have scores).
         supports: Whether the kernel takes a Problem; others are dropped.
@@ -217,8 +212,6 @@ def nearest_supported(
     chosen for them (a key to hide, say) stays possible; it shrinks only where all else is refused.
 
     Args:
-        problem: What was drawn.
-        supports: What is asked.
         dtypes: Those that ``problem`` may have instead, plainest first.
         drops: What it may do without: ``sink``, ``dlse``.
     """

@@ -203,9 +203,6 @@ def compositions(*, dimensions: Dimensions) -> SearchStrategy[Spec]:
 
     Shrinks to ``and(full, full)``, which is no mask at all: what fails with it has nothing to do
     with masks.
-
-    Args:
-        dimensions: What the masks must fit.
     """
     return _nested(dimensions, _DEEPEST)
 

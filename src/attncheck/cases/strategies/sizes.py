@@ -43,7 +43,7 @@ def lengths(*, shortest: int = 1, longest: int = 130) -> SearchStrategy[int]:
     return st.sampled_from(_sorted(shortest, longest, math.ceil(max(1, rest) / max(1, edges))))
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)
 def numbers(smallest: int, largest: int, *special: int) -> SearchStrategy[int]:
     """Whole numbers from ``smallest`` to ``largest``, many of them edges, and ``special`` ones.
 
@@ -69,6 +69,8 @@ def _sorted(smallest: int, largest: int, repeats: int) -> tuple[int, ...]:
 HEAD_DIMS = (1, 3, 16, 17, 40, 64, 80, 96, 128)
 """Powers of two and what lies between them, where kernels pad or refuse."""
 
+# Made once, as all that depends on few numbers: Hypothesis looks a new strategy through first.
+_SELDOM = st.sampled_from((False, False, True))
 _LARGEST_BATCH, _MOST_QUERY_HEADS, _MOST_KV_HEADS, _LARGEST_GROUP = 2, 6, 4, 5
 
 
@@ -76,7 +78,7 @@ _LARGEST_BATCH, _MOST_QUERY_HEADS, _MOST_KV_HEADS, _LARGEST_GROUP = 2, 6, 4, 5
 def _sizes(
     draw: st.DrawFn,
     most_heads: int,
-    head_counts: tuple[tuple[int, int], ...],
+    head_counts: SearchStrategy[tuple[int, int]],
     squares: tuple[int, int],
     query: SearchStrategy[int],
     kv: SearchStrategy[int],
@@ -85,19 +87,14 @@ def _sizes(
     """Always the same choices in the same order, so that none is won by dropping another.
 
     Args:
-        draw: Hypothesis's.
         most_heads: Largest batch · heads.
-        head_counts: Heads and kv heads.
         squares: The shortest and the longest query, where it is to be kv.
-        query: Query lengths.
-        kv: Key lengths.
-        dims: Head and value dims.
     """
-    heads, kv_heads = draw(st.sampled_from(head_counts))
+    heads, kv_heads = draw(head_counts)
     batch = draw(st.integers(1, min(_LARGEST_BATCH, most_heads // heads)))
     rows, keys, head_dim, value_dim = draw(query), draw(kv), draw(dims), draw(dims)
     # Kernels take other paths where the two agree, and chance alone would seldom make them.
-    square, same_dim = (draw(st.sampled_from((False, False, True))) for _ in range(2))
+    square, same_dim = (draw(_SELDOM) for _ in range(2))
     if square and keys <= squares[1]:
         rows = keys = max(keys, squares[0])
     return Sizes(
@@ -124,14 +121,11 @@ def shapes(
     """Sizes with query and kv unequal both ways or equal, MHA, GQA and MQA, value_dim free.
 
     Args:
-        longest: Largest query and kv length.
-        shortest_query: Smallest query length.
         longest_query: Largest query length, where it is not ``longest``.
         shortest_kv: Smallest kv length.
         most_heads: Largest batch · heads: what an interpreted kernel's time is made of. From 8 on,
             a second sequence comes with several kv heads of several query heads each: a wrong
             stride of the batch shows beside a wrong head map.
-        largest_group: Most query heads on a kv head.
         head_dims: What head_dim and value_dim are drawn from; they shrink to the first.
 
     Raises:
@@ -145,7 +139,7 @@ def shapes(
     most_rows = longest if longest_query is None else longest_query
     return _sizes(
         most_heads,
-        _head_counts(most_heads, largest_group),
+        st.sampled_from(_head_counts(most_heads, largest_group)),
         (shortest_query, most_rows),
         lengths(shortest=shortest_query, longest=most_rows),
         lengths(shortest=shortest_kv, longest=longest),
@@ -167,8 +161,7 @@ def _head_counts(most: int, largest_group: int) -> tuple[tuple[int, int], ...]:
     return tuple(pair for pair in counts if pair[0] <= most)
 
 
-PAGE_SIZES = (16, 32, 64, 128, 256)
-"""Sizes that serving engines use."""
+PAGE_SIZES = (16, 32, 64, 128, 256)  # sizes that serving engines use
 
 ODD_PAGE_SIZES = (3, 1, 17)
 """Sizes that only a kernel takes which looks up each key by itself: no tile is made of them."""
@@ -219,6 +212,11 @@ def parameters(*, allowed: Mapping[str, Sequence[int]]) -> SearchStrategy[dict[s
     for name, values in allowed.items():
         if not values:
             raise UsageError(f"parameter {name!r} has no value to draw from.")
-    return st.fixed_dictionaries(
-        {name: st.sampled_from(values) for name, values in allowed.items()}
-    )
+    return _parameters(tuple((name, tuple(values)) for name, values in allowed.items()))
+
+
+@lru_cache(maxsize=256)
+def _parameters(
+    allowed: tuple[tuple[str, tuple[int, ...]], ...],
+) -> SearchStrategy[dict[str, int]]:
+    return st.fixed_dictionaries({name: st.sampled_from(values) for name, values in allowed})

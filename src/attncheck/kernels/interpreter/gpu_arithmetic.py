@@ -22,8 +22,7 @@ from attncheck.kernels.interpreter.casts import FORMATS, NARROW, convert, encode
 if TYPE_CHECKING:
     from attncheck.kernels.interpreter.casts import Array
 
-Stock = Callable[[str], Any]
-"""Dotted name → the interpreter's own function of that name."""
+Stock = Callable[[str], Any]  # dotted name → the interpreter's own function of that name
 
 Methods = Callable[[Any, Stock], dict[str, Any]]
 """(interpreter module, stock) → dotted name → replacement."""

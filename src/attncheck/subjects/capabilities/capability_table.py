@@ -37,8 +37,7 @@ ALIASES = {"none": "full", "window": "sliding_window"}
 DEVICES = ("cpu", "cuda")
 PHASES = ("forward", "backward")
 
-LSE_BASES = ("natural", "base2")
-"""Logarithms in which a kernel gives LSE."""
+LSE_BASES = ("natural", "base2")  # logarithms in which a kernel gives LSE
 
 EMPTY_ROWS = ("zero", "nan", "mean", "unspecified")
 """What a kernel gives for a row that sees no key (``conventions.empty_rows``)."""
@@ -365,7 +364,6 @@ def read_table(table: object, what: str) -> Capabilities:
     """Read the table that a file or an entry point holds, strictly.
 
     Args:
-        table: As TOML reads it.
         what: Where it stands, which begins every error: ``pyproject.toml: kernels.mine``.
 
     Raises:

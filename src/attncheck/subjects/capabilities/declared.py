@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from attncheck.core.formats import Format
 from attncheck.core.mod_spec import FULL, NONE
 from attncheck.core.outputs import Outputs
-from attncheck.inputs.problem import USUAL_SCALE
+from attncheck.inputs.problem import USUAL_SCALE, Problem
 from attncheck.subjects.capabilities.subject import (
     Call,
     Refused,
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from attncheck.core.declared_arithmetic import Arithmetic
     from attncheck.inputs.input_tensors import Inputs
-    from attncheck.inputs.problem import Problem
     from attncheck.inputs.question_parameters import Promise
     from attncheck.subjects.capabilities.capability_table import Capabilities
 

@@ -8,11 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from attncheck.core.declared_arithmetic import default_arithmetic
+from attncheck.core.declared_arithmetic import Arithmetic, default_arithmetic
 from attncheck.core.mod_spec import NONE
 
 if TYPE_CHECKING:
-    from attncheck.core.declared_arithmetic import Arithmetic
     from attncheck.core.outputs import Outputs
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem

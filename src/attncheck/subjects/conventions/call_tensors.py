@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar, cast
 
 import torch
 
-from attncheck.core.formats import FORMATS
-from attncheck.core.mod_spec import FULL, NONE, Spec
+from attncheck.core.formats import FORMATS, Format
+from attncheck.core.mod_spec import FULL, NONE, Dimensions, Spec
 from attncheck.mods import library
 from attncheck.mods.page_table import PageTable, draw_page_table, pack_pages
 from attncheck.subjects.conventions.layouts import conjuncts
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attncheck.core.formats import Format
-    from attncheck.core.mod_spec import Dimensions
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
 

@@ -21,14 +21,13 @@ from attncheck.core.mod_spec import NONE
 from attncheck.mods.library import is_additive
 from attncheck.subjects.capabilities.capability_table import ALIGNMENTS, EMPTY_ROWS, LSE_BASES
 from attncheck.subjects.conventions.call_tensors import attention_bias, sequence_lengths
-from attncheck.subjects.conventions.layouts import without_padding
+from attncheck.subjects.conventions.layouts import Layout, without_padding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
-    from attncheck.subjects.conventions.layouts import Layout
     from attncheck.subjects.conventions.parse import CallArguments, ParsedCall
 
 SINKS = ("sinks", "sink", "s_aux", "softmax_sink", "attention_sinks")
@@ -110,8 +109,7 @@ class Argument:
     when: Literal["needed", "offered", "required"]
 
 
-Arguments = dict[str, Argument]
-"""Arguments by meaning."""
+Arguments = dict[str, Argument]  # arguments by meaning
 
 
 def needed(value: Any) -> Argument:

@@ -10,13 +10,11 @@ from attncheck.subjects.capabilities.subject import Subject
 from attncheck.subjects.conventions.convention import Convention, ConventionOptions, Signature
 from attncheck.subjects.conventions.flash_conventions import FLASH_ATTN, PAGED, VARLEN
 from attncheck.subjects.conventions.function_subject import FunctionSubject
-from attncheck.subjects.conventions.parse import CallArguments, UnreadableCall
+from attncheck.subjects.conventions.parse import CallArguments, ParsedCall, UnreadableCall
 from attncheck.subjects.conventions.torch_conventions import FLEX, SDPA
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from attncheck.subjects.conventions.parse import ParsedCall
 
 
 class _Native:
@@ -67,11 +65,8 @@ def adopted(
     """Return ``candidate`` as a Subject.
 
     Args:
-        candidate: What a file or module holds.
-        name: What reports are to call it.
         convention: A name of ``CONVENTIONS``; None for the one that its signature, or its name,
             shows, which is sdpa where they show none.
-        options: Where it differs from its convention.
 
     Returns:
         The Subject, or why there is none, to stand after ``it must``.

@@ -11,18 +11,16 @@ import torch
 from attncheck.core.mod_spec import FULL
 from attncheck.core.outputs import Outputs
 from attncheck.subjects.capabilities.subject import Refused
-from attncheck.subjects.conventions.convention import callee
+from attncheck.subjects.conventions.convention import ConventionOptions, Parameter, callee
 from attncheck.subjects.conventions.empty_rows import empty_rows
-from attncheck.subjects.conventions.results import BrokenResult
+from attncheck.subjects.conventions.results import BrokenResult, Returned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
-    from attncheck.subjects.conventions.convention import ConventionOptions, Parameter
     from attncheck.subjects.conventions.layouts import Layout
-    from attncheck.subjects.conventions.results import Returned
 
 _NO_LSE = "it gives no LSE, of which the loss is a function"
 _NO_WINDOW = (-1, -1)
@@ -79,9 +77,6 @@ class GradientCall:
     """Tensors that autograd follows, and the loss's gradients in the function's axes.
 
     Args:
-        options: How gradients are had.
-        layout: The function's axes.
-        parameters: What each of them is in the convention.
         dead: Rows that see no key, where something is said of them.
         natural_lse: LSE as the function gives it → in attncheck's axes, natural.
     """

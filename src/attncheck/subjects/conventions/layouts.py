@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     Change = Callable[[Tensor], Tensor]
     Shapes = Mapping[tuple[int, ...], Change]
 
-Lengths = tuple[int, int]
-"""Query rows and keys of one sequence."""
+Lengths = tuple[int, int]  # query rows and keys of one sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

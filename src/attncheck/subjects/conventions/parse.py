@@ -44,9 +44,6 @@ class CallArguments:
     """Arguments of one call by meaning, and which of them were read.
 
     Args:
-        function: What was called.
-        args: By position.
-        kwargs: By name.
         order: Names of the arguments after q, k and v where the signature does not say them.
         meanings: What names mean, where that is another word.
         ignored: Meanings that change no result.

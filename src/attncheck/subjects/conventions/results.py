@@ -15,13 +15,12 @@ from torch.nn.attention.flex_attention import BlockMask
 from attncheck.core.outputs import Outputs
 from attncheck.core.source_files import error_line
 from attncheck.subjects.capabilities.subject import ContractViolation, Refused
-from attncheck.subjects.conventions.convention import MadeArgument
+from attncheck.subjects.conventions.convention import ConventionOptions, MadeArgument
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from attncheck.inputs.input_tensors import Inputs
-    from attncheck.subjects.conventions.convention import ConventionOptions
     from attncheck.subjects.conventions.layouts import Layout
 
 
@@ -127,9 +126,7 @@ class MutationCheck:
     Of a mod the tensors that it captures: the same object is what the function gets.
 
     Args:
-        passed: Keywords of the call.
         arguments: The same, as they are ``MadeArgument``.
-        inputs: What they are made of; the executor looks at these itself.
     """
 
     def __init__(

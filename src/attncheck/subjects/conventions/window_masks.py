@@ -87,8 +87,6 @@ def band_window(
     limit. None where no window is it: the diagonal lies elsewhere, or differs between sequences.
 
     Args:
-        band: In indices that may count on through several sequences.
-        sequences: Their lengths.
         bottom_right: How the window is aligned.
         leads: By how much the index of a sequence's first key is above that of its first row, for
             each; None: by nothing.
@@ -156,11 +154,8 @@ def packed_window_mask(
     """The mask of a window in each of several sequences, one behind the other.
 
     Args:
-        left: As of a window.
-        right: As of a window.
         rows: Where each sequence's rows begin, and where the last one's end.
         keys: The same of keys.
-        device: Of what a mask captures.
     """
     query_lengths, kv_lengths = (
         tuple(end - start for start, end in itertools.pairwise(starts)) for starts in (rows, keys)

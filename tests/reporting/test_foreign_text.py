@@ -1,19 +1,24 @@
-"""Foreign text in every format of a gate: shown as text, and never believed."""
+"""Foreign text in every format of measurements and gates: shown as text, and never believed."""
 
 import csv
 import functools
 import io
 import json
 import re
+import time
 from html.parser import HTMLParser
-from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import msgspec
 import pytest
+from markdown_it import MarkdownIt
+from rich.cells import cell_len
+from tests.reporting import gate_reports as made
+from tests.reporting.conftest import Factory
+from tests.reporting.pages import as_table
 
 from attncheck.core.errors import UsageError
-from attncheck.core.source_files import import_file
+from attncheck.core.sanitize_text import for_markdown, one_line
 from attncheck.records.json_reports import load_report
 from attncheck.records.run_reports import GateReport
 from attncheck.reporting.gate_document import gate_page
@@ -26,33 +31,45 @@ from attncheck.reporting.rendering import (
     write_gate,
 )
 
-made = import_file(Path(__file__).parent / "gate_reports.py", "gate reports")
-
 HOSTILE = [
     "<script>alert(1)</script>",
+    "=cmd()|' /C calc'!A0",
+    "+1+1",
+    "@SUM(A1)",
+    "\t=1+1",
+    "a|b\\|c",
+    "`tick` **bold** _under_ ~~gone~~ [x](http://evil.example) ![i](x)",
+    "\x1b[31mred\x1b[0m\x1b]8;;http://evil.example\x07link\x1b]8;;\x07",
+    "\x1b]0;title never ends",
+    "two\nlines\r\nand\u2028more\x85still",
+    "\u202eflip\u202c \u2066iso\u2069 \u200bzero\ufeff",
+    "bell\x07 nul\x00 c1\x9b31m back\b",
+    "lone \ud800 surrogate",
+    "&lt;b&gt; &amp; &#124;",
+    "www.evil.example mailto:a@b.example https://evil.example",
+    "[bold]rich[/bold] :smile:",
+    "# heading",
+    "- item",
+    "1. item",
+    "===",
+    "$x$",
+    "全角文字 が広い",
     "</script></style></title><script>alert(1)</script>",
     "\" onload=alert(1) x='",
     "{{ 7 * 7 }}{% raw %}",
     "../../../etc/passwd::x",
-    "=cmd()|' /C calc'!A0",
-    "@SUM(A1)",
     "a|b\\|c `tick` ```` **bold** [x](http://evil.example)",
-    "\x1b[31mred\x1b[0m\x1b]8;;http://evil.example\x07link\x1b]8;;\x07",
-    "two\nlines\r\nand\u2028more\x85still",
     "::error file=x::y\n::set-output name=a::b",
     "%0A::error::no",
-    "\u202eflip\u202c \u2066iso\u2069 \u200bzero\ufeff",
     "bell\x07 nul\x00 \ufffe\uffff back\b ]]> <!-- -->",
-    "lone \ud800 surrogate",
 ]
 TEXTS = [*HOSTILE, "long " + "x" * 100_000]
 FORBIDDEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
 )
-TEXT_FORMATS = [fmt for fmt in GATE_FORMATS if fmt != "json"]
 
 
-def hostile(text):
+def gate(text):
     refused = made.record(text, status="unsupported", reason=text)
     raised = made.record(text, status="error", reason=text, asked={"distribution": text})
     odd = made.measured(text)
@@ -80,6 +97,31 @@ def hostile(text):
     )
 
 
+def measurements(text):
+    make = Factory()
+    return make.report(
+        make.record(text, variant=text, heads=text),
+        make.judged(
+            text,
+            status="fail",
+            reason=text,
+            warnings=(f"2 {text}",),
+            arithmetic=text,
+            lse_also_within=text,
+        ),
+        make.refused(text + "u", "unsupported", text),
+        make.refused(text + "e", "error", text, asked={"distribution": text}),
+        command=text,
+        kernels={text: text},
+        absent={text: text},
+        environments={"here": make.environment(device=text, interpreter=(text,))},
+    )
+
+
+PAGES = [(fmt, measurements) for fmt in ("table", "md", "csv")]
+PAGES += [(fmt, gate) for fmt in GATE_FORMATS if fmt != "json"]
+
+
 def as_html(report, scripts=None):
     return html_text(gate_page(report, scripts))
 
@@ -101,28 +143,28 @@ class Tags(HTMLParser):
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
-@pytest.mark.parametrize("fmt", TEXT_FORMATS)
-def test_nothing_unseen_reaches_a_page(fmt, text):
-    page = render(hostile(text), fmt)
+@pytest.mark.parametrize(("fmt", "report"), PAGES)
+def test_nothing_unseen_reaches_a_page(fmt, report, text):
+    page = render(report(text), fmt)
     assert not FORBIDDEN.search(page)
     page.encode()
 
 
 @functools.cache
 def tame_page():
-    return Tags(as_html(hostile("tame")))
+    return Tags(as_html(gate("tame")))
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
 def test_html_has_the_tags_of_a_tame_page(text):
-    page, tame = Tags(as_html(hostile(text))), tame_page()
+    page, tame = Tags(as_html(gate(text))), tame_page()
     assert page.tags == tame.tags
     assert page.addresses == tame.addresses
 
 
 def test_html_says_the_text_itself():
     text = '<b>a</b> & "c"'
-    assert text in "".join(Tags(as_html(hostile(text))).text)
+    assert text in "".join(Tags(as_html(gate(text))).text)
 
 
 def test_a_script_of_a_failure_is_text():
@@ -135,13 +177,13 @@ def test_a_script_of_a_failure_is_text():
 
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
 def test_junit_is_xml_whatever_it_says(text):
-    root = ET.fromstring(render(hostile(text), "junit"))  # noqa: S314  # our own
+    root = ET.fromstring(render(gate(text), "junit"))  # noqa: S314  # our own
     assert (root.get("tests"), root.get("errors")) == ("8", "4")
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
 def test_sarif_is_json_with_addresses_of_the_repository(text):
-    data = json.loads(render(hostile(text), "sarif"))
+    data = json.loads(render(gate(text), "sarif"))
     for result in data["runs"][0]["results"]:
         (location,) = result["locations"]
         assert location["physicalLocation"]["artifactLocation"]["uri"] == "pyproject.toml"
@@ -149,7 +191,7 @@ def test_sarif_is_json_with_addresses_of_the_repository(text):
 
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
 def test_every_line_for_github_is_a_command_of_ours(text):
-    page, tame = (render(hostile(t), "github") for t in (text, "tame"))
+    page, tame = (render(gate(t), "github") for t in (text, "tame"))
     heads = [line.partition(" ")[0] for line in page.splitlines()]
     assert heads == [line.partition(" ")[0] for line in tame.splitlines()]
     for line in page.splitlines():
@@ -157,15 +199,18 @@ def test_every_line_for_github_is_a_command_of_ours(text):
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
-def test_no_text_in_csv_is_a_formula(text):
-    for row in csv.reader(io.StringIO(render(hostile(text), "csv"))):
+@pytest.mark.parametrize("report", [measurements, gate])
+def test_no_text_in_csv_is_a_formula(report, text):
+    for row in csv.reader(io.StringIO(render(report(text), "csv"))):
         for cell in row:
             assert not cell.startswith(("=", "+", "@", "\t", "\r"))
+            if cell.startswith("-"):
+                float(cell)
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_json_comes_back(text):
-    page = render(hostile(text), "json")
+    page = render(gate(text), "json")
     again = load_report(page, GateReport)
     assert render(again, "json") == page
 
@@ -173,7 +218,7 @@ def test_json_comes_back(text):
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_no_fence_of_the_summary_is_ended_by_what_is_in_it(text):
     def fences(text):
-        page = render(hostile(text), "md")
+        page = render(gate(text), "md")
         lines = [line for line in page.splitlines() if re.match("`{3,}", line)]
         return len(lines), len([line for line in page.splitlines() if line.startswith("#")])
 
@@ -207,10 +252,90 @@ def test_a_script_has_the_name_of_an_id_or_nothing_is_written(tmp_path, name):
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_files_have_names_of_our_own(tmp_path, text):
-    paths = write_gate(hostile(text), tmp_path / "out", {"abc234defg": text})
+    paths = write_gate(gate(text), tmp_path / "out", {"abc234defg": text})
     names = {p.relative_to(tmp_path / "out").as_posix() for p in paths}
     assert names == {
         *("gate.json", "report.html", "junit.xml", "results.sarif", "summary.md"),
         "repro/abc234defg.py",
     }
     assert {p for p in tmp_path.rglob("*") if p.is_file()} == set(paths)
+
+
+# Of measurements
+
+
+def markdown_html(text):
+    return MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"]).render(text)
+
+
+@pytest.mark.parametrize("width", [80, 100])
+@pytest.mark.parametrize("text", HOSTILE)
+def test_hostile_text_keeps_to_the_width(width, text):
+    page = as_table(measurements(text * 40), width=width)
+    assert max(map(cell_len, page.splitlines())) <= width
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_json_of_hostile_text_is_ascii_safe_json(text):
+    page = render(measurements(text), "json")
+    msgspec.json.decode(page.encode())
+    assert not re.search("[\x00-\x09\x0b-\x1f]", page)
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_hostile_text_takes_no_line_of_its_own(text):
+    tame = as_table(measurements("tame"), width=1000).count("\n")
+    assert as_table(measurements(text), width=1000).count("\n") == tame
+    assert render(measurements(text), "csv").count("\n") == 5
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_markdown_shows_hostile_text_as_text(text):
+    html = markdown_html(render(measurements(text), "md"))
+    tame = markdown_html(render(measurements("tame"), "md"))
+    # The same tags in the same order, but for what a code span or a plain word is set in.
+    tags = [t for t in re.findall(r"<[^>]*>", html) if "code" not in t]
+    assert tags == [t for t in re.findall(r"<[^>]*>", tame) if "code" not in t]
+
+
+def test_markdown_says_the_text_itself():
+    html = markdown_html(render(measurements("a|b <i> `x` \\| *y* &amp; _z_"), "md"))
+    assert "<td>a|b &lt;i&gt; `x` \\| *y* &amp;amp; _z_</td>" in html
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("\x1b[1;31mred\x1b[0m", "red"),
+        ("\x9b31mred", "red"),
+        ("\x1b]8;;http://evil.example\x07link\x1b]8;;\x1b\\ here", "link here"),
+        ("\x1b]0;never ends", "0;never ends"),
+        ("\x1bcreset \x1b(B", "reset"),
+        ("  two\n\n lines\t", "two lines"),
+        ("cut\x1b[", "cut"),
+    ],
+)
+def test_escape_sequences_leave_nothing(text, line):
+    assert one_line(text) == line
+
+
+@pytest.mark.parametrize("mark", ["\x1b]", "\x90", "\x1b[0;", "a\x1b", "\n ", "<", "_", ":"])
+def test_long_foreign_text_takes_no_square_of_its_length(mark):
+    start = time.perf_counter()
+    for_markdown(mark * 100_000)
+    assert time.perf_counter() - start < 2.0
+
+
+@pytest.mark.parametrize(
+    ("text", "escaped"),
+    [
+        ("<b> & |", "&lt;b&gt; &amp; &#124;"),
+        ("flash2_forward _x_", "flash2_forward \\_x\\_"),
+        ("see https://x.example, www.x.example", "see https&#58;//x.example, www&#46;x.example"),
+        ("a@b \\|", "a&#64;b &#92;&#124;"),
+        ("12. x", "12\\. x"),
+        ("-1", "\\-1"),
+    ],
+)
+def test_markdown_escapes(text, escaped):
+    assert for_markdown(text) == escaped

@@ -1,0 +1,248 @@
+"""Progress of long runs, and the journal from which the same command goes on."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import click
+
+from attncheck.core.sanitize_text import one_line
+
+if TYPE_CHECKING:
+    from attncheck.workers.journal_format import JournalContent
+    from attncheck.workers.pool import RunEnd, RunEvent
+    from attncheck.workers.units import Unit
+    from attncheck.workers.worker_pool import WorkerPlace
+
+
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+class RunCounter(Protocol):
+    """Totals that a run's progress is counted by."""
+
+    def hear(self, event: RunEvent) -> list[str]:
+        """Count ``event``; return what is new, in lines."""
+
+    def line(self, event: RunEvent) -> str:
+        """Return how far the run is."""
+
+
+@contextmanager
+def progress(
+    total: int, *, quiet: bool, check: Callable[[], None] = lambda: None
+) -> Iterator[Callable[..., None]]:
+    """Yield ``advance(what, show)``, to be called once for each of ``total`` pieces of work.
+
+    Everything goes to standard error, so that standard output is the report alone. What ``show``
+    writes, if anything, stands above the bar. Each call begins with ``check``, which may raise.
+    """
+    start, count = time.monotonic(), 0
+    with _shown(quiet=quiet, estimates=True) as (update, _, bar):
+
+        def advance(what: str, show: Callable[[], None] | None = None) -> None:
+            nonlocal count
+            check()
+            count += 1
+            if show is not None:
+                # Both may be one terminal: the bar goes away, and comes back below.
+                if bar is not None:
+                    bar.stop()
+                show()
+                if bar is not None:
+                    bar.start()
+            left = (time.monotonic() - start) / count * (total - count)
+            update(count, total, what, f"{count}/{total} cells, {time_left(left)} ({what})")
+
+        yield advance
+
+
+@contextmanager
+def run_progress(
+    counter: RunCounter, *, quiet: bool, verbose: bool
+) -> Iterator[Callable[[RunEvent], None]]:
+    """Yield what hears of every event of a run; with ``verbose`` all that is new is shown."""
+    with _shown(quiet=quiet, estimates=False) as (update, say, _):
+
+        def told(event: RunEvent) -> None:
+            for text in counter.hear(event):
+                if verbose:
+                    say(text)
+            line = counter.line(event)
+            update(event.finished, event.known, line, line)
+
+        yield told
+
+
+def time_left(seconds: float) -> str:
+    """``about 35 s left``."""
+    text = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    return f"about {text} left"
+
+
+Update = Callable[[int, int, str, str], None]
+"""Finished, known, what stands beside the bar, and the line elsewhere."""
+
+
+@contextmanager
+def _shown(*, quiet: bool, estimates: bool) -> Iterator[tuple[Update, Callable[[str], None], Any]]:
+    """Yield what shows how far a run is, what shows a line of its own, and the bar, if any."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if quiet:
+        yield lambda *_: None, lambda _: None, None
+    elif console.is_terminal:
+        with _bar(console, estimates=estimates) as shown:
+            yield shown
+    else:
+        last = time.monotonic()
+
+        def update(*counts_and_words: Any) -> None:
+            nonlocal last
+            if time.monotonic() - last >= _SECONDS_BETWEEN_LINES:
+                last = time.monotonic()
+                _say(counts_and_words[-1])
+
+        yield update, _say, None
+
+
+@contextmanager
+def _bar(console: Any, *, estimates: bool) -> Iterator[tuple[Update, Callable[[str], None], Any]]:
+    from rich import progress as rich
+
+    counts = (rich.MofNCompleteColumn(), rich.TimeRemainingColumn()) if estimates else ()
+    columns = (rich.BarColumn(), *counts, rich.TextColumn("{task.description}"))
+    with rich.Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def update(finished: int, known: int, what: str, _: str) -> None:
+            said = what.replace("[", "\\[")  # a kernel's name is no markup
+            bar.update(task, total=known, completed=finished, description=said)
+
+        yield update, lambda text: bar.console.print(text, markup=False, highlight=False), bar
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):  # nobody follows: no reason to end the run
+        click.echo(text, err=True)
+
+
+JOURNAL = "results.jsonl"
+
+_INTERRUPTED = 130
+_MOST_WORKERS = 4  # that are started unless somebody asks for more
+
+
+def started_now() -> str:
+    """Now, UTC, as a journal says when its run began."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def worker_places(jobs: int | None, device: str) -> list[WorkerPlace]:
+    """Return the devices of the units: each GPU in turn, or the CPU with a thread each."""
+    from attncheck.workers.worker_pool import WorkerPlace
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    if device == "cpu":
+        return [WorkerPlace(threads=1)] * (jobs or min(cores, _MOST_WORKERS))
+    # Those that this process may use, by the names that CUDA_VISIBLE_DEVICES takes.
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    gpus = [name.strip() for name in visible if name.strip()]
+    if not gpus:
+        import torch
+
+        gpus = [str(number) for number in range(max(1, torch.cuda.device_count()))]
+    # A compiler works beside the GPU: several workers of one GPU wait for it at the same time.
+    count = jobs or max(1, min(cores // 2, _MOST_WORKERS * len(gpus)))
+    return [WorkerPlace(gpu=gpus[number % len(gpus)], threads=1) for number in range(count)]
+
+
+def existing_journal(directory: str, *, fresh: bool) -> JournalContent | None:
+    """Read the journal of a folder; None where there is none, or it is to be forgotten."""
+    from attncheck.workers.journal_format import JournalError, read_journal
+
+    path = Path(directory) / JOURNAL
+    if fresh or not path.exists():
+        return None
+    try:
+        return read_journal(path)
+    except JournalError:  # who opens it says what is wrong with it
+        return None
+
+
+def resumable(
+    directory: str,
+    head: Mapping[str, Any],
+    changed: Callable[[JournalContent, set[str]], str | None],
+    *,
+    fresh: bool,
+) -> tuple[JournalContent | None, bool]:
+    """Return the journal of a folder, and whether it is gone on with; that is said.
+
+    That of a finished run is forgotten, and one in which something else was asked.
+
+    Args:
+        head: What the journal of this run begins with.
+        changed: (journal, keys of ``head`` that differ) → what has changed since then, in words;
+            None where it is another run altogether, which whoever opens the journal says.
+    """
+    before, path = existing_journal(directory, fresh=fresh), Path(directory) / JOURNAL
+    if before is None or not before.unfinished:
+        return before, before is None and not fresh
+    differs = {key for key in {*before.head, *head} if before.head.get(key) != head.get(key)}
+    what = changed(before, differs)
+    if what:
+        click.echo(f"attncheck: {one_line(what)} since {path}: all is asked anew.", err=True)
+    elif what is not None:
+        done = f"{len(before.results)} of {len(before.results) + len(before.unfinished)}"
+        click.echo(f"attncheck: goes on with {path}, {done} done (--fresh begins anew).", err=True)
+    return before, not what
+
+
+def run_with_journal(  # one run, said once
+    units: Sequence[Unit],
+    head: Mapping[str, Any],
+    counter: RunCounter,
+    *,
+    directory: str,
+    resume: bool,
+    quiet: bool,
+    verbose: bool,
+    check: Callable[[], None] = lambda: None,
+    **how: Any,
+) -> tuple[RunEnd, JournalContent]:
+    """Do ``units``; return how that ended, and what the journal says then.
+
+    Args:
+        units: What is to be done; what the journal has is not done again.
+        check: Raises UsageError where nothing can be done; called once it is known that the journal
+            is this run's.
+
+    Raises:
+        JournalError: where the journal holds another run that is not finished.
+    """
+    from attncheck.workers.journal import Journal
+    from attncheck.workers.pool import run_units
+
+    # The journal is opened before anything is checked that takes long: it may be another run's.
+    with Journal.open(Path(directory) / JOURNAL, head, resume=resume) as journal:
+        check()
+        with run_progress(counter, quiet=quiet, verbose=verbose) as told:
+            end = run_units(units, journal=journal, told=told, **how)
+        journal.end(end.why)
+    return end, journal.content
+
+
+def say_how_it_ended(end: RunEnd, code: int) -> int:
+    """Say where a run stopped; return ``code``, or 130 where it was interrupted."""
+    if end.why:
+        done = f"{end.finished} of {end.finished + end.left}"
+        click.echo(f"attncheck: {end.why} at {done}: the same command goes on.", err=True)
+    return _INTERRUPTED if end.why == "interrupted" else code

@@ -1,0 +1,467 @@
+"""Score mutants of somebody's kernel: what a check, or a gate, says of each, and how soon.
+
+A worker loads attncheck once, and forks a process for each mutant: nothing that one leaves behind
+is there for the next, one that hangs is killed, and none pays for imports. On a CPU alone: what has
+used CUDA cannot fork.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+import re
+import select
+import signal
+import tempfile
+import time
+import tomllib
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+from msgspec import to_builtins
+from msgspec.structs import replace
+
+from attncheck.core.errors import AttncheckError, UsageError
+from attncheck.core.sanitize_text import one_line
+from attncheck.diagnose.diagnosis import diagnose_failure
+from attncheck.faults.mutation import Mutant, mutants_of, sampled
+from attncheck.faults.peer_rules import MUTANT_RULES, PeerRules, RecordingExecutor
+from attncheck.faults.scoring import GateRun
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Case, Problem
+from attncheck.records.failure_causes import certain_explanations
+from attncheck.records.fault_scores import MutantScore
+from attncheck.records.record import FAILED_STATUSES, Diagnosis, Record
+from attncheck.subjects.load import load_subject
+from attncheck.surveys.claims import claimed_questions, find_claims, on_terms
+from attncheck.verify.environment import environment, fingerprint, prepare
+from attncheck.verify.executor import Execution, Failure, InProcess
+from attncheck.verify.question_fit import adapted_problems
+from attncheck.verify.remote_kernel import Deadlines
+from attncheck.verify.verify import iter_records
+from attncheck.workers.units import Done, Unit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from attncheck.subjects.capabilities.subject import Subject
+
+MUTANT = "mutant"
+"""In place of a host."""
+TOOLS = ("check", "smoke", "pr")
+TABLE = "mutants.toml"
+"""Beside kernels: what is known of their mutants."""
+
+_PATIENCE = Deadlines().call + Deadlines().imports  # seconds between two words of a process
+_REFERENCE_DTYPES = ("bf16", "fp16", "fp32")
+_REFERENCE_LENGTHS = ((64, 64), (77, 77), (1, 70), (33, 130))
+_FIRST = Problem(query=64, heads=2, head_dim=64, dtype="bf16")
+
+
+class Argument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Why a mutant is no fault, or none that can be seen here."""
+
+    mutants: str  # pattern of ids
+    because: str
+
+
+class Family(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a diagnosis is right to say of changes to some lines."""
+
+    name: str
+    code: str  # a regular expression that the changed line has
+    operators: tuple[str, ...] = ()  # none: all
+    models: tuple[str, ...]  # patterns of fault models and signs
+
+
+class MutantTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is known of mutants before any is asked."""
+
+    kernels: tuple[str, ...] = ()
+    equivalent: tuple[Argument, ...] = ()
+    families: tuple[Family, ...] = ()
+
+    def argued(self, mutant: str) -> str:
+        """Return why a mutant counts for neither side; empty of one that does."""
+        reasons = (a.because for a in self.equivalent if fnmatch.fnmatchcase(mutant, a.mutants))
+        return next(reasons, "")
+
+    def family(self, mutant: Mutant) -> Family | None:
+        """Return the first that a mutant is of; None where nobody has decided."""
+        for family in self.families:
+            if mutant.operator in (family.operators or (mutant.operator,)) and re.search(
+                family.code, mutant.code
+            ):
+                return family
+        return None
+
+
+@cache
+def read_table(folder: Path) -> MutantTable:
+    """Return the table of a folder's kernels; an empty one where there is none.
+
+    Raises:
+        UsageError: for one that is not as it must be.
+    """
+    path = folder / TABLE
+    if not path.is_file():
+        return MutantTable()
+    try:
+        return msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), MutantTable)
+    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        raise UsageError(f"{path}: {error}.") from None
+
+
+def kernels_of_table(path: Path) -> list[str]:
+    """Return the kernels that a table names, ``FILE.py::NAME`` from here.
+
+    Raises:
+        UsageError: where it names none.
+    """
+    kernels = [str(path.parent / spec) for spec in read_table(path.parent).kernels]
+    if not kernels:
+        raise UsageError(f"--mutants needs a KERNEL, FILE.py::NAME: {path} names none.")
+    return kernels
+
+
+@cache
+def _mutants(file: Path) -> dict[str, Mutant]:
+    if not file.is_file():
+        raise UsageError(f"there is no file {str(file)!r} to make mutants of.")
+    source = file.read_text(encoding="utf-8")
+    return {one.id: one for one in mutants_of(file.stem, source)}
+
+
+def mutant_units(
+    specs: Sequence[str], *, tool: str, most: int | None, names: Sequence[str]
+) -> list[Unit]:
+    """Return the work: a unit a mutant.
+
+    Args:
+        specs: Kernels, ``FILE.py::NAME`` each.
+        tool: Who is asked.
+        most: At most so many, spread evenly; None for all.
+        names: Ids, or patterns of ids; none: all.
+
+    Raises:
+        UsageError: where a kernel is no function of a file, or there is no such mutant.
+    """
+    every: list[tuple[str, Mutant]] = []
+    for spec in specs:
+        file, colons, _ = spec.partition("::")
+        if not colons:
+            raise UsageError(f"kernel {spec!r} must be FILE.py::NAME: its file is what is changed.")
+        every += [(spec, one) for one in _mutants(Path(file).absolute()).values()]
+    if names:
+        every = [
+            (spec, one)
+            for spec, one in every
+            if any(fnmatch.fnmatchcase(one.id, name) for name in names)
+        ]
+    if not every:
+        raise UsageError("there is no mutant to score: see --list.")
+    if most is not None:
+        kept = {one.id for one in sampled([one for _, one in every], most)}
+        every = [(spec, one) for spec, one in every if one.id in kept]
+    return [
+        Unit(
+            kind="fault",
+            stage="contract",
+            kernel=f"{one.id}@{MUTANT}",
+            convention="",
+            device="cpu",
+            tier=tool,
+            variant=spec,
+        )
+        for spec, one in every
+    ]
+
+
+def mutant_work(**options: Any) -> MutantScorer:
+    """Return what a worker does."""
+    return MutantScorer(naming=bool(options.get("naming", True)))
+
+
+class MutantScorer:
+    """Scores mutants, one after the other, each in a process forked for it.
+
+    Args:
+        naming: Whether the first failure is diagnosed.
+    """
+
+    def __init__(self, *, naming: bool = True) -> None:
+        self._naming = naming
+
+    def close(self) -> None:
+        """Nothing is left open."""
+
+    def do(self, unit: Unit) -> Done:
+        """The score of ``unit`` in ``facts``; raises nothing of its kernel's."""
+        prepare("cpu")
+        # Torch's threads do not outlive a fork: there are none.
+        torch.set_num_threads(1)
+        spec = unit.variant
+        file, _, function = spec.partition("::")
+        mutant = _mutants(Path(file).absolute())[unit.kernel.rpartition("@")[0]]
+        table = read_table(Path(file).absolute().parent)
+        family = table.family(mutant)
+        score = MutantScore(
+            mutant=mutant.id,
+            kernel=Path(file).stem,
+            operator=mutant.operator,
+            line=mutant.line,
+            diff=mutant.diff,
+            tool=unit.tier,
+            outcome="harness",
+            family=family.name if family else "",
+        )
+        start = time.perf_counter()
+        argued = table.argued(mutant.id)
+        if argued:
+            score = replace(score, outcome="equivalent", reason=argued)
+        else:
+            job = _Job(mutant, Path(file).absolute(), function, unit.tier, naming=self._naming)
+            score = replace(score, **_in_a_fork(job.run))
+            score = judged_name(score, family)
+        seconds = round(time.perf_counter() - start, 3)
+        where = environment("cpu")
+        facts = {"score": to_builtins(score), "key": fingerprint(where)}
+        facts["environment"] = to_builtins(where)
+        return Done(unit=unit.id, facts=facts, seconds=seconds)
+
+
+def judged_name(score: MutantScore, family: Family | None) -> MutantScore:
+    """Return the score with what its diagnosis is worth, given what it is right to say."""
+    if score.outcome != "caught" or score.tool != TOOLS[0]:
+        return score
+    if family is None:
+        return replace(score, named="unjudged")
+    named = score.models[: score.certain] if score.certain else score.models[:1]
+    if any(fnmatch.fnmatchcase(one, each) for one in named for each in family.models):
+        return replace(score, named="right")
+    return replace(score, named="wrong" if score.certain else "none")
+
+
+def _in_a_fork(run: Callable[[Callable[..., None]], None]) -> dict[str, Any]:
+    """Return what ``run`` told from a process of its own: all fields, the last word of each.
+
+    One that dies, or is silent for longer than a call may take, has failed the question it was at.
+    """
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+
+        def tell(**fields: Any) -> None:
+            os.write(writer, json.dumps(fields).encode() + b"\n")
+
+        try:
+            run(tell)
+        except BaseException as error:  # noqa: BLE001  # the mutant's, or ours: told, and no more
+            tell(reason=one_line(repr(error)))
+        finally:
+            os._exit(0)
+    os.close(writer)
+    return _heard(child, reader)
+
+
+def _heard(child: int, reader: int) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    start, rest = time.perf_counter(), b""
+    silent = False
+    while True:
+        ready, _, _ = select.select([reader], [], [], _PATIENCE)
+        if not ready:
+            silent = True
+            break
+        data = os.read(reader, 1 << 16)
+        if not data:
+            break
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            fields |= json.loads(line)
+    os.close(reader)
+    if silent:
+        os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    if "outcome" not in fields and "reason" not in fields:
+        status = "timeout" if silent else "crash"
+        more = {"outcome": "caught", "status": status, "seconds": time.perf_counter() - start}
+        fields |= more
+    return fields
+
+
+class _Job:
+    """All that is asked of one mutant, within its process."""
+
+    def __init__(
+        self, mutant: Mutant, file: Path, function: str, tool: str, *, naming: bool
+    ) -> None:
+        self._mutant, self._file, self._function = mutant, file, function
+        self._tool, self._naming = tool, naming
+
+    def run(self, tell: Callable[..., None]) -> None:
+        """Ask, and tell what is known as soon as it is."""
+        with tempfile.TemporaryDirectory(prefix="attncheck_mutant_") as folder:
+            os.environ["ATTNCHECK_CACHE_DIR"] = folder
+            path = Path(folder) / self._file.name
+            path.write_text(self._mutant.text, encoding="utf-8")
+            kernel = f"{path}::{self._function}"
+            devnull = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(devnull, 1)
+            os.dup2(devnull, 2)
+            reason = self._stillborn(kernel)
+            if reason:
+                tell(outcome="stillborn", reason=reason)
+            elif self._tool == "check":
+                self._check(kernel, tell)
+            else:
+                self._gate(kernel, tell)
+
+    def _stillborn(self, kernel: str) -> str:
+        """Return what it raises at once, on the plainest problem; empty where it does not."""
+        try:
+            subject = load_subject(kernel, None)
+        except AttncheckError as error:
+            return one_line(str(error))
+        reasons = []
+        for problem in (_FIRST, _FIRST.replace(backward=True)):
+            executor = InProcess()
+            for each in adapted_problems(subject, problem, executor):
+                if executor.refusal(subject, each, "cpu") is None:
+                    result = executor.run(subject, draw_inputs(each, "cpu"))
+                    raised = isinstance(result, Failure) and result.kind not in {
+                        "refused",
+                        "contract",
+                    }
+                    reasons.append(result.message if raised else "")  # type: ignore[union-attr]
+                    break
+        return one_line(next((reason for reason in reasons if reason), ""))
+
+    def _check(self, kernel: str, tell: Callable[..., None]) -> None:
+        """Ask what ``attncheck check`` does up to the first failure, as it is asked there."""
+        start = time.perf_counter()
+        subject = load_subject(kernel, None)
+        claims = find_claims(subject, kernel=kernel, device="cpu")
+        assert claims is not None, "it is a function of a file"
+        terms = claims.terms()
+        subject = on_terms(subject, terms)
+        questions = claimed_questions(claims, terms, device="cpu")
+        right = on_terms(load_subject(f"{self._file}::{self._function}", None), terms)
+        peers, recording = PeerRules(right, MUTANT_RULES), RecordingExecutor()
+        named = [(question.name, question.case) for question in questions]
+        failed: Record | None = None
+        asked, spent = 0, 0.0
+        for record in iter_records([subject], named, device="cpu", executor=recording):
+            # Peers' rules take time of their own.
+            spent, began = time.perf_counter() - start, time.perf_counter()
+            asked += record.status != "unsupported"
+            if record.status in FAILED_STATUSES:
+                failed = record
+                break
+            tell(questions=asked, seconds=round(spent, 3))
+            peers.apply(Case.from_json(record.case), recording.first_call)
+            recording.forget()
+            start += time.perf_counter() - began
+        where: dict[str, Any] = {"questions": asked, "seconds": round(spent, 3)}
+        if failed is not None:
+            where |= {"first": failed.variant, "status": failed.status}
+            where |= {"shown": one_line(_shown(failed))}
+        tell(outcome="caught" if failed else "missed", **where)
+        self._rest_for_peers(subject, named, peers, after=failed.variant if failed else "")
+        tell(peers={one.rule: one.caught for one in peers.verdicts})
+        if failed is None:
+            tell(identical=_identical(subject, right, [case.problem for _, case in named]))
+        elif self._naming:
+            self._name(failed, subject, tell)
+
+    @staticmethod
+    def _rest_for_peers(
+        subject: Subject, named: Sequence[tuple[str, Case]], peers: PeerRules, *, after: str
+    ) -> None:
+        """Show the rules all other comparisons, too: they are not to lose by our being quick."""
+        names = [name for name, _ in named]
+        left = named[names.index(after) :] if after else ()
+        executor = InProcess()
+        for _, case in left:
+            if case.question != "compare" or all(one.caught for one in peers.verdicts):
+                continue
+            if executor.refusal(subject, case.problem, "cpu") is None:
+                inputs = draw_inputs(case.problem, "cpu")
+                peers.apply(case, (inputs, executor.run(subject, inputs)))
+
+    @staticmethod
+    def _name(failed: Record, subject: Subject, tell: Callable[..., None]) -> None:
+        began = time.perf_counter()
+        record = diagnose_failure(failed, subject, device="cpu")
+        found = record.diagnosis
+        ranked = [one.model for one in found.ranked] if isinstance(found, Diagnosis) else []
+        tell(
+            models=ranked,
+            certain=len(certain_explanations(record)),
+            naming=round(time.perf_counter() - began, 3),
+        )
+
+    def _gate(self, kernel: str, tell: Callable[..., None]) -> None:
+        unit = Unit(kind="fault", stage="contract", kernel=kernel, device="cpu", tier=self._tool)
+        run = GateRun(kernel, unit, "")
+        for answer, _ in run.answers():
+            facts = {"questions": run.problems, "seconds": round(run.seconds, 3)}
+            record = answer.record
+            if record.status in FAILED_STATUSES:
+                first = f"{answer.stage} {record.case['question']}"
+                shown = one_line(_shown(record))
+                tell(outcome="caught", first=first, status=record.status, shown=shown, **facts)
+                return
+            tell(**facts)
+        tell(outcome="missed", questions=run.problems, seconds=round(run.seconds, 3))
+
+
+def _shown(record: Record) -> str:
+    judgement = record.judgement
+    return record.reason or (judgement.reason if judgement else "")
+
+
+def _identical(subject: Subject, right: Subject, problems: Sequence[Problem]) -> bool:
+    """Return whether two kernels give the same bits on all of a reference set.
+
+    That is every problem of the check and others' lengths, in three dtypes, with a backward too.
+    """
+    executor = InProcess()
+    every = dict.fromkeys(_reference_problems(problems))
+    asked = 0
+    for problem in every:
+        if executor.refusal(right, problem, "cpu") is not None:
+            continue
+        one, other = (executor.run(each, draw_inputs(problem, "cpu")) for each in (subject, right))
+        if not isinstance(one, Execution) or not isinstance(other, Execution):
+            if isinstance(one, Execution) is not isinstance(other, Execution):
+                return False
+            continue
+        asked += 1
+        mine, its = one.outputs.tensors(), other.outputs.tensors()
+        if mine.keys() != its.keys() or not all(map(_same_bits, mine.values(), its.values())):
+            return False
+    return asked > 0
+
+
+def _reference_problems(problems: Sequence[Problem]) -> Iterator[Problem]:
+    for problem in dict.fromkeys(problems):
+        if problem.operation != "attention":
+            continue
+        for dtype in _REFERENCE_DTYPES:
+            yield problem.replace(dtype=dtype)
+        if problem.paging is None and not problem.backward:
+            yield problem.replace(backward=True)
+    for query, kv in _REFERENCE_LENGTHS:
+        for backward in (False, True):
+            yield _FIRST.replace(query=query, kv=kv, backward=backward)
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    same = one.shape == other.shape and one.dtype == other.dtype
+    return same and bool(((one == other) | (one.isnan() & other.isnan())).all())

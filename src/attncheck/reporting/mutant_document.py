@@ -1,0 +1,159 @@
+"""The page of mutants: what was caught, named, how soon, and every one that was missed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from statistics import median
+from typing import TYPE_CHECKING
+
+from attncheck.reporting import number_text
+from attncheck.reporting.document import Cell, Column, Document, Note, Row, Section, Table
+from attncheck.reporting.record_text import environment_facts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from attncheck.records.fault_scores import MutantReport, MutantScore
+
+_STEPS = (1, 2, 3, 5, 10, 20, 50, 100, 200, 500, 1000)  # questions that the curve is shown at
+
+
+def mutant_document(report: MutantReport) -> Document:
+    """Scores by kernel and by operator, the curve, then what was missed, argued and unscored."""
+    scores = report.scores
+    rules = list(dict.fromkeys(rule for score in scores for rule in score.peers))
+    sections = [
+        _totals("By kernel", "kernel", scores, rules, lambda score: score.kernel),
+        _totals("By operator", "operator", scores, rules, lambda score: score.operator),
+        _curve(report),
+    ]
+    alike = [score for score in scores if score.outcome == "missed" and score.identical]
+    other = [score for score in scores if score.outcome == "missed" and not score.identical]
+    wrong = [score for score in scores if score.named == "wrong"]
+    for title, some in (
+        ("Missed", other),
+        ("Missed, with the same bits on all of a reference set: presumed equivalent", alike),
+        ("Named wrongly, with certainty", wrong),
+    ):
+        sections += [_each(title, some)] if some else []
+    for title, outcome in (("Equivalent, with the reason", "equivalent"), ("Unscored", "harness")):
+        some = [score for score in scores if score.outcome == outcome]
+        sections += [_each(title, some)] if some else []
+    run = filter(None, [report.tool, report.started, _duration(report.seconds)])
+    notes = [
+        (
+            "scored: caught or missed. Those that raise on the plainest problem (stillborn) and "
+            "those that are argued to be equivalent count for neither side."
+        ),
+        (
+            "Other projects' rules see every comparison of the check, not only those up to the "
+            "first failure. named: of those caught whose family is decided by the table beside "
+            "the kernels, how many a diagnosis names rightly; wrong: another's, with certainty."
+        ),
+    ]
+    if report.unfinished:
+        notes.append(f"{report.unfinished} have no score: {report.unfinished_because}.")
+    return Document(
+        title="Mutants",
+        command=report.command,
+        facts=(*map(environment_facts, report.environments.values()), " · ".join(run)),
+        sections=tuple(sections),
+        notes=tuple(map(Note, notes)),
+        closing=(Note(_sentence(scores), "plain"),),
+    )
+
+
+def _duration(seconds: float) -> str:
+    return number_text.duration(seconds).strip() if seconds else ""
+
+
+def _totals(
+    title: str,
+    what: str,
+    scores: Sequence[MutantScore],
+    rules: Sequence[str],
+    key: Callable[[MutantScore], str],
+) -> Section:
+    rows = [
+        _total(name, [score for score in scores if key(score) == name], rules)
+        for name in dict.fromkeys(map(key, scores))
+    ]
+    rows.append(_total("all", scores, rules))
+    numbers = ("mutants", "caught", "missed", "same bits", "equivalent", "stillborn", "median s")
+    heads = (*numbers, "questions", *rules, "named", "wrong")
+    columns = (Column(what, words=True, cut=True), *map(Column, heads))
+    return Section(title, (Table(columns, tuple(rows)),))
+
+
+def _total(name: str, scores: Sequence[MutantScore], rules: Sequence[str]) -> Row:
+    count = Counter(score.outcome for score in scores)
+    scored = [score for score in scores if score.outcome in {"caught", "missed"}]
+    caught = [score for score in scored if score.outcome == "caught"]
+    named = Counter(score.named for score in caught)
+    judged = sum(named[name] for name in ("right", "none", "wrong"))
+    # Of what another rule never saw, it is not said that it missed it.
+    shown = [score for score in scored if score.peers]
+    cells = (
+        Cell(name),
+        Cell(str(len(scores))),
+        Cell(f"{len(caught)}/{len(scored)}", "good" if len(caught) == len(scored) else "plain"),
+        _number(count["missed"]),
+        _number(sum(score.identical for score in scored)),
+        _number(count["equivalent"]),
+        _number(count["stillborn"]),
+        Cell(f"{median(score.seconds for score in caught):.1f}" if caught else number_text.NOTHING),
+        Cell(f"{median(score.questions for score in caught):g}" if caught else number_text.NOTHING),
+        *(Cell(f"{sum(s.peers.get(rule, False) for s in shown)}/{len(shown)}") for rule in rules),
+        Cell(f"{named['right']}/{judged}" if judged else number_text.NOTHING),
+        Cell(str(named["wrong"]), "bad" if named["wrong"] else "dim"),
+    )
+    return Row(cells)
+
+
+def _number(number: int) -> Cell:
+    return Cell(str(number)) if number else Cell(number_text.NOTHING, "dim")
+
+
+def _curve(report: MutantReport) -> Section:
+    scored = sum(score.outcome in {"caught", "missed"} for score in report.scores)
+    steps = [step for step in _STEPS if step < len(report.curve)] + [len(report.curve)]
+    rows = tuple(
+        Row((Cell(str(step)), Cell(f"{report.curve[step - 1]}/{scored}")))
+        for step in steps
+        if step and report.curve
+    )
+    columns = (Column("within the first questions"), Column("caught"))
+    return Section("How soon", (Table(columns, rows),))
+
+
+def _each(title: str, scores: Sequence[MutantScore]) -> Section:
+    columns = (Column("mutant", words=True), Column("says", words=True, cut=True))
+    rows = tuple(Row((Cell(s.mutant, code=True), Cell(_said(s))), tuple(_lines(s))) for s in scores)
+    return Section(title, (Table(columns, rows),))
+
+
+def _said(score: MutantScore) -> str:
+    if score.named == "wrong":
+        return f"{', '.join(score.models[: score.certain])}; it is {score.family}"
+    return score.reason or f"{score.questions} questions"
+
+
+def _lines(score: MutantScore) -> Iterator[Note]:
+    for line in score.diff.splitlines():
+        yield Note(line, "notable", whole=True)
+
+
+def _sentence(scores: Sequence[MutantScore]) -> str:
+    count = Counter(score.outcome for score in scores)
+    scored = count["caught"] + count["missed"]
+    if not scored:
+        return "no mutant was scored."
+    parts = [f"{count['caught']} of {scored} mutants caught"]
+    alike = sum(score.identical for score in scores if score.outcome == "missed")
+    parts += [f"{alike} of the {count['missed']} missed give the same bits"] if alike else []
+    named = Counter(score.named for score in scores)
+    judged = named["right"] + named["none"] + named["wrong"]
+    parts += [f"{named['right']} of {judged} named"] if judged else []
+    parts += [f"{named['wrong']} wrongly named with certainty"] if named["wrong"] else []
+    parts += [f"{count['harness']} could not be scored"] if count["harness"] else []
+    return f"{', '.join(parts)}."

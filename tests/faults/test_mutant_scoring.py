@@ -1,0 +1,233 @@
+"""Scores of mutants: caught, missed, stillborn, crashed, hung; the table; the report."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from msgspec import to_builtins
+
+from attncheck.core.errors import UsageError
+from attncheck.faults import mutant_scoring
+from attncheck.faults.mutant_scoring import MutantScorer, MutantTable, mutant_units, read_table
+from attncheck.faults.mutation import Mutant
+from attncheck.faults.score_report import mutant_report
+from attncheck.records.fault_scores import MutantScore
+from attncheck.reporting import exit_codes, rendering
+from attncheck.workers.journal_format import JournalContent
+from attncheck.workers.units import Done
+
+KERNEL = """
+import torch
+
+
+def attention(query, key, value, is_causal=False, scale=None, enable_gqa=False):
+    unused = 1 + 2
+    if query.dtype == torch.float64:
+        scale = scale + 1
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    scores = query.float() @ key.float().mT * (scale or query.shape[-1] ** -0.5)
+    if is_causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        scores = scores.masked_fill(~seen, -torch.inf)
+    weights = torch.softmax(scores, -1)
+    return (weights @ value.float()).to(query.dtype)
+"""
+TABLE = """
+kernels = ["mine.py::attention"]
+
+[[equivalent]]
+mutants = "mine:*:6:*"
+because = "nothing reads it"
+
+[[families]]
+name = "scale"
+code = 'scale or'
+operators = ["flip-operator"]
+models = ["scale-*"]
+"""
+
+
+@pytest.fixture
+def mine(tmp_path):
+    (tmp_path / "mine.py").write_text(KERNEL)
+    (tmp_path / "mutants.toml").write_text(TABLE)
+    return f"{tmp_path / 'mine.py'}::attention"
+
+
+def scored(mine, pattern, tool="check"):
+    units = mutant_units([mine], tool=tool, most=None, names=[pattern])
+    return [MutantScorer().do(unit).facts["score"] for unit in units]
+
+
+@pytest.mark.parametrize("tool", ["check", "smoke"])
+def test_a_wrong_mask_is_caught(mine, tool):
+    (score,) = [one for one in scored(mine, "mine:drop-mask:14:*", tool) if one]
+    assert score["outcome"] == "caught"
+    assert score["first"]
+    assert score["questions"] > 0
+    if tool == "check":
+        assert "too many" in score["shown"]
+        assert score["peers"]["allclose(1e-2)"]
+
+
+def test_what_no_question_reaches_is_missed_with_the_same_bits(mine):
+    """Planted: only in a dtype that nobody asks is it wrong."""
+    (score, *_) = scored(mine, "mine:flip-operator:8:*")
+    assert (score["outcome"], score["identical"]) == ("missed", True)
+    assert not any(score["peers"].values())
+
+
+def test_what_raises_at_once_is_stillborn(mine):
+    (score,) = scored(mine, "mine:flip-operator:9:*")  # no group at all
+    assert score["outcome"] == "stillborn"
+    assert "RuntimeError" in score["reason"]
+
+
+def test_what_the_table_argues_counts_for_neither_side(mine):
+    score = scored(mine, "mine:*:6:*")[0]
+    assert (score["outcome"], score["reason"]) == ("equivalent", "nothing reads it")
+
+
+def test_a_name_is_judged_by_the_table(mine):
+    scores = scored(mine, "mine:flip-operator:11:*")
+    assert {one["family"] for one in scores} == {"scale"}
+    assert {one["named"] for one in scores if one["outcome"] == "caught"} <= {
+        "right",
+        "none",
+        "wrong",
+    }
+    family = read_table(Path(mine.partition("::")[0]).parent).families[0]
+    score = MutantScore(
+        mutant="m", kernel="k", operator="o", line=1, diff="", tool="check", outcome="caught"
+    )
+
+    def judged(models, certain, of=family):
+        facts = {**to_builtins(score), "models": models, "certain": certain}
+        one = mutant_scoring.judged_name(mutant_scoring.msgspec.convert(facts, MutantScore), of)
+        return one.named
+
+    assert judged(["scale-twice", "mask-ignored"], 1) == "right"
+    assert judged(["mask-ignored", "scale-twice"], 2) == "right"
+    assert judged(["mask-ignored"], 1) == "wrong"
+    assert judged(["mask-ignored"], 0) == judged([], 0) == "none"
+    assert judged(["scale-twice"], 0) == "right"
+    assert judged(["scale-twice"], 1, None) == "unjudged"
+
+
+def test_one_that_ends_its_process_or_hangs_is_caught(monkeypatch):
+    monkeypatch.setattr(mutant_scoring, "_PATIENCE", 0.5)
+
+    def crashes(tell):
+        tell(questions=3)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    found = mutant_scoring._in_a_fork(crashes)
+    assert (found["outcome"], found["status"], found["questions"]) == ("caught", "crash", 3)
+    found = mutant_scoring._in_a_fork(lambda _: time.sleep(100))
+    assert (found["outcome"], found["status"]) == ("caught", "timeout")
+
+
+def test_what_attncheck_raises_is_no_catch():
+    """Planted: else a scorer that is broken catches everything."""
+
+    def broken(_):
+        raise AssertionError("ours")
+
+    assert mutant_scoring._in_a_fork(broken) == {"reason": "AssertionError('ours')"}
+
+
+def test_what_cannot_be_mutated_is_said(mine, tmp_path):
+    for spec, message in (
+        ("package:name", "must be FILE.py::NAME"),
+        (f"{tmp_path}/none.py::f", "there is no file"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            mutant_units([spec], tool="check", most=None, names=[])
+    with pytest.raises(UsageError, match="no mutant"):
+        mutant_units([mine], tool="check", most=None, names=["mine:none:*"])
+    shutil.copy(tmp_path / "mine.py", tmp_path / "other.py")
+    (tmp_path / "sub").mkdir()
+    assert read_table(tmp_path / "sub") == MutantTable()
+    (tmp_path / "sub" / "mutants.toml").write_text("kernel = 3")
+    read_table.cache_clear()
+    with pytest.raises(UsageError, match=r"mutants\.toml"):
+        read_table(tmp_path / "sub")
+
+
+def test_the_strangers_have_their_mutants(pytestconfig):
+    folder = pytestconfig.rootpath / "examples" / "strangers"
+    specs = mutant_scoring.kernels_of_table(folder / "mutants.toml")
+    assert {Path(spec.partition("::")[0]).name for spec in specs} == {
+        path.name for path in folder.glob("*.py")
+    }
+    units = mutant_units(specs, tool="check", most=None, names=[])
+    assert len(units) == len({unit.id for unit in units}) > 500
+    table = read_table(folder)
+    every = [unit.kernel.rpartition("@")[0] for unit in units]
+    # An argument that fits no mutant any more speaks of another source.
+    for argument in table.equivalent:
+        assert any(mutant_scoring.fnmatch.fnmatchcase(one, argument.mutants) for one in every)
+
+
+def report_of(**outcomes):
+    units = mutant_units_of(outcomes)
+    results = {}
+    for unit, (name, facts) in zip(units, outcomes.items(), strict=True):
+        score = {"mutant": f"k:o:1:{name}", "kernel": "k", "operator": "o", "line": 1}
+        score |= {"diff": "- a\n+ b", "tool": "check", **facts}
+        results[unit.id] = Done(
+            unit=unit.id, facts={"score": score} if facts else {}, harness="lost"
+        )
+    content = JournalContent(head={}, results=results)
+    return mutant_report(content, units, tool="check", command="attncheck faults --mutants")
+
+
+def mutant_units_of(names):
+    from attncheck.workers.units import Unit
+
+    return [
+        Unit(kind="fault", stage="contract", kernel=f"k:o:1:{name}@mutant", device="cpu")
+        for name in names
+    ]
+
+
+def test_a_report_says_what_was_missed_and_how_soon_the_rest_was_caught():
+    report = report_of(
+        a={"outcome": "caught", "questions": 1, "named": "right", "peers": {"2×": False}},
+        b={"outcome": "caught", "questions": 3, "named": "wrong", "models": ["x"], "certain": 1},
+        c={"outcome": "missed", "questions": 50, "peers": {"2×": True}},
+        d={"outcome": "stillborn", "reason": "TypeError"},
+    )
+    assert report.curve == (1, 1, 2)
+    assert exit_codes.exit_code(report) == exit_codes.FAILED
+    text = rendering.render(report, "md")
+    assert "2 of 3 mutants caught, 1 of 2 named, 1 wrongly named with certainty." in text
+    assert "k:o:1:c" in text
+    assert "+ b" in text
+
+
+def test_exit_codes():
+    assert exit_codes.exit_code(report_of(a={"outcome": "caught", "questions": 1})) == 0
+    assert exit_codes.exit_code(report_of(a={"outcome": "stillborn"})) == exit_codes.UNTESTED
+    lost = report_of(a={"outcome": "caught", "questions": 1}, b={})
+    assert lost.scores[1].reason == "lost"
+    assert exit_codes.exit_code(lost) == exit_codes.INCOMPLETE
+
+
+def test_a_family_is_of_a_line_and_a_rule(mine):
+    table = read_table(Path(mine.partition("::")[0]).parent)
+
+    def family(operator, code):
+        mutant = Mutant(id="m", operator=operator, line=1, text="", diff="", code=code)
+        found = table.family(mutant)
+        return found and found.name
+
+    assert family("flip-operator", "x = scale or 1") == "scale"
+    assert family("drop-term", "x = scale or 1") is None
+    assert family("flip-operator", "x = 1") is None

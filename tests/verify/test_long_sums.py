@@ -1,0 +1,172 @@
+"""Sums in 16 bits show in long sums of small terms; in short ones hardly, or not at all."""
+
+import pytest
+import torch
+
+from attncheck.cases.check_cases import check_cases
+from attncheck.cases.named_problems import CONTRACT, LONG, tagged
+from attncheck.fault_models.steps import Steps, round_to_format
+from attncheck.inputs.problem import Case, Problem
+from attncheck.subjects.capabilities.subject import Tiling
+from attncheck.subjects.conventions.declarations import adopted
+from attncheck.subjects.ideal import Ideal
+from attncheck.subjects.load import load_subject
+from attncheck.verify.run_case import run_case
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
+
+
+class Tiled(torch.autograd.Function):
+    """FlashAttention-2 in plain torch; ``kept`` says in which format each sum is kept."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, scale, tile, kept):
+        out, total = torch.zeros_like(q.float()), torch.zeros(q.shape[:3])
+        maximum = torch.full(q.shape[:3], -torch.inf)
+        for keys in parts(k, tile):
+            scores = q.float() @ k[:, :, keys].float().mT * (scale * LOG2E)
+            larger = torch.maximum(maximum, scores.amax(-1))
+            weights = torch.exp2(scores - larger[..., None])
+            rescale = torch.exp2(maximum - larger)
+            total = rounded(total * rescale + weights.sum(-1), kept.get("total"))
+            added = weights.to(v.dtype).float() @ v[:, :, keys].float()
+            out = rounded(out * rescale[..., None] + added, kept.get("out"))
+            maximum = larger
+        out = (out / total[..., None]).to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, maximum * LN2 + torch.log(total))
+        ctx.options = scale, tile, kept
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        q, k, v, out, lse = ctx.saved_tensors
+        scale, tile, kept = ctx.options
+        dq, dk, dv = (torch.zeros(each.shape) for each in (q, k, v))
+        delta = (dout.float() * out.float()).sum(-1)
+        for keys in parts(k, tile):
+            for rows in parts(q, tile):
+                mine = q[:, :, rows].float()
+                scores = mine @ k[:, :, keys].float().mT * scale
+                weights = torch.exp(scores - lse[:, :, rows, None])
+                dp = dout[:, :, rows].float() @ v[:, :, keys].float().mT
+                ds = (weights * (dp - delta[:, :, rows, None])).to(q.dtype).float()
+                dv_here = weights.to(v.dtype).float().mT @ dout[:, :, rows].float()
+                dv[:, :, keys] = rounded(dv[:, :, keys] + dv_here, kept.get("dv"))
+                dk[:, :, keys] = rounded(dk[:, :, keys] + ds.mT @ mine * scale, kept.get("dk"))
+                dq_here = ds @ k[:, :, keys].float() * scale
+                dq[:, :, rows] = rounded(dq[:, :, rows] + dq_here, kept.get("dq"))
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+
+
+def parts(tensor, tile):
+    return [slice(start, start + tile) for start in range(0, tensor.shape[2], tile)]
+
+
+def rounded(sums, dtype):
+    return sums if dtype is None else sums.to(dtype).float()
+
+
+def stranger(tile=64, **kept):
+    """``F.scaled_dot_product_attention`` of full masks, its sums ``kept`` in these formats."""
+
+    def attention(query, key, value, *, scale=None):
+        return Tiled.apply(query, key, value, scale or query.shape[-1] ** -0.5, tile, kept)
+
+    return adopted(attention, "stranger", "sdpa")
+
+
+def failures(subject, named):
+    """Names of the questions that ``subject`` answers wrongly; it takes some of them."""
+    records = {
+        name: run_case(subject, case, device="cpu", brief=True) for name, case in named.items()
+    }
+    assert any(record.status == "pass" for record in records.values())
+    return [name for name, record in records.items() if record.status == "fail"]
+
+
+def of_check(dtype="bf16"):
+    return {one.name: one.case for one in check_cases(dtype)}
+
+
+def of_gate(tag, dtype="bf16"):
+    fields = {name: {"heads": 1} | entry.fields for name, entry in tagged(tag).items()}
+    return {name: Case(problem=Problem(dtype=dtype, **each)) for name, each in fields.items()}
+
+
+@pytest.mark.parametrize("tile", [64, 128])
+def test_of_all_that_check_asks_the_long_sum_alone_sees_a_row_sum_in_fp16(tile):
+    assert failures(stranger(tile, total=torch.float16), of_check()) == ["long-sum"]
+
+
+@pytest.mark.parametrize("tile", [16, 64, 256])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["out", "total"])
+def test_it_is_seen_in_tiles_of_any_usual_size(name, dtype, tile):
+    long = {"long-sum": of_check(dtype)["long-sum"]}
+    for kept in (torch.bfloat16, torch.float16):
+        subject = stranger(tile, **{name: kept})
+        assert run_case(subject, long["long-sum"], device="cpu", brief=True).status == "fail"
+    assert failures(stranger(tile), long) == []
+
+
+@pytest.mark.parametrize(
+    ("kept", "seen"),
+    [
+        ({"dq": torch.bfloat16}, ["long sum of dQ"]),
+        ({"dk": torch.bfloat16}, ["long sums of dK and dV"]),
+        ({"dv": torch.bfloat16}, ["long sums of dK and dV"]),
+        ({}, []),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("tile", [32, 128])
+def test_the_contract_sees_gradients_summed_in_16_bits(kept, seen, tile):
+    subject = stranger(tile, **kept)
+    backward = {n: case for n, case in of_gate(CONTRACT).items() if case.problem.backward}
+    assert failures(subject, backward | of_gate(LONG)) == seen
+
+
+@pytest.mark.parametrize("dtype", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("tile", [32, 64])
+def test_sums_of_fp8_products_are_seen(dtype, tile):
+    case = of_check(dtype)["long-sum"]
+    for steps, status in (
+        (Steps(), "pass"),
+        (Steps(kept_out=round_to_format("bf16")), "fail"),
+        (Steps(kept_sum=round_to_format("bf16")), "fail"),
+    ):
+        subject = Ideal(Tiling(block_query=64, block_kv=tile))
+        subject.steps = steps
+        assert run_case(subject, case, device="cpu", brief=True).status == status
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "e4m3"])
+@pytest.mark.parametrize("kernel", ["ideal", "sdpa-flash", "sdpa-math", "flex"])
+def test_right_kernels_pass(kernel, dtype):
+    named = {n: c for n, c in of_gate(LONG, "bf16").items() if not c.problem.backward}
+    if dtype != "e4m3":
+        named |= of_gate(LONG, "bf16")
+    for case in named.values():
+        moved = Case(problem=case.problem.replace(dtype=dtype))
+        record = run_case(load_subject(kernel), moved, device="cpu", brief=True)
+        assert record.status in {"pass", "unsupported"}, record.judgement
+
+
+@pytest.mark.parametrize(
+    "tiling", [{"lazy_rescale": 4.0}, {"reverse": True}, {"block_kv": 16}], ids=str
+)
+def test_other_orders_and_lazy_maxima_pass(tiling):
+    subject = Ideal(Tiling(**({"block_query": 64, "block_kv": 64} | tiling)))
+    assert failures(subject, of_gate(LONG)) == []
+
+
+def test_weights_that_are_flushed_to_zero_below_normal_fp16_pass():
+    """What came before a key is never multiplied by less than 2^-14 where it matters."""
+
+    class Flushing(Ideal):
+        def rescaled(self, running, alpha):
+            return running * torch.where(alpha < 2.0**-14, 0.0, alpha)
+
+    assert failures(Flushing(), {"long-sum": of_check()["long-sum"]}) == []
