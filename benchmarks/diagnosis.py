@@ -11,7 +11,7 @@ written otherwise than our kernels; what is to be named stood there before.
 
 ``--leave-out`` hides the models of the planted fault: nothing that is named is right then, and its
 family at most is known. ``--report STEM`` writes STEM.json and STEM.md, with a table of which
-family was planted and what was said.
+family was planted and what was said; parts of one command add to one report.
 """
 
 from __future__ import annotations
@@ -136,8 +136,14 @@ def main():
     if typed.report:
         command = f"python benchmarks/diagnosis.py --host {typed.host}"
         command += " --leave-out" if typed.leave_out else ""
+        path, every = typed.report.with_suffix(".json"), {row["id"]: row for row in rows}
+        if path.exists():  # of other parts, of the same command
+            before = json.loads(path.read_text())
+            kept = before["faults"] if before["command"] == command else ()
+            every = {row["id"]: row for row in kept} | every
+        rows = [every[name] for name in faults if name in every]
         document = {"command": command, "counts": counts_of(rows), "faults": rows}
-        typed.report.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
+        path.write_text(json.dumps(document, indent=1) + "\n")
         typed.report.with_suffix(".md").write_text(page_of(document))
 
 

@@ -51,7 +51,7 @@ def test_what_explains_a_part():
 def test_a_family_is_told_with_what_was_seen():
     found = lines(explanation("one"), level="family", family="a factor", facts=("right in fp32",))
     assert found == [
-        ("likely", "a factor: none of 45 fault models fits alone"),
+        ("likely", "a factor; none of 45 fault models alone is confirmed"),
         ("perhaps", "one (explains 99.8 % of the error, and rounding the rest)"),
         ("seen", "right in fp32"),
     ]

@@ -47,6 +47,8 @@ def independent_cases(case: Case) -> Iterator[Case]:
     changes: list[dict[str, object]] = [
         {"seed": seed},
         {**square, "scale": problem.scale * 0.75},
+        # As many rows more than keys, or fewer, as there were: that is what empty rows are of.
+        {"query": problem.query + 37, "kv": problem.kv + 37, "seed": seed + 5},
         {"batch": 2, "query": 40, "kv": 124, "seed": seed + 1, **group},
         {"batch": 2, "heads": 2, "kv_heads": 2, "query": 124, "kv": 124, "seed": seed + 1},
         {"query": 40, "kv": 256, "seed": seed + 2},
@@ -179,8 +181,9 @@ def observe(asked: Asked, case: Case, ask: Ask, *, varies: bool, seconds: float)
         family = "memory"
     elif case.question.startswith("strides_"):
         family = "mapping"
-    elif family is None:
-        family = next((family for name, family in _TOLD_BY.items() if name in needed), None)
+    # A score mod that is off changes weights as if parts were not rescaled, or keys not there.
+    elif family is None or (family != "gradient" and needed & {"score", "sink"}):
+        family = next((family for name, family in _TOLD_BY.items() if name in needed), family)
     return Observations(family=family, facts=tuple(filter(None, facts)))
 
 
@@ -321,6 +324,8 @@ class _Counts:
     counts: Tensor
     doubt: Tensor
     seen: Tensor
+    with_lse: bool  # without it a tile that is gone looks like another one that weighs more
+    other_sum: bool  # whether LSE is wrong, or not there
 
     @classmethod
     def of(cls, asked: Asked) -> _Counts | None:
@@ -345,7 +350,14 @@ class _Counts:
         if bool((left & ~call.parts.dead[..., None]).any()):
             return None
         doubt = torch.where(there, doubt, torch.inf)
-        return cls(counts=counts, doubt=doubt, seen=call.seen.expand(counts.shape))
+        with_lse = "lse" in error.got
+        return cls(
+            counts=counts,
+            doubt=doubt,
+            seen=call.seen.expand(counts.shape),
+            with_lse=with_lse,
+            other_sum="lse" in error.wrong or not with_lse,
+        )
 
     def _whole(self) -> Tensor | None:
         """Whole counts, where that is what all are; None where they are not."""
@@ -377,7 +389,8 @@ class _Counts:
         whole, sure = self._whole(), self.doubt < _HALF
         if whole is not None:
             wrong = whole != self.seen.double()
-            if not bool(wrong.any()):
+            # Other values than the keys' own, where the weights of all add up as they must.
+            if not bool(wrong.any()) or not self.other_sum:
                 return None
             if bool((wrong & ~self.seen).any()):
                 return "mask"
@@ -391,8 +404,8 @@ class _Counts:
         hidden = bool((self.counts.abs() > self.doubt)[~self.seen].any())
         least, most = self._tiles(low, -torch.inf).amax(-1), self._tiles(high, torch.inf).amin(-1)
         apart = least.amax(-1) > most.amin(-1)
-        by_tile = bool((least <= most).all()) and bool(apart.any())
-        return "rescaling" if by_tile and not hidden else None
+        by_tile = bool((least <= most).all() & (most > 0).all()) and bool(apart.any())
+        return "rescaling" if by_tile and self.with_lse and not hidden else None
 
     def _tiles(self, x: Tensor, fill: float = 0.0) -> Tensor:
         """Keys in tiles, ``(…, tiles, keys of one)``."""

@@ -151,6 +151,8 @@ class ObservedError:
         if self.wrong and self.proven:
             explanation = self.explained(prediction)
             return explanation is not None and explanation.all
+        if prediction.family is not None:  # of no size at all it is right
+            return True
         both = [name for name in prediction.tensors if name in self._errors]
         return all(
             self._errors[n].rest(prediction.tensors[n], 1.0, prediction.free).within for n in both

@@ -205,8 +205,9 @@ def explanation_facts(diagnosis: object) -> Iterator[tuple[str, str]]:
         if more > 0:
             yield "or", f"{more} more fault models, which explain it equally well"
         return
-    none = f"none of {diagnosis.tried} fault models fits"
-    yield "likely", f"{diagnosis.family}: {none} alone" if diagnosis.family else f"unknown: {none}"
+    tried = f"none of {diagnosis.tried} fault models"
+    known = f"{diagnosis.family}; {tried} alone is confirmed"
+    yield "likely", known if diagnosis.family else f"unknown: {tried} fits"
     yield from (("perhaps", _explained(one)) for one in ranked[:_MOST_EXPLANATIONS])
     yield from (("seen", fact) for fact in diagnosis.facts)
 
