@@ -21,7 +21,7 @@ FULL, NONE = Spec.of("full"), Spec.of("none")
 
 
 COMPLETE_MASKS = "choose from causal, causal_bottom_right, full."
-COMPLETE_SCORES = "choose from alibi, none."
+COMPLETE_SCORES = "choose from alibi, alibi_by_sequence, none."
 
 RECORDING = Path(__file__).parents[1] / "data" / "trained.safetensors"
 

@@ -181,9 +181,9 @@ def test_a_run_without_time_is_incomplete(attncheck, tmp_path):
     words = ("rmse", *QUICK, "--variant", "full", "--max-time", "0.001s", "-q")
     run = attncheck(*words, cwd=tmp_path)
     assert run.returncode == 3
-    assert "Incomplete: stopped by --max-time 0.001s after 1 of 4 cells." in run.stdout
+    assert "Incomplete: stopped by --max-time 0.001s after 0 of 4 cells." in run.stdout
     report = json.loads((tmp_path / "reports" / "rmse.json").read_text())
-    assert report["incomplete"] == "stopped by --max-time 0.001s after 1 of 4 cells"
+    assert report["incomplete"] == "stopped by --max-time 0.001s after 0 of 4 cells"
     again = attncheck("rmse", "--from", "reports/rmse.json", cwd=tmp_path)
     assert again.returncode == 3
     assert "Incomplete: " in again.stdout

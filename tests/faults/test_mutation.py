@@ -7,7 +7,7 @@ import ast
 import pytest
 
 from attncheck.core.errors import UnknownName, UsageError
-from attncheck.faults.mutation import OPERATORS, mutants_of, sampled
+from attncheck.faults.mutation import OPERATORS, mutants_of
 
 KERNEL = '''
 """One of each."""
@@ -111,14 +111,6 @@ def test_columns_count_bytes():
     source = 'def f(a, b):\n    s = "ß→∞"; c = a - b\n    return c\n'
     (line,) = lines("swap-operands", source)
     assert line == 's = "ß→∞"; c = (b - a)'
-
-
-def test_a_sample_is_the_same_whatever_else_there_is():
-    mutants = mutants_of("k", KERNEL)
-    ten, twenty = sampled(mutants, 10), sampled(mutants, 20)
-    assert len(ten) == 10
-    assert [one for one in twenty if one in ten] == ten
-    assert sampled(mutants, 10_000) == mutants
 
 
 def test_what_is_no_python_or_no_rule_is_said():

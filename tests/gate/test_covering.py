@@ -111,7 +111,15 @@ def test_a_boundary_is_where_it_is_said_to_be():
         last = torch.tensor(problem.query - 1)
         zero = torch.zeros_like(last)
         seen[extent] = int(problem.mask_mod()(zero, zero, last, torch.arange(problem.kv)).sum())
-    assert seen == {"": 16, "none": 0, "one": 1, "all but one": 63, "all": 64, "beyond": 64}
+    assert seen == {
+        "": 16,
+        "half": 32,
+        "no key": 0,
+        "one key": 1,
+        "all but one": 63,
+        "all": 64,
+        "beyond": 64,
+    }
 
 
 def test_what_leaves_nothing_to_see_has_rows_of_its_own():

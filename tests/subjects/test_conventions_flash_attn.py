@@ -12,7 +12,6 @@ from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.capabilities.subject import Subject
 from attncheck.subjects.conventions.convention import ConventionOptions
 from attncheck.subjects.conventions.declarations import adopted
-from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Execution, InProcess
 from attncheck.verify.run_case import run_case
 
@@ -53,8 +52,7 @@ def subject_of(function, convention, **options) -> Subject:
 
 
 def record_of(subject, problem):
-    evidence = EvidenceBuilder(Case(problem=problem), "cpu")
-    return run_case(subject, evidence.case, device=evidence.device, evidence=evidence)
+    return run_case(subject, Case(problem=problem), device="cpu")
 
 
 BOTH = [

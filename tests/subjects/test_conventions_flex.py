@@ -9,7 +9,6 @@ from attncheck.core.mod_spec import Spec
 from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.conventions.convention import ConventionOptions
 from attncheck.subjects.conventions.declarations import adopted
-from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.run_case import run_case
 
 CAUSAL = Spec.of("causal")
@@ -22,8 +21,7 @@ def small(**changes) -> Problem:
 
 def record_of(function, problem, **options):
     subject = adopted(function, "kernel", "flex", ConventionOptions(**options))
-    evidence = EvidenceBuilder(Case(problem=problem), "cpu")
-    return run_case(subject, evidence.case, device=evidence.device, evidence=evidence)
+    return run_case(subject, Case(problem=problem), device="cpu")
 
 
 def masked(fault=""):

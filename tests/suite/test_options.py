@@ -11,37 +11,35 @@ def pytest_addoption(parser):
 ASKS = """
 def test_it(pytestconfig):
     assert pytestconfig.getoption("{name}") == "{value}"
-    assert pytestconfig.getoption("attncheck_{ours}") == {mine!r}
+    assert pytestconfig.getoption("attncheck_{name}") == {mine!r}
 """
 
 
-def test_a_conftest_keeps_its_own_option(repository):
-    done = repository(
-        "--device=tpu",
-        "--attncheck-device=cpu",
-        conftest=OPTION.format(name="device"),
-        test_a=ASKS.format(name="device", value="tpu", ours="device", mine="cpu"),
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_a_plugin_keeps_its_own_option(repository):
-    done = repository(
-        "-p",
-        "theirs",
-        "--kernel=linux",
-        theirs=OPTION.format(name="kernel"),
-        test_a=ASKS.format(name="kernel", value="linux", ours="kernel", mine=None),
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_an_option_of_a_conftest_that_is_found_late_does_not_collide(repository):
-    done = repository(
-        "--tier=pr",
-        deep__conftest=OPTION.format(name="tier"),
-        deep__test_a=ASKS.format(name="tier", value="theirs", ours="tier", mine="pr"),
-    )
+@pytest.mark.parametrize(
+    ("words", "theirs", "asked"),
+    [
+        (
+            ("--device=tpu", "--attncheck-device=cpu"),
+            {"conftest": "device"},
+            {"name": "device", "value": "tpu", "mine": "cpu"},
+        ),
+        (
+            ("-p", "theirs", "--kernel=linux"),
+            {"theirs": "kernel"},
+            {"name": "kernel", "value": "linux", "mine": None},
+        ),
+        (
+            ("--tier=pr",),
+            {"deep__conftest": "tier"},
+            {"name": "tier", "value": "theirs", "mine": "pr"},
+        ),
+    ],
+    ids=["a conftest's", "a plugin's", "of a conftest that is found late"],
+)
+def test_others_keep_their_own_options(repository, words, theirs, asked):
+    files = {file: OPTION.format(name=name) for file, name in theirs.items()}
+    test = "deep__test_a" if "deep__conftest" in files else "test_a"
+    done = repository(*words, **files, **{test: ASKS.format(**asked)})
     assert done.returncode == 0, done.stdout + done.stderr
 
 

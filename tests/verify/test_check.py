@@ -43,16 +43,11 @@ class Exact(Subject):
         return outputs
 
 
-def measured(subject=None, problem=PROBLEM):
-    evidence = EvidenceBuilder(Case(problem=problem), "cpu")
+def measured(subject=None, problem=PROBLEM, evidence=None):
+    evidence = evidence or EvidenceBuilder(Case(problem=problem), "cpu")
+    named = {"variant": "causal", "environment": "env", "timed": True}
     return run_case(
-        subject or Exact(),
-        evidence.case,
-        device=evidence.device,
-        evidence=evidence,
-        variant="full",
-        environment="env",
-        timed=True,
+        subject or Exact(), evidence.case, device=evidence.device, evidence=evidence, **named
     )
 
 
@@ -75,15 +70,6 @@ def test_the_truth_rounded_is_at_the_floor():
     assert record.seconds > 0
 
 
-def test_the_ideal_kernel_is_compared_at_the_kernels_own_tiling():
-    class Tiled(Exact):
-        def tiling(self, problem, device):
-            return Tiling(block_query=16, block_kv=2, reverse=True)
-
-    record = measured(Tiled())
-    assert record.tiling == "16×2 reverse"
-
-
 def test_each_number_stands_under_its_name():
     tiling = Tiling(block_query=16, block_kv=2, reverse=True)
 
@@ -99,15 +85,8 @@ def test_each_number_stands_under_its_name():
 
     problem = PROBLEM.replace(batch=2, kv=200)
     subject, evidence = Tiled(), EvidenceBuilder(Case(problem=problem), "cpu")
-    record = run_case(
-        subject,
-        evidence.case,
-        device=evidence.device,
-        evidence=evidence,
-        variant="causal",
-        environment="env",
-        timed=True,
-    )
+    record = measured(subject, evidence=evidence)
+    assert record.tiling == "16×2 reverse"
     given, truth = subject.run(evidence.inputs), evidence.truth
     out, lse = (
         measure_errors(values, exact, torch.tensor(True))
@@ -147,21 +126,6 @@ def test_only_triton_is_interpreted_on_a_cpu(triton):
     subject = Exact()
     subject.triton = triton
     assert measured(subject).interpreted is triton
-
-
-def test_a_place_is_named():
-    def change(outputs):
-        outputs.out[0, 1, 4, 3] = 100
-        outputs.lse[0, 0, 2] -= 50
-        return outputs
-
-    record = spoiled(change)
-    at = record.out.max_at
-    assert (at.batch, at.head, at.query, at.dim) == (0, 1, 4, 3)
-    evidence = EvidenceBuilder(Case(problem=PROBLEM), "cpu")
-    assert record.out.max_error == abs(100 - float(evidence.truth.out[0, 1, 4, 3]))
-    assert (record.lse.max_at.query, record.lse.max_at.dim) == (2, -1)
-    assert record.out.bias > 0
 
 
 def test_a_refusal_is_a_reason():
@@ -257,29 +221,10 @@ def test_a_kernel_that_writes_to_its_inputs_is_told_and_changes_nothing(name):
             return lambda: getattr(inputs, name).zero_() is not None and call()
 
     evidence = EvidenceBuilder(Case(problem=PROBLEM), "cpu")
-    scribbled = run_case(
-        Scribble(),
-        evidence.case,
-        device=evidence.device,
-        evidence=evidence,
-        variant="full",
-        environment="env",
-        timed=True,
-    )
+    scribbled = measured(Scribble(), evidence=evidence)
     assert (scribbled.status, scribbled.judgement.rule) == ("fail", "mutation")
     assert scribbled.judgement.reason == f"wrote to its input {name}."
-    assert (
-        run_case(
-            Exact(),
-            evidence.case,
-            device=evidence.device,
-            evidence=evidence,
-            variant="full",
-            environment="env",
-            timed=True,
-        ).out
-        == measured().out
-    )
+    assert measured(evidence=evidence).out == measured().out
 
 
 @pytest.mark.parametrize("question", ["absent", "unsupported", "tiling"])

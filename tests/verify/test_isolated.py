@@ -1,5 +1,6 @@
 """A kernel in another process answers as it does in this one, bit for bit."""
 
+import math
 import os
 import time
 from pathlib import Path
@@ -27,6 +28,8 @@ from attncheck.verify.verify import iter_records
 from attncheck.workers.process import Died, HostError
 from attncheck.workers.transport import KEY, LARGEST_WORDS, Frame, Receiver, Sender
 from attncheck.workers.worker_main import serve
+
+pytestmark = pytest.mark.usefixtures("forked_workers")
 
 FILE = Path(planted.__file__)
 SIZES = {"heads": 2, "kv_heads": 1, "query": 6, "kv": 9, "head_dim": 8}
@@ -119,8 +122,6 @@ def test_inputs_of_another_case_are_seen(host):
 
 def test_a_kernel_is_called_where_it_is(host):
     inputs = inputs_room.draw_inputs(SMALL)
-    with pytest.raises(HostError, match="without a Case"):
-        host.executor.run(host.subject, inputs)
     with pytest.raises(HostError, match="in another process"):
         host.subject.prepare(inputs)
     with pytest.raises(HostError, match="is in this process"):
@@ -143,15 +144,51 @@ def test_a_process_that_has_done_enough_is_replaced(host, limit, value, monkeypa
     assert host.pid is None
 
 
-def test_what_a_process_compiled_is_gone_with_it():
+def test_what_a_process_compiled_is_gone_with_it(host):
     """Each new one has the time to compile, also what another one has called before."""
     connection = SimpleNamespace(new=False, deadlines=Deadlines())
     given = SimpleNamespace(problem=SMALL, device=SimpleNamespace(type="cuda"))
     executor = IsolatedExecutor(connection)
     calls = []
     for connection.new in (True, False, False, True, False):
-        calls.append(executor._seconds(given, calls=1))
+        calls.append(executor._seconds(host.subject, given, calls=1)[0])
     assert calls == [180.0, 60.0, 60.0, 180.0, 60.0]
+
+
+@pytest.mark.parametrize(
+    ("typed", "device", "how", "seconds", "says"),
+    [
+        (None, "cuda", {}, 180.0, "compiles"),
+        (None, "cuda", {"new": False, "unseen": False}, 60.0, ""),
+        (2.0, "cpu", {"compiles": True}, 2.0, ""),
+        (2.0, "cuda", {}, 2.0, "a longer --timeout"),
+        (2.0, "cuda", {"unseen": False, "compiles": True}, 2.0, ""),
+        (2.0, "cuda", {"compiles": True}, 180.0, "compiles"),
+        (600.0, "cuda", {"compiles": True}, 600.0, "compiles"),
+    ],
+)
+def test_a_typed_limit_bounds_what_is_not_known_to_compile(typed, device, how, seconds, says):
+    state = {"new": True, "unseen": True, "compiles": False, **how}
+    limits = Deadlines.of(typed)
+    limit, said = limits.of_run(1, device, **state)
+    assert limit == seconds
+    assert says in said
+    assert bool(says) == bool(said)
+
+
+def test_a_typed_limit_bounds_the_import_too():
+    assert Deadlines.of(None).load == Deadlines.of(math.inf).load == 120.0
+    assert (Deadlines.of(2.0).load, Deadlines.of(30.0).load) == (4.0, 30.0)
+
+
+def test_inputs_that_no_case_draws_travel(host):
+    case = Case(problem=SMALL)
+    drawn = inputs_room.draw_inputs(SMALL)
+    ours = host.executor.run(host.subject, drawn, origin=Origin(case=case))
+    sent = host.executor.run(host.subject, drawn)
+    assert torch.equal(ours.outputs.out, sent.outputs.out)
+    other = host.executor.run(host.subject, drawn.replace(v=-drawn.v))
+    assert torch.equal(ours.outputs.out, -other.outputs.out)
 
 
 @pytest.mark.parametrize("value", ["x" * LARGEST_WORDS, object()], ids=["too long", "no JSON"])

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from attncheck import probes
+from attncheck.cases.covering import SHAPES, FewRows, plain_row, row_name, row_problem
 from attncheck.cases.named_problems import CHECK, IN_TURN, PROBED, tagged
 from attncheck.cases.variants import check_measured
 from attncheck.core.errors import ProblemError
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.problem import LARGEST_HEAD_DIM, Case, Problem
 
 if TYPE_CHECKING:
@@ -20,6 +22,20 @@ if TYPE_CHECKING:
 # what other probes show does not depend on it.
 _ON_EVERY_LAYOUT = ("decode",)
 _USUAL_LAYOUTS = ("ragged", "causal")
+# What separates most fault models at least cost comes first: `benchmarks/question_order.py` writes
+# it, from what each question shows of each model. A question that is not there comes after these.
+ORDER = tuple(
+    """
+    padding negative decode-empty-rows decode-window causal-tall uniform positive-ragged
+    causal-even ramp-causal gqa sink decode-one-query long-sum scale one-hot
+    decode-causal-wide ones-ragged empty-rows large ones-causal ramp-ragged window
+    causal-wide decode-causal-tall decode-padding ragged isolated-ragged isolated-ragged-2
+    ramp-ragged-2 negative-ragged outliers isolated-causal isolated-causal-2 causal
+    decode-causal-even ramp-causal-2 two_level-ragged negative-causal one-query
+    two_level-ragged-2 positive-causal two_level-causal two_level-causal-2 decode-ragged
+    one-key plain mean-ragged mean-causal decode-causal decode-gqa
+    """.split()  # noqa: SIM905  # as a list it has a line for each of fifty
+)
 _ROUNDS = 2  # of a probe's numbers: decoding is done in one, ramps are fast and slow
 
 
@@ -40,7 +56,7 @@ def check_cases(
     *,
     takes: Callable[[Problem], bool] | None = None,
 ) -> list[CheckCase]:
-    """Return every case of a quick check in ``dtype``: probes first, since they say most.
+    """Return every case of a quick check in ``dtype``, in the planned order (``ORDER``).
 
     Args:
         dtype: A name of ``formats.DTYPES`` that kernels are measured in.
@@ -62,7 +78,9 @@ def check_cases(
         CheckCase(name=name, summary=entries[name].summary, case=Case(problem=problem))
         for name, problem in problems.items()
     ]
-    return [*_probe_cases(problems), *comparisons]
+    place = {name: number for number, name in enumerate(ORDER)}
+    cases = [*_probe_cases(problems), *comparisons]
+    return sorted(cases, key=lambda one: place.get(one.name, len(place)))
 
 
 def _problems(
@@ -80,11 +98,65 @@ def _problems(
         if takes is not None and entry.instead and not takes(problem):
             problem = problem.replace(**entry.instead)
         if takes is not None and not takes(problem):
+            problem = _other_diagonal(problem)
+        if takes is not None and not takes(problem):
             from attncheck.cases.strategies.problems import nearest_supported  # loads Hypothesis
 
             problem = nearest_supported(problem, takes, (dtype,)) or problem
         problems[name] = problem
     return problems
+
+
+def _other_diagonal(problem: Problem) -> Problem:
+    """Return a causal problem as bottom-right conventions have it, where lengths differ."""
+    if problem.mask.name != "causal" or problem.query == problem.kv:
+        return problem
+    return problem.replace(mask=Spec.of("causal_bottom_right"))
+
+
+_CROSSED = 14
+_CROSSED_SIZES = "tiny"  # of covering.SHAPES
+
+
+def crossed_cases(
+    dtype: str, head_dims: Sequence[int], takes: Callable[[Problem], bool]
+) -> list[CheckCase]:
+    """Return problems that have every value of the axes that a kernel takes, and many pairs.
+
+    Of a kernel of one layout as many as of any other: in other distributions, and other draws.
+
+    Args:
+        dtype: As of ``check_cases``.
+        head_dims: Those that were asked for; none: all that the kernel takes.
+        takes: Whether the kernel takes a Problem.
+    """
+    from attncheck.cases.strategies.problems import nearest_supported  # loads Hypothesis
+
+    own = {"dims": (head_dims[0], head_dims[0])} if head_dims else {}
+    # A kernel of few lengths may take those of another shape.
+    plainest = (
+        row_problem({"dtype": dtype, "shape": shape} | own, _CROSSED_SIZES, 0)
+        for shape in SHAPES[_CROSSED_SIZES]
+    )
+    nearest = (nearest_supported(problem, takes, (dtype,)) for problem in plainest)
+    base = next(filter(None, nearest), None)
+    if base is None:
+        return []
+    few = FewRows(
+        takes if not head_dims else lambda p: p.head_dim in head_dims and takes(p),
+        plain_row(base, _CROSSED_SIZES),
+        _CROSSED_SIZES,
+    )
+    named = {f"crossed-{n}": row for n, row in enumerate(few.rows(_CROSSED), 1)}
+    named |= {f"alone-{row_name(row)}".replace(" ", "-"): row for row in few.alone()}
+    return [
+        CheckCase(
+            name=name,
+            summary=row_name(row) or "plain",
+            case=Case(problem=row_problem(row, _CROSSED_SIZES, seed)),
+        )
+        for seed, (name, row) in enumerate(named.items())
+    ]
 
 
 _OF_CALLS = (
@@ -135,7 +207,10 @@ def _probe_cases(problems: Mapping[str, Problem]) -> Iterator[CheckCase]:
             problem = problems[layout]
             if probe.unfit(problem) is not None:
                 continue
-            for number, case in enumerate(probes.cases(name, problem)[:_ROUNDS]):
+            # Each layout has rounds of its own, as far as there are several.
+            rounds = [*enumerate(probes.cases(name, problem)[:_ROUNDS])]
+            turn = _USUAL_LAYOUTS.index(layout) if layout in _USUAL_LAYOUTS else 0
+            for number, case in rounds[turn % len(rounds) : turn % len(rounds) + 1]:
                 again = f"-{number + 1}" if number else ""
                 label = f"{name}-{layout}{again}"
                 yield CheckCase(name=label, summary=probe.summary, case=case)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import covertable
@@ -67,7 +68,7 @@ def _constraint(axes: Mapping[str, Sequence[Hashable]], exclusion: Exclusion) ->
 
 Fields = dict[str, Any]  # fields of a Problem
 
-EXTENTS = ("", "none", "one", "all but one", "all", "beyond")
+EXTENTS = ("", "half", "no key", "one key", "all but one", "all", "beyond")
 """How many keys the number of a mask leaves: a part of them, and its boundary values."""
 _BEYOND = 2**20  # a window that hides nothing, of any kernel's lengths
 
@@ -75,7 +76,14 @@ _CAUSAL, _BOTTOM_RIGHT = Spec.of("causal"), Spec.of("causal_bottom_right")
 
 
 def _extent(name: str, typical: int, most: int) -> int:
-    numbers = {"": typical, "none": 0, "one": 1, "all but one": most - 1, "all": most}
+    numbers = {
+        "": typical,
+        "half": most // 2,
+        "no key": 0,
+        "one key": 1,
+        "all but one": most - 1,
+        "all": most,
+    }
     return max(0, numbers.get(name, _BEYOND))
 
 
@@ -85,10 +93,10 @@ def _variant(name: str) -> Callable[[Shape, str], Spec]:
     return lambda sizes, _extent: mods(sizes)[0]
 
 
-def _window(sizes: Shape, extent: str) -> Spec:
+def _window(sizes: Shape, extent: str, most: int) -> Spec:
     # Of the shorter length: of few rows and many keys a quarter of the keys hides none.
     typical = max(1, min(sizes.query, sizes.kv) // 4)
-    return Spec.of("sliding_window", window=_extent(extent, typical, sizes.query))
+    return Spec.of("sliding_window", window=_extent(extent, typical, most))
 
 
 def _padding(sizes: Shape, extent: str) -> Spec:
@@ -116,7 +124,7 @@ MASKS: dict[str, Callable[[Shape, str], Spec]] = {
     "full": lambda _sizes, _extent: FULL,
     "causal": lambda _sizes, _extent: _CAUSAL,
     "causal_bottom_right": lambda _sizes, _extent: _BOTTOM_RIGHT,
-    "sliding_window": _window,
+    "sliding_window": lambda sizes, extent: _window(sizes, extent, sizes.query),
     "prefix_lm": lambda sizes, extent: Spec.of(
         "prefix_lm", prefix=_extent(extent, sizes.kv // 4, sizes.kv)
     ),
@@ -126,11 +134,11 @@ MASKS: dict[str, Callable[[Shape, str], Spec]] = {
     "neighborhood": _variant("neighborhood"),
     # As flash-attn aligns it: of few rows and many keys most tiles and splits lie outside.
     "window_bottom_right": lambda sizes, extent: Spec.of(
-        "offset", _window(sizes, extent), rows=max(0, sizes.kv - sizes.query)
+        "offset", _window(sizes, extent, sizes.kv), rows=max(0, sizes.kv - sizes.query)
     ),
 }
 """The mask of (sizes, extent), by the names that variants have."""
-_OF_EXTENTS = {"sliding_window", "prefix_lm", "padding", "varlen", "window_bottom_right"}
+_OF_EXTENTS = ("varlen", "window_bottom_right", "sliding_window", "padding", "prefix_lm")
 
 SCORES: dict[str, Callable[[Shape], Spec]] = {
     "none": lambda _: NONE,
@@ -210,8 +218,8 @@ HEADS: dict[str, tuple[int, int, int]] = {
     "GQA": (1, 4, 2),
     "MQA": (1, 3, 1),
     "sequences GQA": (2, 6, 2),
-    "group of 7": (1, 14, 2),
-    "group of 5": (2, 5, 1),
+    "group of 7": (1, 7, 1),
+    "group of 5": (1, 5, 1),
     "group of 6": (1, 6, 1),
 }
 """Batch, heads, kv heads; with 6/2, h // group and h % kv_heads differ; 3, 5, 6 and 7 rows of a
@@ -243,8 +251,8 @@ DISTRIBUTIONS = (
 )
 
 ALONE: dict[str, tuple[str, ...]] = {
-    "extent": ("none", "one"),
-    "scale": ("zero", "tiny"),
+    "extent": ("no key", "one key"),
+    "scale": ("huge", "zero", "tiny"),
     "stored": ("sink above",),
 }
 """Values that leave nothing to see of the others: asked in rows of their own."""
@@ -301,9 +309,10 @@ def row_problem(row: Mapping[str, Any], shapes: str, seed: int) -> Problem:
         shapes: A name of ``SHAPES``.
     """
     row = PLAIN_ROW | {"shape": next(iter(SHAPES[shapes]))} | dict(row)
-    query, kv = SHAPES[shapes][row["shape"]]
-    batch, heads, kv_heads = HEADS[row["heads"]]
-    head_dim, value_dim = DIMS[row["dims"]]
+    # Sizes of a kernel that takes none of ours are values that have no name.
+    query, kv = SHAPES[shapes].get(row["shape"], row["shape"])
+    batch, heads, kv_heads = HEADS.get(row["heads"], row["heads"])
+    head_dim, value_dim = DIMS.get(row["dims"], row["dims"])
     sizes = Shape(
         batch=batch,
         heads=heads,
@@ -347,7 +356,7 @@ def alone_rows(axes: Mapping[str, Sequence[Any]]) -> Iterator[Row]:
     common = {name: values[0] for name, values in axes.items()}
     common["backward"] = axes["backward"][-1]
     common |= {"heads": "sequences GQA"} if "sequences GQA" in axes["heads"] else {}
-    masks = [mask for mask in axes["mask"] if mask in _OF_EXTENTS]
+    masks = [mask for mask in _OF_EXTENTS if mask in axes["mask"]]
     for axis, names in ALONE.items():
         for name in names:
             if name not in axes[axis]:
@@ -362,6 +371,124 @@ def alone_rows(axes: Mapping[str, Sequence[Any]]) -> Iterator[Row]:
 
 
 Row = dict[str, Any]
+
+
+# ------------------------------------------------------------ few rows, for a check
+
+
+_MASKS_ALONE = 2
+# ``scale or default`` is what most functions say, torch's own on a CPU multiplies −∞ by the scale,
+# a head of 256 takes as long as four others, and of one column, or where one key has all the
+# weight or each the same, little else shows: a gate asks for them, a check for some one by one.
+_UNUSUAL = {
+    "scale": {"negative", "zero"},
+    "dims": {"1", "256"},
+    "distribution": {*DISTRIBUTIONS} - {"normal", "outliers"},
+}
+
+
+class FewRows:
+    """Rows of a kernel, each with as many pairs as it can have that no row before it has.
+
+    No array is complete in so few: which pairs come first is what counts.
+
+    Args:
+        takes: Whether the kernel takes a Problem.
+        plain: The plainest row that it takes, which all others are changes of.
+        shapes: A name of ``SHAPES``.
+    """
+
+    def __init__(self, takes: Callable[[Problem], bool], plain: Row, shapes: str) -> None:
+        self._takes, self._plain, self._shapes = takes, plain, shapes
+        self._seen: set[frozenset[tuple[str, Any]]] = set()  # pairs
+        self._uses: Counter[tuple[str, Any]] = Counter()
+        self._answers: dict[tuple[Any, ...], bool] = {}
+
+    def takes(self, row: Row) -> bool:
+        """Return whether there is such a Problem, and the kernel takes it."""
+        row = self._plain | row
+        key = tuple(row[name] for name in AXES)
+        if key not in self._answers:
+            excluded = any(cannot_be(row) for _, cannot_be in EXCLUSIONS)
+            self._answers[key] = not excluded and _supported(row, self._shapes, self._takes)
+        return self._answers[key]
+
+    def axes(self) -> dict[str, dict[Any, Row]]:
+        """Return the values of each axis that it takes, each with what it takes it beside.
+
+        That is the plainest of all others; or a causal mask, at equal lengths: slopes are of it
+        alone.
+        """
+        causal = [{"mask": mask} for mask in ("causal", "causal_bottom_right")]
+        beside: list[Row] = [{}, *causal, *(each | {"shape": "even"} for each in causal)]
+        axes: dict[str, dict[Any, Row]] = {}
+        for name, values in AXES.items():
+            others = [{"mask": mask} for mask in axes["mask"]] if name == "extent" else beside
+            axes[name] = {self._plain[name]: {}}
+            for value in values if name != "dtype" else ():
+                able = (each for each in others if self.takes(each | {name: value}))
+                found = (
+                    None
+                    if value in axes[name] or value in _UNUSUAL.get(name, ())
+                    else next(able, None)
+                )
+                if found is not None:
+                    axes[name][value] = found
+        return axes
+
+    def alone(self) -> Iterator[Row]:
+        """Yield a row for each value that leaves nothing to see of others, of two masks at most."""
+        axes = {name: [*values] for name, values in self.axes().items()}
+        count: dict[tuple[Any, ...], int] = {}
+        for row in alone_rows(axes):
+            value = tuple(row[name] for name in ALONE)
+            able = (each for each in (row, row | {"backward": ""}) if self.takes(each))
+            chosen = next(able, None)
+            if chosen is not None and count.setdefault(value, 0) < _MASKS_ALONE:
+                count[value] += 1
+                yield chosen
+
+    def rows(self, count: int) -> Iterator[Row]:
+        """Yield ``count`` rows: as many of a kernel of few layouts, in other distributions."""
+        axes = self.axes()
+        # Gradients are asked for with the forward, wherever there are any.
+        if len(axes["backward"]) > 1:
+            del axes["backward"][""]
+        for name, alone in ALONE.items():
+            axes[name] = {value: row for value, row in axes[name].items() if value not in alone}
+        for _ in range(count):
+            # From the value that was asked least; of several from one that has a condition.
+            every = [(name, value) for name, values in axes.items() for value in values]
+            name, value = min(every, key=lambda one: (self._uses[one], not axes[one[0]][one[1]]))
+            row = axes[name][value] | {name: value}
+            # Which of the others there can be depends on the mask and the lengths.
+            for other in sorted(axes, key=lambda each: each not in {"mask", "shape"}):
+                if other not in row:
+                    row[other] = self._best(row, other, [*axes[other]])
+            self._seen.update(frozenset(pair) for pair in _pairs_of(row))
+            self._uses.update(row.items())
+            yield self._plain | row
+
+    def _best(self, row: Row, name: str, values: list[Any]) -> Any:
+        """Return the value that makes most new pairs with ``row``, the least used of several."""
+
+        def merit(value: Any) -> tuple[int, int]:
+            new = sum(frozenset((item, (name, value))) not in self._seen for item in row.items())
+            return new, -self._uses[name, value]
+
+        able = (v for v in sorted(values, key=merit, reverse=True) if self.takes(row | {name: v}))
+        return next(able, self._plain[name])
+
+
+def plain_row(problem: Problem, shapes: str) -> Row:
+    """Return the plainest row of a kernel that takes ``problem``, whatever its sizes are."""
+    sizes: dict[str, tuple[Mapping[str, Any], tuple[int, ...]]] = {
+        "shape": (SHAPES[shapes], (problem.query, problem.kv)),
+        "heads": (HEADS, (problem.batch, problem.heads, problem.kv_heads)),
+        "dims": (DIMS, (problem.head_dim, problem.value_dim)),
+    }
+    row = {name: _name_of(named, size) or size for name, (named, size) in sizes.items()}
+    return PLAIN_ROW | row | {"dtype": problem.dtype}
 
 
 def row_values(row: Mapping[str, Any], problem: Problem, shapes: str) -> Row:

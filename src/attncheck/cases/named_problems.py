@@ -19,8 +19,7 @@ CHECK = "check"
 PROBED = "probed"  # of those, the ones whose layout the probes are asked on
 IN_TURN = "in turn"
 """A quick check asks for calls in turn on the first that a kernel takes, and on half of it."""
-LONG = "long"
-"""The contract asks these as they stand in every dtype of 16 and 8 bits."""
+LONG = "long"  # the contract asks these as they stand in every dtype of 16 and 8 bits
 SMALLEST = "smallest"
 """The contract asks the nearest that a kernel takes, in every dtype, forward and backward."""
 CONTRACT = "contract"

@@ -23,12 +23,11 @@ if TYPE_CHECKING:
     from attncheck.cases.check_cases import CheckCase
     from attncheck.records.record import Record, Report
     from attncheck.subjects.capabilities.subject import Subject
-    from attncheck.surveys.claims import Claims
+    from attncheck.verify.kernel_hosts import KernelHost
     from attncheck.workers.process import Died
 
 _MOST_SEARCHES = 4  # of a cause among all models, each of which takes a second
 _SECONDS_BETWEEN_LOOKS = 0.3
-_MOST_DEATHS = 2  # of the kernel's process, after which no more is asked
 
 
 @verb.command
@@ -126,7 +125,7 @@ def check(
             report = _checked(
                 interrupts,
                 report,
-                host.subject,
+                host,
                 questions,
                 options,
                 spec=spec,
@@ -149,7 +148,7 @@ def check(
 def _checked(
     interrupts: Interrupts,
     report: Report,
-    subject: Subject,
+    host: KernelHost,
     questions: list[CheckCase],
     options: dict[str, tuple[Any, ...]],
     *,
@@ -163,16 +162,33 @@ def _checked(
     """
     from msgspec.structs import replace
 
-    from attncheck.surveys.claims import claimed_questions, on_terms
+    from attncheck.cli.long_runs import progress
+    from attncheck.surveys.claims import (
+        CLAIM_TRIALS,
+        claimed_questions,
+        hold_to_claims,
+        subject_questions,
+    )
+    from attncheck.verify.remote_kernel import RemoteSubject
 
+    tried = host.subject
     fresh = questions[0].case.question == "state"
-    claims = _claims(interrupts, subject, spec, device, quiet=quiet, fresh=fresh)
+    with progress(CLAIM_TRIALS, quiet=quiet, check=interrupts.check) as advance:
+
+        def next_trial(what: str) -> None:
+            # The question after these needs a new process, which starts meanwhile.
+            if fresh and isinstance(tried, RemoteSubject):
+                tried.connection.start_next()
+            advance(what)
+
+        claims = hold_to_claims(host, kernel=spec, device=device, advance=next_trial, **options)
+    subject = host.subject
     if claims is not None and not claims.timeout:
-        terms = claims.terms(**options)
-        subject = on_terms(subject, terms)
-        questions = claimed_questions(claims, terms, device=device, **options)
+        questions = claimed_questions(claims, subject, device=device, **options)
         # By another convention it says other things of itself.
         report = replace(report, kernels={subject.name: subject.summary})
+    if claims is None:
+        questions = subject_questions(subject, questions, device=device, **options)
     if claims is not None and (lines := tuple(claims.lines())):
         report = replace(report, claims={subject.name: lines})
     hung = claims.timeout if claims is not None else ""
@@ -257,33 +273,11 @@ def _questions(
     questions += [one for dtype in dict.fromkeys(dtypes) for one in check_cases(dtype, head_dims)]
     known = {question.name for question in questions}
     for name in names:
-        # What a kernel is asked beyond its claims is known only when these are.
+        # What is asked of the axes that a kernel takes, or beyond its claims, is known only then.
         aspect = name.removeprefix("decode-").partition("-")[0]
-        if name not in known and aspect not in {"lengths", *NOT_CLAIMED}:
+        if name not in known and aspect not in {"crossed", "alone", "lengths", *NOT_CLAIMED}:
             raise UnknownName("question", name, known)
     return [question for question in questions if not names or question.name in names]
-
-
-def _claims(
-    interrupts: Interrupts, subject: Subject, spec: str, device: str, *, quiet: bool, fresh: bool
-) -> Claims | None:
-    """What a plain function was found to take; None of any other kernel.
-
-    Where the question after it needs a new process (``fresh``), that one starts meanwhile.
-    """
-    from attncheck.cli.long_runs import progress
-    from attncheck.surveys.claims import CLAIM_TRIALS, find_claims
-    from attncheck.verify.remote_kernel import RemoteSubject
-
-    with progress(CLAIM_TRIALS, quiet=quiet) as advance:
-
-        def next_trial(what: str) -> None:
-            interrupts.check()
-            if fresh and isinstance(subject, RemoteSubject):
-                subject.connection.start_next()
-            advance(what)
-
-        return find_claims(subject, kernel=spec, device=device, advance=next_trial)
 
 
 def _answered(
@@ -303,7 +297,7 @@ def _answered(
     from msgspec.structs import replace
 
     from attncheck.cli.long_runs import progress
-    from attncheck.verify.deaths import DEATHS, death_record
+    from attncheck.verify.deaths import DEATHS, MOST_DEATHS, death_record
     from attncheck.verify.verify import iter_records
     from attncheck.workers.process import Died
 
@@ -315,7 +309,8 @@ def _answered(
         answers = iter_records([subject], cases, device=device, environment_key=key)
         if hung:
             error, (name, case) = Died("timeout", hung), cases[0]
-            record = death_record(error, case, kernel=subject.name, variant=name, environment=key)
+            how = {"kernel": subject.name, "variant": name, "environment": key}
+            record = death_record(error, case, **how, loading=False)
             answers = iter([record])
         for question, record in zip(questions, answers, strict=False):
             if question.unclaimed is not None:
@@ -327,7 +322,7 @@ def _answered(
             deaths += wild or record.status in DEATHS
             records.append(record)
             # Each further one would take as long, or start another process: no verdict needs it.
-            if record.status == "timeout" or deaths >= _MOST_DEATHS:
+            if record.status == "timeout" or deaths >= MOST_DEATHS:
                 break
     report = replace(report, records=tuple(records))
     left = len(questions) - len(records)
@@ -351,7 +346,6 @@ def _death_report(
         variant=question.name,
         environment=next(iter(report.environments)),
     )
-    record = replace(record, reason=f"as it was loaded, {record.reason}")
     return replace(report, kernels={spec: ""}, records=(record,))
 
 

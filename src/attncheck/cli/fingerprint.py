@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 
 from attncheck.cli import verb
-from attncheck.cli.options import typed_command
+from attncheck.cli.options import open_host, start_worker, typed_command
 from attncheck.cli.standard_output import Interrupts, show_report
+from attncheck.core.errors import parse_seconds
 
 
 @verb.command
@@ -26,6 +27,7 @@ def fingerprint(
         "Where the kernel runs (default: cuda where there is a GPU; on a cpu Triton kernels are "
         "interpreted)."
     ),
+    timeout: str | None = verb.timeout(),
     as_json: bool = verb.as_json(),
     quiet: bool = verb.quiet(),
 ) -> int:
@@ -39,10 +41,10 @@ def fingerprint(
     """
     # Before torch is imported: see ``attncheck check``.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    seconds = parse_seconds(timeout, "--timeout")
+    worker = start_worker(kernel, in_process=False)
     from attncheck.cases.variants import check_measured
-    from attncheck.core.errors import UsageError
     from attncheck.core.formats import DTYPES
-    from attncheck.subjects.load import load_subject
     from attncheck.verify.environment import prepare, usable_device
 
     interrupts.check()  # the imports above take a while, and may have swallowed one
@@ -51,16 +53,16 @@ def fingerprint(
         check_measured(name)
     asked = list(dtypes) or every
     device = usable_device(device)
-    prepare(device)  # before the file's own Triton functions are decorated
-    subject = load_subject(kernel, convention)
-    absent = subject.absent(device)
-    if absent:
-        raise UsageError(f"kernel {kernel!r} cannot run on {device}: {absent}.")
+    prepare(device)
 
     from attncheck.cli.long_runs import progress
     from attncheck.surveys.arithmetic_survey import survey_arithmetic
 
-    with progress(len(asked), quiet=quiet, check=interrupts.check) as advance:
-        command = typed_command(argument=kernel)
+    how = {"convention": convention or "", "device": device}
+    with (
+        open_host(kernel, worker, seconds=seconds, **how) as host,
+        progress(len(asked), quiet=quiet, check=interrupts.check) as advance,
+    ):
+        subject, command = host.subject, typed_command(argument=kernel)
         report = survey_arithmetic(subject, asked, device=device, command=command, done=advance)
     return show_report(report, "json" if as_json else "table")

@@ -12,7 +12,7 @@ from attncheck.cli.probe import NOTHING_TAKEN, convention_option, name_of, run_p
 from attncheck.cli.standard_output import Interrupts, standard_output
 
 if TYPE_CHECKING:
-    from attncheck.subjects.load import Candidate
+    from attncheck.subjects.load import Entry
     from attncheck.surveys.capability_detection import DetectedCapabilities
 
 
@@ -35,6 +35,7 @@ def init(
     device: str | None = verb.device(
         "Where the kernel is tried (default: cuda where there is a GPU)."
     ),
+    timeout: str | None = verb.timeout(),
     quiet: bool = verb.quiet(),
 ) -> int:
     """Write what a kernel takes, as `attncheck probe` finds it, into a file of the project.
@@ -54,7 +55,8 @@ def init(
     path = Path(file) if file else default_path()
     name = name or name_of(spec)
     check_kernel_name(name, path, force=force or dry_run)  # before a minute is spent
-    _, kernel, detected = run_probe(interrupts, spec, convention, device, quiet=quiet)
+    how = (convention, device, timeout)
+    _, kernel, detected = run_probe(interrupts, spec, *how, quiet=quiet)
     if detected.base is None:
         return _nothing(spec, detected)
     table = _table(kernel, detected, path, name)
@@ -68,7 +70,7 @@ def init(
     return 0
 
 
-def _table(kernel: Candidate, detected: DetectedCapabilities, path: Path, name: str) -> str:
+def _table(kernel: Entry, detected: DetectedCapabilities, path: Path, name: str) -> str:
     """The proposal, with what only its author can say kept from the table that it replaces."""
     from msgspec.structs import replace
 

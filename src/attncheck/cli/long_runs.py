@@ -40,15 +40,21 @@ def progress(
 ) -> Iterator[Callable[..., None]]:
     """Yield ``advance(what, show)``, to be called once for each of ``total`` pieces of work.
 
-    Everything goes to standard error, so that standard output is the report alone. What ``show``
-    writes, if anything, stands above the bar. Each call begins with ``check``, which may raise.
+    Called with ``done=False`` it says what is being done now, and counts nothing. Everything goes
+    to standard error, so that standard output is the report alone. What ``show`` writes, if
+    anything, stands above the bar. Each call begins with ``check``, which may raise.
     """
     start, count = time.monotonic(), 0
     with _shown(quiet=quiet, estimates=True) as (update, _, bar):
 
-        def advance(what: str, show: Callable[[], None] | None = None) -> None:
+        def advance(
+            what: str, show: Callable[[], None] | None = None, *, done: bool = True
+        ) -> None:
             nonlocal count
             check()
+            if not done:
+                update(count, total, what, f"{count}/{total} cells ({what})")
+                return
             count += 1
             if show is not None:
                 # Both may be one terminal: the bar goes away, and comes back below.

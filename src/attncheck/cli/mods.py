@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from attncheck.cli import verb
-from attncheck.cli.options import not_applicable, open_kernels, typed_command
+from attncheck.cli.options import not_applicable, open_kernels, start_worker, typed_command
 from attncheck.cli.standard_output import Interrupts, show_report
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from attncheck.core.mod_spec import Dimensions
     from attncheck.subjects.capabilities.subject import Subject
+    from attncheck.verify.kernel_hosts import KernelHost
 
 DEFAULT_SHAPE = "2x2x40/48"
 
@@ -51,31 +52,41 @@ def mods(
     Exit code 1 when a backend differs, raises, or is unknown somewhere; 2 when a mod cannot be
     traced.
     """
+    # The file is loaded there first: what ends that process does not end this one.
+    trial = start_worker(file, in_process=False, echo=False)
+    workers = {each: start_worker(each, in_process=False) for each in kernels}
     from attncheck.cli.long_runs import progress
     from attncheck.reporting import rendering
     from attncheck.surveys.mod_survey import dimensions_of, mods_of_file, survey_mods
-    from attncheck.verify.environment import usable_device
+    from attncheck.verify.environment import prepare, usable_device
+    from attncheck.verify.kernel_hosts import try_mods
 
     interrupts.check()  # the imports above take a while, and may have swallowed one
     rendering.check_format(fmt)
     device = usable_device(device)
     dimensions = dimensions_of(shape)
-    subjects = _subjects(kernels, device)
-    file_mods = mods_of_file(file, device)
-    # Without its folder: a report may be read elsewhere.
-    name = Path(file.partition("::")[0]).name
-    # All that cannot be traced is said before the first comparison, which takes longer.
-    _refuse(file_mods, name, dimensions, device)
-    with progress(len(file_mods), quiet=quiet, check=interrupts.check) as advance:
-        report = survey_mods(
-            file_mods,
-            subjects,
-            file=name,
-            dimensions=dimensions,
-            device=device,
-            command=typed_command(files={"--kernel"}, argument=file),
-            done=advance,
-        )
+    prepare(device)  # before anybody's Triton functions are decorated
+    path = file.partition("::")[0]
+    with open_kernels(workers, device=device, mods={"file": path}) as hosts:
+        subjects = _subjects(hosts, device)
+        if trial is not None and Path(path).suffix == ".py" and Path(path).is_file():
+            try_mods({"file": path}, trial, device=device)
+        file_mods = mods_of_file(file, device)
+        # Without its folder: a report may be read elsewhere.
+        name = Path(path).name
+        # All that cannot be traced is said before the first comparison, which takes longer.
+        _refuse(file_mods, name, dimensions, device)
+        with progress(len(file_mods), quiet=quiet, check=interrupts.check) as advance:
+            report = survey_mods(
+                file_mods,
+                subjects,
+                file=name,
+                dimensions=dimensions,
+                device=device,
+                command=typed_command(files={"--kernel"}, argument=file),
+                done=advance,
+                path=path,
+            )
     return show_report(report, fmt)
 
 
@@ -93,21 +104,18 @@ def _refuse(
         raise UsageError(last)
 
 
-def _subjects(kernels: tuple[str, ...], device: str) -> list[Subject]:
+def _subjects(hosts: Mapping[str, KernelHost], device: str) -> list[Subject]:
     """Raises UsageError for a kernel asked for by name that mods do not concern."""
     from attncheck.core.errors import UsageError
     from attncheck.subjects.capabilities import named_kernels
     from attncheck.surveys.mod_survey import concerns_mods, takes_any_mod
-    from attncheck.verify.environment import prepare
 
-    prepare(device)  # before anybody's Triton functions are decorated
-    if not kernels:
+    if not hosts:
         subjects = [named_kernels.subject_named(name) for name in named_kernels.builtin_names()]
         # Unnamed kernels that take some mods alone would be a table of refusals.
         return [subject for subject in subjects if takes_any_mod(subject, device)]
-    # What is compared is the mods: they are called here, and kernels with them.
-    with open_kernels(dict.fromkeys(kernels), device=device, in_process=True) as named:
-        for subject in named:
-            if not concerns_mods(subject):
-                raise UsageError(not_applicable(subject))
-        return named
+    named = [host.subject for host in hosts.values()]
+    for subject in named:
+        if not concerns_mods(subject):
+            raise UsageError(not_applicable(subject))
+    return named

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 import sys
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,22 +14,24 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
     from attncheck.subjects.capabilities.subject import Subject
-    from attncheck.workers.process import Worker
+    from attncheck.verify.kernel_hosts import KernelHost
+    from attncheck.workers.process import Died, Worker
 
 _SECONDS_TO_END = 5.0  # of a process that was killed, where a driver holds on to it
 
 
-def start_worker(kernel: str, *, in_process: bool) -> Worker | None:
+def start_worker(kernel: str, *, in_process: bool, echo: bool = True) -> Worker | None:
     """Start a process for a kernel that will have one, while this one imports torch too.
 
-    It ends with the verb at the latest, also where that refuses what was typed.
+    It ends with the verb at the latest, also where that refuses what was typed. What it prints is
+    shown, unless ``echo`` is false.
     """
     from attncheck.subjects.capabilities.named_kernels import BUILTIN
     from attncheck.workers.process import KERNEL_SERVER, Worker
 
     if in_process or kernel in BUILTIN:
         return None
-    worker = Worker(KERNEL_SERVER, echo=True)
+    worker = Worker(KERNEL_SERVER, echo=echo)
     click.get_current_context().call_on_close(lambda: worker.kill(_SECONDS_TO_END))
     return worker
 
@@ -65,29 +66,65 @@ def _without_folder(text: str) -> str:
 
 
 @contextmanager
-def open_kernels(
-    workers: Mapping[str, Worker | None],
-    *,
-    device: str,
-    in_process: bool = False,
-    seconds: float = math.inf,
-) -> Iterator[list[Subject]]:
-    """Yield the kernels that are the keys of ``workers``; those of their own processes end with it.
+def open_host(
+    kernel: str, worker: Worker | None, *, seconds: float | None = None, **how: Any
+) -> Iterator[KernelHost]:
+    """Yield a kernel whose process ends with it.
 
     Args:
-        workers: Of each kernel the process that was started for it (``start_worker``).
+        kernel: As ``subjects.load`` takes it.
+        worker: The process that was started for it (``start_worker``).
         seconds: That one call may take.
+        how: As of ``kernel_hosts.open_kernel``.
 
     Raises:
-        UsageError: for one that cannot be (``subjects.load``) or whose process dies as it is
-            loaded, or two that reports would call the same.
+        UsageError: for one that cannot be, that cannot run here, or whose process dies as it is
+            loaded.
     """
     from attncheck.core.errors import UsageError
     from attncheck.verify.kernel_hosts import open_kernel
     from attncheck.verify.remote_kernel import Deadlines
     from attncheck.workers.process import Died
 
-    by_name: dict[str, Subject] = {}
+    try:
+        host = open_kernel(kernel, deadlines=Deadlines.of(seconds), worker=worker, **how)
+    except Died as error:
+        raise UsageError(f"kernel {kernel!r}: as it was loaded, {error}") from None
+    with closing(host):
+        absent = host.executor.absence(host.subject, how["device"])
+        if absent:
+            raise UsageError(f"kernel {kernel!r} cannot run on {how['device']}: {absent}.")
+        yield host
+
+
+@contextmanager
+def open_kernels(
+    workers: Mapping[str, Worker | None],
+    *,
+    device: str,
+    in_process: bool = False,
+    seconds: float | None = None,
+    mods: Mapping[str, str] | None = None,
+    died: dict[str, Died] | None = None,
+) -> Iterator[dict[str, KernelHost]]:
+    """Yield by their names the kernels of ``workers``; processes of their own end with it.
+
+    Args:
+        workers: Of each kernel the process that was started for it (``start_worker``).
+        seconds: That one call may take.
+        mods: As of ``kernel_hosts.open_kernel``.
+        died: Where to put what a process died of as it loaded its kernel; by default that raises.
+
+    Raises:
+        UsageError: for one that cannot be (``subjects.load``), or two that reports would call the
+            same.
+    """
+    from attncheck.core.errors import UsageError
+    from attncheck.verify.kernel_hosts import open_kernel
+    from attncheck.verify.remote_kernel import Deadlines
+    from attncheck.workers.process import Died
+
+    hosts: dict[str, KernelHost] = {}
     with ExitStack() as stack:
         for kernel, worker in workers.items():
             try:
@@ -97,16 +134,20 @@ def open_kernels(
                     isolated=False if in_process else None,
                     deadlines=Deadlines.of(seconds),
                     worker=worker,
+                    mods=mods,
                 )
             except Died as error:
-                raise UsageError(f"kernel {kernel!r}: as it was loaded, {error}") from None
+                if died is None:
+                    raise UsageError(f"kernel {kernel!r}: as it was loaded, {error}") from None
+                died[kernel] = error
+                continue
             stack.callback(host.close)
             # Rows of a report are told apart by this name.
-            if host.subject.name in by_name:
-                taken = host.subject.name
+            taken = host.subject.name
+            if any(each.subject.name == taken for each in hosts.values()):
                 raise UsageError(f"kernel {kernel!r}: another one is called {taken!r} too.")
-            by_name[host.subject.name] = host.subject
-        yield list(by_name.values())
+            hosts[kernel] = host
+        yield hosts
 
 
 def not_applicable(subject: Subject) -> str:

@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from attncheck.cli import verb
+from attncheck.cli.options import open_host, start_worker
 from attncheck.cli.standard_output import Interrupts, standard_output
+from attncheck.core.errors import parse_seconds
 
 if TYPE_CHECKING:
     from attncheck.reporting.document import Document, Look
-    from attncheck.subjects.load import Candidate
+    from attncheck.subjects.capabilities.subject import Subject
+    from attncheck.subjects.load import Entry
     from attncheck.surveys.capability_detection import DetectedCapabilities
 
 NOTHING_TAKEN = 5  # exit code
@@ -37,6 +40,7 @@ def probe(
     spec: str = verb.argument("SPEC"),
     convention: str | None = convention_option(),
     device: str | None = verb.device("Where the kernel runs (default: cuda where there is a GPU)."),
+    timeout: str | None = verb.timeout(),
     as_json: bool = verb.as_json(),
     quiet: bool = verb.quiet(),
 ) -> int:
@@ -53,7 +57,8 @@ def probe(
     from attncheck.subjects.capabilities.configuration import default_path, entry_from, table_header
     from attncheck.surveys.proposed_table import propose_table
 
-    device, kernel, detected = run_probe(interrupts, spec, convention, device, quiet=quiet)
+    how = (convention, device, timeout)
+    device, kernel, detected = run_probe(interrupts, spec, *how, quiet=quiet)
     name, table = name_of(spec), ""
     if detected.base is not None:
         path = default_path()
@@ -63,7 +68,7 @@ def probe(
         if as_json:
             click.echo(json.dumps(_as_json(name, device, detected, table), indent=2))
         else:
-            page = _document(kernel.name, detected, device)
+            page = _document(spec, detected, device)
             print_lines(lambda width: document_lines(page, width), sys.stdout)
             if table:
                 print_text(f"\n{table}", sys.stdout)
@@ -75,32 +80,42 @@ def run_probe(
     spec: str,
     convention: str | None,
     device: str | None,
+    timeout: str | None,
     *,
     quiet: bool,
-) -> tuple[str, Candidate, DetectedCapabilities]:
+) -> tuple[str, Entry, DetectedCapabilities]:
     """The device, the kernel, and what it takes; raises UsageError for what cannot be."""
     # Before torch is imported: see ``attncheck check``.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    seconds = parse_seconds(timeout, "--timeout")
+    worker = start_worker(spec, in_process=False)
     from attncheck.cli.long_runs import progress
-    from attncheck.core.errors import UsageError
-    from attncheck.subjects.load import load_candidate
+    from attncheck.subjects.conventions.convention import ConventionOptions
+    from attncheck.subjects.terms import Terms
     from attncheck.surveys.capability_detection import detect_capabilities
     from attncheck.verify.environment import prepare, usable_device
+    from attncheck.verify.kernel_hosts import on_terms
 
     interrupts.check()
     device = usable_device(device)
-    prepare(device)  # before the file's own Triton functions are decorated
-    kernel = load_candidate(spec, convention)
-    first = kernel.adopted(convention)  # says why it cannot be
-    absent = first.absent(device)
-    if absent:
-        raise UsageError(f"kernel {spec!r} cannot run on {device}: {absent}.")
-    conventions = (convention,) if convention else kernel.conventions()
+    prepare(device)
+    how = {"convention": convention or "", "device": device}
+    with open_host(spec, worker, seconds=seconds, **how) as host:
+        kernel, subject = host.entry(), host.subject
 
-    with progress(_QUESTIONS, quiet=quiet, check=interrupts.check) as advance:
-        detected = detect_capabilities(
-            kernel.adopted, conventions, kernel.options(), device=device, advance=advance
-        )
+        def called(name: str, options: ConventionOptions) -> Subject:
+            given = {each: getattr(options, each) for each in kernel.options}
+            return on_terms(subject, Terms(convention=name, **given))
+
+        with progress(_QUESTIONS, quiet=quiet, check=interrupts.check) as advance:
+            detected = detect_capabilities(
+                called,
+                (convention,) if convention else kernel.conventions,
+                ConventionOptions(**kernel.options),  # type: ignore[arg-type]  # it checks them
+                device=device,
+                advance=advance,
+                executor=host.executor,
+            )
     return device, kernel, detected
 
 

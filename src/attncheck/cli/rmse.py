@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import signal
 import sys
-import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -19,13 +20,14 @@ from attncheck.cli.standard_output import Interrupts, standard_output
 from attncheck.core.errors import parse_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from attncheck.cases.variants import Cell
     from attncheck.records.record import Record, Report
     from attncheck.reporting.measurement_document import RowsAsMeasured
     from attncheck.subjects.capabilities.subject import Subject
-    from attncheck.workers.process import Worker
+    from attncheck.verify.kernel_hosts import KernelHost
+    from attncheck.workers.process import Died, Worker
 
 _INTERRUPTED = "interrupted"
 # Options that take a file: reports name it without its folder.
@@ -197,29 +199,70 @@ def _measured(
     Returns:
         The Report, and its rows where they have been shown.
     """
+    from attncheck.mods.mod_files import is_mod_reference
     from attncheck.subjects.capabilities import named_kernels
     from attncheck.verify.environment import prepare, usable_device
+    from attncheck.verify.kernel_hosts import try_mods
 
     parse_seconds(options.max_time, "--max-time")
     # Whatever is not given one may take hours: it is measured, and not searched for hangs.
     seconds = parse_seconds(options.timeout, "--timeout") or math.inf
+    own = {"mask": options.mask, "score": options.score}
+    mods = {name: text for name, text in own.items() if text and is_mod_reference(text)}
     device = usable_device(options.device)
     if any(":" in kernel for kernel in options.kernels):
         prepare(device)  # before the file's own Triton functions are decorated
     kernels = workers or dict.fromkeys(named_kernels.builtin_names())
-    in_process = options.in_process
-    with open_kernels(kernels, device=device, in_process=in_process, seconds=seconds) as subjects:
-        return _measured_kernels(interrupts, options, subjects, device)
+    if mods and not any(workers.values()) and not options.in_process:
+        trial = start_worker(next(iter(mods.values())), in_process=False, echo=False)
+        assert trial is not None, "a file's name is no kernel's"
+        try_mods(mods, trial, device=device)
+    how: dict[str, Any] = {"in_process": options.in_process, "seconds": seconds, "mods": mods}
+    died: dict[str, Died] = {}
+    with open_kernels(kernels, device=device, died=died, **how) as hosts:
+        return _measured_kernels(interrupts, options, hosts, died, device)
+
+
+def _claims(
+    interrupts: Interrupts,
+    options: RmseOptions,
+    hosts: Mapping[str, KernelHost],
+    cells: list[Cell],
+    device: str,
+) -> dict[str, tuple[str, ...]]:
+    """Hold plain functions to what they take, but for what was typed; lines on it by kernel."""
+    from attncheck.cli.long_runs import progress
+    from attncheck.surveys.claims import CLAIM_TRIALS, hold_to_claims
+
+    typed = options.shapes or options.recording
+    asked = {"dtypes": options.dtypes, "problems": [each.problem for each in cells if typed]}
+    lines = {}
+    for kernel, host in hosts.items():
+        if not host.subject.conventions:
+            continue
+        with progress(CLAIM_TRIALS, quiet=options.quiet, check=interrupts.check) as advance:
+            claims = hold_to_claims(host, kernel=kernel, device=device, advance=advance, **asked)
+        if claims is not None and (said := tuple(claims.lines())):
+            lines[host.subject.name] = said
+    return lines
 
 
 def _measured_kernels(
-    interrupts: Interrupts, options: RmseOptions, subjects: list[Subject], device: str
+    interrupts: Interrupts,
+    options: RmseOptions,
+    hosts: Mapping[str, KernelHost],
+    died: Mapping[str, Died],
+    device: str,
 ) -> tuple[Report, RowsAsMeasured | None]:
     """Measure what is asked for; of one cell that is to be explained show that."""
+    from msgspec.structs import replace
+
     from attncheck.reporting import rendering
     from attncheck.verify.verify import applicable_subjects, assemble_report
 
     cells = _cells(options, device)
+    claims = _claims(interrupts, options, hosts, cells, device)
+    subjects = [host.subject for host in hosts.values()]
     if options.kernels:
         _refuse_not_applicable(cells, subjects)
     # Nobody named them: they are left out, and not refused, but never in silence.
@@ -233,7 +276,28 @@ def _measured_kernels(
     rendering.check_writable(options.directory)
     concerned = applicable_subjects([cell.problem for cell in cells], subjects)
     report = assemble_report(concerned, (), device=device, command=typed_command(files=_FILES))
+    if claims:
+        report = replace(report, claims=claims)
+    report = replace(report, records=tuple(_death_records(died, cells, *report.environments)))
+    # Beside those that can be measured: who cannot even be loaded has failed.
+    report = replace(report, kernels=report.kernels | dict.fromkeys(died, ""))
     return _with_records(interrupts, options, report, cells, subjects)
+
+
+def _death_records(died: Mapping[str, Died], cells: list[Cell], key: str) -> Iterator[Record]:
+    """Yield what becomes of the cells of kernels whose processes died as they were loaded."""
+    from attncheck.inputs.problem import Case
+    from attncheck.verify.deaths import death_record
+
+    for kernel, error in died.items():
+        for cell in cells:
+            yield death_record(
+                error,
+                Case(problem=cell.problem),
+                kernel=kernel,
+                variant=cell.variant,
+                environment=key,
+            )
 
 
 def _with_records(
@@ -256,12 +320,17 @@ def _with_records(
     device = options.device or default_device()
     rows = _shown_head(report) if options.fmt == "table" else None
     seconds = parse_seconds(options.max_time, "--max-time")
-    start, stopped, records = time.monotonic(), "", []
+    stopped, records = "", []
     # Not every kernel is for every cell: progress counts what will be asked.
     asked = case_subjects([cell.problem for cell in cells], subjects, device)
     total = sum(map(len, asked))
     try:
-        with progress(total, quiet=options.quiet) as advance:
+        with (
+            progress(total, quiet=options.quiet, check=interrupts.check) as advance,
+            _time_limit(seconds) as is_up,
+        ):
+            for record in report.records:
+                _show_row(rows, record) if rows else None
             for record in iter_records(
                 subjects,
                 [(cell.variant, Case(problem=cell.problem)) for cell in cells],
@@ -269,25 +338,49 @@ def _with_records(
                 environment_key=key,
                 applicable_only=True,
                 timed=True,
+                stage=partial(advance, done=False),
             ):
-                interrupts.check()
+                if is_up():  # what it ended may have become a failure of the kernel's
+                    raise _TimeIsUp  # noqa: TRY301  # as where it came
                 records.append(record)
                 show = partial(_show_row, rows, record) if rows else None
                 advance(f"{record.kernel} {record.variant} {record.heads}", show)
-                late = seconds is not None and time.monotonic() - start >= seconds
-                if late and len(records) < total:
-                    stopped = f"stopped by --max-time {options.max_time}"
-                    break
+    except _TimeIsUp:
+        if len(records) < total:
+            stopped = f"stopped by --max-time {options.max_time}"
     except BaseException as error:
         # What an interrupt became may be another error.
         if not records or not (interrupts.raised or isinstance(error, KeyboardInterrupt)):
             raise
         interrupts.take()
         stopped = _INTERRUPTED
-    report = replace(report, records=tuple(records))
+    report = replace(report, records=(*report.records, *records))
     if stopped:
         report = replace(report, incomplete=f"{stopped} after {len(records)} of {total} cells")
     return report, rows
+
+
+class _TimeIsUp(BaseException):
+    """As an interrupt is: nobody's ``except Exception`` is to hold it."""
+
+
+@contextmanager
+def _time_limit(seconds: float | None) -> Iterator[Callable[[], bool]]:
+    """Within, ``_TimeIsUp`` is raised after so many seconds; yields whether it was."""
+    up = False
+
+    def ring(*_: object) -> None:
+        nonlocal up
+        up = True
+        raise _TimeIsUp
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds or 0.0)
+    try:
+        yield lambda: up
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _shown_head(report: Report) -> RowsAsMeasured | None:

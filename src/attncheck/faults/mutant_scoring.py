@@ -8,6 +8,7 @@ used CUDA cannot fork.
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 import json
 import os
 import re
@@ -26,9 +27,10 @@ from msgspec import to_builtins
 from msgspec.structs import replace
 
 from attncheck.core.errors import AttncheckError, UsageError
+from attncheck.core.mod_spec import Spec
 from attncheck.core.sanitize_text import one_line
 from attncheck.diagnose.diagnosis import diagnose_failure
-from attncheck.faults.mutation import Mutant, mutants_of, sampled
+from attncheck.faults.mutation import Mutant, mutants_of
 from attncheck.faults.peer_rules import MUTANT_RULES, PeerRules, RecordingExecutor
 from attncheck.faults.scoring import GateRun
 from attncheck.inputs.input_tensors import draw_inputs
@@ -37,9 +39,10 @@ from attncheck.records.failure_causes import certain_explanations
 from attncheck.records.fault_scores import MutantScore
 from attncheck.records.record import FAILED_STATUSES, Diagnosis, Record
 from attncheck.subjects.load import load_subject
-from attncheck.surveys.claims import claimed_questions, find_claims, on_terms
+from attncheck.surveys.claims import claimed_questions, find_claims
 from attncheck.verify.environment import environment, fingerprint, prepare
 from attncheck.verify.executor import Execution, Failure, InProcess
+from attncheck.verify.kernel_hosts import on_terms
 from attncheck.verify.question_fit import adapted_problems
 from attncheck.verify.remote_kernel import Deadlines
 from attncheck.verify.verify import iter_records
@@ -57,15 +60,23 @@ TABLE = "mutants.toml"
 """Beside kernels: what is known of their mutants."""
 
 _PATIENCE = Deadlines().call + Deadlines().imports  # seconds between two words of a process
-_REFERENCE_DTYPES = ("bf16", "fp16", "fp32")
-_REFERENCE_LENGTHS = ((64, 64), (77, 77), (1, 70), (33, 130))
+_REFERENCE_DTYPES = ("bf16", "fp32")
 _FIRST = Problem(query=64, heads=2, head_dim=64, dtype="bf16")
+_REFERENCE_CHANGES: tuple[dict[str, Any], ...] = (
+    *({"query": query, "kv": kv} for query, kv in ((64, 64), (77, 77), (1, 70), (33, 130))),
+    *({"mask": Spec.of(mask)} for mask in ("causal", "causal_bottom_right")),
+    {"mask": Spec.of("sliding_window", window=17), "query": 77, "kv": 77},
+    *({"score": Spec.of("softcap", cap=cap)} for cap in (5.0, 500.0)),
+    {"score": Spec.of("alibi"), "mask": Spec.of("causal")},
+    {"heads": 4, "kv_heads": 2, "batch": 3, "query": 9},
+    {"scale": 0.3},
+)
 
 
 class Argument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Why a mutant is no fault, or none that can be seen here."""
 
-    mutants: str  # pattern of ids
+    mutants: tuple[str, ...]  # patterns of ids
     because: str
 
 
@@ -87,7 +98,11 @@ class MutantTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def argued(self, mutant: str) -> str:
         """Return why a mutant counts for neither side; empty of one that does."""
-        reasons = (a.because for a in self.equivalent if fnmatch.fnmatchcase(mutant, a.mutants))
+        reasons = (
+            each.because
+            for each in self.equivalent
+            if any(fnmatch.fnmatchcase(mutant, one) for one in each.mutants)
+        )
         return next(reasons, "")
 
     def family(self, mutant: Mutant) -> Family | None:
@@ -141,10 +156,12 @@ def mutant_units(
 ) -> list[Unit]:
     """Return the work: a unit a mutant.
 
+    They stand in the order of their ids' digests: who stops early has an even sample.
+
     Args:
         specs: Kernels, ``FILE.py::NAME`` each.
         tool: Who is asked.
-        most: At most so many, spread evenly; None for all.
+        most: At most so many; None for all.
         names: Ids, or patterns of ids; none: all.
 
     Raises:
@@ -164,15 +181,12 @@ def mutant_units(
         ]
     if not every:
         raise UsageError("there is no mutant to score: see --list.")
-    if most is not None:
-        kept = {one.id for one in sampled([one for _, one in every], most)}
-        every = [(spec, one) for spec, one in every if one.id in kept]
+    every = sorted(every, key=lambda each: hashlib.sha256(each[1].id.encode()).digest())[:most]
     return [
         Unit(
             kind="fault",
             stage="contract",
             kernel=f"{one.id}@{MUTANT}",
-            convention="",
             device="cpu",
             tier=tool,
             variant=spec,
@@ -181,20 +195,13 @@ def mutant_units(
     ]
 
 
-def mutant_work(**options: Any) -> MutantScorer:
+def mutant_work() -> MutantScorer:
     """Return what a worker does."""
-    return MutantScorer(naming=bool(options.get("naming", True)))
+    return MutantScorer()
 
 
 class MutantScorer:
-    """Scores mutants, one after the other, each in a process forked for it.
-
-    Args:
-        naming: Whether the first failure is diagnosed.
-    """
-
-    def __init__(self, *, naming: bool = True) -> None:
-        self._naming = naming
+    """Scores mutants, one after the other, each in a process forked for it."""
 
     def close(self) -> None:
         """Nothing is left open."""
@@ -220,18 +227,25 @@ class MutantScorer:
             family=family.name if family else "",
         )
         start = time.perf_counter()
-        argued = table.argued(mutant.id)
-        if argued:
-            score = replace(score, outcome="equivalent", reason=argued)
-        else:
-            job = _Job(mutant, Path(file).absolute(), function, unit.tier, naming=self._naming)
-            score = replace(score, **_in_a_fork(job.run))
-            score = judged_name(score, family)
+        job = _Job(mutant, Path(file).absolute(), function, unit.tier)
+        score = settled(replace(score, **_in_a_fork(job.run)), table)
+        score = judged_name(score, family)
         seconds = round(time.perf_counter() - start, 3)
         where = environment("cpu")
         facts = {"score": to_builtins(score), "key": fingerprint(where)}
         facts["environment"] = to_builtins(where)
         return Done(unit=unit.id, facts=facts, seconds=seconds)
+
+
+def settled(score: MutantScore, table: MutantTable) -> MutantScore:
+    """Return the score of one that was missed as an equivalent one's, where the table argues so.
+
+    One that is caught stays so: its argument is wrong, or attncheck is.
+    """
+    argued = table.argued(score.mutant)
+    if score.outcome == "missed" and argued:
+        return replace(score, outcome="equivalent", reason=argued)
+    return score
 
 
 def judged_name(score: MutantScore, family: Family | None) -> MutantScore:
@@ -298,11 +312,9 @@ def _heard(child: int, reader: int) -> dict[str, Any]:
 class _Job:
     """All that is asked of one mutant, within its process."""
 
-    def __init__(
-        self, mutant: Mutant, file: Path, function: str, tool: str, *, naming: bool
-    ) -> None:
+    def __init__(self, mutant: Mutant, file: Path, function: str, tool: str) -> None:
         self._mutant, self._file, self._function = mutant, file, function
-        self._tool, self._naming = tool, naming
+        self._tool = tool
 
     def run(self, tell: Callable[..., None]) -> None:
         """Ask, and tell what is known as soon as it is."""
@@ -350,7 +362,7 @@ class _Job:
         assert claims is not None, "it is a function of a file"
         terms = claims.terms()
         subject = on_terms(subject, terms)
-        questions = claimed_questions(claims, terms, device="cpu")
+        questions = claimed_questions(claims, subject, device="cpu")
         right = on_terms(load_subject(f"{self._file}::{self._function}", None), terms)
         peers, recording = PeerRules(right, MUTANT_RULES), RecordingExecutor()
         named = [(question.name, question.case) for question in questions]
@@ -376,7 +388,7 @@ class _Job:
         tell(peers={one.rule: one.caught for one in peers.verdicts})
         if failed is None:
             tell(identical=_identical(subject, right, [case.problem for _, case in named]))
-        elif self._naming:
+        else:
             self._name(failed, subject, tell)
 
     @staticmethod
@@ -429,7 +441,7 @@ def _shown(record: Record) -> str:
 def _identical(subject: Subject, right: Subject, problems: Sequence[Problem]) -> bool:
     """Return whether two kernels give the same bits on all of a reference set.
 
-    That is every problem of the check and others' lengths, in three dtypes, with a backward too.
+    That is every problem of the check in two dtypes, and others, with a backward too.
     """
     executor = InProcess()
     every = dict.fromkeys(_reference_problems(problems))
@@ -457,9 +469,9 @@ def _reference_problems(problems: Sequence[Problem]) -> Iterator[Problem]:
             yield problem.replace(dtype=dtype)
         if problem.paging is None and not problem.backward:
             yield problem.replace(backward=True)
-    for query, kv in _REFERENCE_LENGTHS:
+    for changes in _REFERENCE_CHANGES:
         for backward in (False, True):
-            yield _FIRST.replace(query=query, kv=kv, backward=backward)
+            yield _FIRST.replace(**changes, backward=backward)
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import copy
 import difflib
-import hashlib
 import textwrap
 from collections import Counter
 from dataclasses import dataclass
@@ -86,7 +85,8 @@ def _off_by_one(site: _Site) -> Iterator[ast.AST]:
     if isinstance(node, ast.Name | ast.BinOp | ast.Attribute):
         compared = isinstance(parent, ast.Compare) and node is not parent.left
         ordered = compared and isinstance(parent.ops[0], ast.Lt | ast.LtE | ast.Gt | ast.GtE)  # type: ignore[attr-defined]
-        if ordered or (_called(parent) == "range" and node is not parent.args[-1]):  # type: ignore[attr-defined]
+        bound = _called(parent) == "range" and node in parent.args[:2]  # type: ignore[attr-defined]
+        if ordered or bound:
             yield from (_plus(node, one) for one in (1, -1))
 
 
@@ -338,13 +338,6 @@ def mutants_of(kernel: str, source: str, operators: Sequence[str] = ()) -> list[
                     )
                 )
     return found
-
-
-def sampled(mutants: Sequence[Mutant], most: int) -> list[Mutant]:
-    """Return at most so many of them, in their order: those whose ids have the least digests."""
-    chosen = sorted(mutants, key=lambda one: hashlib.sha256(one.id.encode()).digest())[:most]
-    kept = {one.id for one in chosen}
-    return [one for one in mutants if one.id in kept]
 
 
 class _Folded(ast.NodeTransformer):

@@ -70,7 +70,7 @@ def fault_report(
 def mutant_report(
     content: JournalContent, units: Sequence[Unit], *, tool: str, command: str
 ) -> MutantReport:
-    """Return what the journal says of mutants, in the order of ``units``."""
+    """Return what the journal says of mutants, kernel by kernel, in the order of their lines."""
     scores, environments = [], {}
     for unit in units:
         done = content.results.get(unit.id)
@@ -97,7 +97,7 @@ def mutant_report(
         environments=environments,
         unfinished=waiting,
         unfinished_because=(content.why or "not all was asked") if waiting else "",
-        scores=tuple(scores),
+        scores=tuple(sorted(scores, key=lambda score: (score.kernel, score.line, score.mutant))),
         curve=tuple(curve),
     )
 

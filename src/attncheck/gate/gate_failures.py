@@ -8,12 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from attncheck.core.errors import ProblemError
 from attncheck.core.mod_spec import FULL, NONE, Spec
-from attncheck.diagnose.diagnosis import (
-    CauseSearch,
-    diagnose_failure,
-    explain_failure,
-    explained_by,
-)
+from attncheck.diagnose import diagnosis
 from attncheck.diagnose.reproduce import new_failure
 from attncheck.fault_models import FAULT_MODELS
 from attncheck.gate.planning import Choices, Planning, move_case
@@ -200,11 +195,11 @@ class FailureLog:
     def __init__(self, choices: Choices) -> None:
         self._choices = choices
         self._shrunk: dict[str, set[str]] = {}
-        self._searches: dict[str, CauseSearch] = {}
+        self._searches: dict[str, diagnosis.CauseSearch] = {}
 
     def diagnose(self, record: Record, unit: Unit, host: KernelHost) -> Record:
         """Return ``record`` with what may be wrong, where it is a failure that nobody knows of."""
-        search = self._searches.setdefault(unit.kernel, CauseSearch())
+        search = self._searches.setdefault(unit.kernel, diagnosis.CauseSearch())
         if record.status != "fail" or record.reason.startswith(KNOWN):
             search.note(record)
             return record
@@ -244,13 +239,14 @@ class FailureLog:
             planning().supports,
             seconds=tier.shrink_seconds,
             explained=lambda record: (
-                not models or explained_by(record, models, host.subject, **how) is not None
+                not models
+                or diagnosis.explained_by(record, models, host.subject, **how) is not None
             ),
         )
         if shrunk is None:
             return None
-        larger = explain_failure(first, host.subject, **how)
-        return diagnose_failure(shrunk, host.subject, before=larger, **how), first.case_id
+        larger = diagnosis.explain_failure(first, host.subject, **how)
+        return diagnosis.diagnose_failure(shrunk, host.subject, before=larger, **how), first.case_id
 
     def keep(self, record: Record, unit: Unit) -> str:
         """Keep a failure for ``attncheck repro``; its id, empty where there is none."""

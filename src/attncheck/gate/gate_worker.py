@@ -22,7 +22,7 @@ from attncheck.gate.stages import SANITIZER_VARIANT, sanitize_kernel
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.record import FAILED_STATUSES, Record
 from attncheck.records.run_reports import Answer
-from attncheck.surveys.claims import Claims, find_claims, on_terms
+from attncheck.surveys.claims import Claims, hold_to_claims
 from attncheck.verify.accuracy import measure_accuracy
 from attncheck.verify.deaths import confirm_death, death_record
 from attncheck.verify.environment import environment, fingerprint, prepare
@@ -266,6 +266,7 @@ class GateWorker:
             kernel=unit.kernel,
             variant=unit.variant or unit.kind,
             environment=self._key,
+            loading=False,
         )
         record = replace(record, reason=f"{unit.kind}: {record.reason}")
         answer = Answer(unit=unit.id, stage=unit.stage, record=record)
@@ -331,10 +332,9 @@ class _KernelHosts:
         """Start a kernel; a plain function is asked within what it is found to take."""
         host = self._start(unit)
         try:
-            self.claims = find_claims(host.subject, kernel=unit.kernel, device=unit.device)
-            if self.claims is not None:
-                terms = self.claims.terms(self._choices.dtypes)
-                host.subject = on_terms(host.subject, terms)
+            self.claims = hold_to_claims(
+                host, kernel=unit.kernel, device=unit.device, dtypes=self._choices.dtypes
+            )
         except BaseException:
             host.close()
             raise

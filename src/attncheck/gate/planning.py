@@ -20,14 +20,9 @@ from attncheck.inputs.problem import Case, Problem
 from attncheck.records.baseline_entries import Baseline, baseline_text
 from attncheck.records.run_reports import STAGES, Answer, Stage
 from attncheck.suite.kernel_support import KernelSupport
+from attncheck.verify import question_fit
 from attncheck.verify.call_conditions import PLAIN_CALL, CallConditions
 from attncheck.verify.executor import Execution, Executor, Failure, Origin
-from attncheck.verify.question_fit import (
-    adapted_problems,
-    allowed_parameters,
-    question_problem,
-    unfit_reason,
-)
 from attncheck.verify.run_case import new_record
 from attncheck.workers.units import Unit
 
@@ -166,12 +161,7 @@ _KINDS = (PLAIN_KIND, ProblemKind(paged=True), ProblemKind(sink=True))
 
 
 class Planning(KernelSupport):
-    """A kernel whose plan is made; it is asked nothing yet but what it takes.
-
-    Attributes:
-        unit: The one that asks what it is: its kernel, convention, device, tier.
-        refused: What of the plan it does not take: an answer each.
-    """
+    """A kernel whose plan is made; it is asked nothing yet but what it takes."""
 
     def __init__(
         self,
@@ -182,9 +172,9 @@ class Planning(KernelSupport):
         environment: str = "",
     ) -> None:
         super().__init__(subject, unit.device, executor)
-        self.unit = unit
+        self.unit = unit  # the one that asks what it is: its kernel, convention, device, tier
         self.choices, self.environment = choices, environment
-        self.refused: list[Answer] = []
+        self.refused: list[Answer] = []  # what of the plan it does not take: an answer each
 
     @cached_property
     def dtypes(self) -> tuple[str, ...]:
@@ -232,22 +222,22 @@ class Planning(KernelSupport):
 
     def adapted(self, problem: Problem) -> tuple[Problem, ...]:
         """Return ``problem``, or the same in pages for a kernel that takes keys in pages alone."""
-        return adapted_problems(self.subject, problem, self.executor)
+        return question_fit.adapted_problems(self.subject, problem, self.executor)
 
     def fitting(self, question: str, problem: Problem) -> Problem | None:
         """Return ``problem`` as the kernel takes it, if ``question`` can be asked of that."""
         try:
-            moved = self.nearest(question_problem(question, problem))
+            moved = self.nearest(question_fit.question_problem(question, problem))
         except ProblemError:
             return None
-        fits = moved is not None and unfit_reason(question, moved) is None
+        fits = moved is not None and question_fit.unfit_reason(question, moved) is None
         return moved if fits else None
 
 
 def move_case(case: Case, problem: Problem) -> Case:
     """Return the question of ``case`` asked of ``problem``, with the nearest numbers allowed."""
     chosen = {}
-    for name, values in allowed_parameters(case.question, problem).items():
+    for name, values in question_fit.allowed_parameters(case.question, problem).items():
         # One in the middle where the case has none: the ends are special cases.
         wanted = case.parameters.get(name, values[len(values) // 2])
         chosen[name] = min(values, key=lambda value: abs(value - wanted))

@@ -10,14 +10,9 @@ from msgspec.structs import replace
 
 from attncheck.cases.mask_samples import sample_problems
 from attncheck.inputs.problem import Case
+from attncheck.suite import property_spec
 from attncheck.suite.kernel_support import NOT_APPLICABLE, compares_launches
 from attncheck.suite.known_failures import FILE, KnownFailure, read_known_failures
-from attncheck.suite.property_spec import (
-    Property,
-    properties,
-    properties_folder,
-    property_named,
-)
 from attncheck.suite.property_spec import cases as property_cases
 from attncheck.suite.search import DrawingKernel, draw_cases
 from attncheck.workers.units import Unit
@@ -38,7 +33,7 @@ Pair = tuple[str, str]
 def property_units(planning: Planning) -> Iterator[Unit]:
     """Yield what is to be drawn: a property, a dtype and a mask family each."""
     used: Counter[str] = Counter()
-    for each in properties():
+    for each in property_spec.properties():
         pairs = _applicable_pairs(planning, each)
         for dtype, family in choose_pairs(pairs, planning.choices.tier.combinations, used):
             yield Unit(
@@ -86,7 +81,7 @@ def drawn_units(unit: Unit, planning: Planning, known: KnownFailures) -> list[Un
     Raises:
         AttncheckError: for a property of another version.
     """
-    spec = property_named(unit.test).spec
+    spec = property_spec.property_named(unit.test).spec
     entry = known.of_draw(unit)
     cases = [] if entry is None else [entry.case_in(unit.dtype)]
     # On another machine the known Case may hold, so that others are drawn besides.
@@ -109,7 +104,7 @@ def drawn_units(unit: Unit, planning: Planning, known: KnownFailures) -> list[Un
     return [planning.unit_of(_STAGE, case, unit.family, unit.test) for case in cases]
 
 
-def _applicable_pairs(planning: Planning, each: Property) -> list[Pair]:
+def _applicable_pairs(planning: Planning, each: property_spec.Property) -> list[Pair]:
     """Return the (dtype, family) that concern the kernel; those that it refuses are kept."""
     spec, pairs = each.spec, []
     refused: dict[str, str] = {}
@@ -138,7 +133,7 @@ def _applicable_pairs(planning: Planning, each: Property) -> list[Pair]:
 
 def _drop_property(planning: Planning, unit: Unit, reason: str) -> None:
     """Keep that a property is not asked of a family, on the plainest Problem that it has."""
-    kind = property_named(unit.test).spec.kind
+    kind = property_spec.property_named(unit.test).spec.kind
     for problem in sample_problems(unit.family, unit.dtype, kind)[:1]:
         planning.drop(_STAGE, Case(problem=problem), unit.family, reason)
 
@@ -157,7 +152,7 @@ class KnownFailures:
 
     def __init__(self, entries: tuple[KnownFailure, ...] | None = None) -> None:
         if entries is None:
-            path = properties_folder() / FILE
+            path = property_spec.properties_folder() / FILE
             entries = read_known_failures(path) if path.exists() else ()
         self.entries = entries  # in order; the first that is about a question counts
 

@@ -11,20 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
+from attncheck.cases import named_problems
 from attncheck.cases.check_cases import check_cases
 from attncheck.cases.mask_samples import SOFTMAX
-from attncheck.cases.named_problems import (
-    BACKWARD_CAP,
-    CONTRACT,
-    FP8,
-    LONG,
-    MANY_KEYS,
-    MANY_SEQUENCES,
-    MEMORY,
-    SANITIZER,
-    SMALLEST,
-    tagged,
-)
 from attncheck.core.errors import ProblemError
 from attncheck.core.formats import DTYPES, FORMATS
 from attncheck.core.mod_spec import FULL, Spec
@@ -65,7 +54,9 @@ def contract_units(planning: Planning) -> Iterator[Unit]:
     for name, problem in sorted(_contract_problems(planning), key=lambda named: named[1].backward):
         yield planning.unit_of("contract", Case(problem=problem), name)
     if planning.device == "cuda":  # on a CPU there are no grids to overflow
-        for name, problem in _as_they_stand(planning, MANY_SEQUENCES, planning.dtypes[:1]):
+        for name, problem in _as_they_stand(
+            planning, named_problems.MANY_SEQUENCES, planning.dtypes[:1]
+        ):
             # So many sequences are too much for an oracle; this question needs none.
             case = Case(problem=problem, question="first_row")
             yield planning.unit_of("contract", case, name)
@@ -75,7 +66,7 @@ def _contract_problems(planning: Planning) -> Iterator[tuple[str, Problem]]:
     dtypes = planning.dtypes
     for number, dtype in enumerate(dtypes):
         scaled = DTYPES[dtype].scaled
-        for name, entry in tagged(SMALLEST).items():
+        for name, entry in named_problems.tagged(named_problems.SMALLEST).items():
             for backward in (False,) if scaled else (False, True):
                 problem = Problem(dtype=dtype, backward=backward, **entry.fields)
                 nearest = planning.nearest(problem)
@@ -83,12 +74,12 @@ def _contract_problems(planning: Planning) -> Iterator[tuple[str, Problem]]:
                     yield f"{name} backward" if backward else name, nearest
         # What is unusual about them is so in every dtype: one is enough.
         if number == 0:
-            yield from _as_they_stand(planning, CONTRACT, [dtype])
+            yield from _as_they_stand(planning, named_problems.CONTRACT, [dtype])
         if scaled:
-            yield from _as_they_stand(planning, FP8, [dtype])
+            yield from _as_they_stand(planning, named_problems.FP8, [dtype])
         # In fp32 what a kernel sums in is not shorter than its inputs.
         if DTYPES[dtype].storage.significand < FORMATS["fp32"].significand:
-            yield from _as_they_stand(planning, LONG, [dtype])
+            yield from _as_they_stand(planning, named_problems.LONG, [dtype])
     yield from _declared_problems(planning)
     for dtype in dtypes:
         if not planning.refusal(SOFTMAX, dtype):
@@ -100,7 +91,7 @@ def _as_they_stand(
 ) -> Iterator[tuple[str, Problem]]:
     """Yield problems as the table has them: whether it takes these is the kernel's own affair."""
     for dtype in dtypes:
-        for name, entry in tagged(tag).items():
+        for name, entry in named_problems.tagged(tag).items():
             if DTYPES[dtype].scaled and entry.fields.get("backward"):
                 continue  # no gradients in fp8
             problem = Problem(dtype=dtype, **entry.fields)
@@ -180,7 +171,10 @@ _RELATIONS: dict[Stage, tuple[str, ...]] = {
 # nobody knows.
 _EACH_VALUE = {"strides_far": "tensor", "call_order": "between"}
 # Asked whatever the turn, on problems of their own.
-_ADDITIONAL = {"hidden_keys_nan": BACKWARD_CAP, "neighbours": MANY_KEYS}
+_ADDITIONAL = {
+    "hidden_keys_nan": named_problems.BACKWARD_CAP,
+    "neighbours": named_problems.MANY_KEYS,
+}
 
 
 def surrounding_units(planning: Planning, stage: Stage) -> Iterator[Unit]:
@@ -197,7 +191,7 @@ def surrounding_units(planning: Planning, stage: Stage) -> Iterator[Unit]:
         # Each question begins at another layout, so that together they meet all of them.
         for turn in range(number, number + layouts if dtypes else number):
             yield from _layout_units(planning, stage, question, turn)
-        for name, entry in tagged(_ADDITIONAL.get(question, "")).items():
+        for name, entry in named_problems.tagged(_ADDITIONAL.get(question, "")).items():
             able = (p for dtype in dtypes for p in _nearest_problems(planning, dtype, entry.fields))
             problem = next(able, None)
             if problem is not None:
@@ -208,7 +202,7 @@ def surrounding_units(planning: Planning, stage: Stage) -> Iterator[Unit]:
 def _layout_units(planning: Planning, stage: Stage, question: str, turn: int) -> Iterator[Unit]:
     """Yield what is asked on the first layout, from the ``turn``-th on, that the question fits."""
     dtype = planning.dtypes[turn % len(planning.dtypes)]
-    entries = list(tagged(MEMORY).values())
+    entries = list(named_problems.tagged(named_problems.MEMORY).values())
     for step in range(len(entries)):
         entry = entries[(turn + step) % len(entries)]
         for problem in _nearest_problems(planning, dtype, entry.fields):
@@ -292,7 +286,7 @@ def _sanitizer_cases(planning: Planning) -> list[Case]:
     dtype = next((d for d in planning.dtypes if d in {"bf16", "fp16"}), planning.dtypes[0])
     problems = [
         problem
-        for entry in tagged(SANITIZER).values()
+        for entry in named_problems.tagged(named_problems.SANITIZER).values()
         for problem in _nearest_problems(planning, dtype, entry.fields)
     ]
     return [Case(problem=problem) for problem in dict.fromkeys(problems)]

@@ -22,16 +22,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from attncheck.core.judgement import Precision
+from attncheck.judge import error_measures
 from attncheck.judge.allowance import Allowance, at_rows
-from attncheck.judge.error_measures import (
-    cosine,
-    frobenius,
-    head_rmse,
-    measure_errors,
-    rmse_over_ideal,
-    slope,
-    ulp_percentiles,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -82,8 +74,8 @@ class HeadPrecision:
         self, outs: Iterable[Tensor], truth: Tensor, counted: Tensor
     ) -> HeadPrecision:
         """Return this with ``spread`` over ideal kernels' ``outs``, each of the shape of truth."""
-        rmse = (head_rmse(out, truth, counted) for out in outs)
-        ratio = rmse_over_ideal(self.rmse, rmse, self.lost)
+        rmse = (error_measures.head_rmse(out, truth, counted) for out in outs)
+        ratio = error_measures.rmse_over_ideal(self.rmse, rmse, self.lost)
         return replace(self, spread=torch.where(self.enough, ratio, math.nan))
 
 
@@ -121,12 +113,14 @@ def measure_heads(
         ideal: out of one ideal kernel.
     """
     comparable = _has_ideal_kernels(arithmetic)
-    rmse = head_rmse(out, truth, counted)
+    rmse = error_measures.head_rmse(out, truth, counted)
     enough = counted.sum((-2, -1)) >= FEWEST
     z, lost = _z(out, truth, counted, allowance), _underflow(counted, allowance)
     single = torch.full_like(rmse, math.nan)
     if ideal is not None and comparable:
-        ratio = rmse_over_ideal(rmse, [head_rmse(ideal, truth, counted)], lost)
+        ratio = error_measures.rmse_over_ideal(
+            rmse, [error_measures.head_rmse(ideal, truth, counted)], lost
+        )
         single = torch.where(enough, ratio, math.nan)
     # Four more kernels are run for the ensemble: only where a head is beyond a gate without it.
     suspect = bool(((z > Z) | (single > SPREAD)).any())
@@ -192,8 +186,8 @@ def measure_precision(
     exact = truth[counted]
     values = out[counted].to(torch.float64)
     error = values - exact
-    whole = measure_errors(out, truth, counted)
-    p50, p99 = ulp_percentiles(error, exact, arithmetic.output)
+    whole = error_measures.measure_errors(out, truth, counted)
+    p50, p99 = error_measures.ulp_percentiles(error, exact, arithmetic.output)
     residual = None
     if emulation is not None and _has_ideal_kernels(arithmetic):
         residual = _residual(out, emulation, truth, counted, float(heads.lost.max()))
@@ -203,11 +197,11 @@ def measure_precision(
         residual=residual,
         # An exact kernel has no error to be biased.
         bias=whole.bias / whole.rmse if whole.rmse else 0.0,
-        slope=slope(error, exact),
+        slope=error_measures.slope(error, exact),
         ulp_p50=p50,
         ulp_p99=p99,
-        frobenius=frobenius(error, exact),
-        cosine=cosine(values, exact),
+        frobenius=error_measures.frobenius(error, exact),
+        cosine=error_measures.cosine(values, exact),
     )
 
 
@@ -227,8 +221,8 @@ def _residual(
     if int(counted.sum()) < FEWEST:
         return None
     # Both by the same measure, so that a factor in it cancels.
-    usual = measure_errors(emulation, truth, counted).rmse
-    apart = measure_errors(out, emulation.to(torch.float64), counted).rmse
+    usual = error_measures.measure_errors(emulation, truth, counted).rmse
+    apart = error_measures.measure_errors(out, emulation.to(torch.float64), counted).rmse
     if not usual:
         return None
     return math.inf if math.isnan(apart / usual) else max(0.0, apart - lost) / usual

@@ -8,18 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.judge.deterministic_bound import (
-    DeterministicBound,
-    accumulation_error,
-    bound_of_weights,
-    finite_values,
-)
-from attncheck.judge.score_errors import (
-    exponent_errors,
-    factor_roundings,
-    likely_radius,
-    rounds_operands,
-)
+from attncheck.judge import deterministic_bound, score_errors
 from attncheck.judge.sum_roundings import (
     half_ulp,
     steps_with_keys,
@@ -54,7 +43,7 @@ class ProbabilisticBound:
     lse: Tensor  # ``(heads, rows)``
     sd_out: Tensor  # predicted root mean square of the error of out
     sd_lse: Tensor  # the same of LSE
-    certain: DeterministicBound
+    certain: deterministic_bound.DeterministicBound
 
 
 def sigmas_needed(elements: int) -> float:
@@ -76,9 +65,9 @@ def probabilistic_bound(
     """
     # Hoeffding and a union bound over all outputs of the Problem.
     sigmas = sigmas_needed(elements)
-    errors = exponent_errors(conditions, arithmetic, scores, mod)
+    errors = score_errors.exponent_errors(conditions, arithmetic, scores, mod)
     moved = weight_errors(conditions, arithmetic, errors)
-    certain = bound_of_weights(conditions, arithmetic, errors, moved)
+    certain = deterministic_bound.bound_of_weights(conditions, arithmetic, errors, moved)
     statistics = _score_statistics(conditions, arithmetic, scores, mod, sigmas)
     of_out = _softmax_statistics if conditions.given_scores else _out_statistics
     random, steady = of_out(conditions, arithmetic, statistics, moved)
@@ -146,7 +135,7 @@ def _rounded_operands(conditions: Conditions, arithmetic: Arithmetic, moves: Ten
     q, k, u, scaled = conditions.q, conditions.k, arithmetic.operand_error, arithmetic.scaled_query
     # One rounding of q is in all scores of its row: it does not average out in LSE.
     variance = torch.zeros_like(conditions.lse)
-    if not rounds_operands(arithmetic):
+    if not score_errors.rounds_operands(arithmetic):
         return variance
     mean = moves @ k
     of_query = u**2 + (0.0 if scaled is None else scaled.unit_roundoff**2)
@@ -195,7 +184,7 @@ def _score_statistics(
     exponent = (
         conditions.scores.square()
         + maximum.square()
-        + ((factor_roundings(arithmetic) + 1) * below).square()
+        + ((score_errors.factor_roundings(arithmetic) + 1) * below).square()
         + each**2 * (1 + records)
     )
     variance = slope.square() * scores.variance + own.square() / 3 + unit**2 / 3 * exponent
@@ -204,7 +193,7 @@ def _score_statistics(
     if mod is not None and mod.falls is not None:
         slope = torch.where(mod.falls, -slope, slope)
     slope = torch.where(seen, slope, 0.0)
-    steady = [factor_roundings(arithmetic) * unit * below]
+    steady = [score_errors.factor_roundings(arithmetic) * unit * below]
     if scores.bias is not None:
         steady.append(slope * scores.bias)
     return _ScoreStatistics(
@@ -223,7 +212,7 @@ def _slope(scores: ScoreError, mod: ScoreModError | None, sigmas: float) -> tupl
     if mod.likely is None:
         reach, radius = scores.radius, mod.radius
     else:
-        reach, radius = likely_radius(scores, sigmas), mod.likely
+        reach, radius = score_errors.likely_radius(scores, sigmas), mod.likely
     carried = (radius - mod.own).clamp_min(0)
     return torch.where(reach > 0, carried / reach, 0.0), mod.own
 
@@ -233,7 +222,7 @@ def _out_statistics(
 ) -> tuple[Tensor, Tensor]:
     """Standard deviation of out's error before it is rounded, and what is systematic of it."""
     exact, out, alike = moved.exact, conditions.out, _ALIKE * arithmetic.unit
-    values, _ = finite_values(conditions)
+    values, _ = deterministic_bound.finite_values(conditions)
     # B22: of the exponents.
     of_scores = quadrature(exact * scores.deviation, conditions.scores, values, out, alike)
     # B23: of P rounded to its format, where nearly equal weights round alike, and of V to tf32.
@@ -264,7 +253,7 @@ def _out_statistics(
         walk = scores.sigmas * (exact.square() @ values.square()).sqrt()
         count = conditions.seen.sum(-1, keepdim=True).to(torch.float64)
         share = arithmetic.values.bias(count, steps_with_keys(conditions, arithmetic.values))
-        most = accumulation_error(conditions, arithmetic, moved, values)
+        most = deterministic_bound.accumulation_error(conditions, arithmetic, moved, values)
         of_values = torch.minimum(share * (out.abs() + walk), most)
         # A row sum that is too small makes out larger: one of the two may be without the other.
         of_sum = sum_bias(conditions, arithmetic) * out.abs()

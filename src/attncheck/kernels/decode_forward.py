@@ -73,14 +73,8 @@ def decode_forward(
             ``block_query`` counts packed rows, a block of them a program; ``causal`` has no effect.
 
     Returns:
-        out ``(batch, heads, query, value_dim)`` and LSE ``(batch, heads, query)`` in fp32, natural
-        log. Rows that see no key: 0 and −inf, or the sink. What the keys and values hold that the
-        mask hides from a row, NaN included, does not reach it. A score mod's −inf hides nothing:
-        the key has weight 0, and its value, if not finite, reaches the row all the same. A row that
-        sees an infinite value gets it; or NaN where it sees both signs, where the value's weight
-        underflows to 0, and where a much larger score, later or of another split, makes the weight
-        of what it was summed with 0. Scores may be as large as fp32 allows with a score mod, and up
-        to 2.36e38 (that divided by log2 e) without one: beyond, a row is not right.
+        As ``flash2_forward``. A row that sees an infinite value may be NaN also where a much larger
+        score of another split makes the weight of what it was summed with 0.
     """
     batch, heads, query, head_dim = q.shape
     kv_heads, kv = k.shape[1], k.shape[2] if kv is None else kv

@@ -61,14 +61,8 @@ def flash1_forward(
         launch: Tile sizes and the like; ``free`` has no effect.
 
     Returns:
-        out ``(batch, heads, query, value_dim)`` and LSE ``(batch, heads, query)`` in fp32, natural
-        log. Rows that see no key: 0 and −inf, or the sink. What the keys and values hold that the
-        mask hides from a row, NaN included, does not reach it. A score mod's −inf hides nothing:
-        the key has weight 0, and its value, if not finite, reaches the row all the same. A row that
-        sees an infinite value gets it; or NaN where it sees both signs, and where a much larger
-        score of another block makes its block's weight 0. Scores may be as large as fp32 allows
-        with a score mod, and up to 2.36e38 (that divided by log2 e) without one: beyond, a row is
-        not right.
+        As ``flash2_forward``. A row that sees an infinite value may be NaN also where a much larger
+        score of another block makes its block's weight 0.
     """
     batch, heads, query, head_dim = q.shape
     kv_heads, kv = k.shape[1], k.shape[2]

@@ -91,9 +91,6 @@ def flash1_forward(
         block_query: Rows of a query block (the paper's B_r).
         block_kv: Keys of a key block (the paper's B_c).
 
-    Returns:
-        Out ``(batch, heads, query, value_dim)`` and natural-log LSE ``(batch, heads, query, 1)``.
-
     Raises:
         UsageError: for a block size below 1.
     """
@@ -169,9 +166,6 @@ def flash2_forward(
         block_query: Rows of a query block (the paper's B_r).
         block_kv: Keys of a key block (the paper's B_c).
 
-    Returns:
-        Out ``(batch, heads, query, value_dim)`` and natural-log LSE ``(batch, heads, query, 1)``.
-
     Raises:
         UsageError: for a block size below 1.
     """
@@ -242,9 +236,6 @@ def split_forward(numbers: Numbers[A], inputs: Inputs, *, splits: int) -> Result
         inputs: As for ``dense_attention``, which this equals up to rounding.
         splits: How many, contiguous and as equal as can be; beyond the number of keys some are
             empty.
-
-    Returns:
-        Out ``(batch, heads, query, value_dim)`` and natural-log LSE ``(batch, heads, query, 1)``.
 
     Raises:
         UsageError: for fewer than one split.

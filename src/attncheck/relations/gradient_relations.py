@@ -9,16 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attncheck.inputs.input_tensors import Descale, Inputs
-from attncheck.relations.relation import (
-    Relation,
-    change_tensors,
-    compare_outputs,
-    compare_values,
-    compare_within,
-    map_outputs,
-    of_attention,
-    of_gradients,
-)
+from attncheck.relations import relation
 
 if TYPE_CHECKING:
     from attncheck.core.tensor_names import TensorName
@@ -30,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def _zero_loss(*names: str, inputs: Inputs) -> tuple[Inputs, ...]:
-    return (inputs.replace(**change_tensors(inputs, torch.zeros_like, *names)),)
+    return (inputs.replace(**relation.change_tensors(inputs, torch.zeros_like, *names)),)
 
 
 def _compare_zero(results: Results, *names: TensorName) -> Finding | None:
@@ -40,31 +31,31 @@ def _compare_zero(results: Results, *names: TensorName) -> Finding | None:
     for name in names or gradients:
         if name in gradients:
             known = errors.tensors()[name].isfinite()
-            finding = compare_values(name, gradients[name], 0.0, known)
+            finding = relation.compare_values(name, gradients[name], 0.0, known)
             if finding:
                 return finding
     return None
 
 
-ZERO_LOSS = Relation(
+ZERO_LOSS = relation.Relation(
     name="zero_loss",
     summary="a loss that depends on neither out nor LSE has gradients of exactly 0",
     runs=lambda inputs, _: _zero_loss("dout", "dlse", inputs=inputs),
     rule=_compare_zero,
     promise="bounds",
-    unfit=of_gradients(),
+    unfit=relation.of_gradients(),
 )
 """Holds for every right kernel: each gradient is a sum of products with dOut or dLSE. It is asked
 where those have a finite bound: what overflows, or a slope that is infinite, times 0 is NaN. What
 is left in it is a buffer's that was not cleared, or of another call. The sign of a zero is open."""
 
-LSE_LOSS = Relation(
+LSE_LOSS = relation.Relation(
     name="lse_loss",
     summary="a loss that depends on LSE alone has a gradient of exactly 0 in v",
     runs=lambda inputs, _: _zero_loss("dout", inputs=inputs),
     rule=lambda results: _compare_zero(results, "dv"),
     promise="bounds",
-    unfit=of_gradients(lambda p: None if p.dlse else "its loss does not depend on LSE"),
+    unfit=relation.of_gradients(lambda p: None if p.dlse else "its loss does not depend on LSE"),
 )
 """Holds for every right kernel: LSE is a function of q and k, and dV = Pᵀ · dOut is a sum of zeros.
 Asked as ``ZERO_LOSS`` is."""
@@ -85,7 +76,7 @@ def _compare_products(results: Results) -> Finding | None:
     lost = of_rows((q * dq).abs()) + of_keys((k * dk).abs())
     # 0 · ∞: of what nothing is known, any sum may be right.
     may = (may + terms * 2.0**-52 * lost).nan_to_num(nan=torch.inf, posinf=torch.inf)
-    return compare_within("dk", of_keys(k * dk), of_rows(q * dq), may)
+    return relation.compare_within("dk", of_keys(k * dk), of_rows(q * dq), may)
 
 
 def _sum_heads(products: torch.Tensor, group: int) -> torch.Tensor:
@@ -94,13 +85,13 @@ def _sum_heads(products: torch.Tensor, group: int) -> torch.Tensor:
     return products.reshape(batch, heads // group, -1).sum(-1)[..., None, None]
 
 
-EULER = Relation(
+EULER = relation.Relation(
     name="euler",
     summary="the sum of q · dq over all rows that read a key head is that of k · dk over its keys",
     runs=lambda inputs, _: (inputs,),
     rule=_compare_products,
     promise="bounds",
-    unfit=of_gradients(),
+    unfit=relation.of_gradients(),
 )
 """Holds of the exact gradients: both are Σ_ij dX_ij · scale · q_i · k_j (Euler's theorem of
 homogeneous functions, once in q and once in k). A factor that one of the two lacks, such as the
@@ -126,7 +117,7 @@ def _copy_key_heads(inputs: Inputs, _: Parameters) -> tuple[Inputs, ...]:
 
     copies = inputs.replace(
         problem=problem.replace(kv_heads=problem.heads),
-        **change_tensors(inputs, repeat, "k", "v"),
+        **relation.change_tensors(inputs, repeat, "k", "v"),
         descale=scales and Descale(q=repeat(scales.q), k=repeat(scales.k), v=repeat(scales.v)),
     )
     return copies, inputs
@@ -135,7 +126,7 @@ def _copy_key_heads(inputs: Inputs, _: Parameters) -> tuple[Inputs, ...]:
 def _compare_copies(results: Results) -> Finding | None:
     # What copies of a key head have for gradients is for GROUP_SUMS to add up.
     copies, grouped = (replace(each, dk=None, dv=None) for each in results.outputs)
-    return compare_outputs(grouped, copies, results.errors)
+    return relation.compare_outputs(grouped, copies, results.errors)
 
 
 def _compare_sums(results: Results) -> Finding | None:
@@ -147,30 +138,30 @@ def _compare_sums(results: Results) -> Finding | None:
         batch, _heads, *rest = tensor.shape
         return tensor.double().view(batch, problem.kv_heads, problem.group, *rest).sum(2)
 
-    of_groups = partial(map_outputs, change=lambda tensor: tensor, gradients=add_up)
+    of_groups = partial(relation.map_outputs, change=lambda tensor: tensor, gradients=add_up)
     (copies, grouped), errors = results.outputs, results.bounds()
-    return compare_outputs(grouped, of_groups(copies), [of_groups(errors[0]), errors[1]])
+    return relation.compare_outputs(grouped, of_groups(copies), [of_groups(errors[0]), errors[1]])
 
 
-GQA_REPEAT = Relation(
+GQA_REPEAT = relation.Relation(
     name="gqa_repeat",
     summary="grouped query heads give what they give with their key head repeated for each",
     runs=_copy_key_heads,
     rule=_compare_copies,
     promise="group",
-    unfit=of_attention(_unless_grouped, gradients=True),
+    unfit=relation.of_attention(_unless_grouped, gradients=True),
 )
 """Holds for every right kernel within bounds: head h reads key head h // group. To the last bit
 where a head's bits depend on its own q, k and v alone; a kernel that packs a group's heads into the
 rows of one tile, or splits keys by the number of key heads, does not promise it."""
 
-GROUP_SUMS = Relation(
+GROUP_SUMS = relation.Relation(
     name="group_sums",
     summary="the gradients of a shared key head are the sums of those of its copies",
     runs=_copy_key_heads,
     rule=_compare_sums,
     promise="bounds",
-    unfit=of_gradients(_unless_grouped),
+    unfit=relation.of_gradients(_unless_grouped),
 )
 """Holds of the exact gradients: a loss that reads one key through several copies changes with it by
 the sum of what it changes by with each. Each run is within its own bound, and a sum of gradients

@@ -10,23 +10,7 @@ from typing import TYPE_CHECKING
 from attncheck.core.judgement import share_text
 from attncheck.records.problem_summary import ProblemSummary, problem_of
 from attncheck.records.record import ErrorMap, Record, Status
-from attncheck.reporting import number_text
-from attncheck.reporting.document import (
-    BOTTOM,
-    LEFT,
-    RIGHT,
-    TOP,
-    Axis,
-    Cell,
-    Chart,
-    Column,
-    HeatMap,
-    Point,
-    Row,
-    Series,
-    Table,
-    Tile,
-)
+from attncheck.reporting import document, number_text
 from attncheck.reporting.gate_verdict import questions, status_sides
 from attncheck.reporting.number_text import plural
 
@@ -38,7 +22,7 @@ if TYPE_CHECKING:
 _DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2")  # the most exact first
 
 
-def results_table(report: GateReport, kernel: str) -> Table:
+def results_table(report: GateReport, kernel: str) -> document.Table:
     """Results of ``kernel``, by mask and score mod and by dtype."""
     counts: dict[str, dict[str, Counter[Status]]] = {}
     for answer in questions(report):
@@ -51,11 +35,19 @@ def results_table(report: GateReport, kernel: str) -> Table:
     ordered = sorted(dtypes, key=lambda name: (order.get(name, len(order)), name))
     sides = status_sides(report)
     rows = (
-        Row((Cell(mods), *(_result(by_dtype.get(dtype, Counter()), *sides) for dtype in ordered)))
+        document.Row(
+            (
+                document.Cell(mods),
+                *(_result(by_dtype.get(dtype, Counter()), *sides) for dtype in ordered),
+            )
+        )
         for mods, by_dtype in counts.items()
     )
-    columns = (Column("mask + score mod", words=True, cut=True), *map(Column, ordered))
-    return Table(columns, tuple(rows))
+    columns = (
+        document.Column("mask + score mod", words=True, cut=True),
+        *map(document.Column, ordered),
+    )
+    return document.Table(columns, tuple(rows))
 
 
 def _mods(problem: ProblemSummary) -> str:
@@ -69,11 +61,11 @@ def _mods(problem: ProblemSummary) -> str:
 
 def _result(
     count: Counter[Status], failing: frozenset[Status], doubtful: frozenset[Status]
-) -> Cell:
+) -> document.Cell:
     """Cell of a result: a sign that says the colour, a count, and the same in words."""
     total = count.total()
     if not total:
-        return Cell("", "dim", "not asked")
+        return document.Cell("", "dim", "not asked")
     answered = total - count["unsupported"]
     for sign, look, statuses, said in (
         ("✗", "bad", failing, "failed"),
@@ -82,10 +74,10 @@ def _result(
         number = sum(count[status] for status in statuses)
         if number:
             words = f"{number} of {answered} {said}"
-            return Cell(f"{sign} {number}/{answered}", look, words)  # type: ignore[arg-type]  # of a tuple
+            return document.Cell(f"{sign} {number}/{answered}", look, words)  # type: ignore[arg-type]  # of a tuple
     if answered:
-        return Cell(f"✓ {answered}", "good", f"all {answered} passed")
-    return Cell(f"– {total}", "dim", f"{total} not supported")
+        return document.Cell(f"✓ {answered}", "good", f"all {answered} passed")
+    return document.Cell(f"– {total}", "dim", f"{total} not supported")
 
 
 # Where errors are
@@ -110,7 +102,7 @@ def level(share: float) -> int:
     return next((i for i, (most, _) in enumerate(LEVELS) if share <= most), len(LEVELS) - 1)
 
 
-def heat_map(record: Record, *, before_shrinking: bool = False) -> HeatMap | None:
+def heat_map(record: Record, *, before_shrinking: bool = False) -> document.HeatMap | None:
     """Draw where the errors of ``record`` are; None where that is not known, or says nothing.
 
     Nothing is said by a map of a single cell, nor by one of a right out where LSE or a gradient is
@@ -129,7 +121,7 @@ def heat_map(record: Record, *, before_shrinking: bool = False) -> HeatMap | Non
     heads = f"{lines} groups of {error_map.heads} heads" if error_map.heads > 1 else "heads"
     cell = f"{plural(error_map.heads, 'head')} × {plural(error_map.rows, 'row')}"
     before = ", of the problem before it was shrunk" if before_shrinking else ""
-    return HeatMap(
+    return document.HeatMap(
         width=columns * wide,
         height=lines * high,
         tiles=tuple(
@@ -146,7 +138,7 @@ def heat_map(record: Record, *, before_shrinking: bool = False) -> HeatMap | Non
 
 def _tiles(
     error_map: ErrorMap, i: int, line: tuple[float, ...], wide: float, high: float
-) -> list[Tile]:
+) -> list[document.Tile]:
     """Line ``i`` of the map, neighbours of one level as one tile: pages stay small."""
     # Thousands of cells with a title each would make a page of megabytes.
     tiles, start = [], 0
@@ -158,7 +150,7 @@ def _tiles(
         several = f"heads {head}–{head + error_map.heads - 1}"
         heads = f"head {head}" if error_map.heads == 1 else several
         text = f"{heads}, rows {first}–{last}: {share_text(worst)} × what is allowed"
-        tiles.append(Tile(start * wide, i * high, len(shares) * wide, high, place, text))
+        tiles.append(document.Tile(start * wide, i * high, len(shares) * wide, high, place, text))
         start += len(shares)
     return tiles
 
@@ -171,7 +163,7 @@ _COLOURS = 6
 _MOST_LINES = 120
 
 
-def charts(report: GateReport, kernel: str) -> tuple[Chart, ...]:
+def charts(report: GateReport, kernel: str) -> tuple[document.Chart, ...]:
     """Two drawings of ``kernel``; none where it was compared at one length only."""
     records = [a.record for a in questions(report) if a.record.kernel == kernel]
 
@@ -191,7 +183,7 @@ def charts(report: GateReport, kernel: str) -> tuple[Chart, ...]:
 
 def _chart(
     records: Iterable[Record], title: str, limit: str, value: Callable[[Record], float | None]
-) -> Chart | None:
+) -> document.Chart | None:
     """``value`` at each number of keys, a series a dtype; of equal Problems the largest.
 
     A line joins Problems that differ in their lengths alone, and in batch, heads and seed.
@@ -209,18 +201,18 @@ def _chart(
     values = [number for by_length in lines.values() for number in by_length.values()]
     if len(lengths) < 2:  # a point is no curve
         return None
-    x = _Scale(lengths[0], lengths[-1], LEFT + 12, RIGHT - 12)
+    x = _Scale(lengths[0], lengths[-1], document.LEFT + 12, document.RIGHT - 12)
     # 1 is always in sight: it is where the bound, or the ideal kernel, lies.
-    y = _Scale(min(*values, 1.0), max(*values, 1.0), BOTTOM, TOP, whole=True)
+    y = _Scale(min(*values, 1.0), max(*values, 1.0), document.BOTTOM, document.TOP, whole=True)
     # Of very many those with the largest errors: a page must stay small enough to open.
     kept = set(sorted(lines, key=lambda key: -max(lines[key].values()))[:_MOST_LINES])
     series = tuple(
-        Series(
+        document.Series(
             dtype,
             place % _COLOURS,
             tuple(
                 tuple(
-                    Point(x(kv), y(n), f"{dtype} {name}, {kv:,} keys: {share_text(n)}")
+                    document.Point(x(kv), y(n), f"{dtype} {name}, {kv:,} keys: {share_text(n)}")
                     for kv, n in sorted(lines[dtype, name].items())
                 )
                 for of, name in lines
@@ -232,15 +224,18 @@ def _chart(
     left_out = f"; {len(lines) - len(kept):,} lines of smaller errors are left out"
     labelled: list[int] = []
     for kv in lengths:  # those whose labels do not touch
-        if not labelled or x(kv) - x(labelled[-1]) >= (RIGHT - LEFT) / _MOST_TICKS:
+        if (
+            not labelled
+            or x(kv) - x(labelled[-1]) >= (document.RIGHT - document.LEFT) / _MOST_TICKS
+        ):
             labelled.append(kv)
-    return Chart(
+    return document.Chart(
         title=title,
         description=f"{title} against the number of keys, {lengths[0]:,} to {lengths[-1]:,}, both "
         f"logarithmic; the largest is {share_text(max(values))}"
         f"{left_out if len(kept) < len(lines) else ''}",
-        x=Axis(tuple((x(kv), f"{kv:,}") for kv in labelled)),
-        y=Axis(y.ticks),
+        x=document.Axis(tuple((x(kv), f"{kv:,}") for kv in labelled)),
+        y=document.Axis(y.ticks),
         x_name="keys",
         limit=(y(1.0), limit),
         series=series,

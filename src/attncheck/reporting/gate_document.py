@@ -10,13 +10,7 @@ from attncheck.core.judgement import share_text
 from attncheck.core.sanitize_text import one_line, shortened
 from attncheck.records.problem_summary import problem_of
 from attncheck.records.run_reports import STAGES, Answer, Change, GateReport, Stage
-from attncheck.reporting import number_text
-from attncheck.reporting.diagnosis_text import (
-    causes_section,
-    failure_facts,
-    failure_heading,
-    repro_command,
-)
+from attncheck.reporting import diagnosis_text, number_text, record_text
 from attncheck.reporting.document import (
     Card,
     Cell,
@@ -35,12 +29,6 @@ from attncheck.reporting.gate_verdict import (
     questions,
     status_sides,
     untested_kernels,
-)
-from attncheck.reporting.record_text import (
-    environment_facts,
-    refusal_counts,
-    refusal_lines,
-    rule_text,
 )
 
 if TYPE_CHECKING:
@@ -151,7 +139,7 @@ def failure_card(report: GateReport, group: FailureGroup, *, drawn: bool = False
     environment = report.environments.get(record.environment)
     device = "" if environment is None else "cpu" if environment.device == "cpu" else "cuda"
     test = answer.test or group.answer.test
-    facts = failure_facts(record, kernel=record.kernel, device=device, test=test)
+    facts = diagnosis_text.failure_facts(record, kernel=record.kernel, device=device, test=test)
     if group.smallest is not None:
         facts.append(("shrunk", f"from {problem_of(group.answer.record).full_line}"))
     ids = [one.failure or one.record.case_id for one in group.others]
@@ -164,11 +152,11 @@ def failure_card(report: GateReport, group: FailureGroup, *, drawn: bool = False
         error_map = heat_map(record) or heat_map(group.answer.record, before_shrinking=True)
     return Card(
         kernel=record.kernel,
-        heading=failure_heading(record),
-        meaning=rule_text(record),
+        heading=diagnosis_text.failure_heading(record),
+        meaning=record_text.rule_text(record),
         facts=tuple((name, one_line(text)) for name, text in facts),
         map=error_map,
-        command=repro_command(group.id),
+        command=diagnosis_text.repro_command(group.id),
         others=", ".join(ids[:_MOST_IDS]) + (", …" if ids[_MOST_IDS:] else ""),
         other_count=len(ids),
         facets=_facets([group.answer, *group.others]),
@@ -196,12 +184,12 @@ def not_covered(report: GateReport, *, refusals: bool = True) -> Iterator[str]:
     if report.shard:
         yield f"this is part {report.shard} of a run that was shared out"
     if refusals:
-        yield from refusal_lines(answer.record for answer in questions(report))
+        yield from record_text.refusal_lines(answer.record for answer in questions(report))
 
 
 def _refusals(report: GateReport) -> Counter[tuple[str, str]]:
     """Questions by the kernel that does not take them, and why."""
-    return refusal_counts(answer.record for answer in questions(report))
+    return record_text.refusal_counts(answer.record for answer in questions(report))
 
 
 def _run_facts(report: GateReport) -> Iterator[str]:
@@ -228,7 +216,7 @@ def _environment_lines(report: GateReport) -> Iterator[str]:
     for environment in report.environments.values():
         repairs = ", ".join(environment.interpreter)
         repaired = f" · Triton's interpreter, repaired: {repairs}" if repairs else ""
-        yield environment_facts(environment) + repaired
+        yield record_text.environment_facts(environment) + repaired
 
 
 def _kernel_lines(report: GateReport) -> Iterator[str]:
@@ -342,8 +330,10 @@ def _change(change: Change) -> Note:
 
 def _causes(report: GateReport) -> list[Section]:
     groups = failure_groups(report)
-    shown = [(g.cause, g.shown.record, repro_command(g.id)) for g in groups if g.cause]
-    return [causes_section(shown)] if shown else []
+    shown = [
+        (g.cause, g.shown.record, diagnosis_text.repro_command(g.id)) for g in groups if g.cause
+    ]
+    return [diagnosis_text.causes_section(shown)] if shown else []
 
 
 def _failures(

@@ -12,19 +12,8 @@ from msgspec.structs import replace as replace_struct
 from attncheck.core.judgement import share_text
 from attncheck.core.tensor_names import GRADIENTS, TensorName
 from attncheck.records.problem_summary import ProblemSummary, problem_of
-from attncheck.reporting import number_text
+from attncheck.reporting import number_text, record_text
 from attncheck.reporting.document import Cell, Column, Document, Look, Note, Row, Section, Table
-from attncheck.reporting.record_text import (
-    JUDGED,
-    STATUS_LOOKS,
-    environment_facts,
-    footnote,
-    gradient_shares,
-    gradients_of,
-    missed_faults,
-    verdict_remarks,
-    visible_faults,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -119,9 +108,11 @@ def _closing(
         Note(f"{number_text.superscript(number)} {status}: {reason}", _look_of(status))
         for (status, reason), number in notes.items()
     ]
+    for kernel, lines in (report.claims or {}).items():
+        reasons += [Note(f"{kernel}: {line}") for line in lines]
     reasons += [Note(f"{kernel} is absent: {reason}") for kernel, reason in report.absent.items()]
     below = [Section("", tuple(reasons))] if reasons else []
-    missed = " or ".join(missed_faults(report.records))
+    missed = " or ".join(record_text.missed_faults(report.records))
     insensitive = f"insensitive: nothing here would have shown {missed}"
     return Document(
         title="Distance from exact attention",
@@ -167,7 +158,7 @@ class RowsAsMeasured:
         (row,) = table.rows
         old_title, old_columns, old_group = self._before
         # A row without numbers says nothing of which columns others have.
-        new = title != old_title or (record.status in JUDGED and columns != old_columns)
+        new = title != old_title or (record.status in record_text.JUDGED and columns != old_columns)
         columns = columns if new else old_columns
         self._before = title, columns, row.group
         row = replace(row, group=row.group if new or row.group != old_group else ())
@@ -179,7 +170,9 @@ class RowsAsMeasured:
         """Return what stands below the rows of ``report``, which have all been shown."""
         grouped, notes = _grouped(report), []
         for title, blocks in grouped.items():
-            visible = visible_faults([one for records in blocks.values() for one in records])
+            visible = record_text.visible_faults(
+                [one for records in blocks.values() for one in records]
+            )
             if visible:
                 where = f"{title}: " if len(grouped) > 1 else ""
                 notes.append(Note(f"{where}{visible}"))
@@ -200,7 +193,7 @@ def environment_lines(report: Report) -> tuple[str, ...]:
     for key, letter in environment_letters(report).items():
         environment = report.environments[key]
         prefix = f"{letter}: " if len(report.environments) > 1 else ""
-        lines.append(prefix + environment_facts(environment))
+        lines.append(prefix + record_text.environment_facts(environment))
         if environment.interpreter and key in interpreted:
             repairs = ", ".join(environment.interpreter)
             lines.append(f"{prefix}kernels interpreted on the CPU, repaired: {repairs}")
@@ -222,7 +215,7 @@ def profiles(records: Iterable[Record]) -> Iterator[str]:
 
 def _shown_columns(report: Report) -> tuple[tuple[str, Column], ...]:
     """Those that the records have something for, by their keys."""
-    tensors = {name for record in report.records for name in gradients_of(record)}
+    tensors = {name for record in report.records for name in record_text.gradients_of(record)}
     used = {f"{name}_{part}" for name in tensors for part in ("share", "rmse", "ideal")}
     hidden = (_SHARES.keys() | _ERRORS.keys()) - used
     hidden |= {"environment"} if len(report.environments) <= 1 else set()
@@ -263,23 +256,23 @@ def _section(  # what a page numbers and letters throughout
     rows = []
     for group, records in blocks.items():
         for record in sorted(records, key=lambda one: order.get(one.kernel, len(order))):
-            reason = footnote(record)
+            reason = record_text.footnote(record)
             # A reason is said once however many cells it holds for.
             number = notes.setdefault((record.status, reason), len(notes) + 1) if reason else 0
             mark = f" {number_text.superscript(number)}" if number else ""
-            status = Cell(f"{record.status}{mark}", STATUS_LOOKS[record.status])
+            status = Cell(f"{record.status}{mark}", record_text.STATUS_LOOKS[record.status])
             kernel = Cell(record.kernel, code=True)
-            if record.status not in JUDGED:
+            if record.status not in record_text.JUDGED:
                 rows.append(Row((kernel, status), group=group))
                 continue
             cells = {"verdict": status, "environment": Cell(letters[record.environment], "dim")}
             cells |= _cells(record)
             numbers = tuple(cells.get(key, _NO_NUMBER) for key, _ in shown)
-            remarks = (*_remarks(record), *verdict_remarks(record.judgement))
+            remarks = (*_remarks(record), *record_text.verdict_remarks(record.judgement))
             rows.append(Row((kernel, *numbers), remarks, group))
     kernel_column = Column("kernel", words=True, cut=True, most=_LONGEST_KERNEL)
     columns = (kernel_column, *(column for _, column in shown))
-    visible = visible_faults([one for records in blocks.values() for one in records])
+    visible = record_text.visible_faults([one for records in blocks.values() for one in records])
     table = Table(columns, tuple(rows), groups=("variant", "heads"))
     return Section(title, (table, Note(visible)) if visible else (table,))
 
@@ -295,9 +288,9 @@ def _cells(record: Record) -> dict[str, Cell]:
     if judgement is not None:
         cells["share"] = share_cell(judgement.out_over_bound)
         cells["lse_share"] = share_cell(judgement.lse_over_bound)
-    for name, share in gradient_shares(record).items():
+    for name, share in record_text.gradient_shares(record).items():
         cells[f"{name}_share"] = share_cell(share)
-    for name, errors in gradients_of(record).items():
+    for name, errors in record_text.gradients_of(record).items():
         if errors.elements:
             cells[f"{name}_rmse"] = _error(errors.rmse)
             cells[f"{name}_ideal"] = _over_ideal(errors)
@@ -359,7 +352,7 @@ def _remarks(record: Record) -> Iterator[Note]:
     broken += [f"LSE of {lse.nonfinite} rows"] if lse and lse.nonfinite else []
     broken += [
         f"{errors.nonfinite} of {errors.elements} elements of {name}"
-        for name, errors in gradients_of(record).items()
+        for name, errors in record_text.gradients_of(record).items()
         if errors.nonfinite
     ]
     if broken:
@@ -374,9 +367,9 @@ def _remarks(record: Record) -> Iterator[Note]:
 
 
 def _reading(report: Report) -> Iterator[str]:
-    measured = [record for record in report.records if record.status in JUDGED]
+    measured = [record for record in report.records if record.status in record_text.JUDGED]
     yield from HOW_TO_READ
-    if any(map(gradients_of, measured)):
+    if any(map(record_text.gradients_of, measured)):
         yield from _OF_GRADIENTS
     if any(problem_of(record).dtype == "tf32" for record in measured):
         yield _TF32
@@ -385,12 +378,14 @@ def _reading(report: Report) -> Iterator[str]:
 
 
 def _look_of(status: str) -> Look:
-    return next((look for name, look in STATUS_LOOKS.items() if name == status), "plain")
+    return next(
+        (look for name, look in record_text.STATUS_LOOKS.items() if name == status), "plain"
+    )
 
 
 def _counts(report: Report) -> str:
     count = Counter(record.status for record in report.records)
-    statuses = (status for status in STATUS_LOOKS if count[status])
+    statuses = (status for status in record_text.STATUS_LOOKS if count[status])
     said = ", ".join(
         number_text.plural(count[s], s) if s == "error" else f"{count[s]} {s}" for s in statuses
     )

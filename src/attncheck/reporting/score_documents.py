@@ -15,19 +15,7 @@ from attncheck.reporting.record_text import environment_facts
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from attncheck.records.fault_scores import (
-        ControlScore,
-        FaultOutcome,
-        FaultReport,
-        FaultScore,
-        FaultSensitivity,
-        OwnTestsReport,
-        OwnTestsScore,
-        PeerVerdict,
-        SensitivityReport,
-        SmallestFault,
-        Total,
-    )
+    from attncheck.records import fault_scores
     from attncheck.records.run_reports import (
         BaselineComparison,
         BaselineStanding,
@@ -55,12 +43,16 @@ def _remark(text: str) -> tuple[Note, ...]:
 
 # The gate on planted faults
 
-_FAULT_LOOKS: dict[FaultOutcome, Look] = {"caught": "good", "missed": "bad", "harness": "bad"}
+_FAULT_LOOKS: dict[fault_scores.FaultOutcome, Look] = {
+    "caught": "good",
+    "missed": "bad",
+    "harness": "bad",
+}
 _CONTROL_LOOKS: dict[str, Look] = {"clean": "good", "flagged": "bad", "harness": "bad"}
 _SHORT_RULES = {"allclose(1e-2)": "allclose", "1.1× mean": "mean"}
 
 
-def fault_document(report: FaultReport) -> Document:
+def fault_document(report: fault_scores.FaultReport) -> Document:
     """The score by category and fault by fault, for each host; then the controls."""
     sections = []
     for host in dict.fromkeys(score.host for score in report.scores if score.host):
@@ -96,7 +88,7 @@ def fault_document(report: FaultReport) -> Document:
     )
 
 
-def _totals(host: str, totals: Sequence[Total]) -> Section:
+def _totals(host: str, totals: Sequence[fault_scores.Total]) -> Section:
     rules = list(dict.fromkeys(rule for total in totals for rule in total.peers))
     heads = [_SHORT_RULES.get(rule, rule) for rule in rules]
     numbers = ("caught", "missed", "median s", "problems", *heads, "named 1st", "≤ 3rd")
@@ -123,7 +115,7 @@ def _totals(host: str, totals: Sequence[Total]) -> Section:
     return Section(f"{host}: score by category", (table,))
 
 
-def _fault_by_fault(host: str, scores: Sequence[FaultScore]) -> Section:
+def _fault_by_fault(host: str, scores: Sequence[fault_scores.FaultScore]) -> Section:
     rules = list(dict.fromkeys(peer.rule for score in scores for peer in score.peers))
     columns = (
         Column("fault", words=True, cut=True),
@@ -140,7 +132,7 @@ def _fault_by_fault(host: str, scores: Sequence[FaultScore]) -> Section:
     return Section(f"{host}: fault by fault", (Table(columns, rows),))
 
 
-def _fault(score: FaultScore, rules: list[str]) -> Row:
+def _fault(score: fault_scores.FaultScore, rules: list[str]) -> Row:
     detection, peers = score.caught, {each.rule: each for each in score.peers}
     smallest = (detection.shrunk or detection.first) if detection else None
     rank = Cell(str(score.rank)) if score.rank else Cell("no", "notable")
@@ -168,14 +160,16 @@ def _fault(score: FaultScore, rules: list[str]) -> Row:
     return Row(cells, tuple(note for text in remarks for note in _remark(text)))
 
 
-def _cost(score: FaultScore | ControlScore, *, scored: bool) -> tuple[Cell, Cell]:
+def _cost(
+    score: fault_scores.FaultScore | fault_scores.ControlScore, *, scored: bool
+) -> tuple[Cell, Cell]:
     """Problems and seconds that it took."""
     if not scored:
         return _DASH, _DASH
     return Cell(str(score.problems)), Cell(f"{score.seconds:.1f}")
 
 
-def _peer(verdict: PeerVerdict | None) -> Cell:
+def _peer(verdict: fault_scores.PeerVerdict | None) -> Cell:
     if verdict is None or not verdict.problems:
         return _DASH
     if verdict.caught:
@@ -184,12 +178,12 @@ def _peer(verdict: PeerVerdict | None) -> Cell:
     return Cell(f"0/{verdict.problems - verdict.alarms}", "notable")
 
 
-def _reasons(title: str, scores: Sequence[FaultScore]) -> Section:
+def _reasons(title: str, scores: Sequence[fault_scores.FaultScore]) -> Section:
     rows = tuple(Row((Cell(score.fault), Cell(score.reason, "dim"))) for score in scores)
     return Section(title, (Table(_columns(["fault", "why"], (), cut=2), rows),))
 
 
-def _controls(controls: Sequence[ControlScore]) -> Section:
+def _controls(controls: Sequence[fault_scores.ControlScore]) -> Section:
     rows = []
     for score in controls:
         outcome = Cell(score.outcome, _CONTROL_LOOKS.get(score.outcome, "dim"))
@@ -206,7 +200,7 @@ def _controls(controls: Sequence[ControlScore]) -> Section:
     return Section(title, (Table(columns, tuple(rows)),))
 
 
-def _score_sentence(report: FaultReport) -> str:
+def _score_sentence(report: fault_scores.FaultReport) -> str:
     outcomes = Counter(score.outcome for score in report.scores)
     controls = Counter(score.outcome for score in report.controls)
     scored = outcomes["caught"] + outcomes["missed"]
@@ -226,7 +220,7 @@ def _score_sentence(report: FaultReport) -> str:
 _TEST_LOOKS: dict[str, Look] = {"caught": "good", "missed": "bad", "not scored": "bad"}
 
 
-def own_tests_document(report: OwnTestsReport) -> Document:
+def own_tests_document(report: fault_scores.OwnTestsReport) -> Document:
     """Score of somebody's own tests on the planted faults."""
     categories = dict.fromkeys(score.category for score in report.scores)
     totals = [
@@ -276,7 +270,7 @@ def own_tests_document(report: OwnTestsReport) -> Document:
     )
 
 
-def _by_status(name: str, scores: Sequence[OwnTestsScore]) -> Row:
+def _by_status(name: str, scores: Sequence[fault_scores.OwnTestsScore]) -> Row:
     count = Counter(score.status for score in scores)
     scored = count["caught"] + count["missed"]
     caught: Look = "good" if scored == count["caught"] else "plain"
@@ -295,7 +289,7 @@ def _by_status(name: str, scores: Sequence[OwnTestsScore]) -> Row:
 # The smallest faults that are seen
 
 
-def sensitivity_document(report: SensitivityReport) -> Document:
+def sensitivity_document(report: fault_scores.SensitivityReport) -> Document:
     """Smallest size at which each continuous fault is still seen, by dtype and rule."""
     sections = []
     for dtype in dict.fromkeys(one.dtype for one in report.seen):
@@ -325,7 +319,7 @@ def sensitivity_document(report: SensitivityReport) -> Document:
     )
 
 
-def _sensitivity(one: FaultSensitivity, rules: Sequence[str]) -> Row:
+def _sensitivity(one: fault_scores.FaultSensitivity, rules: Sequence[str]) -> Row:
     sizes = (_size(one.rules.get(rule), one.unit) for rule in rules)
     # The gate always has a row: it is what the others are compared with.
     question = one.rules[ATTNCHECK_RULE].question
@@ -333,7 +327,7 @@ def _sensitivity(one: FaultSensitivity, rules: Sequence[str]) -> Row:
     return Row(cells, _remark(f"by {question}" if question else ""))
 
 
-def _size(smallest: SmallestFault | None, unit: str) -> Cell:
+def _size(smallest: fault_scores.SmallestFault | None, unit: str) -> Cell:
     if smallest is None:
         return _DASH
     if smallest.size is None:

@@ -25,24 +25,9 @@ from attncheck.reporting.record_text import environment_facts
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from attncheck.records.survey_reports import (
-        Agreement,
-        BlockRecord,
-        BlockReport,
-        Certificate,
-        CertificateReport,
-        Distance,
-        DtypeFingerprint,
-        FingerprintReport,
-        ModReport,
-        OracleRecord,
-        OracleReport,
-        ProvenError,
-        ReadingVerdict,
-        Rows,
-    )
+    from attncheck.records import survey_reports
 
-C = TypeVar("C", "OracleRecord", "Certificate")
+C = TypeVar("C", "survey_reports.OracleRecord", "survey_reports.Certificate")
 
 _DASH = Cell(number_text.NOTHING, "dim")
 _LONGEST_EXPRESSION = 72  # characters that a page shows; the JSON has all
@@ -68,7 +53,7 @@ _UNITS_OF_SOFTMAX = _UNITS | {"out": "out in units of 2^-53 p"}
 _LEAST_UNITS = 0.01
 
 
-def oracle_document(report: OracleReport) -> Document:
+def oracle_document(report: survey_reports.OracleReport) -> Document:
     """Distance of each float64 oracle from the exact result, by case and oracle."""
     agreements = {agreement.case_id: agreement for agreement in report.agreements}
     sections = []
@@ -120,7 +105,7 @@ def oracle_document(report: OracleReport) -> Document:
     )
 
 
-def _distance(distance: Distance, rows: Rows) -> Cell:
+def _distance(distance: survey_reports.Distance, rows: survey_reports.Rows) -> Cell:
     # Where some are not finite, the largest error of the others is in the row's remark.
     if not distance.nonfinite:
         return _DASH if distance.units is None else Cell(_units(distance.units))
@@ -138,7 +123,7 @@ def _units(units: float) -> str:
     return f"{units:.2f}" if units < 1000 else f"{units:.2e}"
 
 
-def _apart(agreement: Agreement | None, report: OracleReport) -> Cell:
+def _apart(agreement: survey_reports.Agreement | None, report: survey_reports.OracleReport) -> Cell:
     """Distance between the recurrences in many digits."""
     if agreement is None:
         return _DASH
@@ -149,7 +134,9 @@ def _apart(agreement: Agreement | None, report: OracleReport) -> Cell:
 
 
 def _oracle_remarks(
-    records: list[OracleRecord], agreement: Agreement | None, report: OracleReport
+    records: list[survey_reports.OracleRecord],
+    agreement: survey_reports.Agreement | None,
+    report: survey_reports.OracleReport,
 ) -> Iterator[str]:
     """``naive overflows in 37 of 48 rows; at most 1.20 units elsewhere``, and disagreements."""
     for record in records:
@@ -186,7 +173,7 @@ def _oracle_remarks(
 _PARTS = {"out": "out", "lse": "LSE"}
 
 
-def certificate_document(report: CertificateReport) -> Document:
+def certificate_document(report: survey_reports.CertificateReport) -> Document:
     """Proven errors of the oracles, beside what the judge allows a kernel there."""
     sections = []
     for title, cases in _by_case(report.records).items():
@@ -228,8 +215,12 @@ def certificate_document(report: CertificateReport) -> Document:
     )
 
 
-def _proven_row(part: str, records: list[Certificate], others: list[str], limit: float) -> Row:
-    proven: dict[str, ProvenError] = {record.oracle: getattr(record, part) for record in records}
+def _proven_row(
+    part: str, records: list[survey_reports.Certificate], others: list[str], limit: float
+) -> Row:
+    proven: dict[str, survey_reports.ProvenError] = {
+        record.oracle: getattr(record, part) for record in records
+    }
     cells = [Cell(records[0].distribution)]
     truth = proven.get(TRUTH)
     if truth is None:
@@ -248,15 +239,15 @@ def _scientific(number: float | None, look: Look = "plain") -> Cell:
     return _DASH if number is None else Cell(number_text.scientific(number), look)
 
 
-def _share(proven: ProvenError | None, limit: float) -> Cell:
+def _share(proven: survey_reports.ProvenError | None, limit: float) -> Cell:
     if proven is None or proven.share is None:
         return Cell(number_text.NOTHING, "bad" if proven and proven.unproven else "dim")
     return _scientific(proven.share, "bad" if proven.share > limit or proven.unproven else "plain")
 
 
-def _proof_remarks(record: Certificate, part: str, limit: float) -> Iterator[str]:
+def _proof_remarks(record: survey_reports.Certificate, part: str, limit: float) -> Iterator[str]:
     """``truth: nothing is proven of 4 of 192 numbers``."""
-    proven: ProvenError = getattr(record, part)
+    proven: survey_reports.ProvenError = getattr(record, part)
     total = proven.elements + proven.unproven + proven.unbounded
     if proven.unproven:
         yield f"{record.oracle}: nothing is proven of {proven.unproven} of {total} numbers"
@@ -291,7 +282,7 @@ _ANSWERS: dict[str, Cell] = {
 }
 
 
-def mod_document(report: ModReport) -> Document:
+def mod_document(report: survey_reports.ModReport) -> Document:
     """Results of each backend on a file's mods: a row a mod and backend, so that it fits."""
     columns = (
         Column("mod", words=True, cut=True),
@@ -327,7 +318,7 @@ def mod_document(report: ModReport) -> Document:
     )
 
 
-def _absences(report: ModReport) -> Iterator[str]:
+def _absences(report: survey_reports.ModReport) -> Iterator[str]:
     """By reason the backends, and mods where it is not for all, that it holds for."""
     reasons: dict[str, dict[str, list[str]]] = {}
     for record in report.records:
@@ -353,7 +344,7 @@ def _headed(text: str, longest: int) -> str:
 _SIGNS = {EMPTY: "·", PARTIAL: "▒", FULL: "█"}
 
 
-def block_document(report: BlockReport) -> Document:
+def block_document(report: survey_reports.BlockReport) -> Document:
     """The tiles of a mask, counted by size, and pictures where they were asked for."""
     names = ("tiles", "empty", "partial", "full", "sparsity", "ideal speed-up")
     columns = (Column("tile", words=True), *map(Column, names))
@@ -395,13 +386,13 @@ def block_document(report: BlockReport) -> Document:
     )
 
 
-def _tile(record: BlockRecord) -> str:
+def _tile(record: survey_reports.BlockRecord) -> str:
     return f"{record.block_query}×{record.block_kv}"
 
 
 # The arithmetic of a kernel
 
-_VERDICT_LOOKS: dict[ReadingVerdict, Look] = {
+_VERDICT_LOOKS: dict[survey_reports.ReadingVerdict, Look] = {
     "agrees": "good",
     "finer": "good",
     "differs": "bad",
@@ -410,7 +401,7 @@ _VERDICT_LOOKS: dict[ReadingVerdict, Look] = {
 }
 
 
-def fingerprint_document(report: FingerprintReport) -> Document:
+def fingerprint_document(report: survey_reports.FingerprintReport) -> Document:
     """Measured arithmetic of a kernel, beside what it declares."""
     declared = (
         f"declared in {record.dtype}: {record.arithmetic}"
@@ -428,7 +419,7 @@ def fingerprint_document(report: FingerprintReport) -> Document:
     )
 
 
-def _readings(record: DtypeFingerprint) -> Section:
+def _readings(record: survey_reports.DtypeFingerprint) -> Section:
     if not record.calls:
         # Nothing was called, so every reading has the same reason.
         return Section(f"{record.dtype} · not asked: {record.readings[0].reason}", ())

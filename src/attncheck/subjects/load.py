@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from attncheck.core.errors import UnknownName, UsageError
 from attncheck.core.source_files import error_line, load_member, load_module_member
 from attncheck.subjects.capabilities.capability_table import AUTOGRAD, Capabilities
@@ -31,7 +33,16 @@ if TYPE_CHECKING:
 
     from attncheck.subjects.conventions.convention import ConventionOptions
 
-__all__ = ["Candidate", "is_reference", "kernel_names", "load_candidate", "load_subject"]
+__all__ = ["Candidate", "Entry", "is_reference", "kernel_names", "load_kernel", "load_subject"]
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is known of a kernel before it is tried."""
+
+    entry: str  # as of ``Candidate``
+    conventions: tuple[str, ...]  # those that it may follow, the likeliest first
+    options: dict[str, str]  # what its table says of its convention, by the names of ``Terms``
+    capabilities: Capabilities | None = None  # its table; None where nobody has written one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,21 +83,25 @@ class Candidate:
             raise UsageError(f"kernel {self.kernel!r} {gives} {kind}: it must {subject}.")
         return subject
 
-    def conventions(self) -> tuple[str, ...]:
-        """Return those that it may follow, the likeliest first; none where it is no kernel."""
+    def facts(self) -> Entry:
+        """Return what is known of it before it is tried."""
         from attncheck.subjects.conventions.declarations import CONVENTIONS
 
-        table = self.capabilities
+        table, target = self.capabilities, self._instance(None)
         if table is not None and table.convention is not None:
-            return (table.convention,)
-        target = self._instance(None)
-        # Not what only may be: what shows that it is of one convention stands before.
-        able = [each for each in CONVENTIONS.values() if each.unfit(target) is None]
-        return tuple(each.name for each in sorted(able, key=lambda each: not each.claims(target)))
-
-    def options(self) -> ConventionOptions:
-        """Return what its table says of its convention."""
-        return self._options(native=isinstance(self._instance(None), Subject))
+            conventions: tuple[str, ...] = (table.convention,)
+        else:
+            # Not what only may be: what shows that it is of one convention stands before.
+            able = [each for each in CONVENTIONS.values() if each.unfit(target) is None]
+            able.sort(key=lambda each: not each.claims(target))
+            conventions = tuple(each.name for each in able)
+        options = self._options(native=isinstance(target, Subject))
+        return Entry(
+            entry=self.entry,
+            conventions=conventions,
+            options={name: getattr(options, name) for name in ("lse", "empty_row", "causal")},
+            capabilities=table,
+        )
 
     def _instance(self, convention: str | None) -> object:
         """The object, or the Subject that it makes."""
@@ -151,19 +166,24 @@ def load_subject(kernel: str, convention: str | None = None) -> Subject:
     Raises:
         UsageError: when there is no such subject, in one line that says why.
     """
+    return load_kernel(kernel, convention)[1]
+
+
+def load_kernel(kernel: str, convention: str | None = None) -> tuple[Candidate, Subject]:
+    """Return the subject called ``kernel`` as ``load_subject``, and what it was made of."""
     from attncheck.subjects.conventions.declarations import possible_conventions
     from attncheck.subjects.conventions.function_subject import FunctionSubject
 
     candidate = load_candidate(kernel, convention)
     subject = candidate.adopted(convention)
     if kernel in BUILTIN:
-        return subject
+        return candidate, subject
     # A table names the kernel: what its class is called does not matter then.
     if candidate.capabilities is not None:
         from attncheck.subjects.capabilities.declared import Declared
 
         _check_text(subject, kernel, "summary", "one line on it")
-        return Declared(subject, candidate.capabilities, candidate.name)
+        return candidate, Declared(subject, candidate.capabilities, candidate.name)
     if isinstance(subject, FunctionSubject):
         subject.conventions = (
             (convention,) if convention else possible_conventions(candidate.target)
@@ -175,7 +195,7 @@ def load_subject(kernel: str, convention: str | None = None) -> Subject:
             f"kernel {kernel!r} is called {subject.name!r}, as a kernel of attncheck's is: "
             "give it a name of its own."
         )
-    return subject
+    return candidate, subject
 
 
 def load_candidate(kernel: str, convention: str | None = None) -> Candidate:

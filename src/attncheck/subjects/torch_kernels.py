@@ -27,26 +27,8 @@ from attncheck.subjects.capabilities.subject import (
     memory_refusal,
     with_full_tanh,
 )
-from attncheck.subjects.conventions.call_tensors import (
-    attention_bias,
-    attention_mask,
-    bias_is_exact,
-    is_causal,
-    mask_size,
-    needs_no_mask,
-    row_blocks,
-)
+from attncheck.subjects.conventions import call_tensors, torch_arithmetic
 from attncheck.subjects.conventions.empty_rows import empty_rows, settle_empty_rows
-from attncheck.subjects.conventions.torch_arithmetic import (
-    Products,
-    fp32_products,
-    with_rounded_heads,
-    with_rounded_sums,
-    with_rounded_weights,
-    with_short_exp,
-    with_split_keys,
-    with_three_products,
-)
 from attncheck.subjects.conventions.torch_conventions import (
     flex_block_mask,
     flex_score_mod,
@@ -152,7 +134,7 @@ class Sdpa(Subject):
     def _garbage(self, problem: Problem, device: str) -> torch.Tensor | None:
         """Rows ``(batch, heads, query)`` that see no key, where cuDNN leaves finite garbage."""
         # Under the top-left causal mask every row sees key 0.
-        if self._backend != "cudnn" or problem.mask == FULL or is_causal(problem):
+        if self._backend != "cudnn" or problem.mask == FULL or call_tensors.is_causal(problem):
             return None
         dead = empty_rows(problem, device)
         return dead if bool(dead.any()) else None
@@ -163,22 +145,24 @@ class Sdpa(Subject):
         if self._backend == "math":
             return replace(assumed, normalised_weights=True)
         if self._backend == "flash":
-            assumed = with_split_keys(with_short_exp(assumed, device), problem, device)
+            assumed = torch_arithmetic.with_split_keys(
+                torch_arithmetic.with_short_exp(assumed, device), problem, device
+            )
         if self._backend == "efficient":
-            assumed = with_three_products(assumed)
+            assumed = torch_arithmetic.with_three_products(assumed)
         if not problem.backward:
             return assumed
         if self._backend == "flash":
-            return with_rounded_sums(assumed, problem, device)
+            return torch_arithmetic.with_rounded_sums(assumed, problem, device)
         if self._backend == "cudnn":
-            return with_rounded_heads(assumed, problem)
-        return with_rounded_weights(assumed)
+            return torch_arithmetic.with_rounded_heads(assumed, problem)
+        return torch_arithmetic.with_rounded_weights(assumed)
 
     @contextlib.contextmanager
     def _settings(self, problem: Problem) -> Iterator[None]:
-        products: Products = "tf32" if problem.dtype == "tf32" else "ieee"
+        products: torch_arithmetic.Products = "tf32" if problem.dtype == "tf32" else "ieee"
         grad = torch.set_grad_enabled(problem.backward)
-        with grad, fp32_products(products), sdpa_kernel(self._kernel):
+        with grad, torch_arithmetic.fp32_products(products), sdpa_kernel(self._kernel):
             yield
 
     def _unsupported_products(self, problem: Problem, device: str) -> str | None:
@@ -199,7 +183,11 @@ class Sdpa(Subject):
             return memory_refusal("scores and weights in fp32", both, device)
         if problem.score != NONE:
             return memory_refusal("bias in fp32", every_head * 4, device)
-        return None if needs_no_mask(problem) else memory_refusal("attn_mask", pairs, device)
+        return (
+            None
+            if call_tensors.needs_no_mask(problem)
+            else memory_refusal("attn_mask", pairs, device)
+        )
 
     def _unsupported_score(self, problem: Problem, device: str) -> str | None:
         if not library.is_additive(problem.score):
@@ -207,7 +195,7 @@ class Sdpa(Subject):
         if problem.score == NONE:
             return None
         fmt = self._bias_format(problem, device)
-        if not bias_is_exact(problem, fmt, device):
+        if not call_tensors.bias_is_exact(problem, fmt, device):
             return f"would round the bias to {fmt.name}"
         return None
 
@@ -222,25 +210,27 @@ class Sdpa(Subject):
 
     def _mask(self, problem: Problem, device: str) -> torch.Tensor | None:
         """attn_mask ``(batch or 1, heads or 1, query, kv)``."""
-        if needs_no_mask(problem):
+        if call_tensors.needs_no_mask(problem):
             return None
-        blocks = (self._written_out(problem, device, rows) for rows in row_blocks(problem))
+        blocks = (
+            self._written_out(problem, device, rows) for rows in call_tensors.row_blocks(problem)
+        )
         return torch.cat([*blocks], dim=2)
 
     def _written_out(self, problem: Problem, device: str, rows: range) -> torch.Tensor:
-        seen = attention_mask(problem, device, rows)
+        seen = call_tensors.attention_mask(problem, device, rows)
         if problem.score == NONE:
             return seen
-        bias = torch.where(seen, attention_bias(problem, device, rows), -math.inf)
+        bias = torch.where(seen, call_tensors.attention_bias(problem, device, rows), -math.inf)
         return bias.to(self._bias_format(problem, device).torch_dtype)
 
     def _like_its_mask(self, problem: Problem, device: str) -> torch.Tensor | None:
         """A tensor as large as ``_mask``, and of its dtype: of any numbers."""
-        if needs_no_mask(problem):
+        if call_tensors.needs_no_mask(problem):
             return None
         plain = problem.score == NONE
         dtype = torch.bool if plain else self._bias_format(problem, device).torch_dtype
-        return torch.empty(mask_size(problem, device), dtype=dtype, device=device)
+        return torch.empty(call_tensors.mask_size(problem, device), dtype=dtype, device=device)
 
     def _refused(self, problem: Problem, device: str) -> str | None:
         """Return what torch says against this backend for tensors of these shapes.
@@ -281,7 +271,7 @@ def _aligned(tensors: Iterable[torch.Tensor]) -> bool:
 
 def _arguments(problem: Problem) -> dict[str, Any]:
     return {
-        "is_causal": problem.score == NONE and is_causal(problem),
+        "is_causal": problem.score == NONE and call_tensors.is_causal(problem),
         "scale": problem.scale,
         "enable_gqa": problem.group > 1,
     }
@@ -359,7 +349,7 @@ class Flex(Subject):
         # Seeds and values compile to the same function.
         structure = problem.replace(seed=0, distribution="normal")
         function = _eager if device.type == "cpu" else _compiled(structure)
-        products: Products = "tf32" if problem.dtype == "tf32" else "ieee"
+        products: torch_arithmetic.Products = "tf32" if problem.dtype == "tf32" else "ieee"
         tensors = (inputs.q, inputs.k, inputs.v)
         followed = tuple(tensor.detach().requires_grad_(problem.backward) for tensor in tensors)
 
@@ -367,7 +357,7 @@ class Flex(Subject):
             with (
                 torch.set_grad_enabled(problem.backward),
                 _followed(read),
-                fp32_products(products),
+                torch_arithmetic.fp32_products(products),
             ):
                 out, lse = function(*followed, score, blocks, problem.scale)
                 gradients = _gradients(out, lse, (*followed, *read), inputs)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import hypothesis
 
-from attncheck.cases.check_cases import check_cases
+from attncheck.cases.check_cases import check_cases, crossed_cases
 from attncheck.core.errors import OraclesDisagree, UnknownName, UsageError
 from attncheck.diagnose.diagnosis import diagnose_failure
 from attncheck.diagnose.user_tensors import UserOutputs
@@ -19,9 +19,11 @@ from attncheck.inputs.problem import Case, Problem
 from attncheck.records.record import UNTRUSTED_STATUSES, Record
 from attncheck.reporting.diagnosis_text import explanation_facts, tile_picture
 from attncheck.subjects.capabilities.subject import Subject
+from attncheck.subjects.conventions.function_subject import FunctionSubject
 from attncheck.subjects.load import load_subject
 from attncheck.suite.pytest_options import settings_of
 from attncheck.suite.wrong_answers import WrongAnswer, WrongAnswers
+from attncheck.surveys.claims import subject_takes
 from attncheck.verify.environment import prepare, usable_device
 from attncheck.verify.question_fit import COMPARE
 from attncheck.verify.verify import iter_records
@@ -51,9 +53,9 @@ def check(
     Args:
         kernel: A function in a known calling convention, a Subject, or what ``--kernel`` takes:
             ``file.py::name``, ``package.module:name``, a name.
-        problem: What to ask; None for what ``attncheck check`` asks: exact probes and a dozen
-            Problems. Within a Hypothesis test a Problem that the kernel does not take is drawn
-            anew.
+        problem: What to ask; None for what ``attncheck check`` asks: exact probes, a dozen
+            Problems, and of a Subject crossed ones. Within a Hypothesis test a Problem that the
+            kernel does not take is drawn anew.
         convention: How a function is called; None for the one that its signature shows.
         dtypes: In which the dozen is asked.
         device: ``cpu`` or ``cuda``; None for cuda where torch sees a GPU.
@@ -71,6 +73,11 @@ def check(
     device = _prepare_device(device)
     subject = _subject(kernel, convention)
     cases = _cases(problem, question, dtypes)
+    # Of a function nobody has said which head_dims it takes, say, or whether it has gradients.
+    if problem is None and not isinstance(subject, FunctionSubject):
+        names = (dtypes,) if isinstance(dtypes, str) else dtypes
+        able = subject_takes(subject, device)
+        cases += [each.case for dtype in names for each in crossed_cases(dtype, (), able)]
     records = tuple(iter_records([subject], cases, device=device))
     _reject_untaken(records)
     name = kernel if isinstance(kernel, str) else _reference(kernel) or subject.name

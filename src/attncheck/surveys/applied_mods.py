@@ -7,7 +7,7 @@ hold small whole numbers over a power of two, so that every q·k is exact in fp3
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -82,17 +82,20 @@ def applied_mask(
     dimensions: Dimensions,
     device: str,
     executor: Executor,
+    spec: Spec | None = None,
 ) -> np.ndarray[Any, np.dtype[np.float64]]:
     """The weights that ``subject`` gives to equal scores, ``(batch, heads, query, kv)``.
 
     Positive where its row sees a key and 0 where it does not. The ``name`` is what the Problem
-    calls the mask: a subject that compiles keeps Problems of other names apart.
+    calls the mask: a subject that compiles keeps Problems of other names apart. Its ``spec``, where
+    the library has it: a kernel of another process knows no other.
 
     Raises:
         NotMeasurable: where the kernel does not take the problem, or fails.
     """
-    with _registered(library.MASKS, f"examined {name}", mask) as spec:
-        problem = _problem(dimensions, value_dim=_COLUMNS, mask=spec)
+    own = _registered(library.MASKS, f"examined {name}", mask)
+    with own if spec is None else nullcontext(spec) as named:
+        problem = _problem(dimensions, value_dim=_COLUMNS, mask=named)
         rows = (dimensions.batch, dimensions.heads)
         q = torch.zeros(*rows, dimensions.query, _HEAD_DIM)
         k = torch.zeros(*rows, dimensions.kv, _HEAD_DIM)
@@ -113,6 +116,7 @@ def applied_score(
     dimensions: Dimensions,
     device: str,
     executor: Executor,
+    spec: Spec | None = None,
 ) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Scores that ``subject`` makes of ``scores``, ``(batch, heads, query, kv)``.
 
@@ -129,17 +133,22 @@ def applied_score(
 
     applied = torch.empty(scores.scores.shape, dtype=torch.float64)
     row = torch.arange(dimensions.query)
+    own = _registered(library.SCORES, f"examined {name}", score)
     with (
         _registered(library.MASKS, "one key a row", one_key) as mask,
-        _registered(library.SCORES, f"examined {name}", score) as spec,
+        own if spec is None else nullcontext(spec) as named,
     ):
-        problem = _problem(dimensions, value_dim=_HEAD_DIM, mask=mask, score=spec)
+        problem = _problem(dimensions, value_dim=_HEAD_DIM, mask=mask, score=named)
         q, k = scores.q.float(), scores.k.float()
         inputs = Inputs(problem=problem, q=q, k=k, v=torch.zeros_like(k)).to(device)
         for r in range(dimensions.kv):
             keys = (row + r) % dimensions.kv
             # In place: the mask captures this very tensor.
             key_of.copy_(keys)
+            if spec is not None:  # which sees no tensor of this process
+                text = f"(q_idx + {r}) % {dimensions.kv} == kv_idx"
+                problem = problem.replace(mask=Spec.of("expression", text=text))
+                inputs = inputs.replace(problem=problem)
             lse = _run(subject, inputs, device, executor).lse
             if lse is None:
                 raise NotMeasurable(

@@ -23,10 +23,11 @@ from attncheck.inputs.question_parameters import PROMISES
 from attncheck.records.record import FAILED_STATUSES, Record, Status
 from attncheck.relations import RELATIONS
 from attncheck.subjects.capabilities.capability_table import ALIGNMENTS, EMPTY_ROWS, Capabilities
-from attncheck.subjects.capabilities.declared import Declared
 from attncheck.subjects.capabilities.subject import Subject
 from attncheck.subjects.conventions.convention import ConventionOptions
+from attncheck.subjects.terms import Terms
 from attncheck.verify.executor import Executor, Failure, InProcess, Origin
+from attncheck.verify.kernel_hosts import on_terms
 from attncheck.verify.question_fit import adapted_problems
 from attncheck.verify.run_case import run_case
 
@@ -169,6 +170,13 @@ def causal_trials(base: Problem) -> tuple[Trial, Trial]:
         for mask in ("causal", "causal_bottom_right")
     )
     return first, second
+
+
+def gradient_trials() -> Iterator[Trial]:
+    """Yield losses of out, of out and LSE, and of what has sinks."""
+    yield Trial(aspect="backward", what="out", changes={"backward": True})
+    yield Trial(aspect="backward", what="out and LSE", changes={"backward": True, "dlse": True})
+    yield Trial(aspect="backward", what="sinks", changes={"backward": True, "sink": True})
 
 
 def empty_row_trials(base: Problem) -> Iterator[Trial]:
@@ -442,6 +450,11 @@ class Detection:
                 other = next(name for name in ALIGNMENTS if name != alignment)
                 self._try_again("causal", (other,), aligned[other].of(base))
 
+    def other_diagonal(self, alignment: str, base: Problem) -> None:
+        """Try the causal mask aligned the other way, after the convention's was wrong."""
+        trial = dict(zip(ALIGNMENTS, causal_trials(base), strict=True))[alignment]
+        self._try_again("causal", (alignment,), trial.of(base))
+
     def rectangular(self, base: Problem) -> None:
         """Try lengths that differ; a single query where a length of 1 is taken at all."""
         one = any(t.aspect == "lengths" and t.what == "1" and not t.reason for t in self._results)
@@ -465,7 +478,9 @@ class Detection:
         subject = self._subject
         assert subject is not None, "promises come last"
         table = Capabilities(entry=subject.name, promises=PROMISES)
-        promising = Declared(subject, table, subject.name)
+        options = {n: getattr(self._options, n) for n in ("lse", "empty_row", "causal")}
+        terms = Terms(convention=self._convention, **options, table=table)
+        promising = on_terms(subject, terms)
         answers: list[TrialResult] = []
         for relation, problem in self._relations(promise):
             record = self._record(problem, relation, promising)

@@ -20,35 +20,40 @@ import msgspec
 from msgspec.structs import replace
 
 from attncheck import probes
-from attncheck.cases.check_cases import CheckCase, call_cases, check_cases
+from attncheck.cases.check_cases import CheckCase, call_cases, check_cases, crossed_cases
 from attncheck.core.errors import UsageError
 from attncheck.core.files import write_texts
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.record import Unclaimed
 from attncheck.subjects.capabilities.capability_table import ANY, Capabilities, Override, When
 from attncheck.subjects.conventions.convention import Convention, ConventionOptions
 from attncheck.subjects.conventions.declarations import CONVENTIONS
-from attncheck.subjects.terms import Terms, subject_on_terms
+from attncheck.subjects.terms import Terms
 from attncheck.surveys.capability_detection import (
     DetectedCapabilities,
     Detection,
+    Trial,
     TrialResult,
     all_trials,
     causal_trials,
+    gradient_trials,
     length_trials,
     rectangular_trials,
 )
 from attncheck.surveys.proposed_table import propose_table
+from attncheck.verify.deaths import MOST_DEATHS
 from attncheck.verify.environment import environment, fingerprint
-from attncheck.verify.kernel_hosts import executor_of
+from attncheck.verify.kernel_hosts import executor_of, on_terms
 from attncheck.verify.kernel_server import loaded_files
+from attncheck.verify.question_fit import adapted_problems
 from attncheck.verify.remote_kernel import RemoteSubject
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from attncheck.subjects.capabilities.subject import Subject
-    from attncheck.surveys.capability_detection import Trial
+    from attncheck.verify.kernel_hosts import KernelHost
 
 CLAIMED = {
     "convention": "one problem of 64 or 128 keys, which fits every tile: else it is no kernel",
@@ -65,15 +70,17 @@ NOT_CLAIMED = {
     "gqa": "without a flag for it nobody says that heads may share keys",
     "rectangular": "in self-attention queries and keys are equally many",
     "causal": "where lengths differ, conventions disagree on where the diagonal ends",
+    "backward": "a forward alone is a kernel too",
+    "slopes": "most have a slope for each head, the same in all sequences",
 }
 """Aspects that a function claims only where it is right: what it raises there is no failure, and
 what it gets wrong without a word is one finding."""
 
 CLAIM_TRIALS = 40  # about so many questions are asked: how far it is
 
-_FORM = 1  # of what is kept: another number forgets what an older version kept
-_MOST_DEATHS = 2  # of the kernel's process, after which nothing more is tried
-_SHOWN = "lengths-77"  # no multiple of any tile
+_FORM = 2  # of what is kept: another number forgets what an older version kept
+_SHOWN_LENGTH = 77  # no multiple of any tile
+_SHOWN = f"lengths-{_SHOWN_LENGTH}"
 _USUAL_DTYPES = ("fp32", "fp16", "bf16")
 
 
@@ -84,6 +91,7 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     convention: str  # the one by which it was right; else the likeliest
     others: tuple[str, ...] = ()  # those of the others by which it was right too
     lse: str = ""  # logarithm of its LSE, where it is not the convention's
+    causal: str = ""  # where its diagonal ends at other lengths, where it is not the convention's
     # The Problem that all trials were changes of, as JSON; None where it takes none.
     base: dict[str, Any] | None = None
     right: bool = False  # whether it was right on that
@@ -91,7 +99,11 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     timeout: str = ""  # of a kernel that did not answer even the first Problem, what was said of it
 
     def terms(
-        self, dtypes: Iterable[str] = (), head_dims: Iterable[int] = (), names: Iterable[str] = ()
+        self,
+        dtypes: Iterable[str] = (),
+        head_dims: Iterable[int] = (),
+        names: Iterable[str] = (),
+        problems: Iterable[Problem] = (),
     ) -> Terms:
         """Return the terms on which it is asked.
 
@@ -99,22 +111,24 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             dtypes: Those that somebody asks for by name, and so claims.
             head_dims: The same.
             names: Of questions beyond its claims, the same.
+            problems: What somebody asks as a whole, and what is so never refused for its claims.
         """
         table, limits = self._table(), self.limits()
         if table is None or not limits:
-            return Terms(convention=self.convention)
+            return Terms(convention=self.convention, causal=self.causal)
         dims = table.head_dims
         table = replace(
             table,
             dtypes=(*(table.dtypes or ()), *dtypes),
             head_dims=(*dims, *head_dims) if isinstance(dims, tuple) else dims,
         )
-        admitted = tuple(each.case.problem.id for each in self.unclaimed(names))
+        admitted = (each.case.problem for each in self.unclaimed(names))
         return Terms(
             convention=self.convention,
+            causal=self.causal,
             table=table,
             limits=f"not asked: it takes {limits}",
-            admitted=admitted,
+            admitted=tuple(each.id for each in (*admitted, *problems)),
         )
 
     def dtypes(self) -> tuple[str, ...]:
@@ -122,6 +136,18 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         table = self._table()
         right = table.dtypes if table and table.dtypes else _USUAL_DTYPES
         return tuple(name for name in right if name in _USUAL_DTYPES)
+
+    def within(self, problem: Problem) -> bool:
+        """Return whether it was right on such a loss and such slopes, if there are any."""
+        taken = {(one.aspect, one.what) for one in self.tried if one.verdict == "takes"}
+        needed = set()
+        if problem.backward:
+            needed.add(("backward", "out and LSE" if problem.dlse else "out"))
+        if problem.backward and problem.sink:
+            needed.add(("backward", "sinks"))
+        if any(part.name == "alibi_by_sequence" for part in problem.score.walk()):
+            needed.add(("slopes", "2 sequences"))
+        return needed <= taken
 
     def head_dims(self) -> tuple[int, ...]:
         """Return the head_dims of keys and values alike that it is right in; empty for any."""
@@ -145,15 +171,15 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 parts.append(f"head_dim {', '.join(map(str, self.head_dims()))}")
             if not any(isinstance(dims, tuple) for dims in table.head_dims or ()):
                 parts.append("values as wide as keys")
-        if table.length_multiple:
-            parts.append(f"lengths of multiples of {table.length_multiple}")
-        if table.rectangular is False:
-            parts.append("as many queries as keys")
-        elif table.override:
-            parts.append("causal of as many queries as keys")
-        if table.gqa is False:
-            parts.append("as many key heads as query heads")
-        return "; ".join(parts)
+        square = table.rectangular is False
+        facts = {
+            f"lengths of multiples of {table.length_multiple}": table.length_multiple,
+            f"at most {table.max_query} queries": table.max_query,
+            "as many queries as keys": square,
+            "causal of as many queries as keys": table.override and not square,
+            "as many key heads as query heads": table.gqa is False,
+        }
+        return "; ".join([*parts, *(fact for fact, holds in facts.items() if holds)])
 
     def lines(self) -> list[str]:
         """Return what its author is told before anything is asked; nothing where all is taken."""
@@ -168,6 +194,12 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             lines.append(
                 f"called as {self.convention}, by which alone it is right; --convention "
                 f"{self.conventions[0]} says otherwise"
+            )
+        if self.causal:
+            corner = "last" if self.causal == "bottom_right" else "first"
+            lines.append(
+                f"where lengths differ its causal mask gives the {corner} row the {corner} key, "
+                f"unlike the {self.convention} convention's: asked so everywhere"
             )
         if limits := self.limits():
             raised = {one.reason.partition(":")[0] for one in self.tried if one.verdict == "raises"}
@@ -190,7 +222,8 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             claimed = trial.aspect in CLAIMED
             name = f"{trial.aspect}-{trial.what}".replace(" ", "-").replace("<", "below")
             name = name.replace(">", "above").replace(",", "")
-            found = one and (one.verdict == "wrong" or one.fatal)
+            # Slopes of one more axis than it has it may well read as those of its heads.
+            found = one and ((one.verdict == "wrong" and one.aspect != "slopes") or one.fatal)
             if found or name in named or (one and claimed and one.verdict == "raises"):
                 question = CheckCase(
                     name=name,
@@ -229,6 +262,12 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         heads = {one.verdict == "takes" for one in tried if one.aspect == "gqa"}
         causal = [one for one in tried if one.aspect == "causal"]
         square = Override(when=When(mask=("causal", "causal_bottom_right")), rectangular=False)
+        # Who takes any short length and refuses all longer ones is not in need of multiples.
+        lengths = {int(o.what): o.verdict == "takes" for o in tried if o.aspect == "lengths"}
+        short = [n for n in (*lengths, base.query) if lengths.get(n, True)]
+        wide = any(o.what == "query < kv" and o.verdict == "takes" for o in tried)
+        if wide and max(short) < _SHOWN_LENGTH and all(lengths.get(n, True) for n in (1, 16, 32)):
+            table = replace(table, length_multiple=None, max_query=max(short))
         lost = causal and causal[-1].verdict != "takes" and table.rectangular is not False
         return replace(
             table,
@@ -241,6 +280,30 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 # ------------------------------------------------------------------ found
+
+
+def hold_to_claims(
+    host: KernelHost,
+    *,
+    kernel: str,
+    device: str,
+    advance: Callable[[str], None] = lambda _: None,
+    **asked: Any,
+) -> Claims | None:
+    """Try a host's kernel where it is a plain function; it is asked within what it takes then.
+
+    Args:
+        host: Of the kernel; its subject is another then.
+        kernel: As of ``find_claims``, as are the next two and what comes back.
+        device: ``cpu`` or ``cuda``.
+        advance: Called before each question.
+        asked: What is asked for by name, as of ``Claims.terms``.
+    """
+    claims = find_claims(host.subject, kernel=kernel, device=device, advance=advance)
+    # Who did not answer would not answer this either.
+    if claims is not None and not claims.timeout:
+        host.subject = on_terms(host.subject, claims.terms(**asked))
+    return claims
 
 
 def find_claims(
@@ -285,6 +348,7 @@ def find_claims(
             convention=found.convention,
             others=others,
             lse=found.options.lse,
+            causal=found.options.causal,
             base=base.to_json(),
             right=right,
             tried=tuple(one for one in found.tried if one.aspect != "convention"),
@@ -312,9 +376,14 @@ def _try_unclaimed(detection: Detection, base: Problem, device: str) -> None:
                 continue
         detection.ask(trial.aspect, trial.what, problem)
         last = detection.result(base).tried[-1]
+        if trial.aspect == "causal" and last.verdict == "wrong":
+            detection.other_diagonal(_OTHER[trial.changes["mask"].name], base)
         deaths += bool(last.fatal)
-        if deaths >= _MOST_DEATHS:
+        if deaths >= MOST_DEATHS:
             return
+
+
+_OTHER = {"causal": "bottom_right", "causal_bottom_right": "top_left"}
 
 
 def _trials(base: Problem, convention: str, device: str) -> Iterator[Trial]:
@@ -326,23 +395,35 @@ def _trials(base: Problem, convention: str, device: str) -> Iterator[Trial]:
             yield trial
     yield from length_trials(base.query)
     yield from rectangular_trials(base)
+    if base.paging is None:  # there are no gradients of pages
+        yield from gradient_trials()
+    slopes = {"batch": 2, "mask": Spec.of("causal"), "score": Spec.of("alibi_by_sequence")}
+    yield Trial(aspect="slopes", what="2 sequences", changes=slopes)
     yield causal_trials(base)[chosen.bottom_right if isinstance(chosen, Convention) else 0]
-
-
-def on_terms(subject: Subject, terms: Terms) -> Subject:
-    """Return a plain function on other terms, in its process or in this one."""
-    if isinstance(subject, RemoteSubject):
-        subject.hold(terms)
-        return subject
-    return subject_on_terms(subject, terms)
 
 
 _USUAL_HEAD_DIMS = (64, 80, 96, 128)
 
 
+def subject_takes(subject: Subject, device: str) -> Callable[[Problem], bool]:
+    """Return whether a kernel takes a Problem, as it is or in pages, as far as it says so."""
+    executor = executor_of(subject)
+
+    def takes(problem: Problem) -> bool:
+        if executor.concerns(subject, problem):
+            return executor.refusal(subject, problem, device) is None
+        # In pages, where it takes no other.
+        adapted = adapted_problems(subject, problem, executor)
+        return adapted != (problem,) and any(
+            executor.refusal(subject, each, device) is None for each in adapted
+        )
+
+    return takes
+
+
 def claimed_questions(
     claims: Claims,
-    terms: Terms,
+    subject: Subject,
     *,
     device: str,
     dtypes: Sequence[str] = (),
@@ -352,22 +433,48 @@ def claimed_questions(
     """Return the questions of a quick check within claims, and what lies wrongly beyond them.
 
     Args:
-        terms: Of these claims, for what was asked for by name.
+        subject: The kernel on the terms of these claims.
         dtypes: Those that were asked for; none: bf16, or the first that it is right in.
         head_dims: Those that were asked for.
         names: Of questions, those that were asked for; none: all.
     """
-    table = terms.table
-    takes = None if table is None else lambda problem: table.refuses(problem, device) is None
+    able = subject_takes(subject, device)
     right = claims.dtypes()
     dtypes = dtypes or (("bf16",) if "bf16" in right else right[:1])
-    dims = claims.head_dims() if table is not None else ()
-    head_dims = head_dims or [dim for dim in dims if dim in _USUAL_HEAD_DIMS] or dims
-    questions = call_cases(dtypes[0], head_dims, takes=takes)
+    dims = claims.head_dims()
+    usual = head_dims or [dim for dim in dims if dim in _USUAL_HEAD_DIMS] or dims
+    questions = call_cases(dtypes[0], usual, takes=able)
     for dtype in dict.fromkeys(dtypes):
-        questions += check_cases(dtype, head_dims, takes=takes)
+        questions += check_cases(dtype, usual, takes=able)
+        questions += crossed_cases(
+            dtype, head_dims, lambda problem: claims.within(problem) and able(problem)
+        )
     questions += claims.unclaimed(names)
     return [question for question in questions if not names or question.name in names]
+
+
+def subject_questions(
+    subject: Subject,
+    questions: Sequence[CheckCase],
+    *,
+    device: str,
+    dtypes: Sequence[str] = (),
+    head_dims: Sequence[int] = (),
+    names: Sequence[str] = (),
+) -> list[CheckCase]:
+    """Return a quick check's questions to a Subject, and those of the axes that it takes.
+
+    Args:
+        subject: A kernel that says itself what it takes.
+        questions: Those that any kernel is asked.
+        device: ``cpu`` or ``cuda``.
+        dtypes: As of ``claimed_questions``, as are the next two.
+        head_dims: Those that were asked for.
+        names: Of questions.
+    """
+    able = subject_takes(subject, device)
+    more = [each for dtype in dtypes or ("bf16",) for each in crossed_cases(dtype, head_dims, able)]
+    return [*questions, *(each for each in more if not names or each.name in names)]
 
 
 # ------------------------------------------------------------------ kept

@@ -23,7 +23,13 @@ from attncheck.inputs.problem import Problem
 from attncheck.mods.enclosures import Truth
 from attncheck.mods.index_ranges import check_index_ranges
 from attncheck.mods.interval_algebra import Interval, to_interval
-from attncheck.mods.mod_files import definition_line, kind_of_mod, mods_in
+from attncheck.mods.mod_files import (
+    definition_line,
+    kind_of_mod,
+    load_mask,
+    load_score,
+    mods_in,
+)
 from attncheck.mods.mpmath_algebra import to_mpmath
 from attncheck.mods.operation_errors import KERNEL_FP32, TORCH_FP64
 from attncheck.mods.trace import trace_mask, trace_score
@@ -38,6 +44,8 @@ from attncheck.surveys.applied_mods import (
 )
 from attncheck.verify.environment import environment
 from attncheck.verify.executor import Executor, InProcess
+from attncheck.verify.kernel_hosts import executor_of
+from attncheck.verify.remote_kernel import RemoteSubject
 
 if TYPE_CHECKING:
     from attncheck.mods.expression import Expression
@@ -112,6 +120,7 @@ def compare_backends(
     device: str = "cpu",
     dimensions: Dimensions = DIMENSIONS,
     executor: Executor | None = None,
+    path: str = "",
 ) -> list[ModBackends]:
     """Compare each mod on every index tuple: its callable, mpmath, and each kernel.
 
@@ -121,16 +130,18 @@ def compare_backends(
     Args:
         mods: Callables by name, their tensors on ``device``; or a Python file, imported with
             tensors on ``device``.
-        executor: How to call kernels; in this process by default.
+        executor: How to call kernels; each where it is, by default.
+        path: Of the file that the callables are of, from which a kernel of another process has
+            loaded them too.
 
     Raises:
         UsageError: for a file that cannot be imported. What is wrong with one mod is in its result.
     """
     if not isinstance(mods, Mapping):
-        path = Path(mods)
+        path = str(mods)
         with torch.device(device):
-            mods = mods_in(import_file(path, f"mods of {str(path)!r}"))
-    kernels, executor = tuple(subjects), executor or InProcess()
+            mods = mods_in(import_file(Path(path), f"mods of {path!r}"))
+    kernels = tuple(subjects)
     results = []
     for name, mod in mods.items():
         kind = kind_of_mod(mod) or ""
@@ -144,7 +155,7 @@ def compare_backends(
             except AttncheckError as error:
                 reason = str(error)
         if expression is not None:
-            where = (dimensions, device, executor)
+            where = (dimensions, device, executor, path)
             backends = [_backend(each, name, expression, mod, *where) for each in (None, *kernels)]
         results.append(
             ModBackends(
@@ -176,7 +187,8 @@ def _backend(
     mod: Callable[..., Any],
     dimensions: Dimensions,
     device: str,
-    executor: Executor,
+    executor: Executor | None,
+    path: str,
 ) -> Backend:
     """The kernel's meaning, or mpmath's where there is none; never raises."""
     name = "mpmath" if kernel is None else kernel.name
@@ -186,16 +198,20 @@ def _backend(
         # What is allowed is computed on the CPU by NumPy, wherever the kernel runs.
         axes = [axis.numpy() for axis in _indices(dimensions, "cpu").axes]
         allowed = to_interval(expression, KERNEL_FP32)
-        where = (dimensions, device, executor)
+        where = (dimensions, device, executor or executor_of(kernel))
+        spec = None
+        if isinstance(kernel, RemoteSubject):  # whose process has loaded the file too
+            load = load_mask if kind_of_mod(mod) == "mask" else load_score
+            spec = load(f"{path}::{mod_name}")
         if expression.structure.inputs[0] != "score":
             visible_keys = allowed(*axes)
             assert isinstance(visible_keys, Truth)
-            weights = applied_mask(kernel, mod_name, mod, *where)
+            weights = applied_mask(kernel, mod_name, mod, *where, spec)
             return _compare_mask(name, weights, visible_keys)
         inputs = ScoreInputs.draw(dimensions)
         scores = allowed(inputs.scores.numpy(), *axes)
         assert isinstance(scores, Interval)
-        values = applied_score(kernel, mod_name, mod, inputs, *where)
+        values = applied_score(kernel, mod_name, mod, inputs, *where, spec)
         return _compare_score(name, values, lse_interval(scores))
     except NotMeasurable as reason:
         return Backend(name=name, status=reason.status, reason=str(reason))
@@ -301,17 +317,21 @@ def survey_mods(
     device: str,
     command: str,
     done: Callable[[str], None] = lambda _: None,
+    path: str = "",
 ) -> ModReport:
     """Compare each mod's callable with mpmath and with what each kernel makes of it.
 
     Args:
         mods: By name; those that ``refusals`` names first belong to a usage error.
         done: Called with the name of each mod as it is done.
+        path: As of ``compare_backends``.
     """
     records = []
     for name, mod in mods.items():
         # One at a time, so that ``done`` can tell of each.
-        (result,) = compare_backends({name: mod}, subjects, device=device, dimensions=dimensions)
+        (result,) = compare_backends(
+            {name: mod}, subjects, device=device, dimensions=dimensions, path=path
+        )
         # The command has refused such mods before; from Python it is said here.
         if result.reason:
             raise UsageError(result.reason)
@@ -412,7 +432,7 @@ def refusals(
 
 def concerns_mods(subject: Subject) -> bool:
     """Return whether mods concern a kernel at all: they do not concern a softmax."""
-    return InProcess().concerns(subject, Problem(query=16, head_dim=16, dtype="fp32"))
+    return executor_of(subject).concerns(subject, Problem(query=16, head_dim=16, dtype="fp32"))
 
 
 def takes_any_mod(subject: Subject, device: str) -> bool:

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 DEATHS: frozenset[Status] = frozenset({"crash", "timeout", "oom"})
 """Statuses of a kernel whose process gave no answer."""
 
+MOST_DEATHS = 2
+"""Of a kernel's process, after which it is asked no more: each further one costs another."""
+
 _BROKEN = ("SIGABRT", "SIGSEGV", "SIGBUS")  # what a process may die of whose heap is broken
 _MOST_ASKED = 64  # problems that are asked between guard bands
 
@@ -87,13 +90,20 @@ def _describe_outcome(record: Record) -> str:
 
 
 def death_record(
-    error: Died, case: Case, *, kernel: str, variant: str = "", environment: str = ""
+    error: Died,
+    case: Case,
+    *,
+    kernel: str,
+    variant: str = "",
+    environment: str = "",
+    loading: bool = True,
 ) -> Record:
     """Return the Record of a kernel whose process died before it could be called.
 
     Args:
         case: What it was to be asked.
         kernel: What was typed: it died before it could say its name.
+        loading: Whether it died as the kernel was loaded, which is said then.
     """
     statuses: dict[str, Status] = {"oom": "oom", "timeout": "timeout"}
     return Record(
@@ -103,6 +113,6 @@ def death_record(
         variant=variant,
         heads=head_arrangement(case.problem),
         status=statuses.get(error.kind, "crash"),
-        reason=str(error),
+        reason=f"as it was loaded, {error}" if loading else str(error),
         environment=environment,
     )

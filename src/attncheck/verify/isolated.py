@@ -17,10 +17,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Self
 
+import msgspec
+
+from attncheck.subjects.load import Entry
 from attncheck.verify.call_conditions import PLAIN_CALL, CallConditions, judged_conditions
 from attncheck.verify.executor import Execution, Failure, Origin
 from attncheck.verify.kernel_messages import (
     RemoteError,
+    pack_inputs,
     read_arithmetic,
     read_notes,
     read_seconds,
@@ -109,20 +113,22 @@ class IsolatedExecutor:
     ) -> Execution | Failure:
         """``subject`` on inputs that its process draws from ``origin``, and that are ``inputs``.
 
-        Raises:
-            HostError: without an origin, or where no process can be had.
+        Without an origin the tensors travel, each contiguous; raises HostError where no process can
+        be had.
         """
-        if origin is None:
-            raise HostError("inputs without a Case cannot be drawn in another process.")
         if under.state and not self._connection.new:
             self._connection.end()  # what earlier calls changed there, nobody can surely put right
-        words = _run_words(subject, origin, under, timed=timed)
-        self._connection.asked[origin.case.problem] = None
-        seconds = self._seconds(inputs, calls=under.calls + under.window + timed)
+        words, data = _run_words(subject, origin, under, timed=timed), b""
+        if origin is None:
+            words["inputs"], data = pack_inputs(inputs)
+        self._connection.asked[inputs.problem] = None
+        seconds, limit = self._seconds(subject, inputs, calls=under.calls + under.window + timed)
         try:
-            answer = self._connection.ask("run", words, seconds=seconds, most=output_bytes(inputs))
+            most = output_bytes(inputs)
+            answer = self._connection.ask("run", words, seconds=seconds, most=most, data=data)
         except Died as error:
-            return Failure(kind=error.kind, message=str(error), trace=error.trace)
+            message = f"{error} ({limit})" if limit and error.kind == "timeout" else str(error)
+            return Failure(kind=error.kind, message=message, trace=error.trace)
         try:
             result = self._checked_answer(answer, inputs)
         except HostError as error:
@@ -160,18 +166,21 @@ class IsolatedExecutor:
         words = _run_words(subject, Origin(case=case), judged_conditions(case), timed=False)
         self._connection.send("run", words, seconds=self._connection.deadlines.call)
 
-    def _seconds(self, inputs: Inputs, calls: int) -> float:
-        """Until a question is given up: longer where it has to be compiled first."""
+    def _seconds(self, subject: Subject, inputs: Inputs, calls: int) -> tuple[float, str]:
+        """As ``Deadlines.of_run``; of what is compiled already the process remembers."""
         if self._connection.new:  # what was compiled is gone with the process that did
             self._compiled.clear()
         # Other numbers of the same shapes and mods run what is compiled already.
         structure = inputs.problem.replace(seed=0, distribution="normal").id
-        unseen = structure not in self._compiled and inputs.device.type == "cuda"
+        unseen = structure not in self._compiled
         self._compiled.add(structure)
-        deadlines = self._connection.deadlines
-        seconds = deadlines.call * min(calls, _MOST_CALLS)
-        seconds += deadlines.imports if self._connection.new else 0.0
-        return max(deadlines.compile, seconds) if unseen else seconds
+        return self._connection.deadlines.of_run(
+            min(calls, _MOST_CALLS),
+            inputs.device.type,
+            new=self._connection.new,
+            unseen=unseen,
+            compiles=_remote(subject).compiles or self.compiling > 0,
+        )
 
     def _checked_answer(self, answer: Frame, inputs: Inputs) -> Execution | Failure:
         """Return what came, checked; raises HostError for what is no answer."""
@@ -235,6 +244,14 @@ class IsolatedKernel:
         """The number of the process; None while there is none."""
         return self._connection.pid
 
+    def entry(self) -> Entry:
+        """Return what is known of the kernel before it is tried; raises HostError as ``files``."""
+        words = self._remote.ask("entry", None, self._connection.device)
+        try:
+            return msgspec.convert(words, Entry)
+        except msgspec.ValidationError as error:
+            raise HostError(f"what came is no entry: {error}") from None
+
     def files(self) -> tuple[str, ...]:
         """Of which files its process has modules, but for Python's own and installed ones.
 
@@ -256,11 +273,11 @@ class IsolatedKernel:
 
 
 def _run_words(
-    subject: Subject, origin: Origin, under: CallConditions, *, timed: bool
+    subject: Subject, origin: Origin | None, under: CallConditions, *, timed: bool
 ) -> dict[str, Any]:
+    drawn = {} if origin is None else {"case": origin.case.to_json(), "run": origin.run}
     return {
-        "case": origin.case.to_json(),
-        "run": origin.run,
+        **drawn,
         "under": to_fields(under),
         "timed": timed,
         "launch": _remote(subject).launch,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import sys
 import types
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -19,17 +20,21 @@ from attncheck.core.errors import UsageError
 from attncheck.core.formats import FORMATS, Format
 from attncheck.core.outputs import Outputs
 from attncheck.core.tensor_names import AXES
+from attncheck.inputs.input_tensors import Descale, Inputs
+from attncheck.inputs.problem import Problem
 from attncheck.subjects.capabilities.subject import Subject, Tiling
 from attncheck.verify.call_conditions import CallNotes
 from attncheck.workers.process import HostError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator, Mapping
 
     from attncheck.workers.transport import Frame
 
 _FLAGS = ("triton", "sinks", "backward", "captured", "promises_gradients", "has_launches")
 _Dataclass = TypeVar("_Dataclass")
+_COMPILERS = ("torch._dynamo", "torch.utils.cpp_extension")  # who imports them means to compile
+_INPUTS = (*"qkv", "q_descale", "k_descale", "v_descale", "x", "sink", "dout", "dlse")
 
 
 def to_fields(value: Any) -> Any:
@@ -99,22 +104,24 @@ def _value(kind: Any, value: Any, name: str) -> Any:
 _DTYPES = {str(fmt.torch_dtype): fmt.torch_dtype for fmt in FORMATS.values()}
 
 
-def pack_outputs(outputs: Outputs) -> tuple[list[list[Any]], bytes]:
+def pack_tensors(tensors: Mapping[Any, torch.Tensor]) -> tuple[list[list[Any]], bytes]:
     """``[name, dtype, shape]`` of each tensor, and the bits of all, row-major."""
     about: list[list[Any]] = []
     parts = []
-    for name, tensor in outputs.tensors().items():
+    for name, tensor in tensors.items():
         about.append([name, str(tensor.dtype), list(tensor.shape)])
         flat = tensor.detach().cpu().contiguous().flatten()
         parts.append(flat.view(torch.uint8).numpy().tobytes())
     return about, b"".join(parts)
 
 
-def unpack_outputs(about: Any, data: bytes | bytearray, device: torch.device) -> Outputs:
-    """Return what ``pack_outputs`` was given, on ``device``; raises HostError for anything else."""
+def unpack_tensors(
+    about: Any, data: bytes | bytearray, device: torch.device, names: Collection[str] = AXES
+) -> dict[str, torch.Tensor]:
+    """Return what ``pack_tensors`` was given, on ``device``; raises HostError for anything else."""
     tensors: dict[str, torch.Tensor] = {}
     at = 0
-    for name, dtype, shape in _each(about):
+    for name, dtype, shape in _each(about, names):
         count = math.prod(shape) * dtype.itemsize
         # Before anything is allocated: the sizes are only what the other side claims.
         if name in tensors or at + count > len(data):
@@ -123,19 +130,44 @@ def unpack_outputs(about: Any, data: bytes | bytearray, device: torch.device) ->
         bits = torch.frombuffer(bytearray(data[at : at + count]) or bytearray(1), dtype=torch.uint8)
         tensors[name] = bits[:count].view(dtype).reshape(shape).to(device)
         at += count
-    if at != len(data) or "out" not in tensors:
-        raise HostError("tensors of fewer bytes than came, or no out.")
+    if at != len(data):
+        raise HostError("tensors of fewer bytes than came.")
+    return tensors
+
+
+def unpack_outputs(about: Any, data: bytes | bytearray, device: torch.device) -> Outputs:
+    """Return the Outputs that came, on ``device``; raises HostError for what are none."""
+    tensors = unpack_tensors(about, data, device)
+    if "out" not in tensors:
+        raise HostError("what came has no out.")
     return Outputs(**tensors)
 
 
-def _each(about: Any) -> Iterator[tuple[str, torch.dtype, list[int]]]:
+def pack_inputs(inputs: Inputs) -> tuple[dict[str, Any], bytes]:
+    """Return Inputs that no Case draws: their Problem and tensors as JSON, and bits."""
+    about, data = pack_tensors(inputs.tensors())
+    return {"problem": inputs.problem.to_json(), "tensors": about}, data
+
+
+def unpack_inputs(words: dict[str, Any], data: bytes | bytearray, device: str) -> Inputs:
+    """Return what ``pack_inputs`` was given, on ``device``, each tensor contiguous."""
+    problem, where = Problem.from_json(words["problem"]), torch.device(device)
+    tensors = unpack_tensors(words["tensors"], data, where, _INPUTS)
+    scales = {
+        name: tensors.pop(f"{name}_descale") for name in "qkv" if f"{name}_descale" in tensors
+    }
+    descale = Descale(**scales) if scales else None
+    return Inputs(problem=problem, **tensors, descale=descale)
+
+
+def _each(about: Any, names: Collection[str]) -> Iterator[tuple[str, torch.dtype, list[int]]]:
     if not isinstance(about, list):
         raise HostError("what came is no list of tensors.")
     for one in about:
         if not (isinstance(one, list) and len(one) == 3):
             raise HostError("what came is no tensor.")
         name, dtype, shape = one
-        if name not in AXES or dtype not in _DTYPES or not _is_shape(shape):
+        if name not in names or dtype not in _DTYPES or not _is_shape(shape):
             raise HostError("what came is no tensor of a kernel's.")
         yield name, _DTYPES[dtype], shape
 
@@ -162,6 +194,7 @@ class RemoteError(HostError):
 def describe_subject(subject: Subject) -> dict[str, Any]:
     """Return what a kernel's process says of it."""
     flags = {name: bool(getattr(subject, name)) for name in _FLAGS}
+    flags["compiles"] = subject.triton or any(name in sys.modules for name in _COMPILERS)
     promises = sorted(str(promise) for promise in subject.promises)
     words = {"name": subject.name, "summary": subject.summary, "promises": promises}
     return {**words, "conventions": list(subject.conventions), **flags}
@@ -194,7 +227,7 @@ def _read(kind: Any, words: Any) -> Any:
 def check_description(words: Any) -> dict[str, Any]:
     """Return the description of a kernel that came; raises HostError for what is none."""
     lists = {"promises": list, "conventions": list}
-    names = {"name": str, "summary": str, **lists, **dict.fromkeys(_FLAGS, bool)}
+    names = {"name": str, "summary": str, **lists, **dict.fromkeys((*_FLAGS, "compiles"), bool)}
     if not isinstance(words, dict) or set(words) != set(names):
         raise HostError("what came is no description of a kernel.")
     if any(type(words[name]) is not kind for name, kind in names.items()):

@@ -8,6 +8,7 @@ import sysconfig
 import time
 import warnings
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -15,13 +16,21 @@ import torch
 
 from attncheck.core import strided_alloc
 from attncheck.core.errors import AttncheckError, UsageError
+from attncheck.core.source_files import import_file
 from attncheck.inputs.problem import Case, Problem
-from attncheck.subjects.load import load_subject
+from attncheck.mods.mod_files import kind_of_mod, load_mask, load_score, mods_in
+from attncheck.subjects.load import load_kernel
 from attncheck.subjects.terms import Terms, subject_on_terms
 from attncheck.verify.call_conditions import CallConditions
 from attncheck.verify.environment import prepare, require_device
 from attncheck.verify.executor import Execution, Failure, InProcess, Origin, failure
-from attncheck.verify.kernel_messages import describe_subject, from_fields, pack_outputs, to_fields
+from attncheck.verify.kernel_messages import (
+    describe_subject,
+    from_fields,
+    pack_tensors,
+    to_fields,
+    unpack_inputs,
+)
 from attncheck.verify.obligations import inputs_digest, requested_outputs
 from attncheck.verify.process_effects import State, process_state, restore_process
 from attncheck.verify.relation_runs import draw_case_inputs
@@ -31,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from attncheck.subjects.capabilities.subject import Subject
+    from attncheck.subjects.load import Candidate
 
 _MICROSECONDS = 1e-6
 
@@ -90,6 +100,7 @@ class KernelServer:
 
     def __init__(self) -> None:
         self._subject: Subject | None = None
+        self._candidate: Candidate | None = None
         self._device = "cpu"
         self._state: State = {}  # as it was loaded, but for what makes each call another draw
         # Whoever asks compares them with the digests of its own inputs.
@@ -97,6 +108,7 @@ class KernelServer:
         self._compiling = Compiling()
         self._answers = {
             "start": self._start,
+            "mods": self._load_mods,
             "load": self._load,
             "hold": self._hold,
             "ask": self._ask,
@@ -109,6 +121,8 @@ class KernelServer:
     def answer(self, request: Frame) -> Frame:
         """The answer to ``request``; whatever is raised on the way is one too."""
         try:
+            if request.data:
+                return self._run(request.words, request.data)
             return self._answers[request.kind](request.words)
         except BaseException as error:  # noqa: BLE001  # foreign code may raise anything
             return _failed(failure(error))
@@ -116,6 +130,25 @@ class KernelServer:
     def _start(self, words: dict[str, Any]) -> Frame:
         del words
         return Frame(kind="started", words={})
+
+    def _load_mods(self, words: dict[str, Any]) -> Frame:
+        """Load a ``mask``, a ``score``, or all of a ``file``: Problems may name them."""
+        try:
+            prepare(words["device"])
+            for name, load in {"mask": load_mask, "score": load_score}.items():
+                if name in words:
+                    load(words[name])
+            if "file" in words:
+                # Whoever asks looks at them itself: here they may end the process.
+                with torch.device(words["device"]):
+                    mods = mods_in(import_file(Path(words["file"]), "mods"))
+                for name, mod in mods.items():
+                    load = load_mask if kind_of_mod(mod) == "mask" else load_score
+                    with suppress(AttncheckError):
+                        load(f"{words['file']}::{name}")
+        except AttncheckError as error:
+            return Frame(kind="usage", words={"message": str(error)[:_LONGEST]})
+        return Frame(kind="loaded", words={})
 
     def _load(self, words: dict[str, Any]) -> Frame:
         self._device = words["device"]
@@ -125,7 +158,8 @@ class KernelServer:
         try:
             require_device(self._device)
             prepare(self._device)
-            self._subject = load_subject(words["kernel"], words["convention"] or None)
+            convention = words["convention"] or None
+            self._candidate, self._subject = load_kernel(words["kernel"], convention)
             state = process_state(torch.device(self._device))
             self._state = {n: part for n, part in state.items() if "random generator" not in n}
             # The import of a kernel is often the first to import Triton.
@@ -138,8 +172,15 @@ class KernelServer:
 
     def _hold(self, words: dict[str, Any]) -> Frame:
         assert self._subject is not None
-        self._subject = subject_on_terms(self._subject, msgspec.convert(words, Terms))
+        try:
+            self._subject = subject_on_terms(self._subject, msgspec.convert(words, Terms))
+        except UsageError as error:
+            return Frame(kind="usage", words={"message": str(error)[:_LONGEST]})
         return Frame(kind="described", words=describe_subject(self._subject))
+
+    def _read_entry(self) -> Any:
+        assert self._candidate is not None
+        return msgspec.to_builtins(self._candidate.facts())
 
     def _ask(self, words: dict[str, Any]) -> Frame:
         kernel, device = self._one(words["launch"]), words["device"]
@@ -154,6 +195,7 @@ class KernelServer:
             "tiling": lambda: to_fields(kernel.tiling(problem, device)),
             "arithmetic": lambda: to_fields(kernel.arithmetic(problem, device)),
             "files": loaded_files,
+            "entry": self._read_entry,
             "written_call": lambda: to_fields(kernel.written_call(problem)),
             "launches": lambda: {
                 name: describe_subject(each)
@@ -165,12 +207,16 @@ class KernelServer:
             return _failed(value)
         return Frame(kind="answer", words={"value": value})
 
-    def _run(self, words: dict[str, Any]) -> Frame:
-        kernel = self._one(words["launch"])
-        origin = Origin(case=Case.from_json(words["case"]), run=words["run"])
+    def _run(self, words: dict[str, Any], data: bytes | bytearray = b"") -> Frame:
+        """Call the kernel on what a Case draws, or on the inputs that ``data`` holds."""
+        kernel, origin = self._one(words["launch"]), None
         # Else what an earlier call has left, such as a default device, would break our drawing.
         restore_process(self._state, torch.device(self._device))
-        inputs = draw_case_inputs(origin, self._device)
+        if data:
+            inputs = unpack_inputs(words["inputs"], data, self._device)
+        else:
+            origin = Origin(case=Case.from_json(words["case"]), run=words["run"])
+            inputs = draw_case_inputs(origin, self._device)
         # Before the call, which may write to them.
         before, compiled = inputs_digest(inputs), self._compiling.seconds
         result = self._executor.run(
@@ -191,7 +237,7 @@ class KernelServer:
         if isinstance(result, Failure):
             return _failed(result)
         compiling = self._compiling.seconds - compiled
-        return _ran(result, origin.case.problem, drawn=before, compiling=compiling)
+        return _ran(result, inputs.problem, drawn=before, compiling=compiling)
 
     def _one(self, launch: dict[str, Any] | None) -> Subject:
         """The kernel, or a launch of it."""
@@ -232,7 +278,7 @@ def _ran(result: Execution, problem: Problem, *, drawn: str, compiling: float) -
         }
     except UsageError as error:
         return _failed(Failure(kind="contract", message=f"what it declares: {error}"))
-    about, data = pack_outputs(requested_outputs(result.outputs, problem))
+    about, data = pack_tensors(requested_outputs(result.outputs, problem).tensors())
     more = {"outputs": about, "seconds": result.seconds, "drawn": drawn, "left": result.left}
     return Frame(kind="ran", words={**declared, **more, "compiling": compiling}, data=data)
 

@@ -33,9 +33,11 @@ if TYPE_CHECKING:
 _MOST_CASES = 500  # then a process is replaced: what a kernel leaves behind adds up
 _MOST_GROWTH = 4 << 30  # bytes of memory that a process may hold beyond what it held at first
 _MOST_TILINGS = 256  # that are remembered
+_LEAST_TO_LOAD = 4.0  # seconds: a file may import other packages, whatever a call may take
 _LARGEST = 1 << 40  # bytes of an answer that nobody waits for
 _REQUESTS = {
     "start": "whether it had started",
+    "mods": "what its mods are",
     "load": "what the kernel is",
     "hold": "what the kernel is, on other terms",
     "ask": "a question about a problem",
@@ -48,22 +50,50 @@ class Deadlines:
     """Seconds that a kernel's process may take."""
 
     start: float = 120.0  # to start Python and import torch, before anything of the kernel's runs
-    load: float = 120.0  # to import the kernel
+    load: float = 120.0  # to import the kernel, or mods
     call: float = 60.0  # to answer one question: to draw the inputs and call the kernel
     # So many more the first time in a process: torch imports half of itself then.
     imports: float = 30.0
     compile: float = 180.0  # to do the same for the first time with these shapes and mods on a GPU
     close: float = 5.0  # to end by itself
+    typed: bool = False  # by somebody, who means it
 
     @classmethod
     def of(cls, seconds: float | None) -> Self:
-        """Return those of calls that may take so long; the usual ones where nobody says.
-
-        A first call compiles on a GPU: it may take the usual time even where others must be short.
-        """
+        """Return those of calls that may take so long; the usual ones where nobody says."""
         if not seconds:
             return cls()
-        return cls(call=seconds, imports=0.0, compile=max(seconds, cls().compile))
+        usual = cls()
+        return cls(
+            load=min(usual.load, max(seconds, _LEAST_TO_LOAD)),
+            call=seconds,
+            imports=0.0,
+            compile=max(seconds, usual.compile),
+            typed=True,
+        )
+
+    def of_run(
+        self, calls: int, device: str, *, new: bool, unseen: bool, compiles: bool
+    ) -> tuple[float, str]:
+        """Return the seconds after which a run is given up, and which limit that is where two are.
+
+        On a GPU a first call may compile. Who typed a limit means that too, unless the kernel is
+        known to compile: then the first call of these shapes has the usual time.
+
+        Args:
+            calls: How many the run makes.
+            device: ``cpu`` or ``cuda``.
+            new: Whether nothing was asked in this process before.
+            unseen: Whether shapes and mods are new to it.
+            compiles: Whether the kernel is known to compile, or was seen to.
+        """
+        seconds = self.call * calls + (self.imports if new else 0.0)
+        if device != "cuda" or not unseen:
+            return seconds, ""
+        if compiles or not self.typed:
+            seconds = max(self.compile, seconds)
+            return seconds, "the limit of a first call, which compiles"
+        return seconds, "of a kernel that compiles at its first call type a longer --timeout"
 
 
 class KernelConnection:
@@ -80,6 +110,7 @@ class KernelConnection:
         paths: Where it and what it starts look for modules first, before this process's places.
         worker: The first process, where one was started ahead of time, here and with nothing
             special; where it echoes, those after it do.
+        mods: The ``mask`` and the ``score`` of a file that Problems will name, ``FILE.py::NAME``.
 
     Attributes:
         description: What the process says of the kernel.
@@ -91,7 +122,7 @@ class KernelConnection:
         HostError: where it cannot be loaded for another reason: ``Died`` where its process crashed.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # where a process runs, and what in it
         self,
         kernel: str,
         *,
@@ -102,7 +133,9 @@ class KernelConnection:
         folder: str = "",
         paths: tuple[str, ...] = (),
         worker: Worker | None = None,
+        mods: Mapping[str, str] | None = None,
     ) -> None:
+        self._mods = mods or {}
         self.device, self.deadlines = device, deadlines or Deadlines()
         self._words = {"kernel": kernel, "convention": convention, "device": device}
         self._environment = {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
@@ -125,12 +158,15 @@ class KernelConnection:
         """True while no question has called the kernel in its process."""
         return self._worker is None or self._cases == 0
 
-    def ask(self, kind: str, words: dict[str, Any], *, seconds: float, most: int = 0) -> Frame:
+    def ask(
+        self, kind: str, words: dict[str, Any], *, seconds: float, most: int = 0, data: bytes = b""
+    ) -> Frame:
         """Return the answer to a question.
 
         Args:
             seconds: Until it is killed.
             most: Bytes beside JSON that an answer may have.
+            data: Those of the question.
 
         Raises:
             Died: when there is none. The next question starts another process.
@@ -142,7 +178,7 @@ class KernelConnection:
             except UsageError as error:
                 # It was loaded before: what has changed is the kernel, not what the user typed.
                 raise Died("crash", f"loaded once more it said: {error}") from None
-        return self._exchange(kind, words, seconds, most)
+        return self._exchange(kind, words, seconds, most, data)
 
     def send(self, kind: str, words: dict[str, Any], *, seconds: float) -> None:
         """Send a question of which ``ask`` receives the answer, where it is the next."""
@@ -161,7 +197,7 @@ class KernelConnection:
 
         Raises:
             Died: when its process does not answer.
-            HostError: for what is no plain function.
+            UsageError: for terms on which it cannot be asked.
         """
         self._terms = msgspec.to_builtins(terms)
         if self._worker is None:
@@ -169,7 +205,8 @@ class KernelConnection:
             return self.description
         answer = self._exchange("hold", self._terms, self.deadlines.load)
         if answer.kind != "described":
-            raise HostError(str(answer.words.get("message")))
+            kind = UsageError if answer.kind == "usage" else HostError
+            raise kind(str(answer.words.get("message")))
         self.description = answer.words
         return self.description
 
@@ -224,6 +261,13 @@ class KernelConnection:
         self._memory_at_first = self._worker.memory
         # As many threads as here, because sums on a CPU depend on how many share them.
         words = {**self._words, "threads": torch.get_num_threads()}
+        answer = Frame(kind="described", words={})
+        if self._mods:
+            try:
+                load_mods(self._worker, self._mods, self.device, self.deadlines.load)
+            except Died as error:
+                named = " and ".join(map(repr, self._mods.values()))
+                raise UsageError(f"{named}: as it was loaded, {error}") from None
         answer = self._exchange("load", words, self.deadlines.load)
         if answer.kind == "described" and self._terms is not None:
             answer = self._exchange("hold", self._terms, self.deadlines.load)
@@ -233,9 +277,11 @@ class KernelConnection:
         message = str(answer.words.get("message"))
         raise (UsageError if answer.kind == "usage" else HostError)(message)
 
-    def _exchange(self, kind: str, words: dict[str, Any], seconds: float, most: int = 0) -> Frame:
+    def _exchange(
+        self, kind: str, words: dict[str, Any], seconds: float, most: int = 0, data: bytes = b""
+    ) -> Frame:
         assert self._worker is not None
-        frame: Frame | None = Frame(kind=kind, words=words)
+        frame: Frame | None = Frame(kind=kind, words=words, data=data)
         sent, self._sent = self._sent, None
         try:
             if sent == (self._worker, kind, words):
@@ -246,6 +292,26 @@ class KernelConnection:
         except BaseException:  # it died, or we were interrupted: it is killed
             self._worker = None
             raise
+
+
+def load_mods(worker: Worker, mods: Mapping[str, str], device: str, seconds: float) -> None:
+    """Have a process that has started load mods, before this one does.
+
+    Args:
+        worker: The process; it ends where they cannot be loaded.
+        mods: The ``mask``, the ``score``, or all of a ``file``.
+        device: ``cpu`` or ``cuda``.
+        seconds: That it may take.
+
+    Raises:
+        UsageError: where they cannot be.
+        Died: when the process dies of it.
+    """
+    frame = Frame(kind="mods", words={**mods, "device": device})
+    answer = worker.exchange(frame, seconds=seconds, most=0, what=_REQUESTS["mods"])
+    if answer.kind != "loaded":
+        worker.kill(Deadlines().close)
+        raise UsageError(str(answer.words.get("message")))
 
 
 class RemoteSubject(Subject):
@@ -286,7 +352,7 @@ class RemoteSubject(Subject):
             description["sinks"],
             description["backward"],
         )
-        self.captured = description["captured"]
+        self.captured, self.compiles = description["captured"], description["compiles"]
         self.promises_gradients = description["promises_gradients"]
         self.conventions = tuple(map(str, description["conventions"]))
         self._has_launches: bool = description["has_launches"]

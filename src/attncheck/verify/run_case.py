@@ -30,6 +30,8 @@ from attncheck.verify.relation_runs import judge_relation
 from attncheck.verify.second_opinion import second_opinion
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from attncheck.core.tensor_names import TensorName
@@ -70,6 +72,7 @@ def run_case(  # noqa: PLR0913  # one case, and how it is run
     timed: bool = False,
     brief: bool = False,
     evidence: EvidenceBuilder | None = None,
+    stage: Callable[[str], None] = lambda _: None,
 ) -> Record:
     """Return the Record of ``case``, asked of ``subject`` as that may take it.
 
@@ -87,6 +90,7 @@ def run_case(  # noqa: PLR0913  # one case, and how it is run
         brief: Whether the verdict alone is needed, without errors beside their reference errors:
             half the time.
         evidence: Of this very Case, where several kernels share it.
+        stage: Called with what is done next of a comparison or a probe; what it raises ends it.
 
     Never raises for what the kernel does: see ``without_outputs``.
 
@@ -111,7 +115,7 @@ def run_case(  # noqa: PLR0913  # one case, and how it is run
             if evidence is None or evidence.case != adapted:
                 evidence = EvidenceBuilder(adapted, device)
             record, _ = run_on_evidence(
-                record, subject, evidence, executor, timed=timed, brief=brief
+                record, subject, evidence, executor, timed=timed, brief=brief, stage=stage
             )
         # A kernel may take pages of the next size.
         if record.status != "unsupported":
@@ -133,12 +137,14 @@ def run_on_evidence(
     *,
     timed: bool = False,
     brief: bool = False,
+    stage: Callable[[str], None] = lambda _: None,
 ) -> tuple[Record, Execution | None]:
     """Run ``subject`` on the inputs of ``evidence`` and judge it; a comparison or a probe.
 
     Args:
         timed: As of ``run_case``.
         brief: As of ``run_case``.
+        stage: The same.
 
     Returns:
         The Record, and what the kernel gave; None where it gave no outputs. An exact result that
@@ -152,7 +158,9 @@ def run_on_evidence(
         return replace(record, status="unsupported", reason=refusal), None
     try:
         # Before any kernel has run: nothing that it does can change the truth.
+        stage("the exact result")
         evidence.establish(reference_errors=not brief)
+        stage("the kernel")
         execution = executor.run(
             subject,
             evidence.inputs,
@@ -162,6 +170,7 @@ def run_on_evidence(
         )
         if isinstance(execution, Failure):
             return without_outputs(record, execution), None
+        stage("the verdict")
         record = replace(record, digest=outputs_digest(execution.outputs))
         if evidence.case.question in PROBES:
             record = _judged(record, _probe_judgement(execution, evidence, brief=brief))

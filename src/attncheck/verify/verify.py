@@ -23,7 +23,7 @@ from attncheck.verify.question_fit import COMPARE
 from attncheck.verify.run_case import run_case
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from attncheck.inputs.problem import Case, Problem
     from attncheck.records.record import Record
@@ -94,7 +94,7 @@ def verify(
     return replace(report, records=tuple(records))
 
 
-def iter_records(
+def iter_records(  # noqa: PLR0913  # what is asked, and how
     subjects: Sequence[Subject],
     cases: Iterable[Case | NamedCase],
     *,
@@ -104,11 +104,13 @@ def iter_records(
     applicable_only: bool = False,
     timed: bool = False,
     brief: bool = False,
+    stage: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Record]:
     """Yield the Records that ``verify`` reports, each as soon as it is made.
 
     For who shows or keeps them as they come, and may stop between two. Arguments as of ``verify``;
-    ``environment_key`` is that of the Report they go into, by default of this process now.
+    ``environment_key`` is that of the Report they go into, by default of this process now;
+    ``stage`` is called with what is done next.
     """
     prepare(device)
     key = environment_key or fingerprint(environment(device))
@@ -137,8 +139,13 @@ def iter_records(
                 timed=timed,
                 brief=brief,
                 evidence=evidence,
+                stage=partial(_tell, stage, f"{subject.name} {name}"),
             )
             yield confirm_death(subject, ask)[0]
+
+
+def _tell(stage: Callable[[str], None], cell: str, what: str) -> None:
+    stage(f"{cell}: {what}")
 
 
 def assemble_report(

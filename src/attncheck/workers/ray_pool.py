@@ -13,16 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from attncheck.core.errors import UsageError
 from attncheck.core.sanitize_text import one_line
+from attncheck.workers import worker_pool
 from attncheck.workers.reaper import MARK, Guard, new_mark
 from attncheck.workers.transport import Frame
-from attncheck.workers.worker_pool import (
-    Member,
-    UnitServer,
-    WorkerPool,
-    WorkerReply,
-    from_bytes,
-    to_bytes,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -73,7 +66,7 @@ class _Actor:
     def __init__(self) -> None:
         # What the Work starts ends with this process, which may be killed.
         mark = os.environ[MARK] = new_mark()
-        self._guard, self._server = Guard(mark), UnitServer()
+        self._guard, self._server = Guard(mark), worker_pool.UnitServer()
 
     def answer(self, raw: bytes) -> bytes:
         """Return the reply to a setup, and to each unit after it."""
@@ -84,7 +77,7 @@ class _Actor:
         self._server.close()
 
 
-class RayPool(WorkerPool[Any]):
+class RayPool(worker_pool.WorkerPool[Any]):
     """Ray actors; each handle is an actor, and ``busy`` what it will answer.
 
     Nodes may come and go: workers that are lost are started again where there is room, as many as
@@ -112,12 +105,12 @@ class RayPool(WorkerPool[Any]):
             actor = self._kind.remote()
             self._count += 1
             reply = actor.answer.remote(self._setup)
-            self._members[self._count] = Member(handle=actor, busy=reply)
+            self._members[self._count] = worker_pool.Member(handle=actor, busy=reply)
 
     def give(self, worker: int, unit: Unit) -> None:
         """See ``WorkerPool``."""
         member = self._members[worker]
-        member.used, member.busy = True, member.handle.answer.remote(to_bytes(unit))
+        member.used, member.busy = True, member.handle.answer.remote(worker_pool.to_bytes(unit))
 
     def drop(self, worker: int) -> None:
         """See ``WorkerPool``."""
@@ -144,11 +137,11 @@ class RayPool(WorkerPool[Any]):
                 self._fail(f"one is not ready within {self._limits.start:g} s")
         return [one for one in news if one is not None]
 
-    def _reply(self, reply: Any) -> WorkerReply:
+    def _reply(self, reply: Any) -> worker_pool.WorkerReply:
         try:
-            return from_bytes(self._ray.get(reply), WorkerReply)
+            return worker_pool.from_bytes(self._ray.get(reply), worker_pool.WorkerReply)
         except self._ray.exceptions.RayError as error:
-            return WorkerReply(raised=f"its actor was lost: {type(error).__name__}")
+            return worker_pool.WorkerReply(raised=f"its actor was lost: {type(error).__name__}")
 
     def close(self) -> None:
         """See ``WorkerPool``."""

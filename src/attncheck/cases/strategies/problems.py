@@ -275,7 +275,8 @@ def _lengths(problem: Problem) -> list[Changes]:
     whole = -(-problem.kv // _LARGEST_TILE) * _LARGEST_TILE
     # One row is what decoding takes, and few keys what lies whole in one tile.
     few = {"query": min(problem.query, _SMALLEST_TILE), "kv": min(problem.kv, _SMALLEST_TILE)}
-    return [{}, {"query": problem.kv}, {"query": whole, "kv": whole}, {"query": 1}, few]
+    lengths: list[Changes] = [{}, {"query": problem.kv}, {"query": whole, "kv": whole}]
+    return [*lengths, {"query": few["query"]}, {"query": 1}, few]
 
 
 def _heads(problem: Problem) -> list[Changes]:

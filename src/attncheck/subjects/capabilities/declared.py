@@ -9,14 +9,7 @@ from attncheck.core.formats import Format
 from attncheck.core.mod_spec import FULL, NONE
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.problem import USUAL_SCALE, Problem
-from attncheck.subjects.capabilities.subject import (
-    Call,
-    Refused,
-    Subject,
-    Tiling,
-    TooLarge,
-    WrittenCall,
-)
+from attncheck.subjects.capabilities import subject
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,7 +24,7 @@ class DeclaredButRefusedError(Exception):
     """The table says that the kernel takes a Problem, and the kernel says that it does not."""
 
 
-class Declared(Subject):
+class Declared(subject.Subject):
     """A Subject within its table.
 
     What the table has no place for is unsupported, and the kernel is not called. What it declares
@@ -49,7 +42,7 @@ class Declared(Subject):
 
     def __init__(
         self,
-        inner: Subject,
+        inner: subject.Subject,
         capabilities: Capabilities,
         name: str,
         *,
@@ -90,7 +83,7 @@ class Declared(Subject):
             return None  # the call raises then: declared, but refused
         return reason
 
-    def prepare(self, inputs: Inputs) -> Call:
+    def prepare(self, inputs: Inputs) -> subject.Call:
         """The kernel's call; raises DeclaredButRefusedError for what it must take and does not."""
         problem, device = inputs.problem, inputs.device.type
         reason = self.inner.unsupported(problem, device)
@@ -98,23 +91,23 @@ class Declared(Subject):
             raise DeclaredButRefusedError(f"declared, but refused: {reason}")
         try:
             call = self.inner.prepare(inputs)
-        except Refused as error:
+        except subject.Refused as error:
             raise self._refusal(problem, device, error) from error
 
         def checked() -> Outputs:
             try:
                 outputs = call()
-            except Refused as error:
+            except subject.Refused as error:
                 raise self._refusal(problem, device, error) from error
             return self._with_declared_lse(outputs)
 
         return checked
 
-    def written_call(self, problem: Problem) -> WrittenCall | None:
+    def written_call(self, problem: Problem) -> subject.WrittenCall | None:
         """Return how the kernel is called: a table changes no call."""
         return self.inner.written_call(problem)
 
-    def tiling(self, problem: Problem, device: str) -> Tiling | None:
+    def tiling(self, problem: Problem, device: str) -> subject.Tiling | None:
         """Return the kernel's own tiling."""
         return self.inner.tiling(problem, device)
 
@@ -125,7 +118,9 @@ class Declared(Subject):
 
     def _must_take(self, problem: Problem, device: str, reason: str) -> bool:
         """Return whether a refusal contradicts the table; what a machine lacks does not."""
-        machine = isinstance(reason, TooLarge) or (problem.dtype == "tf32" and device == "cpu")
+        machine = isinstance(reason, subject.TooLarge) or (
+            problem.dtype == "tf32" and device == "cpu"
+        )
         return not machine and not self._limits and self.capabilities.declares(problem, device)
 
     def _alone(self, problem: Problem, device: str) -> bool:
@@ -136,7 +131,7 @@ class Declared(Subject):
         """
         return any(self.inner.unsupported(one, device) for one in _one_by_one(problem))
 
-    def _refusal(self, problem: Problem, device: str, error: Refused) -> Exception:
+    def _refusal(self, problem: Problem, device: str, error: subject.Refused) -> Exception:
         # Its refusal contradicts the table: a failure, and no reason to skip the case.
         if self._must_take(problem, device, str(error)):
             return DeclaredButRefusedError(f"declared, but refused: {error}")
@@ -174,7 +169,7 @@ def _one_by_one(problem: Problem) -> Iterator[Problem]:
         yield plain.replace(query=longest, kv=longest, **{name: getattr(problem, name)})
 
 
-def _summary(inner: Subject, capabilities: Capabilities) -> str:
+def _summary(inner: subject.Subject, capabilities: Capabilities) -> str:
     """The kernel's own line, and in what the table lets it be less accurate than is usual."""
     looser = capabilities.arithmetic.looser()
     for override in capabilities.override:

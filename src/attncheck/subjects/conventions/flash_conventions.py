@@ -17,6 +17,7 @@ import torch
 from attncheck.core.mod_spec import NONE, Spec
 from attncheck.mods.page_table import draw_page_table
 from attncheck.mods.scores import alibi_slopes, sequence_slopes
+from attncheck.subjects.conventions import layouts, window_masks
 from attncheck.subjects.conventions.call_tensors import (
     inputs_page_table,
     paged_inputs,
@@ -37,23 +38,7 @@ from attncheck.subjects.conventions.convention import (
     offered,
     spare,
 )
-from attncheck.subjects.conventions.layouts import (
-    Layout,
-    bshd,
-    pack,
-    packed_layout,
-    without_padding,
-)
 from attncheck.subjects.conventions.parse import CallArguments, ParsedCall, UnreadableCall
-from attncheck.subjects.conventions.window_masks import (
-    Band,
-    band_window,
-    diagonal_offset,
-    mask_band,
-    packed_window_mask,
-    softcap_and_slopes,
-    window_mask,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -99,7 +84,10 @@ _SCORES = {(), ("softcap",), *((one,) for one in _SLOPES), *(("softcap", one) fo
 
 
 def _bind_band(
-    request: Request, band: Band | None, sequences: list[Lengths], leads: list[int] | None = None
+    request: Request,
+    band: window_masks.Band | None,
+    sequences: list[Lengths],
+    leads: list[int] | None = None,
 ) -> Arguments | str:
     """Arguments for a mask that is a band in each of ``sequences``, or why there are none.
 
@@ -110,7 +98,7 @@ def _bind_band(
     bottom_right = request.bottom_right
     edges = None
     if band is not None:
-        edges = band_window(band, sequences, bottom_right=bottom_right, leads=leads)
+        edges = window_masks.band_window(band, sequences, bottom_right=bottom_right, leads=leads)
     if edges is None:
         return f"no causal flag or window_size is the mask {problem.mask} at these lengths"
     scores = {score.name: score for score in _steps(problem.score)}
@@ -118,7 +106,7 @@ def _bind_band(
     if tuple(score.name for score in _steps(problem.score)) not in _SCORES:
         return f"neither softcap nor alibi_slopes are the score mod {problem.score}"
     offsets = {
-        diagonal_offset(lengths, bottom_right=bottom_right) + lead
+        window_masks.diagonal_offset(lengths, bottom_right=bottom_right) + lead
         for lengths, lead in zip(sequences, leads, strict=True)
         if min(lengths)
     }
@@ -200,7 +188,7 @@ def _parsed_score(
     call: CallArguments, heads: int, offset: int, *, causal: bool
 ) -> Spec | Callable[..., torch.Tensor] | None:
     slopes, cap = call.value("alibi_slopes"), call.value("softcap") or 0.0
-    return softcap_and_slopes(cap, slopes, heads, offset, causal=causal)
+    return window_masks.softcap_and_slopes(cap, slopes, heads, offset, causal=causal)
 
 
 # ------------------------------------------------------------------ flash_attn_func
@@ -211,13 +199,13 @@ def _bind_flash_attn(request: Request) -> Arguments | str:
     problem, mask, more = request.problem, request.problem.mask, Arguments()
     if "key_padding" in request.able:
         more["key_padding"] = request.key_padding(seen=True)
-        mask = without_padding(mask)
+        mask = layouts.without_padding(mask)
     bias = request.bias()
     by_slopes = problem.score.name in _SLOPES and "alibi_slopes" in request.able
     if "bias" in request.able and isinstance(bias, Argument) and not by_slopes:
         more["bias"] = bias
         request = replace(request, problem=problem.replace(score=NONE))
-    band = mask_band(mask, problem.dimensions)
+    band = window_masks.mask_band(mask, problem.dimensions)
     arguments = _bind_band(request, band, [(problem.query, problem.kv)])
     return arguments if isinstance(arguments, str) else arguments | more
 
@@ -231,7 +219,7 @@ def _parse_flash_attn(call: CallArguments) -> ParsedCall:
         q=q,
         k=k,
         v=v,
-        mask=window_mask(left, right, query, kv),
+        mask=window_masks.window_mask(left, right, query, kv),
         score=_parsed_score(call, q.shape[1], kv - query, causal=right == 0),
         scale=call.value("scale"),
         sink=call.value("sinks"),
@@ -243,7 +231,7 @@ FLASH_ATTN = Convention(
     name="flash_attn",
     summary="a function of q, k, v (batch, length, heads, dim), called like flash_attn_func",
     parameters=(*_PARAMETERS, *WRITTEN_OUT),
-    layout=bshd,
+    layout=layouts.bshd,
     bind=_bind_flash_attn,
     parse=_parse_flash_attn,
     # Names that only functions in the style of flash-attn have.
@@ -262,8 +250,8 @@ FLASH_ATTN = Convention(
 def _bind_varlen(request: Request) -> Arguments | str:
     """Arguments for a Problem whose mask is a band in each part, or why there are none."""
     problem = request.problem
-    packed = pack(problem)
-    band = mask_band(packed.rest, problem.dimensions) if packed else None
+    packed = layouts.pack(problem)
+    band = window_masks.mask_band(packed.rest, problem.dimensions) if packed else None
     if packed is None or band is None:
         return f"the mask {problem.mask} is no band in each of some sequences"
     arguments = _bind_band(request, band, packed.lengths(), packed.leads())
@@ -293,7 +281,7 @@ def _parse_varlen(call: CallArguments) -> ParsedCall:
         q=q,
         k=k,
         v=v,
-        mask=packed_window_mask(left, right, *starts, device=q.device),
+        mask=window_masks.packed_window_mask(left, right, *starts, device=q.device),
         score=_parsed_score(call, q.shape[1], 0, causal=right == 0),
         scale=call.value("scale"),
         sink=call.value("sinks"),
@@ -312,7 +300,7 @@ VARLEN = Convention(
         Parameter("max_seqlen_k", ("max_seqlen_k",), matters=False),
         *_PARAMETERS,
     ),
-    layout=packed_layout,
+    layout=layouts.packed_layout,
     bind=_bind_varlen,
     parse=_parse_varlen,
     claims_function=lambda names, dotted: (
@@ -348,9 +336,9 @@ def _bind_paged(request: Request) -> Arguments | str:
     paging, lengths = problem.paging, sequence_lengths(problem)
     assert paging is not None, "the convention has refused what has no pages"
     sequences = [(problem.query, length) for length in lengths]
-    band = mask_band(without_padding(problem.mask), problem.dimensions)
+    band = window_masks.mask_band(layouts.without_padding(problem.mask), problem.dimensions)
     # Checked before the rest for a better reason: the lengths are what is in the way.
-    aligned = band and band_window(band, sequences, bottom_right=request.bottom_right)
+    aligned = band and window_masks.band_window(band, sequences, bottom_right=request.bottom_right)
     if band is not None and aligned is None and lengths != (problem.kv,) * problem.batch:
         corner = "last" if request.bottom_right else "first"
         return (
@@ -399,14 +387,14 @@ def _cache_setup(problem: Problem, lengths: tuple[int, ...]) -> str:
     )
 
 
-def _paged_layout(problem: Problem) -> Layout:
+def _paged_layout(problem: Problem) -> layouts.Layout:
     """Of q and out ``(batch, query, heads, dim)``; keys are packed by ``_paged_tensors``."""
-    plain = bshd(problem)
+    plain = layouts.bshd(problem)
     return replace(plain, texts=dict(plain.texts) | {name: f"paged({name})" for name in "kv"})
 
 
 def _paged_tensors(
-    layout: Layout, inputs: Inputs
+    layout: layouts.Layout, inputs: Inputs
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, and keys and values ``(pages, page_size, kv_heads, dim)``, contiguous."""
     paged = paged_inputs(inputs)

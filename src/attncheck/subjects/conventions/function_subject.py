@@ -14,25 +14,11 @@ import torch
 
 from attncheck.core.mod_spec import FULL
 from attncheck.subjects.capabilities.subject import Call, Subject, WrittenCall, memory_refusal
+from attncheck.subjects.conventions import results, torch_arithmetic
 from attncheck.subjects.conventions.convention import MadeArgument, Request
 from attncheck.subjects.conventions.empty_rows import empty_rows, settle_empty_rows
 from attncheck.subjects.conventions.function_gradients import GradientCall, gradient_refusal
 from attncheck.subjects.conventions.render import render_call
-from attncheck.subjects.conventions.results import (
-    MutationCheck,
-    read_result,
-    refusals,
-    require_unchanged,
-    to_natural_lse,
-    to_outputs,
-)
-from attncheck.subjects.conventions.torch_arithmetic import (
-    CpuFlashDetector,
-    Products,
-    fp32_products,
-    with_rounded_sums,
-    with_short_exp,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -127,28 +113,30 @@ class FunctionSubject(Subject):
                 passed=passed,
                 parameters=self._parameters,
                 dead=dead,
-                natural_lse=lambda lse: to_natural_lse(lse, layout, self.options),
+                natural_lse=lambda lse: results.to_natural_lse(lse, layout, self.options),
             )
             # Leaves of autograd in place of the inputs, so that only this loss is differentiated.
             tensors, passed = gradients.tensors, gradients.passed
         graded = gradients is not None and gradients.by_autograd
-        products: Products = "tf32" if problem.dtype == "tf32" else "ieee"
-        detector = CpuFlashDetector() if device.type == "cpu" else None
-        mutations: MutationCheck | None = MutationCheck(passed, arguments, inputs)
+        products: torch_arithmetic.Products = "tf32" if problem.dtype == "tf32" else "ieee"
+        detector = torch_arithmetic.CpuFlashDetector() if device.type == "cpu" else None
+        mutations: results.MutationCheck | None = results.MutationCheck(passed, arguments, inputs)
 
         def call() -> Outputs:
             nonlocal detector, mutations
             around = self._convention.within(device.type)
             bare = LEAVES_MODES.get()
             grad = nullcontext() if bare and not graded else torch.set_grad_enabled(graded)
-            rounds = nullcontext() if bare else fp32_products(products)
+            rounds = nullcontext() if bare else torch_arithmetic.fp32_products(products)
             with grad, rounds, around, detector or nullcontext():
-                with refusals():
+                with results.refusals():
                     result = self.function(*tensors, **passed)
-                returned = read_result(result, self.convention, self._convention.most, self.options)
-                outputs = to_outputs(returned, layout, self.options)
+                returned = results.read_result(
+                    result, self.convention, self._convention.most, self.options
+                )
+                outputs = results.to_outputs(returned, layout, self.options)
                 if gradients is not None:
-                    with refusals():
+                    with results.refusals():
                         outputs = gradients.added(returned, outputs)
             # Once: the executor compares q, k and v themselves, but it does not see copies.
             if mutations is not None:
@@ -181,10 +169,10 @@ class FunctionSubject(Subject):
             assumed = replace(assumed, rounds_value_products=fmt, sums_rounded_heads=True)
         if problem.id not in self._reached_flash:
             return assumed
-        assumed = with_short_exp(assumed, device)
+        assumed = torch_arithmetic.with_short_exp(assumed, device)
         if not problem.backward:
             return assumed
-        return with_rounded_sums(assumed, problem, device, whole=False)
+        return torch_arithmetic.with_rounded_sums(assumed, problem, device, whole=False)
 
     def written_call(self, problem: Problem) -> WrittenCall:
         """Return how a script calls the function."""
@@ -271,7 +259,7 @@ class FunctionSubject(Subject):
         for name, its, mine in zip("qkv", (x.detach() for x in tensors), again, strict=True):
             # What is the input itself is the executor's to compare.
             if its.data_ptr() != getattr(inputs, name).data_ptr():
-                require_unchanged(name, its, mine)
+                results.require_unchanged(name, its, mine)
 
     def _empty_rows(self, inputs: Inputs) -> torch.Tensor | None:
         """Rows that are settled before the judge sees them; None where there are none."""
