@@ -121,7 +121,7 @@ def check(
         with closing(host):
             rendering.check_writable(directory, "check")
             report = assemble_report([host.subject], (), device=device, command=command)
-            options = {"dtypes": dtypes, "head_dims": head_dims, "names": names}
+            options: dict[str, Any] = {"dtypes": dtypes, "head_dims": head_dims, "names": names}
             report = _checked(
                 interrupts,
                 report,
@@ -150,7 +150,7 @@ def _checked(
     report: Report,
     host: KernelHost,
     questions: list[CheckCase],
-    options: dict[str, tuple[Any, ...]],
+    options: dict[str, Any],
     *,
     spec: str,
     device: str,
