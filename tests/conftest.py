@@ -5,9 +5,10 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from tests.warm_python import Servers
+from tests.warm_python import Forked, Servers, sees_gpu
 
 # What is found of a kernel is kept for the next run: of the tests' own, not of a user's.
 if "ATTNCHECK_CACHE_DIR" not in os.environ:  # processes of pytest-xdist share that of the first
@@ -134,6 +135,23 @@ def library_as_before():
     for registry, known in zip(registries, before, strict=True):
         registry.clear()
         registry.update(known)
+
+
+@pytest.fixture(scope="module")
+def forked_workers():
+    """Workers that a file starts are forks of this process: each would import torch anew."""
+    import torch
+
+    from attncheck.workers import process
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # a fork has none of its threads
+    with pytest.MonkeyPatch.context() as patch:
+        if not sees_gpu(os.environ):  # which no fork can use
+            names = vars(subprocess) | {"Popen": Forked}
+            patch.setattr(process, "subprocess", SimpleNamespace(**names))
+        yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -73,13 +73,15 @@ class Servers:
         cwd: Path,
         env: Mapping[str, str] | None = None,
         timeout: float | None = None,
-        forks: bool = False,
+        forks: bool = True,
     ) -> subprocess.CompletedProcess[str]:
         """What ``python -m module …`` says, and how it ends; or ``python module.py`` or ``-c``.
 
         With ``forks`` the workers that it starts are forks of it: they import nothing anew either.
+        Not with a GPU, which no fork can use. The fixture ``forked_workers`` does so in a test.
         """
         env = dict(os.environ if env is None else env)
+        forks = forks and not sees_gpu(env)
         address = self.start(module, env)
         words = [module, *arguments]
         asked = {"words": words, "cwd": str(cwd), "env": env, "forks": forks}
@@ -138,6 +140,11 @@ class Servers:
         for process in self._processes:
             process.communicate()  # closes its standard input
         shutil.rmtree(self.folder)
+
+
+def sees_gpu(env: Mapping[str, str]) -> bool:
+    """Whether a process with such an environment sees a GPU."""
+    return Path("/dev/nvidiactl").exists() and env.get("CUDA_VISIBLE_DEVICES") != ""
 
 
 def _file():
@@ -201,7 +208,7 @@ def _become(request: dict, descriptors: list[int]) -> None:
 _PARAMETERS = tuple(inspect.signature(subprocess.Popen._execute_child).parameters)
 
 
-class _Forked(subprocess.Popen):
+class Forked(subprocess.Popen):
     """A worker of attncheck's as a fork of this process."""
 
     def _execute_child(self, *arguments) -> None:
@@ -232,13 +239,17 @@ class _Forked(subprocess.Popen):
         os.environ.update(how["env"])
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        sys.stdin = os.fdopen(0, closefd=False)
         for name, number in (("stdout", 1), ("stderr", 2)):
             # As Python has them: standard error line by line.
             kind = {"errors": "backslashreplace", "closefd": False}
             stream = os.fdopen(number, "w", 1 if number == 2 else -1, **kind)
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
-        _end(_exit_code([*how["args"][1:]]))
+        code = _exit_code([*how["args"][1:]])
+        if "pytest" in sys.modules:  # whose folders and plugins are to stay
+            os._exit(code)
+        _end(code)
 
 
 def _run(words: list[str]) -> None:
@@ -289,5 +300,5 @@ if __name__ == "__main__":
     _request, _descriptors = _serve(sys.argv[1])
     _become(_request, _descriptors)
     if _request["forks"]:
-        subprocess.Popen = _Forked
+        subprocess.Popen = Forked
     _end(_exit_code(_request["words"]))

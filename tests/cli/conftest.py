@@ -13,6 +13,11 @@ from attncheck.cli import main
 from attncheck.core.errors import AttncheckError
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forks(forked_workers):
+    """Workers of verbs that run in the process of the test import nothing anew."""
+
+
 @pytest.fixture(scope="session")
 def attncheck(warm_python):
     """``attncheck(word, …, cwd=…)``, as ``python -m attncheck`` but for what is imported first.

@@ -138,3 +138,44 @@ def test_what_cannot_be_is_refused(run, tmp_path, name):
     assert done.returncode == 2, done.stderr
     assert said in done.stderr
     assert not (tmp_path / "reports").exists()
+
+
+STRANGER = """
+def attention(query, key, value, is_causal=False):
+    import torch.nn.functional
+
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, key, value + 0.5 - 0.5 * 1.0, is_causal=is_causal
+    )
+"""
+
+
+def test_mutants_of_a_file_are_scored(run, tmp_path):
+    (tmp_path / "mine.py").write_text(STRANGER)
+    mutants = ["--mutants", "mine.py::attention"]
+    listed = run(*mutants, "--list").stdout.splitlines()
+    assert "mine:drop-term:6:20" in listed
+    asked = ["--fault", "mine:drop-term:6:20", "--json", "r.json", "--jobs", "1", "-q"]
+    done = run(*mutants, *asked)
+    assert done.returncode == 0, done.stderr
+    (score,) = json.loads((tmp_path / "r.json").read_text())["scores"]
+    assert (score["outcome"], score["tool"]) == ("caught", "check")
+    assert "1 of 1 mutants caught." in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["mine.py::f"], "give it too"),
+        (["--tool", "pr"], "give it too"),
+        (["--mutants"], "mutants.toml names none"),
+        (["--mutants", "mine.py::f"], "there is no file"),
+        (["--mutants", "mine.py::f", "--tool", "nobody"], "tool 'nobody' is not known"),
+        (["--mutants", "mine.py::f", "--device", "cuda"], "on a cpu alone"),
+    ],
+)
+def test_what_mutants_cannot_be_asked_is_said_in_a_line(run, words, message):
+    done = run(*words)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1

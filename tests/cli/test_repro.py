@@ -8,9 +8,10 @@ import torch
 from msgspec.structs import replace
 from tests.messages import one_line
 
+from attncheck.cases.variants import check_memory, check_work
 from attncheck.cli import attncheck
 from attncheck.cli.standard_output import Interrupts
-from attncheck.core.errors import UsageError
+from attncheck.core.errors import ProblemError, UsageError
 from attncheck.core.mod_spec import Spec
 from attncheck.diagnose.reproduce import new_failure, run_again
 from attncheck.inputs.problem import Case, Problem
@@ -119,7 +120,7 @@ def test_a_script_is_written(repro, kept):
         (
             {"query": 10**6, "kv": 10**6},
             ("--kernel", "ideal"),
-            "has 3,725 GiB of scores in each head, in fp32; this machine has ",
+            "1.0e+12 pairs of a row and a key, whose exact result would take some 7 h on this CPU",
         ),
         (
             {"query": 10**6, "batch": 10**5},
@@ -174,3 +175,13 @@ def test_an_unknown_id_is_a_line(repro):
 def test_another_folder_of_reports(repro, kept):
     Path("reports").rename("elsewhere")
     assert repro(kept.id, "--reports", "elsewhere")[0] == 1
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_scores_that_nobody_holds_are_no_reason_to_refuse(device):
+    """A fused kernel and the oracle hold a tile: 64 GiB of scores in each head are only work."""
+    long = Problem(query=131072, kv=131072, head_dim=128, dtype="bf16")
+    check_work(long, device)
+    check_memory(long)
+    with pytest.raises(ProblemError, match="whose exact result would take"):
+        check_work(long.replace(heads=10**5), device)

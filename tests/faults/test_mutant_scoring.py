@@ -42,7 +42,7 @@ TABLE = """
 kernels = ["mine.py::attention"]
 
 [[equivalent]]
-mutants = "mine:*:6:*"
+mutants = ["mine:*:6:*"]
 because = "nothing reads it"
 
 [[families]]
@@ -72,7 +72,7 @@ def test_a_wrong_mask_is_caught(mine, tool):
     assert score["first"]
     assert score["questions"] > 0
     if tool == "check":
-        assert "too many" in score["shown"]
+        assert score["shown"]
         assert score["peers"]["allclose(1e-2)"]
 
 
@@ -90,8 +90,17 @@ def test_what_raises_at_once_is_stillborn(mine):
 
 
 def test_what_the_table_argues_counts_for_neither_side(mine):
-    score = scored(mine, "mine:*:6:*")[0]
+    score = scored(mine, "mine:drop-term:6:*")[0]
     assert (score["outcome"], score["reason"]) == ("equivalent", "nothing reads it")
+
+
+def test_an_argument_excuses_nothing_that_is_caught():
+    """Planted: an argument that is wrong, or a check that flags what is right."""
+    table = MutantTable(equivalent=(mutant_scoring.Argument(mutants=("m",), because="why"),))
+    facts = {"mutant": "m", "kernel": "k", "operator": "o", "line": 1, "diff": "", "tool": "check"}
+    caught = MutantScore(**facts, outcome="caught")
+    assert mutant_scoring.settled(caught, table) == caught
+    assert mutant_scoring.settled(MutantScore(**facts, outcome="missed"), table).reason == "why"
 
 
 def test_a_name_is_judged_by_the_table(mine):
@@ -176,8 +185,8 @@ def test_the_strangers_have_their_mutants(pytestconfig):
     table = read_table(folder)
     every = [unit.kernel.rpartition("@")[0] for unit in units]
     # An argument that fits no mutant any more speaks of another source.
-    for argument in table.equivalent:
-        assert any(mutant_scoring.fnmatch.fnmatchcase(one, argument.mutants) for one in every)
+    for pattern in (each for argument in table.equivalent for each in argument.mutants):
+        assert any(mutant_scoring.fnmatch.fnmatchcase(one, pattern) for one in every), pattern
 
 
 def report_of(**outcomes):

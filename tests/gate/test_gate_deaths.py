@@ -14,6 +14,8 @@ from attncheck.workers.units import Unit
 sys.path.insert(0, str(Path(__file__).parent))
 from driven import choices
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 CASE = Case(problem=Problem(query=2, head_dim=8, dtype="fp32"))
 NO_TIME = Deadlines(start=0.001)
 DIES = """

@@ -9,6 +9,8 @@ from attncheck.records.fault_scores import (
     FaultReport,
     FaultScore,
     FaultSensitivity,
+    MutantReport,
+    MutantScore,
     OwnTestsReport,
     OwnTestsScore,
     PeerVerdict,
@@ -319,6 +321,32 @@ MIXED = properties(
     processes=4,
 )
 
+
+def mutants():
+    def score(mutant, outcome, **facts):
+        where = {"kernel": "mine", "operator": mutant.split(":")[1], "line": 7, "tool": "check"}
+        diff = "-    s = q @ k\n+    s = q @ v"
+        return MutantScore(mutant=mutant, diff=diff, outcome=outcome, **where, **facts)
+
+    rules = {"torch": True, "2×": False}
+    wrong = {"named": "wrong", "family": "scale", "models": ("mask-ignored",), "certain": 1}
+    return MutantReport(
+        command="attncheck faults --mutants mine.py::attention",
+        tool="check",
+        started="2026-11-22T17:30:00Z",
+        seconds=95.0,
+        scores=(
+            score("mine:drop-term:7:8", "caught", questions=3, seconds=1.5, peers=rules, **wrong),
+            score("mine:drop-term:7:9", "missed", questions=48, seconds=4.5, peers=rules),
+            score("mine:transpose:7:8", "missed", questions=48, seconds=4.0, identical=True),
+            score("mine:transpose:7:9", "equivalent", reason="it is square"),
+            score("mine:off-by-one:7:4", "stillborn", reason="TypeError: no"),
+            score("mine:off-by-one:7:6", "harness", reason="its process was lost 2 times"),
+        ),
+        curve=(0, 0, 1),
+    )
+
+
 SAMPLES = {
     "oracles": oracles(
         oracle("naive"),
@@ -388,6 +416,7 @@ SAMPLES = {
         unfinished_because="interrupted",
     ),
     "own-tests": own_tests("caught", "missed", "not shown", "not reached", "not scored"),
+    "mutants": mutants(),
     "sensitivity": sensitivity(),
     "properties": MIXED,
     "baseline": comparison(

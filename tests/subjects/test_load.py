@@ -94,6 +94,20 @@ def test_a_file_imports_its_siblings(tmp_path, monkeypatch):
     assert sys.path[0] == str(tmp_path.resolve())
 
 
+def test_siblings_of_one_name_are_each_kernels_own(tmp_path):
+    for folder, factor in (("a", 2), ("b", 3)):
+        package = tmp_path / folder / "inner"
+        package.mkdir(parents=True)
+        (tmp_path / folder / "beside.py").write_text(f"factor = {factor}")
+        (package / "__init__.py").write_text(f"power = {factor}")
+        text = "from beside import factor\nfrom inner import power\ndef kernel(q, k, v): ..."
+        (tmp_path / folder / "mine.py").write_text(text)
+    kernels = [load_subject(f"{tmp_path / each}/mine.py::kernel") for each in "ab"]
+    names = ("factor", "power")
+    found = [[each.function.__globals__[name] for name in names] for each in kernels]
+    assert found == [[2, 2], [3, 3]]
+
+
 def test_a_name_of_the_library():
     assert load_subject("ideal").name == "ideal"
     with pytest.raises(UnknownName, match="choose from"):

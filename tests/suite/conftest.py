@@ -43,6 +43,11 @@ class Repository:
         return ["pytest", "-q", "-p", "no:cacheprovider", *arguments]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forks(forked_workers):
+    """Workers of what runs in the process of the test import nothing anew."""
+
+
 @pytest.fixture
 def repository(tmp_path, warm_python):
     """An empty one."""

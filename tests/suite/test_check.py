@@ -70,6 +70,7 @@ def test_all_that_is_wrong_is_said_at_once(monkeypatch):
     monkeypatch.setattr(
         room, "check_cases", lambda _: [one for one in asked if one.name.startswith("causal")]
     )
+    monkeypatch.setattr(room, "find_claims", lambda *_, **__: None)
     with pytest.raises(AssertionError) as raised:
         attncheck.check(bottom_right, device="cpu")
     assert "2 of 4 questions are answered wrongly" in str(raised.value)
@@ -144,3 +145,19 @@ def test_what_is_not_taken_is_drawn_anew():
 
     holds()
     assert {record.status for record in taken} == {"pass"}
+
+
+def heads_inside(q, k, v, window_size=(-1, -1)):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if q.shape[-1] != 64 or window_size != (-1, -1):
+        raise NotImplementedError("64 alone, and no window")
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+
+def test_a_function_is_asked_within_what_it_is_found_to_take():
+    """By its own convention, and at its head_dim: beyond that it raises, which is no failure."""
+    records = attncheck.check(heads_inside, device="cpu")
+    passed = [record for record in records if record.status != "unsupported"]
+    problems = [Case.from_json(record.case).problem for record in passed]
+    assert problems
+    assert {problem.head_dim for problem in problems} == {64}

@@ -82,3 +82,19 @@ def test_a_file_that_ends_its_process_ends_pytest_in_a_line(repository):
     assert run.returncode == 4
     said = "--kernel: dies.py::kernel: as it was loaded, its process ended with exit code 0"
     assert said in run.stdout + run.stderr
+
+
+def test_a_function_is_asked_within_what_it_takes_and_as_it_is_called(repository):
+    """Its heads lie inside its rows, which only a trial tells: as sdpa every test would fail."""
+    mine = (
+        "from torch.nn.functional import scaled_dot_product_attention as sdpa\n"
+        "def kernel(q, k, v, causal=False):\n"
+        "    assert q.shape[-1] == 64\n"
+        "    q, k, v = (x.transpose(1, 2) for x in (q, k, v))\n"
+        "    return sdpa(q, k, v, is_causal=causal).transpose(1, 2)\n"
+    )
+    asks = "def test_it(kernel):\n    assert 'flash_attn' in kernel.subject.summary\n"
+    run = repository("--kernel", "mine.py::kernel", "test_mine.py", mine=mine, test_mine=asks)
+    assert run.returncode == 0, run.stdout
+    assert "mine.py::kernel called as flash_attn, by which alone it is right" in run.stdout
+    assert "mine.py::kernel takes " in run.stdout

@@ -51,6 +51,9 @@ def base2(q, k, v):
 def never(q, k, v):
     raise RuntimeError("no")
 
+def wrong_inside(q, k, v, causal=False):
+    return heads_inside(q, k, v, causal) * 0.9
+
 def heads_inside(q, k, v, causal=False):
     return sdpa(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=causal).transpose(1, 2)
 
@@ -218,3 +221,21 @@ def test_every_aspect_has_its_reason():
     tried = {t.aspect for t in room._trials(Problem(query=64), "flash_attn", "cpu")}
     assert tried - {"lengths"} == set(NOT_CLAIMED)
     assert not set(CLAIMED) & set(NOT_CLAIMED)
+
+
+def test_a_wrong_kernel_is_read_as_its_axes_show(find):
+    """Sizes that all differ raise where rows are taken for heads: the other reading is its own."""
+    subject, claims = find("wrong_inside")
+    assert subject.conventions == ("sdpa", "flash_attn")
+    assert (claims.convention, claims.right) == ("flash_attn", False)
+    assert [one.what for one in claims.readings] == ["sdpa", "flash_attn"]
+    said, *_ = claims.lines()
+    assert said.startswith("right by no convention (as sdpa wrong: ")
+    assert "; as flash_attn wrong: bound: out[" in said
+    assert said.endswith("asked as flash_attn; --convention sdpa says otherwise")
+
+
+@pytest.mark.parametrize(("name", "convention"), [("halved", "sdpa"), ("wrong_inside", "sdpa")])
+def test_a_convention_that_was_typed_is_kept(find, name, convention):
+    _, claims = find(name, convention)
+    assert (claims.convention, claims.readings) == (convention, ())

@@ -29,6 +29,8 @@ from attncheck.workers.process import Died, HostError
 from attncheck.workers.transport import KEY, LARGEST_WORDS, Frame, Receiver, Sender
 from attncheck.workers.worker_main import serve
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 FILE = Path(planted.__file__)
 SIZES = {"heads": 2, "kv_heads": 1, "query": 6, "kv": 9, "head_dim": 8}
 SMALL = Problem(**SIZES, dtype="bf16", mask=Spec.of("causal"))
@@ -38,6 +40,7 @@ CASES = {
     "score mod": Case(problem=SMALL.replace(score=Spec.of("alibi"), batch=2)),
     "probe": Case(problem=SMALL.replace(dtype="fp32"), question="ones"),
     "relation": Case(problem=SMALL, question="head_permutation", parameters={"turn": 1}),
+    "far rows": Case(problem=SMALL, question="strides_far", parameters={"tensor": 2}),
     "backward": Case(problem=BACKWARD.replace(dlse=True)),
     "backward of a relation": Case(problem=BACKWARD, question="repeat"),
     "fp8": Case(problem=SMALL.replace(dtype="e4m3", mask=Spec.of("full"))),

@@ -1,5 +1,6 @@
 """What a kernel does to its process is told of it alone: the next right Case passes."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +11,9 @@ from attncheck.inputs.problem import Case, Problem
 from attncheck.verify.isolated import IsolatedKernel
 from attncheck.verify.remote_kernel import Deadlines
 from attncheck.verify.run_case import run_case
+from attncheck.workers import process
+
+pytestmark = pytest.mark.usefixtures("forked_workers")
 
 FILE = Path(planted.__file__)
 DEADLINES = Deadlines(call=2.0, close=5.0)
@@ -91,7 +95,11 @@ def test_a_fault_is_told_and_the_next_case_passes(host, name, said, reason):
         ("daemon_and_death", "crash", "its process died of SIGKILL before it answered."),
     ],
 )
-def test_no_daemon_is_left(host, name, said, reason):
+def test_no_daemon_is_left(host, monkeypatch, name, said, reason):
+    host.close()
+    # A daemon is known by the environment that its process was started with: no fork will do.
+    monkeypatch.setattr(process, "subprocess", subprocess)
+    assert ask(host, planted.RIGHT).status == "pass"
     record = ask(host, LENGTHS[name])
     assert (record.status, record.reason) == (said, reason)
     note = host.folder / "grandchild"
@@ -99,6 +107,7 @@ def test_no_daemon_is_left(host, name, said, reason):
     note.unlink()
     assert not runs(daemon)
     assert ask(host, planted.RIGHT).status == "pass"
+    host.close()
 
 
 def test_a_process_ends_when_its_host_is_closed(host):

@@ -16,6 +16,8 @@ from attncheck.subjects.capabilities.named_kernels import builtin_names, subject
 from attncheck.verify.verify import verify
 from attncheck.workers.units import Unit
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 SMALL = Problem(heads=2, kv_heads=1, query=3, kv=5, head_dim=16, dtype="bf16")
 TYPED = ("one-key", "decode-one-query")
 CASES = {each.name: each.case for each in check_cases("bf16") if each.name in TYPED} | {

@@ -22,7 +22,7 @@ from attncheck.mods.masks import MASKS
 from attncheck.mods.scores import SCORES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from attncheck.inputs.recorded_calls import Recording
     from attncheck.subjects.capabilities.subject import Subject
@@ -347,12 +347,8 @@ def check_measured(dtype: str) -> None:
         raise UnknownName("dtype", dtype, measured)
 
 
-def check_memory(problem: Problem, *, scores: bool = False) -> None:
-    """Raise ProblemError when the inputs alone, in float64 while drawn, do not fit.
-
-    With ``scores`` also where those of one head, in fp32, do not: of a problem that somebody wrote
-    down, and whose kernel may hold them.
-    """
+def check_memory(problem: Problem) -> None:
+    """Raise ProblemError when the inputs alone, in float64 while drawn, do not fit."""
     dims = problem.head_dim + problem.value_dim
     numbers = dims * (problem.query * problem.heads + problem.kv * problem.kv_heads)
     if problem.operation == "softmax":
@@ -365,22 +361,29 @@ def check_memory(problem: Problem, *, scores: bool = False) -> None:
             f"shape {problem.shape} needs {needed / 2**30:.0f} GiB for inputs and outputs in "
             f"float64; this machine has {available / 2**30:.0f} GiB."
         )
-    matrix = 4 * problem.query * problem.kv
-    # Where a GPU has more, kernels run there.
-    available = max([available, *_gpu_memory()])
-    if scores and matrix > available:
+
+
+# Products a second of the exact result, in float64: one thread of a CPU had 1.2e10 (8192 rows and
+# keys, November 2026); a GPU's tensor cores have thousands of times that.
+_RATES = {"cpu": 1e10, "cuda": 1e13}
+_MOST_HOURS = 1.0
+
+
+def check_work(problem: Problem, device: str) -> None:
+    """Raise ProblemError when the exact result would take more than an hour or so.
+
+    No one holds all scores of a head, neither the oracle nor a fused kernel: what they need is
+    time. Of a kernel that does hold them its process says that it had no memory.
+    """
+    pairs = problem.batch * problem.heads * problem.query * problem.kv
+    work = 2 * pairs * (problem.head_dim + problem.value_dim) * (3 if problem.backward else 1)
+    hours = work / _RATES[device] / 3600
+    if hours > _MOST_HOURS:
+        where = "CPU" if device == "cpu" else "GPU"
         raise ProblemError(
-            f"shape {problem.shape} has {matrix / 2**30:,.0f} GiB of scores in each head, in fp32; "
-            f"this machine has {available / 2**30:.0f} GiB: ask with fewer rows or keys."
+            f"shape {problem.shape} has {pairs:.1e} pairs of a row and a key, whose exact result "
+            f"would take some {hours:,.0f} h on this {where}: ask with fewer rows, keys or heads."
         )
-
-
-def _gpu_memory() -> Iterator[int]:
-    """Bytes of each GPU that torch sees."""
-    import torch
-
-    for number in range(torch.cuda.device_count()):
-        yield torch.cuda.get_device_properties(number).total_memory
 
 
 # ------------------------------------------------------------ one cell by its name

@@ -123,7 +123,7 @@ def check(
         with closing(host):
             rendering.check_writable(directory, "check")
             report = assemble_report([host.subject], (), device=device, command=command)
-            options = {"dtypes": dtypes, "head_dims": head_dims, "names": names}
+            options: dict[str, Any] = {"dtypes": dtypes, "head_dims": head_dims, "names": names}
             report = _checked(
                 interrupts,
                 report,
@@ -152,7 +152,7 @@ def _checked(
     report: Report,
     host: KernelHost,
     questions: list[CheckCase],
-    options: dict[str, tuple[Any, ...]],
+    options: dict[str, Any],
     *,
     spec: str,
     device: str,
@@ -371,6 +371,8 @@ def _diagnosed(report: Report, subject: Subject, device: str) -> Report:
         return report
     # The one that says most first: what explains it is tried on the others alone.
     search = CauseSearch(_MOST_SEARCHES)
+    for one in report.records:
+        search.note(one)
     first = search.diagnose(worst, subject, device=device)
     return replace(
         report,

@@ -75,13 +75,14 @@ def repro(
     spec, convention = kernel or kept.kernel, convention or kept.convention
     worker = start_worker(spec, in_process=in_process) if spec else None
     from attncheck.diagnose.reproduce import run_again
+    from attncheck.surveys.claims import hold_to_claims
     from attncheck.verify.deaths import death_record
     from attncheck.verify.environment import prepare
     from attncheck.workers.process import Died
 
     interrupts.check()  # the imports above take a while, and may have swallowed one
-    case = _case(kept)
     device = _device(device, kept)
+    case = _case(kept, device)
     prepare(device)  # before the file's own Triton functions are decorated
     how: dict[str, Any] = {"convention": convention, "device": device}
     try:
@@ -91,6 +92,8 @@ def repro(
         record = death_record(error, case, kernel=spec)
     else:
         with closing(host):
+            claims = hold_to_claims(host, kernel=spec, device=device, problems=[case.problem])
+            how["convention"] = claims.convention if claims is not None else convention
             record = run_again(host.subject, case, device=device)
             if script is not None and record.status != "unsupported":
                 write_script(Path(script), host.subject, case, record, kernel=spec, **how)
@@ -100,9 +103,9 @@ def repro(
     return record_exit_code(record.status)
 
 
-def _case(kept: Reproduction) -> Case:
+def _case(kept: Reproduction, device: str) -> Case:
     """Raises UsageError for what is no Case, in one line that says which file has it."""
-    from attncheck.cases.variants import check_memory
+    from attncheck.cases.variants import check_memory, check_work
     from attncheck.core.errors import UsageError
     from attncheck.core.sanitize_text import one_line
     from attncheck.inputs.problem import Case
@@ -111,7 +114,8 @@ def _case(kept: Reproduction) -> Case:
     try:
         case = Case.from_json(kept.case)
         check_question(case.question)
-        check_memory(case.problem, scores=True)
+        check_memory(case.problem)
+        check_work(case.problem, device)
     except UsageError as error:
         raise UsageError(f"{one_line(str(kept.source))}: {one_line(str(error))}") from None
     return case

@@ -76,7 +76,7 @@ _REFERENCE_CHANGES: tuple[dict[str, Any], ...] = (
 class Argument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Why a mutant is no fault, or none that can be seen here."""
 
-    mutants: str  # pattern of ids
+    mutants: tuple[str, ...]  # patterns of ids
     because: str
 
 
@@ -98,7 +98,11 @@ class MutantTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def argued(self, mutant: str) -> str:
         """Return why a mutant counts for neither side; empty of one that does."""
-        reasons = (a.because for a in self.equivalent if fnmatch.fnmatchcase(mutant, a.mutants))
+        reasons = (
+            each.because
+            for each in self.equivalent
+            if any(fnmatch.fnmatchcase(mutant, one) for one in each.mutants)
+        )
         return next(reasons, "")
 
     def family(self, mutant: Mutant) -> Family | None:
@@ -191,20 +195,13 @@ def mutant_units(
     ]
 
 
-def mutant_work(**options: Any) -> MutantScorer:
+def mutant_work() -> MutantScorer:
     """Return what a worker does."""
-    return MutantScorer(naming=bool(options.get("naming", True)))
+    return MutantScorer()
 
 
 class MutantScorer:
-    """Scores mutants, one after the other, each in a process forked for it.
-
-    Args:
-        naming: Whether the first failure is diagnosed.
-    """
-
-    def __init__(self, *, naming: bool = True) -> None:
-        self._naming = naming
+    """Scores mutants, one after the other, each in a process forked for it."""
 
     def close(self) -> None:
         """Nothing is left open."""
@@ -230,18 +227,25 @@ class MutantScorer:
             family=family.name if family else "",
         )
         start = time.perf_counter()
-        argued = table.argued(mutant.id)
-        if argued:
-            score = replace(score, outcome="equivalent", reason=argued)
-        else:
-            job = _Job(mutant, Path(file).absolute(), function, unit.tier, naming=self._naming)
-            score = replace(score, **_in_a_fork(job.run))
-            score = judged_name(score, family)
+        job = _Job(mutant, Path(file).absolute(), function, unit.tier)
+        score = settled(replace(score, **_in_a_fork(job.run)), table)
+        score = judged_name(score, family)
         seconds = round(time.perf_counter() - start, 3)
         where = environment("cpu")
         facts = {"score": to_builtins(score), "key": fingerprint(where)}
         facts["environment"] = to_builtins(where)
         return Done(unit=unit.id, facts=facts, seconds=seconds)
+
+
+def settled(score: MutantScore, table: MutantTable) -> MutantScore:
+    """Return the score of one that was missed as an equivalent one's, where the table argues so.
+
+    One that is caught stays so: its argument is wrong, or attncheck is.
+    """
+    argued = table.argued(score.mutant)
+    if score.outcome == "missed" and argued:
+        return replace(score, outcome="equivalent", reason=argued)
+    return score
 
 
 def judged_name(score: MutantScore, family: Family | None) -> MutantScore:
@@ -308,11 +312,9 @@ def _heard(child: int, reader: int) -> dict[str, Any]:
 class _Job:
     """All that is asked of one mutant, within its process."""
 
-    def __init__(
-        self, mutant: Mutant, file: Path, function: str, tool: str, *, naming: bool
-    ) -> None:
+    def __init__(self, mutant: Mutant, file: Path, function: str, tool: str) -> None:
         self._mutant, self._file, self._function = mutant, file, function
-        self._tool, self._naming = tool, naming
+        self._tool = tool
 
     def run(self, tell: Callable[..., None]) -> None:
         """Ask, and tell what is known as soon as it is."""
@@ -386,7 +388,7 @@ class _Job:
         tell(peers={one.rule: one.caught for one in peers.verdicts})
         if failed is None:
             tell(identical=_identical(subject, right, [case.problem for _, case in named]))
-        elif self._naming:
+        else:
             self._name(failed, subject, tell)
 
     @staticmethod

@@ -79,9 +79,15 @@ def _totals(
         for name in dict.fromkeys(map(key, scores))
     ]
     rows.append(_total("all", scores, rules))
-    numbers = ("mutants", "caught", "missed", "same bits", "equivalent", "stillborn", "median s")
-    heads = (*numbers, "questions", *rules, "named", "wrong")
-    columns = (Column(what, words=True, cut=True), *map(Column, heads))
+    rare = ("same bits", "equivalent", "stillborn")
+    columns = (
+        Column(what, words=True, cut=True),
+        *map(Column, ("mutants", "caught", "missed")),
+        *(Column(name, spare=1) for name in rare),
+        *(Column(name, spare=2) for name in ("median s", "questions")),
+        *(Column(rule, spare=3) for rule in rules),
+        *map(Column, ("named", "wrong")),
+    )
     return Section(title, (Table(columns, tuple(rows)),))
 
 

@@ -255,6 +255,9 @@ def _from_folder(entry: str, folder: Path) -> str:
     return f"{folder / file}{colons}{name}" if colons else entry
 
 
+_FOLDERS: set[str] = set()  # of kernels' files
+
+
 def _import_reference(kernel: str, what: str) -> Any:
     """The object of ``file.py::name`` or ``package.module:name``."""
     file, _, name = kernel.partition(":")
@@ -267,6 +270,15 @@ def _import_reference(kernel: str, what: str) -> Any:
     folder = os.path.dirname(os.path.realpath(kernel.rpartition("::")[0]))  # noqa: PTH120  # a link to itself too
     if sys.path[:1] != [folder]:
         sys.path.insert(0, folder)
+    _FOLDERS.add(folder)
+    # Of several kernels in one process each has its own siblings, whatever they are called.
+    files = {name: getattr(each, "__file__", None) or "" for name, each in sys.modules.items()}
+    for module, file in files.items():
+        other = os.path.dirname(file)  # noqa: PTH120  # of a package: its own folder
+        if other != folder and {other, os.path.dirname(other)} & (_FOLDERS - {folder}):  # noqa: PTH120
+            top = Path(folder, module.partition(".")[0])
+            if top.is_dir() or top.with_suffix(".py").is_file():
+                del sys.modules[module]
     return load_member(kernel, what)
 
 

@@ -61,6 +61,7 @@ class Outcomes:
         self.outcomes: list[PropertyOutcome] = []  # in the order in which they came
         # Kernel → dtype → why no test was made of it.
         self.untaken: dict[str, dict[str, str]] = {}
+        self.claims: dict[str, list[str]] = {}  # kernel → what it was found to take
         # Why nothing can be tested, found out while tests were collected; empty for nothing.
         self.error = ""
         self.processes = 1  # that shared the work
@@ -71,14 +72,21 @@ class Outcomes:
         """Return the time since the session began."""
         return time.perf_counter() - self.started
 
-    def add_collected(self, *, untaken: Mapping[str, dict[str, str]], error: str = "") -> None:
+    def add_collected(
+        self,
+        *,
+        untaken: Mapping[str, dict[str, str]],
+        claims: Mapping[str, list[str]],
+        error: str = "",
+    ) -> None:
         """Add what a process learned while it collected tests."""
         self.untaken.update(untaken)
+        self.claims.update(claims)
         self.error = self.error or error
 
     def collected(self) -> dict[str, Any]:
         """Return what was learned while tests were collected, for another process."""
-        return {"untaken": self.untaken, "error": self.error}
+        return {"untaken": self.untaken, "claims": self.claims, "error": self.error}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Take what ``attach_outcome`` left."""
@@ -113,6 +121,7 @@ class Outcomes:
         if self.error:
             terminalreporter.line(f"ERROR: {self.error}", red=True)
         lines = list(summary_lines(self.outcomes, self.untaken, self.seconds))
+        lines += [f"{kernel} {line}" for kernel, found in self.claims.items() for line in found]
         if lines:
             terminalreporter.section("attncheck")
             for line in lines:

@@ -23,8 +23,9 @@ from attncheck.subjects.conventions.function_subject import FunctionSubject
 from attncheck.subjects.load import load_subject
 from attncheck.suite.pytest_options import settings_of
 from attncheck.suite.wrong_answers import WrongAnswer, WrongAnswers
-from attncheck.surveys.claims import subject_takes
+from attncheck.surveys.claims import claimed_questions, find_claims, subject_takes
 from attncheck.verify.environment import prepare, usable_device
+from attncheck.verify.kernel_hosts import on_terms
 from attncheck.verify.question_fit import COMPARE
 from attncheck.verify.verify import iter_records
 
@@ -39,12 +40,15 @@ if TYPE_CHECKING:
     from attncheck.inputs.input_tensors import Descale, Inputs
 
 
+_USUAL = ("bf16",)
+
+
 def check(
     kernel: Callable[..., object] | Subject | str,
     problem: Problem | Case | None = None,
     *,
     convention: str | None = None,
-    dtypes: Iterable[str] = ("bf16",),
+    dtypes: Iterable[str] = _USUAL,
     device: str | None = None,
     question: str = COMPARE,
 ) -> tuple[Record, ...]:
@@ -73,11 +77,22 @@ def check(
     device = _prepare_device(device)
     subject = _subject(kernel, convention)
     cases = _cases(problem, question, dtypes)
-    # Of a function nobody has said which head_dims it takes, say, or whether it has gradients.
-    if problem is None and not isinstance(subject, FunctionSubject):
-        names = (dtypes,) if isinstance(dtypes, str) else dtypes
+    claims = None
+    if problem is None or isinstance(kernel, str):  # which keeps what was found
+        spec = kernel if isinstance(kernel, str) else _reference(kernel) or subject.name
+        claims = find_claims(subject, kernel=spec, device=device)
+    if claims is not None and not claims.timeout:
+        asked = [case.problem for case in cases if problem is not None]
+        named = () if problem is not None else _names(dtypes)
+        # The one dtype that is asked where nobody says is claimed only where it is right.
+        named = () if named == _USUAL else named
+        subject = on_terms(subject, claims.terms(named, problems=asked))
+        if problem is None:
+            how: dict[str, Any] = {"device": device, "dtypes": named, "calls": False}
+            cases = [each.case for each in claimed_questions(claims, subject, **how)]
+    elif problem is None and not isinstance(subject, FunctionSubject):
         able = subject_takes(subject, device)
-        cases += [each.case for dtype in names for each in crossed_cases(dtype, (), able)]
+        cases += [one.case for name in _names(dtypes) for one in crossed_cases(name, (), able)]
     records = tuple(iter_records([subject], cases, device=device))
     _reject_untaken(records)
     name = kernel if isinstance(kernel, str) else _reference(kernel) or subject.name
@@ -117,12 +132,13 @@ def _subject(kernel: Callable[..., object] | Subject | str, convention: str | No
         return kernel
     if isinstance(kernel, str):
         return _load_once(kernel, convention)
-    from attncheck.subjects.conventions.declarations import adopted
+    from attncheck.subjects.conventions.declarations import adopted, possible_conventions
 
     name = getattr(kernel, "__name__", type(kernel).__name__)
     subject = adopted(kernel, name, convention)
     if isinstance(subject, str):
         raise UsageError(f"kernel {name!r} is {type(kernel).__name__}: it must {subject}.")
+    subject.conventions = (convention,) if convention else possible_conventions(kernel)
     return subject
 
 
@@ -142,11 +158,15 @@ def _cases(problem: Problem | Case | None, question: str, dtypes: Iterable[str])
         raise UsageError(f"problem is {kind}: it must be a Problem or a Case.")
     if question != COMPARE:
         raise UsageError(f"question={question!r} is asked of a Problem: give one.")
+    return [each.case for dtype in _names(dtypes) for each in check_cases(dtype)]
+
+
+def _names(dtypes: Iterable[str]) -> tuple[str, ...]:
     # A single name would be read letter by letter.
     names = (dtypes,) if isinstance(dtypes, str) else tuple(dtypes)
     if not names:
         raise UsageError("dtypes is empty: give at least one, such as 'bf16'.")
-    return [each.case for dtype in names for each in check_cases(dtype)]
+    return names
 
 
 def _reject_untaken(records: tuple[Record, ...]) -> None:

@@ -21,6 +21,7 @@ from attncheck.subjects.capabilities.configuration import read_configuration
 from attncheck.suite.kernel_support import NOT_APPLICABLE, KernelSupport, is_askable
 from attncheck.suite.pytest_options import MARK, Options, choose_gpu
 from attncheck.suite.under_test import UnderTest
+from attncheck.surveys.claims import hold_to_claims
 from attncheck.verify.environment import default_device, prepare, require_device
 from attncheck.verify.executor import InProcess
 from attncheck.verify.kernel_hosts import open_kernel
@@ -80,6 +81,7 @@ class Session:
     compiling: Compiling = field(default_factory=Compiling)  # the clock of what is compiled
     _supports: dict[str, KernelSupport] = field(default_factory=dict)
     _takes_dtype: dict[tuple[str, str], bool] = field(default_factory=dict)
+    claims: dict[str, list[str]] = field(default_factory=dict)
     _hosts: ExitStack = field(default_factory=ExitStack)
 
     @cached_property
@@ -190,6 +192,16 @@ class Session:
             raise pytest.UsageError(f"--kernel: {error}") from None
         except HostError as error:
             raise pytest.UsageError(f"--kernel: {name}: as it was loaded, {error}") from None
+        try:
+            with few_threads(self.device):
+                claims = hold_to_claims(
+                    host, kernel=name, device=self.device, dtypes=self.options.dtypes
+                )
+        except HostError as error:
+            host.close()
+            raise pytest.UsageError(f"--kernel: {name}: as it was tried, {error}") from None
+        if claims is not None and (lines := claims.lines()):
+            self.claims[name] = lines
         self._hosts.callback(host.close)
         reason = host.executor.absence(host.subject, self.device)
         if reason:

@@ -78,7 +78,7 @@ what it gets wrong without a word is one finding."""
 
 CLAIM_TRIALS = 40  # about so many questions are asked: how far it is
 
-_FORM = 2  # of what is kept: another number forgets what an older version kept
+_FORM = 3  # of what is kept: another number forgets what an older version kept
 _SHOWN_LENGTH = 77  # no multiple of any tile
 _SHOWN = f"lengths-{_SHOWN_LENGTH}"
 _USUAL_DTYPES = ("fp32", "fp16", "bf16")
@@ -96,6 +96,8 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     base: dict[str, Any] | None = None
     right: bool = False  # whether it was right on that
     tried: tuple[TrialResult, ...] = ()  # in the order of asking
+    # By more than one convention, of which none is right: what it answered by each.
+    readings: tuple[TrialResult, ...] = ()
     timeout: str = ""  # of a kernel that did not answer even the first Problem, what was said of it
 
     def terms(
@@ -194,6 +196,13 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             lines.append(
                 f"called as {self.convention}, by which alone it is right; --convention "
                 f"{self.conventions[0]} says otherwise"
+            )
+        if self.readings:
+            said = "; ".join(f"as {one.what} {one.verdict}: {one.reason}" for one in self.readings)
+            other = next(name for name in self.conventions if name != self.convention)
+            lines.append(
+                f"right by no convention ({said}): asked as {self.convention}; --convention "
+                f"{other} says otherwise"
             )
         if self.causal:
             corner = "last" if self.causal == "bottom_right" else "first"
@@ -353,6 +362,9 @@ def find_claims(
             right=right,
             tried=tuple(one for one in found.tried if one.aspect != "convention"),
         )
+    tried = [one for one in detection.result(base).tried if one.aspect == "convention"]
+    if base is not None and not claims.right and len(tried) > 1:
+        claims = replace(claims, readings=tuple(tried))
     files = loaded_files()
     if isinstance(subject, RemoteSubject):
         files = subject.ask("files", None, device)
@@ -429,6 +441,7 @@ def claimed_questions(
     dtypes: Sequence[str] = (),
     head_dims: Sequence[int] = (),
     names: Sequence[str] = (),
+    calls: bool = True,
 ) -> list[CheckCase]:
     """Return the questions of a quick check within claims, and what lies wrongly beyond them.
 
@@ -437,13 +450,14 @@ def claimed_questions(
         dtypes: Those that were asked for; none: bf16, or the first that it is right in.
         head_dims: Those that were asked for.
         names: Of questions, those that were asked for; none: all.
+        calls: Whether also those of what a call does beside its result.
     """
     able = subject_takes(subject, device)
     right = claims.dtypes()
     dtypes = dtypes or (("bf16",) if "bf16" in right else right[:1])
     dims = claims.head_dims()
     usual = head_dims or [dim for dim in dims if dim in _USUAL_HEAD_DIMS] or dims
-    questions = call_cases(dtypes[0], usual, takes=able)
+    questions = call_cases(dtypes[0], usual, takes=able) if calls else []
     for dtype in dict.fromkeys(dtypes):
         questions += check_cases(dtype, usual, takes=able)
         questions += crossed_cases(
