@@ -1,34 +1,54 @@
 """Does a diagnosis name the planted fault? ``python benchmarks/diagnosis.py [--host H] [ID …]``.
 
 Each discrete fault of the catalogue that says what names it is planted, and driven through the gate
-until the first wrong answer, which is made smaller. Prints a line for each and the shares that are
-named first and among the first three: by the failure alone, and by it and the smallest together.
+until the first wrong answer, which is made smaller. Prints a line for each, and how many were
+named, had their family named, were said to be unknown, or got a wrong name.
 
 In the ideal kernel, faults that are planted by the very steps of a fault model are left out: there
-planting and naming are one. In Triton's hosts every fault is a change to a source.
+planting and naming are one. In Triton's hosts every fault is a change to a source. ``--host
+strangers`` plants the faults of ``stranger_faults.toml`` in the examples, which are tiled and
+written otherwise than our kernels; what is to be named stood there before.
 
-``--host strangers [--md PATH]`` plants the faults of ``stranger_faults.toml`` in the examples,
-which are tiled and written otherwise than our kernels. What is to be named stood there before.
+``--leave-out`` hides the models of the planted fault: nothing that is named is right then, and its
+family at most is known. ``--report STEM`` writes STEM.json and STEM.md, with a table of which
+family was planted and what was said; parts of one command add to one report.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import tempfile
 import time
 import tomllib
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 import tomlkit
 
-from attncheck.faults.catalogue import FAULTS, fault_named
+from attncheck.diagnose import diagnosis as causes
+from attncheck.diagnose.explanations import explain
+from attncheck.fault_models import FAULT_MODELS
+from attncheck.fault_models.fault_model import FAMILIES
+from attncheck.faults.catalogue import FAULTS
 from attncheck.faults.patching import apply_patches
 from attncheck.faults.planting import plant
-from attncheck.faults.scoring import GateRun, rank_of
+from attncheck.faults.scoring import GateRun
 from attncheck.records.record import FAILED_STATUSES, Diagnosis
 from attncheck.workers.units import Unit
+
+SCORES = (
+    "named",
+    "neighbour",
+    "family",
+    "proven",
+    "unknown",
+    "wrong family",
+    "wrong name",
+    "not caught",
+)
 
 LONGEST = 60.0
 """Seconds until a fault counts as not caught: how soon it is, is another benchmark's matter."""
@@ -91,110 +111,175 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("ids", nargs="*")
     parser.add_argument("--host", default="triton", choices=("ideal", "triton", "strangers"))
-    parser.add_argument("--md", type=Path, help="with strangers: write a table")
+    parser.add_argument("--leave-out", action="store_true", help="hide the planted fault's models")
+    parser.add_argument("--report", type=Path, help="write a table, as JSON and as Markdown")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--part", default="1/1", help="n/m: each m-th fault from the n-th on")
     parser.add_argument("--alone", action="store_true", help="make no failure smaller")
     typed = parser.parse_args()
     part, parts = map(int, typed.part.split("/"))
-    if typed.host == "strangers":
-        score_strangers(typed, part, parts)
-        return
-    faults = [fault_named(name) for name in typed.ids] or [
-        fault for fault in FAULTS.values() if fault.discrete and fault.named
-    ]
-    ranks = []
-    with tempfile.TemporaryDirectory() as folder:
-        for fault in faults[part - 1 :: parts]:
-            host = fault.hosts.get(typed.host)
-            if host is None or host.equivalent or host.model:
-                continue
-            kernel, dtype = plant(fault, typed.host, Path(folder)), host.dtypes[0]
-            failure = first_failure(fault, kernel, dtype, typed)
-            if failure:
-                ranks.append({way: rank(answer, fault.named) for way, answer in failure.items()})
-                print(line(fault, failure, ranks[-1]), flush=True)
-    for way in ("alone", "together"):
-        places = [each[way] for each in ranks]
-        first, three = (sum(0 < place <= n for place in places) for n in (1, 3))
-        print(f"{way}: {first} of {len(places)} first, {three} among the first three")
-
-
-def score_strangers(typed, part, parts):
-    """Print a line a fault of a stranger's kernel, then the counts; each host is right without one.
-
-    A fault that was not caught counts as not named.
-    """
-    every = stranger_faults()
-    chosen = [every[name] for name in typed.ids] or list(every.values())[part - 1 :: parts]
-    rows, hosts = [], {}
-    for fault in chosen:
+    faults = every_fault(typed)
+    chosen = [faults[name] for name in typed.ids] or list(faults.values())
+    rows = []
+    for fault in chosen[part - 1 :: parts]:
         with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-            failure = first_failure(fault, fault.plant(Path(folder)), fault.dtype, typed)
-        host, _, name = fault.id.partition(".")
-        if not name:
+            kernel, dtype = planted(fault, typed.host, Path(folder))
+            with hidden(fault.named if typed.leave_out else ()):
+                failure = first_failure(fault, kernel, dtype, typed)
+        if not fault.named:
             if failure:
-                print(f"{host}: wrong without a fault: {failure['alone'].reason}", flush=True)
-            hosts[host] = "wrong: " + failure["alone"].reason if failure else "no failure"
+                print(f"{fault.id}: wrong without a fault: {failure.reason}", flush=True)
             continue
-        ranks = {"alone": 0, "together": 0}
-        if failure:
-            ranks = {way: rank(record, fault.named) for way, record in failure.items()}
-            print(line(fault, failure, ranks), flush=True)
-        rows.append((fault, failure, ranks))
-    counts = stranger_counts(rows)
-    print(counts)
-    if typed.md:
-        typed.md.write_text(stranger_page(rows, hosts, counts))
+        rows.append(scored(fault, failure))
+        print("{score} {id} {named}: {level} {said} [{question}]".format(**rows[-1]), flush=True)
+    print(counts_of(rows))
+    if typed.report:
+        command = f"python benchmarks/diagnosis.py --host {typed.host}"
+        command += " --leave-out" if typed.leave_out else ""
+        path, every = typed.report.with_suffix(".json"), {row["id"]: row for row in rows}
+        if path.exists():  # of other parts, of the same command
+            before = json.loads(path.read_text())
+            kept = before["faults"] if before["command"] == command else ()
+            every = {row["id"]: row for row in kept} | every
+        rows = [every[name] for name in faults if name in every]
+        document = {"command": command, "counts": counts_of(rows), "faults": rows}
+        path.write_text(json.dumps(document, indent=1) + "\n")
+        typed.report.with_suffix(".md").write_text(page_of(document))
 
 
-def stranger_counts(rows):
+def every_fault(typed):
+    """What may be planted, by id."""
+    if typed.host == "strangers":
+        return stranger_faults()
+    faults = {}
+    for fault in FAULTS.values():
+        host = fault.hosts.get(typed.host)
+        if host is None or host.equivalent or not (fault.discrete and fault.named):
+            continue
+        # By a model's own steps planting and naming are one, but where it is hidden.
+        if typed.leave_out or not host.model:
+            faults[fault.id] = fault
+    return faults
+
+
+def planted(fault, host, folder):
+    """The name of the kernel with the fault, and the dtype in which it is looked for."""
+    if host == "strangers":
+        return fault.plant(folder), fault.dtype
+    return plant(fault, host, folder), fault.hosts[host].dtypes[0]
+
+
+@contextlib.contextmanager
+def hidden(names):
+    """Within, a diagnosis tries none of these fault models."""
+
+    def explain_by_others(*values, among=FAULT_MODELS, **named):
+        return explain(*values, among=[name for name in among if name not in names], **named)
+
+    before, causes.explain = causes.explain, explain_by_others
+    try:
+        yield
+    finally:
+        causes.explain = before
+
+
+def scored(fault, record):
+    """What was said of a fault, and how right that is."""
+    level, said = ("not caught", "") if record is None else answer_of(record)
+    families = sorted({FAULT_MODELS[name].family for name in fault.named if name in FAULT_MODELS})
+    family = FAULT_MODELS[said].family if said in FAULT_MODELS else said
+    score = level
+    if level == "named":
+        near = "neighbour" if family in families else "wrong name"
+        score = "named" if said in fault.named else near
+    elif level == "family":
+        score = "family" if said in families else "wrong family"
+    return {
+        "id": fault.id,
+        "named": list(fault.named),
+        "families": families,
+        "level": level,
+        "said": said,
+        "family": family,
+        "score": score,
+        "question": "" if record is None else record.case["question"],
+        "facts": [] if record is None else facts_of(record),
+    }
+
+
+def answer_of(record):
+    """How sure a diagnosis is, and which model, sign or family it tells."""
+    found = record.diagnosis
+    if not isinstance(found, Diagnosis):
+        return "unknown", ""
+    if found.ranked and not found.tried:  # told by asking again, and true whatever was planted
+        return "proven", found.ranked[0].model
+    if found.level == "named" and found.ranked:
+        return "named", found.ranked[0].model
+    return found.level, next((key for key, text in FAMILIES.items() if text == found.family), "")
+
+
+def facts_of(record):
+    """What was seen of a failure."""
+    found = record.diagnosis
+    return list(found.facts) if isinstance(found, Diagnosis) else []
+
+
+def counts_of(rows):
     """In one line, how many were named how."""
-    ranks = [ranks["together"] for *_, ranks in rows]
-    first, three = (sum(0 < place <= n for place in ranks) for n in (1, 3))
-    unnamed = [failure for _, failure, ranks in rows if not ranks["together"]]
-    wrong = sum(bool(failure) and bool(names_of(failure["together"])) for failure in unnamed)
-    return (
-        f"{first} of {len(rows)} named first, {three} among the first three, {wrong} named "
-        f"otherwise, {len(unnamed) - wrong} not named"
-    )
+    count = Counter(row["score"] for row in rows)
+    return f"{len(rows)} faults: " + ", ".join(f"{count[score]} {score}" for score in SCORES)
 
 
-def stranger_page(rows, hosts, counts):
-    """Those lines as Markdown."""
+def page_of(document):
+    """Those rows as Markdown, after a table of which family was planted and what was said."""
+    rows = document["faults"]
+    answers = sorted({answer_text(row) for row in rows})
+    planted_families = sorted({family_text(row) for row in rows})
+    table = Counter((family_text(row), answer_text(row)) for row in rows)
     lines = [
-        "# Diagnosis of strangers' kernels",
+        "# Diagnosis of planted faults",
         "",
-        "`python benchmarks/diagnosis.py --host strangers`, on a CPU, Triton interpreted. Faults",
-        "are planted in the examples by `benchmarks/stranger_faults.toml`; what is to be named was",
-        "written there before it was asked.",
+        f"`{document['command']}`, on a CPU, Triton interpreted.",
         "",
-        f"**{counts}.**",
+        f"**{document['counts']}.**",
         "",
-        "| kernel | without a fault |",
-        "| --- | --- |",
-        *(f"| {host} | {said} |" for host, said in hosts.items()),
+        "A neighbour is another model of the same family. What is proven was found by asking",
+        "again, in other memory or layouts, and holds whatever was planted.",
         "",
-        "| fault | to be named | place | named | found by |",
-        "| --- | --- | ---: | --- | --- |",
+        "## Planted family and what was said",
+        "",
+        f"| planted | {' | '.join(answers)} |",
+        f"| --- |{' ---: |' * len(answers)}",
     ]
-    for fault, failure, ranks in rows:
-        named = ", ".join(names_of(failure["together"])) if failure else "not caught"
-        question = failure["together"].case["question"] if failure else "—"
-        place = ranks["together"] or "—"
-        to_name = " or ".join(fault.named)
-        lines.append(f"| {fault.id} | {to_name} | {place} | {named or '—'} | {question} |")
+    for family in planted_families:
+        cells = (str(table[family, answer] or "·") for answer in answers)
+        lines.append(f"| {family} | {' | '.join(cells)} |")
+    lines += ["", "## Faults", "", "| fault | to be named | score | said | found by |"]
+    lines.append("| --- | --- | --- | --- | --- |")
+    for row in rows:
+        named = " or ".join(row["named"])
+        lines.append(
+            f"| {row['id']} | {named} | {row['score']} | {row['said'] or '—'} | "
+            f"{row['question'] or '—'} |"
+        )
     return "\n".join(lines) + "\n"
 
 
-def names_of(record):
-    """Fault models that a Record's diagnosis names, the best first."""
-    diagnosis = record.diagnosis
-    return [each.model for each in diagnosis.ranked] if isinstance(diagnosis, Diagnosis) else []
+def family_text(row):
+    """The families that were planted; of what a sign alone tells that."""
+    return " or ".join(row["families"]) or "sign"
+
+
+def answer_text(row):
+    """What was said, as a column of the table."""
+    if row["level"] in {"named", "family"}:
+        return f"{row['family']}, {row['level']}"
+    return row["level"]
 
 
 def first_failure(fault, kernel, dtype, typed):
-    """The Record of the first wrong answer, ``alone``, and the smallest one alike, ``together``."""
+    """The Record of the first wrong answer, or of the smallest one alike; None of none."""
     start = time.perf_counter()
     unit = Unit(
         kind="fault",
@@ -209,37 +294,13 @@ def first_failure(fault, kernel, dtype, typed):
         for answer, shrinking in run.answers():
             if answer.record.status in FAILED_STATUSES:
                 smallest, _ = run.shrink(() if typed.alone else shrinking)
-                return {"alone": answer.record, "together": (smallest or answer).record}
+                return (smallest or answer).record
             if time.perf_counter() > start + LONGEST:
                 break
     finally:
         run.close()
     print(f"{fault.id}: not caught in {time.perf_counter() - start:.0f} s", flush=True)
     return None
-
-
-def rank(record, named):
-    """At which place one of ``named`` stands; 0 where none does."""
-    diagnosis = record.diagnosis
-    return rank_of(diagnosis.ranked if isinstance(diagnosis, Diagnosis) else (), named)
-
-
-def line(fault, failure, ranks):
-    """What was said of one fault."""
-    said = []
-    for record in failure.values():
-        diagnosis = record.diagnosis
-        if isinstance(diagnosis, Diagnosis):
-            models = ", ".join(
-                f"{each.model} {100 * each.share:.4g}%{'!' * each.explains_all}"
-                for each in diagnosis.ranked
-            )
-            said.append(f"{models or 'none fits'} ({diagnosis.tied} tied)")
-        else:
-            said.append(f"no diagnosis of {record.status}")
-    verdict = "ok" if ranks["together"] == 1 else f"{ranks['alone']}/{ranks['together']}"
-    question = failure["alone"].case["question"]
-    return f"{verdict} {fault.id} {list(fault.named)}: {' | '.join(said)} [{question}]"
 
 
 if __name__ == "__main__":

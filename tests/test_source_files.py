@@ -87,6 +87,12 @@ def test_an_error_that_cannot_be_said_has_a_name(tmp_path, raised):
     assert error_line(ValueError("a\nb")) == "ValueError: a"
 
 
+def test_a_compilers_error_has_its_place_and_its_reason():
+    text = "at 55:8:\n\n    seen = seen & near\n    ^\nMismatched type for seen"
+    assert error_line(TypeError(text)) == "TypeError: at 55:8: Mismatched type for seen"
+    assert error_line(TypeError("at 55:8:")) == "TypeError: at 55:8:"
+
+
 def test_what_an_import_prints_is_not_on_standard_output(tmp_path, capsys):
     (tmp_path / "mine.py").write_text(
         "import os, sys\n"

@@ -59,7 +59,7 @@ def _packed_kernel(
         distance = diagonal[:, None] - col[None, :]
         if HAS_SLOPES:
             s -= slope * tl.abs(distance)
-        seen = (col < k_len)[None, :]
+        seen = (row < q_len)[:, None] & (col < k_len)[None, :]
         if left >= 0:
             seen = seen & (distance <= left)
         if right >= 0:

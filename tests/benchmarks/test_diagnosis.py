@@ -6,7 +6,7 @@ import diagnosis
 import pytest
 
 from attncheck.fault_models import FAULT_MODELS
-from attncheck.fault_models.fault_model import SIGNS
+from attncheck.fault_models.fault_model import FAMILIES, SIGNS
 from attncheck.records.record import Diagnosis, Explanation
 from attncheck.subjects.capabilities.configuration import read_configuration
 
@@ -24,24 +24,33 @@ def test_a_fault_of_a_stranger_is_planted_and_names_what_there_is(fault, tmp_pat
     assert set(fault.named) <= {*FAULT_MODELS, *SIGNS}
 
 
-def test_answers_are_counted_by_the_place_of_what_is_to_be_named():
-    def record(*models):
-        ranked = tuple(
-            Explanation(model=model, sentence="", share=1.0, explains_all=True) for model in models
-        )
-        said = Diagnosis(ranked=ranked, tied=1, tried=1) if models else None
-        return SimpleNamespace(diagnosis=said, case={"question": "compare"}, reason="wrong")
+def record_of(level, *models, tried=1, family=""):
+    ranked = tuple(
+        Explanation(model=model, sentence="", share=1.0, explains_all=True) for model in models
+    )
+    said = Diagnosis(
+        ranked=ranked, tied=1, tried=tried, level=level, family=FAMILIES.get(family, "")
+    )
+    return SimpleNamespace(diagnosis=said, case={"question": "compare"}, reason="wrong")
 
+
+def test_answers_are_scored_by_model_and_family_and_counted():
     fault = FAULTS["torch.next-key"]
     (right,) = fault.named
-    rows = []
-    for models in ((right,), ("scale-off", right), ("scale-off",), ()):
-        found = record(*models)
-        place = diagnosis.rank(found, fault.named)
-        rows.append((fault, {"alone": found, "together": found}, {"together": place}))
-    rows.append((fault, None, {"together": 0}))  # not caught
-    counts = "1 of 5 named first, 2 among the first three, 1 named otherwise, 2 not named"
-    assert diagnosis.stranger_counts(rows) == counts
-    page = diagnosis.stranger_page(rows, {"torch": "no failure"}, counts)
-    assert f"| torch.next-key | {right} | 2 | scale-off, {right} | compare |" in page
-    assert f"| torch.next-key | {right} | — | not caught | — |" in page
+    answers = {
+        "named": record_of("named", right),
+        "neighbour": record_of("named", "mask-ignored"),
+        "wrong name": record_of("named", "scale-off"),
+        "family": record_of("family", "scale-off", family="mask"),
+        "wrong family": record_of("family", family="factor"),
+        "unknown": record_of("unknown"),
+        "proven": record_of("named", "not-the-same-again", tried=0),
+        "not caught": None,
+    }
+    rows = [diagnosis.scored(fault, answer) for answer in answers.values()]
+    assert [row["score"] for row in rows] == list(answers) != list(diagnosis.SCORES)
+    counts = diagnosis.counts_of(rows)
+    assert counts == "8 faults: " + ", ".join(f"1 {score}" for score in diagnosis.SCORES)
+    page = diagnosis.page_of({"command": "c", "counts": counts, "faults": rows})
+    assert f"| torch.next-key | {right} | wrong name | scale-off | compare |" in page
+    assert "| mask | 1 | 1 | 1 | 2 | 1 | 1 | 1 |" in page

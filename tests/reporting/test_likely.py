@@ -13,8 +13,10 @@ def explanation(sentence, share=0.998, explains_all=True, **parameters):
     )
 
 
-def lines(*ranked, tied=0):
-    return list(explanation_facts(Diagnosis(ranked=ranked, tied=tied, tried=45)))
+def lines(*ranked, tied=0, **known):
+    level = "named" if tied else "unknown"
+    fields = {"level": level, **known}
+    return list(explanation_facts(Diagnosis(ranked=ranked, tied=tied, tried=45, **fields)))
 
 
 def test_one_that_explains_all():
@@ -42,8 +44,17 @@ def test_what_is_proven_comes_before_what_explains():
 
 def test_what_explains_a_part():
     found = lines(explanation("one", 0.99999, False))
-    assert found[0] == ("perhaps", "one (explains 99.9 % of the error)")
-    assert found[1] == ("", "none of 45 fault models explains all of the error")
+    assert found[0] == ("likely", "unknown: none of 45 fault models fits")
+    assert found[1] == ("perhaps", "one (explains 99.9 % of the error)")
+
+
+def test_a_family_is_told_with_what_was_seen():
+    found = lines(explanation("one"), level="family", family="a factor", facts=("right in fp32",))
+    assert found == [
+        ("likely", "a factor; none of 45 fault models alone is confirmed"),
+        ("perhaps", "one (explains 99.8 % of the error, and rounding the rest)"),
+        ("seen", "right in fp32"),
+    ]
 
 
 def test_none_fits():

@@ -40,6 +40,7 @@ CASES = {
     "score mod": Case(problem=SMALL.replace(score=Spec.of("alibi"), batch=2)),
     "probe": Case(problem=SMALL.replace(dtype="fp32"), question="ones"),
     "relation": Case(problem=SMALL, question="head_permutation", parameters={"turn": 1}),
+    "far rows": Case(problem=SMALL, question="strides_far", parameters={"tensor": 2}),
     "backward": Case(problem=BACKWARD.replace(dlse=True)),
     "backward of a relation": Case(problem=BACKWARD, question="repeat"),
     "fp8": Case(problem=SMALL.replace(dtype="e4m3", mask=Spec.of("full"))),

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import io
 import linecache
+import re
 import sys
 import traceback
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from types import CodeType, ModuleType
 
 _MOST_HELD = 2**16  # characters; more are no usage message
+_COMPILERS_PLACE = re.compile(r"at \d+:\d+:")  # all that the first line of Triton's errors says
 
 
 class _FromSource(SourceFileLoader):
@@ -144,10 +146,15 @@ def error_line(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of what ``error`` says, cut where it is longer than a page shows."""
+    """Return the first line of what ``error`` says, cut where it is longer than a page shows.
+
+    Triton's compiler says where first and, after some source, why: both are the line then.
+    """
     try:
-        lines = (line.strip() for line in str(error).splitlines())
-        line = next(filter(None, lines), "")
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        line = lines[0] if lines else ""
+        if _COMPILERS_PLACE.fullmatch(line) and len(lines) > 1:
+            line = f"{line} {lines[-1]}"
     except KeyboardInterrupt:
         raise
     except BaseException:  # noqa: BLE001  # somebody's __str__

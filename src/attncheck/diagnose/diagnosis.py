@@ -7,6 +7,7 @@ with a tensor's layout and surroundings, no model predicts: such signs are found
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,12 +17,14 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from attncheck.core.errors import AttncheckError
+from attncheck.diagnose.confirmation import confirm, contradicted, observe
 from attncheck.diagnose.explanations import (
     NO_FIT,
+    Asked,
     Findings,
-    consistent_models,
     explain,
     float64_tensors,
+    observed_error,
     pair_count,
 )
 from attncheck.diagnose.out_of_bounds_reads import (
@@ -30,9 +33,9 @@ from attncheck.diagnose.out_of_bounds_reads import (
     out_of_bounds_reads,
 )
 from attncheck.fault_models import FAULT_MODELS
-from attncheck.fault_models.fault_model import MOST_GRID_PLACES, SIGNS
+from attncheck.fault_models.fault_model import FAMILIES, MOST_GRID_PLACES, SIGNS
 from attncheck.inputs.problem import Case, Problem
-from attncheck.judge.fault_explanation import combine_rankings, count_equals, keep_fitting
+from attncheck.judge.fault_explanation import combine_rankings, count_equals
 from attncheck.probes import PROBES
 from attncheck.records.failure_causes import certain_explanations, symptom
 from attncheck.records.record import FAILED_STATUSES, Diagnosis, Explanation, Record
@@ -58,9 +61,10 @@ _MOST_EQUALS = 12  # by these failures of one cause know each other
 
 _MOST_HEADS = 2**12  # of all sequences: each is worked out by itself, over and over
 _TELLING = 0.5  # below this share a model explains less than it leaves
-# Tell those apart that are alike on few: a ragged tile, whole ones, and one that is nearly full.
-_MANY_KEYS = (150, 256, 124)
-_ROWS = 40
+# Seconds that a model's confirmation on independent problems takes, and looking where none is left.
+_CONFIRMING, _OBSERVING = 1.0, 0.5
+_FITTED = 2  # the order of models with a number to fit: they describe a family, and no mistake
+_MOST_PASSED, _SMALL = 24, 2**15  # questions that passed, and their pairs, that models must fit
 _TWICE = 2
 _CALLS = 4  # of what is right, where it was wrong once
 
@@ -90,6 +94,7 @@ def diagnose_failure(
     device: str,
     executor: Executor | None = None,
     before: Findings | None = None,
+    passed: Sequence[Case] = (),
 ) -> Record:
     """Return ``record`` with what may be wrong, where a comparison, probe or relation has failed.
 
@@ -99,25 +104,27 @@ def diagnose_failure(
     Args:
         executor: How to call it; in this process by default.
         before: What is known from another failure of it: a smaller problem alone fits more models.
+        passed: What the kernel answered rightly in the same run: no model is named that says that
+            it would not.
     """
     failure = _Failure(record, subject, device, executor or executor_of(subject))
     findings = failure.findings()
-    if findings is None or not any(one.share >= _TELLING for one in findings.ranking):
-        # First what is proven: what lies beside an input may be something else another time.
-        explanation = failure.proof(wrong=findings is not None, explained=False) or failure.sign()
-        if explanation is not None or findings is None:
-            alone = (
-                UNSET if explanation is None else Diagnosis(ranked=(explanation,), tied=1, tried=0)
-            )
-            return replace(record, diagnosis=alone)
-        return replace(record, diagnosis=failure.by_models(findings, before)[0])
-    diagnosis, predicted = failure.by_models(findings, before)
-    proof = failure.proof(wrong=True, explained=predicted)
+    diagnosis = None if findings is None else failure.by_models(findings, before, passed)
+    named = diagnosis is not None and diagnosis.level == "named"
+    # A proof goes before models, which only fit the numbers; of NaN and infinities, and of rows
+    # that are left to chance, others may say the same.
+    certain = named and findings is not None and findings.finite and not findings.ranking[0].loose
+    proof = failure.proof(wrong=findings is not None, explained=certain)
+    if proof is None and (diagnosis is None or diagnosis.level == "unknown"):
+        proof = failure.sign()
     if proof is not None:
-        # A proof goes before models, which only fit the numbers.
-        ranked = (proof, *diagnosis.ranked)[:EXPLANATIONS_SHOWN]
-        diagnosis = replace(diagnosis, ranked=ranked, tied=1, tried=0)
-    return replace(record, diagnosis=diagnosis)
+        models = diagnosis.ranked if named and diagnosis is not None else ()
+        tiles = UNSET if diagnosis is None else diagnosis.tiles
+        ranked = (proof, *models)[:EXPLANATIONS_SHOWN]
+        diagnosis = Diagnosis(ranked=ranked, tied=1, tried=0, tiles=tiles)
+    elif diagnosis is not None and findings is not None and not named:
+        diagnosis = failure.observed(diagnosis, findings)
+    return replace(record, diagnosis=UNSET if diagnosis is None else diagnosis)
 
 
 def explain_failure(
@@ -147,8 +154,16 @@ class CauseSearch:
 
     def __init__(self, most: int = 24) -> None:
         self._left = most
+        self._passed: deque[Case] = deque(maxlen=_MOST_PASSED)
         self._models: dict[str, None] = {}
         self._closed: set[tuple[object, ...]] = set()
+
+    def note(self, record: Record) -> None:
+        """Remember a question that passed: no model is named that says that it would not."""
+        problem = Case.from_json(record.case).problem if record.status == "pass" else None
+        plain = record.case.get("question") in {"compare", *PROBES}
+        if plain and problem is not None and pair_count(problem) <= _SMALL:
+            self._passed.append(Case.from_json(record.case))
 
     def diagnose(
         self, record: Record, subject: Subject, *, device: str, executor: Executor | None = None
@@ -165,7 +180,9 @@ class CauseSearch:
         if kind in self._closed or not self._left:
             return record
         self._left -= 1
-        record = diagnose_failure(record, subject, device=device, executor=executor)
+        record = diagnose_failure(
+            record, subject, device=device, executor=executor, passed=tuple(self._passed)
+        )
         models = [one.model for one in certain_explanations(record) if one.model in FAULT_MODELS]
         self._models |= dict.fromkeys(models)
         if not models:
@@ -223,11 +240,11 @@ def diagnose_result(result: Execution, evidence: EvidenceBuilder) -> Diagnosis |
     if not _is_too_large(evidence.case.problem):
         with _skip_unfit():
             findings = explain(result, evidence)
-    return (
-        None
-        if findings is None
-        else _as_diagnosis(findings.ranking, findings, evidence.case.problem)
-    )
+    if findings is None:
+        return None
+    # By these numbers alone, for there is no kernel to ask again.
+    found = _as_diagnosis(findings.ranking, findings, evidence.case.problem)
+    return found if found.tied else replace(found, level="unknown")
 
 
 def _is_too_large(problem: Problem) -> bool:
@@ -264,31 +281,52 @@ class _Failure:
             return next(self._wrong_runs(Case.from_json(self.record.case), among), None)
         return None
 
-    def _wrong_runs(self, case: Case, among: Collection[str]) -> Iterator[Findings]:
-        """Of each run of a question that is wrong beside the exact result."""
-        related = case.question in RELATIONS
+    def _runs(self, case: Case) -> Iterator[tuple[int, EvidenceBuilder]]:
+        """The evidence on each run of a question, by its number."""
         runs = [EvidenceBuilder(case, self.device)]
-        if related:
+        if case.question in RELATIONS:
             runs = [
                 EvidenceBuilder(Case(problem=inputs.problem), self.device, inputs)
                 for inputs in relation_inputs(case, self.device)
             ]
         for number, evidence in enumerate(runs):
-            if _is_too_large(evidence.case.problem):
-                continue
-            evidence.establish(reference_errors=False)
+            if not _is_too_large(evidence.case.problem):
+                evidence.establish(reference_errors=False)
+                yield number, evidence
+
+    def _wrong_runs(self, case: Case, among: Collection[str]) -> Iterator[Findings]:
+        """Of each run of a question that is wrong beside the exact result."""
+        for number, evidence in self._runs(case):
             origin = Origin(case=case, run=number)
             call = partial(self.executor.run, self.subject, evidence.inputs, origin=origin)
             # Of several runs that must agree one is wrong: it is not asked how the others round.
             tell = partial(explain, evidence=evidence, among=among)
-            findings = _explain_calls(call, tell, related=related)
+            findings = _explain_calls(call, tell, related=case.question in RELATIONS)
             if findings is not None:
                 yield findings
 
-    def by_models(self, findings: Findings, before: Findings | None) -> tuple[Diagnosis, bool]:
-        """Return what fault models say, and whether one predicts the numbers that were given.
+    def ask(self, case: Case) -> list[Asked]:
+        """Return what it gives in each run of ``case``; nothing where it does not take it."""
+        with _skip_unfit():
+            if self.executor.refusal(self.subject, case.problem, self.device) is not None:
+                return []
+            runs = []
+            for number, evidence in self._runs(case):
+                with allocator_filled("pattern"):
+                    origin = Origin(case=case, run=number)
+                    result = self.executor.run(self.subject, evidence.inputs, origin=origin)
+                if not isinstance(result, Execution):
+                    return []
+                runs.append(observed_error(result, evidence))
+            return runs
+        return []
 
-        Of NaN and infinities, and of rows that are left to chance, others may say the same.
+    def by_models(
+        self, findings: Findings, before: Findings | None, passed: Sequence[Case]
+    ) -> Diagnosis:
+        """Return what fault models say: one that is confirmed, the family of several, or nothing.
+
+        Those that other problems refute are told nowhere.
         """
         ranking, problems = findings.ranking, 1
         if before is not None and before.ranking:
@@ -299,36 +337,49 @@ class _Failure:
                 for one in combine_rankings(ranking, before.ranking)
             ]
             problems += bool({one.name for one in ranking} & {one.name for one in before.ranking})
-        problem = Case.from_json(self.record.case).problem
-        for keys in _MANY_KEYS:
-            tied = [one.name for one in ranking[: count_equals(ranking)]]
-            if len(tied) > 1:
-                fits = self._fitting(problem, keys, tied)
-                ranking, problems = keep_fitting(ranking, fits), problems + bool(fits)
-        first = ranking[0] if ranking else None
-        certain = first is not None and first.all and not first.loose and findings.finite
-        return _as_diagnosis(ranking, findings, problem, problems), certain
+        case = Case.from_json(self.record.case)
+        models = [
+            one.name
+            for one in ranking[: count_equals(ranking)]
+            # Rows that hold what memory held are others where it holds something else.
+            if FAULT_MODELS[one.name].applies(case.problem) and (findings.varies or not one.loose)
+        ]
+        with _skip_unfit():
+            wrong = set()
+            if models and findings.asked is not None:
+                wrong = contradicted(models, passed, findings.asked, self.device)
+            models = [name for name in models if name not in wrong]
+        told = confirm(models, case, self.ask, seconds=_CONFIRMING)
+        plain = [name for name in told.left if FAULT_MODELS[name].order < _FITTED]
+        left, families = plain or told.left, {FAULT_MODELS[name].family for name in told.left}
+        ranking = [one for one in ranking if one.name in left]
+        diagnosis = _as_diagnosis(ranking, findings, case.problem, problems + told.problems)
+        if told.confirmed and len(plain) == 1:
+            return replace(diagnosis, family=FAMILIES[FAULT_MODELS[plain[0]].family])
+        if told.confirmed and len(families) == 1:
+            return replace(diagnosis, level="family", family=FAMILIES[families.pop()])
+        return replace(diagnosis, level="unknown", tied=0)
 
-    def _fitting(self, problem: Problem, keys: int, models: Collection[str]) -> set[str]:
-        """Return those of ``models`` that fit what it gives on a larger problem, right or wrong.
-
-        Empty where the problem is as large, there is none of so many keys, or it does not take it.
-        """
-        # A smaller problem would tell apart no more than this one has.
-        if problem.kv >= keys:
-            return set()
-        with _skip_unfit():  # a mask may be of so many keys and no more
-            case = Case(problem=problem.replace(query=max(problem.query, _ROWS), kv=keys))
-            if self.executor.refusal(self.subject, case.problem, self.device) is not None:
-                return set()
-            evidence = EvidenceBuilder(case, self.device)
-            evidence.establish(reference_errors=False)
-            origin = Origin(case=case, run=0)
-            with allocator_filled("pattern"):
-                result = self.executor.run(self.subject, evidence.inputs, origin=origin)
-            if isinstance(result, Execution):
-                return consistent_models(result, evidence, models)
-        return set()
+    def observed(self, diagnosis: Diagnosis, findings: Findings) -> Diagnosis:
+        """Return ``diagnosis`` with what is seen of the failure, and the family that this tells."""
+        seen = None
+        if findings.asked is not None:
+            with _skip_unfit():
+                seen = observe(
+                    findings.asked,
+                    Case.from_json(self.record.case),
+                    self.ask,
+                    varies=findings.varies,
+                    seconds=_OBSERVING,
+                )
+        if seen is None:
+            return diagnosis
+        if diagnosis.level == "family" or seen.family is None:
+            return replace(diagnosis, facts=seen.facts)
+        # Models that nothing refuted stay beside it where they are of that family.
+        ranked = tuple(o for o in diagnosis.ranked if FAULT_MODELS[o.model].family == seen.family)
+        family = FAMILIES[seen.family]
+        return replace(diagnosis, ranked=ranked, level="family", family=family, facts=seen.facts)
 
     def proof(self, *, wrong: bool, explained: bool) -> Explanation | None:
         """Return what other layouts and surroundings prove; None where that is nothing.
@@ -426,9 +477,10 @@ def _explain_calls(
             each[0],
             ranking=combine_rankings(*(one.ranking for one in each)),
             finite=all(one.finite for one in each),
+            varies=True,
         )
     if each or related or not results:
-        return each[0] if each else None
+        return dataclasses.replace(each[0], varies=len(results) > 1) if each else None
     return tell(results[0])
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from attncheck.core.declared_arithmetic import Arithmetic
     from attncheck.core.outputs import Outputs
     from attncheck.core.tensor_names import TensorName
     from attncheck.inputs.problem import Problem
@@ -90,12 +91,21 @@ def _cells(change: Tensor, rows: int, keys: int) -> tuple[tuple[float, ...], ...
     return tuple(tuple(float(f"{float(cell) / unit:.2g}") for cell in line) for line in sums)
 
 
-NO_FIT = (AttncheckError, RuntimeError, IndexError, ValueError, TypeError)
+NO_FIT = (AttncheckError, RuntimeError, IndexError, ValueError, TypeError, ArithmeticError)
 """What a model may raise that cannot be asked of a Problem."""
 
 _AT_A_TIME = 2**17  # pairs that a model predicts: of more, some rows
 _WHOLE = 2**19  # of a backward, which needs all rows
 _FEWEST_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Asked:
+    """What a kernel gave in one call beside the exact result."""
+
+    error: ObservedError
+    call: ExactAttention
+    arithmetic: Arithmetic
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -108,6 +118,28 @@ class Findings:
     # Whether all that it gave is, LSE aside. NaN and infinities say where they are, and no more:
     # several models may have them there.
     finite: bool
+    asked: Asked | None = None
+    varies: bool = False  # whether two calls, with other things in free memory, differ
+
+
+def form_words(asked: Asked, model: FaultModel) -> set[object] | None:
+    """Return the forms of ``model`` that predict all that a kernel gave, right or wrong.
+
+    A form by its words, for its numbers go with the problem's sizes. None where the model
+    says nothing of it, and the kernel is right; empty where it is refuted.
+    """
+    error, problem = asked.error, asked.call.problem
+    of = "forward" if error.forward else "backward"
+    if error.proven and model.of != of:
+        return set()
+    forms = list(_predictions(asked.call, [model])) if model.applies(problem) else []
+    if not error.proven and all(error.agrees(one) for one in forms):
+        return None
+    return {
+        tuple((k, v) for k, v in one.parameters.items() if isinstance(v, str))
+        for one in forms
+        if error.agrees(one)
+    }
 
 
 def explain(
@@ -123,7 +155,8 @@ def explain(
         proven: Whether only what is beyond its bound is asked about.
     """
     problem = evidence.case.problem
-    error, call = _observed_error(result, evidence)
+    asked = observed_error(result, evidence)
+    error, call = asked.error, asked.call
     if proven and not error.proven:
         return None
     # Models of a backward need all rows at once, which a large problem is too large for.
@@ -135,32 +168,20 @@ def explain(
     tiles = tile_map(call, error.got, error) if error.forward else None
     # An LSE of −∞ is right where a row sees no key.
     finite = all(bool(x.isfinite().all()) for name, x in error.got.items() if name != "lse")
-    return Findings(ranking=ranking, tried=len(models), tiles=tiles, finite=finite)
+    return Findings(ranking=ranking, tried=len(models), tiles=tiles, finite=finite, asked=asked)
 
 
-def consistent_models(
-    result: Execution, evidence: EvidenceBuilder, among: Collection[str]
-) -> set[str]:
-    """Return the fault models that give what a kernel gave, be it wrong or right.
-
-    Arguments as of ``explain``. One that says nothing of the Problem says that it is right.
-    """
-    error, call = _observed_error(result, evidence)
-    if error.wrong and not error.forward and pair_count(evidence.case.problem) > _WHOLE:
-        return set(among)
-    consistent = set()
-    for model in (FAULT_MODELS[name] for name in among):
-        applies = model.applies(evidence.case.problem)
-        forms = list(_predictions(call, [model])) if applies else []
-        if any(error.agrees(one) for one in forms) or not (forms or error.proven):
-            consistent.add(model.id)
-    return consistent
+def within_twice(evidence: EvidenceBuilder, arithmetic: Arithmetic) -> Asked:
+    """Return a right answer, as far as it is known: the exact one, with twice what is allowed."""
+    exact = float64_tensors(evidence.truth)
+    allowed = float64_tensors(deterministic_bounds(evidence.evidence, arithmetic))
+    allowed = {name: 2 * bound for name, bound in allowed.items() if name in {"out", "lse"}}
+    error = ObservedError({name: exact[name] for name in allowed}, exact, allowed)
+    return Asked(error=error, call=ExactAttention(evidence.inputs), arithmetic=arithmetic)
 
 
-def _observed_error(
-    result: Execution, evidence: EvidenceBuilder
-) -> tuple[ObservedError, ExactAttention]:
-    """The error beside the exact result, and the exact call: of a large problem some rows."""
+def observed_error(result: Execution, evidence: EvidenceBuilder) -> Asked:
+    """Return the error beside the exact result and the exact call; of a large problem some rows."""
     problem = evidence.case.problem
     got, exact = float64_tensors(result.outputs), float64_tensors(evidence.truth)
     allowed = float64_tensors(deterministic_bounds(evidence.evidence, result.arithmetic))
@@ -178,7 +199,11 @@ def _observed_error(
         error = ObservedError(some[0], some[1], some[2], spacing)
     tiling = result.tiling
     tile = (tiling.block_query, tiling.block_kv) if tiling else None
-    return error, ExactAttention(evidence.inputs, rows=rows, tile=tile)
+    return Asked(
+        error=error,
+        call=ExactAttention(evidence.inputs, rows=rows, tile=tile),
+        arithmetic=result.arithmetic,
+    )
 
 
 def float64_tensors(outputs: Outputs) -> dict[TensorName, Tensor]:

@@ -38,12 +38,44 @@ Form = Prediction | Outputs | tuple[Outputs, Parameters]
 """What a model yields: outputs, with the parameters of the form where there are several."""
 
 
+Family = Literal[
+    "mask",
+    "tile",
+    "rescaling",
+    "empty rows",
+    "factor",
+    "lse",
+    "score",
+    "mapping",
+    "memory",
+    "overflow",
+    "precision",
+    "gradient",
+]
+FAMILIES: dict[Family, str] = {
+    "mask": "keys count that the mask hides, or do not count although it shows them",
+    "tile": "tiles of keys: one is left out or counts twice, or the padding of the last one counts",
+    "rescaling": "the running softmax: the maximum, the sum, or how parts are rescaled and merged",
+    "empty rows": "rows that see no key",
+    "factor": "a factor: the scale, its units, a descale, or a constant on the output",
+    "lse": "LSE alone: its units, its maximum or its sum; the output is right",
+    "score": "what is added to scores or done to them: the score mod, softcap, a bias or the sink",
+    "mapping": "where numbers are read or written: head, sequence, page, stride or column",
+    "memory": "memory that is stale, never written, or not the call's",
+    "overflow": "NaN or infinity: an overflow, 0 · ∞ or ∞ - ∞",
+    "precision": "lost precision: something is rounded to too few bits",
+    "gradient": "a term of the gradients: the forward is right",
+}
+"""Kinds of fault, in plain words: what is said where no single model is confirmed."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultModel:
     """One way to be wrong."""
 
     id: str  # words with hyphens
     sentence: str  # for a kernel's author
+    family: Family
     of: Literal["forward", "backward"]  # which half of the call
     # Whether a Problem has what it speaks of (a mask, a sink, shared key heads, pages, a
     # backward), and could have the fault at all.
@@ -71,7 +103,11 @@ class FaultModel:
 
 
 class ModelTable(dict[str, FaultModel]):
-    """Fault models by id, in the order in which they are told."""
+    """Fault models by id, in the order in which they are told; of one family unless told."""
+
+    def __init__(self, family: Family) -> None:
+        super().__init__()
+        self._family = family
 
     def add(
         self,
@@ -82,11 +118,13 @@ class ModelTable(dict[str, FaultModel]):
         applies: Callable[[Problem], bool] = lambda _problem: True,
         of: Literal["forward", "backward"] = "forward",
         order: int = 0,
+        family: Family | None = None,
     ) -> Callable[[Callable[[ExactAttention], Iterable[Form]]], None]:
         """Add a model of ``steps``; what the result decorates gives further forms of it."""
         self[name] = FaultModel(
             id=name,
             sentence=sentence,
+            family=family or self._family,
             of=of,
             applies=applies,
             order=order,

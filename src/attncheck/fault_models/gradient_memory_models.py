@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from attncheck.inputs.problem import Problem
 
-MODELS = BackwardTable()
+MODELS = BackwardTable("gradient")
 
 _model = MODELS.of_backward
 

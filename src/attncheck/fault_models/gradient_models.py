@@ -52,7 +52,7 @@ class BackwardTable(ModelTable):
         return lambda forms: with_forms(lambda call: forms(call.backward))
 
 
-MODELS = BackwardTable()
+MODELS = BackwardTable("gradient")
 
 _model = MODELS.of_backward
 

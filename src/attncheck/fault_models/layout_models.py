@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from attncheck.fault_models.exact_attention import ExactAttention
     from attncheck.inputs.problem import Problem
 
-MODELS = ModelTable()
+MODELS = ModelTable("mapping")
 
 _model = MODELS.add
 
@@ -261,6 +261,7 @@ def _columns(problem: Problem) -> tuple[int, ...]:
     "columns behind the head dim are read from memory, where they are other rows, and have a part "
     "in the scores",
     applies=lambda problem: is_attention(problem) and bool(_columns(problem)),
+    family="memory",
 )
 def _(call: ExactAttention) -> Iterator[Form]:
     inputs, problem = call.inputs, call.problem
@@ -325,7 +326,8 @@ def _halves(call: ExactAttention) -> Iterator[tuple[dict[str, str | int], Tensor
 @_model(
     "half-unwritten",
     "half of the rows are never written: what was in the memory of out is left there",
-    order=2,
+    order=1,
+    family="memory",
 )
 def _(call: ExactAttention) -> Iterator[Form]:
     exact = call.exact

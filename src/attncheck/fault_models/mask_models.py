@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from attncheck.inputs.problem import Problem
     from attncheck.mods.signatures import MaskMod
 
-MODELS = ModelTable()
+MODELS = ModelTable("mask")
 
 _model = MODELS.add
 # Masks of the library that have a causal edge.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from attncheck.fault_models.exact_attention import ExactAttention
     from attncheck.inputs.problem import Problem
 
-MODELS = ModelTable()
+MODELS = ModelTable("memory")
 
 _model = MODELS.add
 
@@ -30,6 +30,7 @@ _model = MODELS.add
     "page-table-ignored",
     "pages are read as if they were in order: the table is not looked at",
     applies=lambda problem: problem.paging is not None,
+    family="mapping",
 )
 def _(call: ExactAttention) -> Iterator[Form]:
     problem = call.problem
@@ -175,6 +176,7 @@ def _nan_rows(
     "a scale that is 0 in fp32 multiplies what is −∞, hidden scores or the maximum before the "
     "first tile: 0 · ∞ is NaN",
     applies=is_attention,
+    family="overflow",
 )
 def _(call: ExactAttention) -> Iterator[Form]:
     for gone in _gone(call):
@@ -208,6 +210,7 @@ def _gone(call: ExactAttention) -> Iterator[Tensor]:
 @_model(
     "mask-times-infinity",
     "the mask is multiplied by −∞ and added to the scores: what is seen gets 0 · ∞, which is NaN",
+    family="overflow",
 )
 def _(call: ExactAttention) -> Iterator[Form]:
     yield _nan_rows(call, call.seen.any(-1))
@@ -226,6 +229,7 @@ def _scaled_format(problem: Problem) -> bool:
     "column-scale-of-zero",
     "a column of V that is 0 throughout has no scale: 0 · ∞ or 0 / 0 is NaN in that column",
     applies=_scaled_format,
+    family="overflow",
 )
 def _(call: ExactAttention) -> Iterator[Form]:
     v = call.v

@@ -21,9 +21,11 @@ if TYPE_CHECKING:
     from attncheck.fault_models.exact_attention import ExactAttention
     from attncheck.inputs.problem import Problem
 
-RECURRENCE = ModelTable()  # of the online softmax: tile by tile, with something not rescaled
-FP8 = ModelTable()  # of descales, and of what of P is lost in 8 bits
-MODELS = ModelTable()  # of what is rounded that must not be, or rounded too far
+RECURRENCE = ModelTable(
+    "rescaling"
+)  # of the online softmax: tile by tile, with something not rescaled
+FP8 = ModelTable("factor")  # of descales, and of what of P is lost in 8 bits
+MODELS = ModelTable("precision")  # of what is rounded that must not be, or rounded too far
 
 
 for _name, _sentence, _steps in (
@@ -112,6 +114,7 @@ def _first_descales(names: str, where: str) -> Steps:
     "one head's descale is used for all: its index is missing",
     applies=lambda problem: _fp8(problem) and problem.batch * problem.kv_heads > 1,
     steps=_first_descales("k", "all"),
+    family="mapping",
 )
 def _(call: ExactAttention) -> Iterator[Form]:
     for names, where in product(("qkv", "qk", "q", "k", "v"), _FIRST):
@@ -124,6 +127,7 @@ FP8.add(
     "small weights are lost in fp8: they are not multiplied by anything before they are rounded",
     applies=_fp8,
     steps=Steps(weights_scale=1.0),
+    family="precision",
 )
 
 
@@ -131,6 +135,7 @@ FP8.add(
     "weights-saturated",
     "large weights are cut off in fp8: they are multiplied by too much before they are rounded",
     applies=_fp8,
+    family="precision",
 )
 def _(call: ExactAttention) -> Iterator[Form]:
     for size, bits in product(call.key_tiles, (9, 10, 11, 12)):
@@ -224,6 +229,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
     "the output is off by a factor: the reciprocal of the row sum is biased",
     steps=Steps(normaliser=0.997),
     order=2,
+    family="factor",
 )
 def _(call: ExactAttention) -> Iterator[Form]:
     def at(share: float) -> Outputs:
@@ -233,7 +239,11 @@ def _(call: ExactAttention) -> Iterator[Form]:
     yield Prediction(outputs=at(-0.01), family=at, start=-0.01, parameter="share")
 
 
-@MODELS.add("out-overflows", "the output before it is normalised overflows fp16")
+@MODELS.add(
+    "out-overflows",
+    "the output before it is normalised overflows fp16",
+    family="overflow",
+)
 def _(call: ExactAttention) -> Iterator[Form]:
     # What overflows is an infinity in hardware, and NaN where it meets a weight of 0.
     largest = FORMATS["fp16"].max

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from attncheck.inputs.problem import Problem
     from attncheck.mods.signatures import ScoreMod
 
-MODELS = ModelTable()
+MODELS = ModelTable("score")
 
 _model = MODELS.add
 
@@ -55,23 +55,40 @@ def _factor(call: ExactAttention, factor: float, **parameters: float) -> Iterato
     yield Outputs(parts.out, torch.where(dead, -math.inf, lse)), parameters
 
 
-@_model("scale-missing", "q·k is not multiplied by the scale", applies=is_attention)
+@_model(
+    "scale-missing",
+    "q·k is not multiplied by the scale",
+    applies=is_attention,
+    family="factor",
+)
 def _(call: ExactAttention) -> Iterator[Form]:
     yield from _factor(call, 1.0 / call.scale)
 
 
-@_model("scale-twice", "q·k is multiplied by the scale twice", applies=is_attention)
+@_model(
+    "scale-twice",
+    "q·k is multiplied by the scale twice",
+    applies=is_attention,
+    family="factor",
+)
 def _(call: ExactAttention) -> Iterator[Form]:
     yield from _factor(call, call.scale)
 
 
-@_model("scale-of-dim", "the scale is 1 / head_dim, without the square root", applies=is_attention)
+@_model(
+    "scale-of-dim",
+    "the scale is 1 / head_dim, without the square root",
+    applies=is_attention,
+    family="factor",
+)
 def _(call: ExactAttention) -> Iterator[Form]:
     yield from _factor(call, 1.0 / call.problem.head_dim / call.scale)
 
 
 @_model(
-    "scale-log2e", "log2 e is missing or there twice: weights are powers of another base than e"
+    "scale-log2e",
+    "log2 e is missing or there twice: weights are powers of another base than e",
+    family="factor",
 )
 def _(call: ExactAttention) -> Iterator[Form]:
     # exp for exp2 or the reverse: the factor is missing, or there where exp has it already.
@@ -84,6 +101,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
     "q·k is multiplied by √head_dim, not divided by it",
     applies=is_attention,
     steps=Steps(scale=lambda problem: 1.0 / problem.scale),
+    family="factor",
 )
 def _(call: ExactAttention) -> Iterator[Form]:
     yield from _factor(call, 1.0 / call.scale**2)
@@ -95,6 +113,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
     "the scale is a constant, whatever the call says",
     applies=is_attention,
     steps=fixed_scale(0.125),
+    family="factor",
 )
 def _(call: ExactAttention) -> Iterator[Form]:
     # Constants that stand in kernels: of usual head dims, of those of the call, of a padded one.
@@ -106,7 +125,12 @@ def _(call: ExactAttention) -> Iterator[Form]:
             yield from _factor(call, constant / call.scale, scale=constant)
 
 
-@_model("scale-off", "the scale is off by a factor", order=2)
+@_model(
+    "scale-off",
+    "the scale is off by a factor",
+    order=2,
+    family="factor",
+)
 def _(call: ExactAttention) -> Iterator[Form]:
     # A factor is fitted by its logarithm, so that no step makes it negative.
     def at(log: float) -> Outputs:

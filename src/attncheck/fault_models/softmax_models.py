@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from attncheck.fault_models.exact_attention import ExactAttention
     from attncheck.inputs.problem import Problem
 
-MODELS = ModelTable()  # of the softmax itself
-SINKS = ModelTable()  # of sinks: what has a part in the softmax and no value
+MODELS = ModelTable("empty rows")  # of the softmax itself
+SINKS = ModelTable("score")  # of sinks: what has a part in the softmax and no value
 
 _model = MODELS.add
 
@@ -29,12 +29,21 @@ _model = MODELS.add
 _SENTINELS = (-1e4, -1e5, -1e6, -1e9, -1e10, -1e30, -65504.0, -3.4028234663852886e38)
 
 
-@_model("not-normalised", "the output is not divided by the row sum")
+@_model(
+    "not-normalised",
+    "the output is not divided by the row sum",
+    family="factor",
+)
 def _(call: ExactAttention) -> Iterator[Form]:
     yield Outputs(call.parts.values, call.parts.lse)
 
 
-@_model("sum-of-padding", "the row sum is too large by keys that have no value", order=2)
+@_model(
+    "sum-of-padding",
+    "the row sum is too large by keys that have no value",
+    order=2,
+    family="tile",
+)
 def _(call: ExactAttention) -> Iterator[Form]:
     parts = call.parts
     base = torch.where(parts.maximum == -math.inf, 0.0, parts.maximum)
@@ -107,25 +116,43 @@ def _(call: ExactAttention) -> Iterator[Form]:
         yield call.with_lse(lse), {"lse": number}
 
 
-_model("lse-base-2", "LSE is to base 2", steps=Steps(lse=lambda lse: lse * LOG2E))
+_model(
+    "lse-base-2",
+    "LSE is to base 2",
+    steps=Steps(lse=lambda lse: lse * LOG2E),
+    family="lse",
+)
 _model(
     "lse-times-ln2",
     "LSE is multiplied by ln 2 once too often",
     steps=Steps(lse=lambda lse: lse / LOG2E),
+    family="lse",
 )
 
 
-@_model("lse-without-maximum", "LSE lacks the row's maximum")
+@_model(
+    "lse-without-maximum",
+    "LSE lacks the row's maximum",
+    family="lse",
+)
 def _(call: ExactAttention) -> Iterator[Form]:
     yield call.with_lse(call.parts.total.log())
 
 
-@_model("lse-without-sum", "LSE is the row's maximum alone")
+@_model(
+    "lse-without-sum",
+    "LSE is the row's maximum alone",
+    family="lse",
+)
 def _(call: ExactAttention) -> Iterator[Form]:
     yield call.with_lse(call.parts.maximum)
 
 
-@_model("lse-mixed-units", "the maximum and the logarithm in LSE are in different units")
+@_model(
+    "lse-mixed-units",
+    "the maximum and the logarithm in LSE are in different units",
+    family="lse",
+)
 def _(call: ExactAttention) -> Iterator[Form]:
     parts, scale = call.parts, call.scale
     for of_maximum, of_log in (

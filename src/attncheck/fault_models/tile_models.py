@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from attncheck.fault_models.exact_attention import ExactAttention
     from attncheck.inputs.problem import Problem
 
-MODELS = ModelTable()  # of which tiles of keys a loop visits, and what pads the last one
-SPLITS = ModelTable()  # of splits of the keys, and of how they are merged
+MODELS = ModelTable("tile")  # of which tiles of keys a loop visits, and what pads the last one
+SPLITS = ModelTable("rescaling")  # of splits of the keys, and of how they are merged
 
 _model = MODELS.add
 _MOST_TILES = 12
@@ -118,6 +118,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
     "partial-tile-as-full",
     "tiles that the mask hides a part of count as seen throughout",
     applies=has_mask(),
+    family="mask",
 )
 def _(call: ExactAttention) -> Iterator[Form]:
     for rows, size in call.tiles:
@@ -186,13 +187,23 @@ def _edge_tiles(call: ExactAttention, rows: int, size: int, *, last: bool) -> Te
     return some & (tile == edge)
 
 
-@_model("values-stale", "the values of the tile before are used again", applies=is_attention)
+@_model(
+    "values-stale",
+    "the values of the tile before are used again",
+    applies=is_attention,
+    family="memory",
+)
 def _(call: ExactAttention) -> Iterator[Form]:
     for size, place in _before(call):
         yield call.attend(v=call.v[:, :, place]), {"tile": size}
 
 
-@_model("keys-stale", "the keys of the tile before are used again", applies=is_attention)
+@_model(
+    "keys-stale",
+    "the keys of the tile before are used again",
+    applies=is_attention,
+    family="memory",
+)
 def _(call: ExactAttention) -> Iterator[Form]:
     for size, place in _before(call):
         outputs = call.attend(x=call.x[..., place])
@@ -218,6 +229,7 @@ _BEHIND_ITS_END = (RuntimeError, IndexError, TypeError, ValueError)
     "without bounds has none",
     applies=has_mask(),
     order=1,
+    family="mask",
 )
 def _(call: ExactAttention) -> Iterator[Form]:
     # Defined before what it is the same as where tiles are whole: that fails on ragged ones too.
@@ -237,6 +249,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
     "tile-mostly-seen-as-full",
     "a tile of which more than half is seen counts as seen throughout",
     order=1,
+    family="mask",
 )
 def _(call: ExactAttention) -> Iterator[Form]:
     for rows, size in call.tiles:
@@ -262,6 +275,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
     "counts there, as by a list of tiles that was made for a longer sequence",
     applies=has_mask(),
     order=1,
+    family="mask",
 )
 def _(call: ExactAttention) -> Iterator[Form]:
     for rows, size in call.tiles:
@@ -415,7 +429,12 @@ def _(call: ExactAttention) -> Iterator[Form]:
                 yield Outputs(merged.out, lse), parameters
 
 
-@SPLITS.add("lse-of-one-split", "LSE is that of one split of the keys", applies=_more_keys)
+@SPLITS.add(
+    "lse-of-one-split",
+    "LSE is that of one split of the keys",
+    applies=_more_keys,
+    family="lse",
+)
 def _(call: ExactAttention) -> Iterator[Form]:
     out = call.parts.out
     for parameters, _, lses in _splits(call):
@@ -424,7 +443,13 @@ def _(call: ExactAttention) -> Iterator[Form]:
             yield Outputs(out, lse), parameters
 
 
-@SPLITS.add("split-dropped", "a split of the keys is left out", applies=_more_keys, order=1)
+@SPLITS.add(
+    "split-dropped",
+    "a split of the keys is left out",
+    applies=_more_keys,
+    order=1,
+    family="tile",
+)
 def _(call: ExactAttention) -> Iterator[Form]:
     for parameters, outs, lses in _splits(call):
         for gone in range(parameters["splits"]):
@@ -436,6 +461,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
     "empty-split-nan",
     "a split of the keys in which a row sees none makes it NaN",
     applies=is_attention,
+    family="overflow",
 )
 def _(call: ExactAttention) -> Iterator[Form]:
     for parameters, _, lses in _splits(call):

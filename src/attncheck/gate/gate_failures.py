@@ -199,9 +199,10 @@ class FailureLog:
 
     def diagnose(self, record: Record, unit: Unit, host: KernelHost) -> Record:
         """Return ``record`` with what may be wrong, where it is a failure that nobody knows of."""
-        if record.status != "fail" or record.reason.startswith(KNOWN):
-            return record
         search = self._searches.setdefault(unit.kernel, diagnosis.CauseSearch())
+        if record.status != "fail" or record.reason.startswith(KNOWN):
+            search.note(record)
+            return record
         return search.diagnose(record, host.subject, **_call_options(unit, host))
 
     def shrink(

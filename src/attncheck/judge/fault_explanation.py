@@ -16,7 +16,7 @@ from attncheck.core.tensor_names import GRADIENTS
 from attncheck.judge.allowance import shares
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -79,6 +79,7 @@ class ObservedError:
         spacing: Mapping[TensorName, float] | None = None,
     ) -> None:
         self.got = got  # what the kernel gave
+        self.allowed = allowed
         apart = spacing or {}
         self._errors = {
             name: _TensorError(
@@ -100,6 +101,10 @@ class ObservedError:
     def forward(self) -> bool:
         """Return whether out or LSE is wrong."""
         return any(name not in GRADIENTS for name in self.wrong)
+
+    def beyond(self, name: TensorName) -> Tensor:
+        """Return which numbers of a tensor are beyond what is allowed, bool."""
+        return self._errors[name].error > 1
 
     def explained(self, prediction: FaultPrediction) -> FaultExplanation | None:
         """Explain the error by ``prediction``; None where it says what is exact, or is refuted.
@@ -146,6 +151,8 @@ class ObservedError:
         if self.wrong and self.proven:
             explanation = self.explained(prediction)
             return explanation is not None and explanation.all
+        if prediction.family is not None:  # of no size at all it is right
+            return True
         both = [name for name in prediction.tensors if name in self._errors]
         return all(
             self._errors[n].rest(prediction.tensors[n], 1.0, prediction.free).within for n in both
@@ -306,18 +313,6 @@ def combine_rankings(
         parameters, left = each[0][name].parameters, max(one[name].left for one in each)
         combined.append(replace(worst, parameters=parameters, left=left))
     return _in_order(combined) or list(first)
-
-
-def keep_fitting(
-    ranking: Sequence[FaultExplanation], fits: Collection[str]
-) -> list[FaultExplanation]:
-    """A ranking without those of its first, which are equal, that do not fit a further problem.
-
-    As it is where none of them does.
-    """
-    tied = count_equals(ranking)
-    fitting = [one for one in ranking[:tied] if one.name in fits]
-    return [*(fitting or ranking[:tied]), *ranking[tied:]]
 
 
 def count_equals(ranking: Sequence[FaultExplanation]) -> int:

@@ -56,6 +56,8 @@ def certain_explanations(record: Record) -> tuple[Explanation, ...]:
     found = record.diagnosis
     if not isinstance(found, Diagnosis) or not found.ranked:
         return ()
+    if found.level != "named":
+        return ()
     if not found.tried:  # the failure says it by itself
         return found.ranked[:1]
     return found.ranked[: max(1, found.tied)] if found.ranked[0].explains_all else ()

@@ -177,6 +177,12 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     # first then, and models that explain its error come behind it.
     tried: int
     problems: int = 1  # on how many problems each had to explain what the kernel gave
+    # ``named``: one of them was confirmed on independent problems, or is proven by asking again;
+    # ``family``: no more than the kind of fault is known.
+    level: Literal["named", "family", "unknown"] = "named"
+    family: str = ""  # the kind of fault, in plain words
+    # What was seen where nothing is named: where it is wrong, since when, without what it is right.
+    facts: tuple[str, ...] = ()
     # Where the error is by tiles; left out where that cannot be told.
     tiles: TileMap | msgspec.UnsetType = msgspec.UNSET
 

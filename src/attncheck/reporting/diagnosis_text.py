@@ -47,6 +47,7 @@ TERMS = {
 """In the order in which a kernel makes the roundings."""
 
 _MOST_EXPLANATIONS = 3
+_LIKELY = ("likely", *["or"] * (_MOST_EXPLANATIONS - 1))
 _MOST_CAUSES = 10  # that a page begins with
 _HEADS: dict[Status, str] = {
     "pass": "PASS",
@@ -187,29 +188,28 @@ def _source(judgement: Judgement, worst: Worst) -> str:
 def explanation_facts(diagnosis: object) -> Iterator[tuple[str, str]]:
     """Labels and texts of what may be wrong; nothing where nobody looked.
 
-    A fault that explains all is told with those that explain it as well; else the best few are,
-    and where none explains anything to speak of, that.
+    What is confirmed is ``likely``; else the family that is known, or that nothing is, with what
+    was seen, and the models that nothing refuted.
     """
     if not isinstance(diagnosis, Diagnosis):
         return
-    if not diagnosis.ranked:
-        yield "likely", f"unknown: none of {diagnosis.tried} fault models fits"
+    ranked = diagnosis.ranked
+    if ranked and not diagnosis.tried:  # the failure says it by itself: no share of an error
+        yield "likely", fault_text(ranked[0])
+        yield from (("perhaps", _explained(one)) for one in ranked[1:])
         return
-    if not diagnosis.tried:  # the failure says it by itself: there is no share of an error
-        yield "likely", fault_text(diagnosis.ranked[0])
-        yield from (("perhaps", _explained(one)) for one in diagnosis.ranked[1:])
+    if ranked and diagnosis.level == "named":
+        best = ranked[: max(1, diagnosis.tied)][:_MOST_EXPLANATIONS]
+        yield from ((label, _explained(one)) for label, one in zip(_LIKELY, best, strict=False))
+        more = diagnosis.tied - len(best)
+        if more > 0:
+            yield "or", f"{more} more fault models, which explain it equally well"
         return
-    certain = diagnosis.ranked[0].explains_all
-    best = diagnosis.ranked[: max(1, diagnosis.tied) if certain else None][:_MOST_EXPLANATIONS]
-    label = "likely" if certain else "perhaps"
-    for one in best:
-        yield label, _explained(one)
-        label = "or"
-    more = diagnosis.tied - len(best)
-    if certain and more > 0:
-        yield "or", f"{more} more fault models, which explain it equally well"
-    if not certain:
-        yield "", f"none of {diagnosis.tried} fault models explains all of the error"
+    tried = f"none of {diagnosis.tried} fault models"
+    known = f"{diagnosis.family}; {tried} alone is confirmed"
+    yield "likely", known if diagnosis.family else f"unknown: {tried} fits"
+    yield from (("perhaps", _explained(one)) for one in ranked[:_MOST_EXPLANATIONS])
+    yield from (("seen", fact) for fact in diagnosis.facts)
 
 
 def _explained(explanation: Explanation) -> str:

@@ -226,6 +226,7 @@ class KernelServer:
             timed=words["timed"],
             under=from_fields(CallConditions, words["under"]),
         )
+        problem = inputs.problem
         if any(map(strided_alloc.has_far_rows, inputs.tensors().values())):
             del inputs  # gibibytes, which the next question of another process may need
             strided_alloc.release_cached_memory(self._device)
@@ -237,7 +238,7 @@ class KernelServer:
         if isinstance(result, Failure):
             return _failed(result)
         compiling = self._compiling.seconds - compiled
-        return _ran(result, inputs.problem, drawn=before, compiling=compiling)
+        return _ran(result, problem, drawn=before, compiling=compiling)
 
     def _one(self, launch: dict[str, Any] | None) -> Subject:
         """The kernel, or a launch of it."""

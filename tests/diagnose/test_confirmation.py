@@ -1,0 +1,138 @@
+"""What is named, what is a family, what nobody knows: faults planted in the ideal kernel."""
+
+import itertools
+
+import pytest
+import torch
+
+from attncheck.core.mod_spec import Spec
+from attncheck.diagnose import diagnosis
+from attncheck.diagnose.confirmation import independent_cases
+from attncheck.diagnose.diagnosis import CauseSearch, diagnose_failure
+from attncheck.diagnose.explanations import explain
+from attncheck.fault_models import FAULT_MODELS
+from attncheck.fault_models.fault_model import FAMILIES
+from attncheck.inputs.problem import Case, Problem
+from attncheck.subjects.ideal import Ideal
+from attncheck.verify.run_case import run_case
+
+PLAIN = Problem(query=40, kv=70, heads=2, head_dim=64, dtype="fp16")
+CAUSAL = PLAIN.replace(query=40, kv=40, mask=Spec.of("causal"))
+EMPTY = PLAIN.replace(query=70, kv=40, mask=Spec.of("causal_bottom_right"))
+
+
+def with_fault(model, number=0):
+    """The ideal kernel with the steps of a model."""
+    steps = FAULT_MODELS[model].steps[number]
+    return type("Faulty", (Ideal,), {"name": "faulty", "steps": steps})()
+
+
+def told(subject, problem, **how):
+    record = run_case(subject, Case(problem=problem), device="cpu")
+    assert record.status == "fail"
+    return diagnose_failure(record, subject, device="cpu", **how).diagnosis
+
+
+def left_out(monkeypatch, *names):
+    """No diagnosis tries these models, nor those of their family that have a number to fit."""
+
+    def by_others(*values, among=FAULT_MODELS, **named):
+        return explain(*values, among=[one for one in among if one not in names], **named)
+
+    monkeypatch.setattr(diagnosis, "explain", by_others)
+
+
+def test_every_model_is_of_a_family():
+    assert {model.family for model in FAULT_MODELS.values()} == set(FAMILIES)
+
+
+PLANTED = [
+    ("mask-one-key-wider", CAUSAL, "mask"),
+    ("mask-ignored", CAUSAL, "mask"),
+    ("scale-fixed", PLAIN.replace(scale=0.3), "factor"),
+    ("alpha-not-on-out", PLAIN, "rescaling"),
+    ("lse-base-2", PLAIN, "lse"),
+    ("lse-plus-infinity-of-empty", EMPTY, "empty rows"),
+    ("softcap-times-score", PLAIN.replace(score=Spec.of("softcap", cap=2.0)), "score"),
+    ("delta-missing", PLAIN.replace(backward=True), "gradient"),
+]
+
+
+@pytest.mark.parametrize(("model", "problem", "family"), PLANTED, ids=[one[0] for one in PLANTED])
+def test_a_fault_is_named_and_without_its_model_never_another(model, problem, family, monkeypatch):
+    kernel = with_fault(model)
+    named = told(kernel, problem)
+    assert (named.level, named.ranked[0].model) == ("named", model)
+    left_out(monkeypatch, model)
+    other = told(kernel, problem)
+    assert other.level != "named" or FAULT_MODELS[other.ranked[0].model].family == family
+    assert other.family in {FAMILIES[family], ""}
+    assert other.level == "named" or other.facts
+
+
+@pytest.mark.parametrize(
+    ("model", "problem", "family"),
+    [PLANTED[0], PLANTED[3], PLANTED[4], PLANTED[7]],
+    ids=["mask", "rescaling", "lse", "gradient"],
+)
+def test_what_is_seen_tells_the_family(model, problem, family, monkeypatch):
+    left_out(monkeypatch, *(name for name, one in FAULT_MODELS.items() if one.family == family))
+    found = told(with_fault(model), problem)
+    assert (found.level, found.family) == ("family", FAMILIES[family])
+    assert found.ranked == ()
+
+
+def test_keys_that_count_and_must_not_are_told(monkeypatch):
+    left_out(monkeypatch, *FAULT_MODELS)
+    found = told(with_fault("mask-one-key-wider"), CAUSAL)
+    (counted,) = (fact for fact in found.facts if "count although they are hidden" in fact)
+    assert counted.startswith("keys 1–")
+
+
+class Wavy(Ideal):
+    name = "wavy"
+
+    def normalised(self, out, total):
+        return super().normalised(out, total) + torch.arange(out.numel()).view(out.shape).sin()
+
+
+def test_of_what_no_model_fits_only_what_was_seen_is_told():
+    found = told(Wavy(), CAUSAL)
+    assert (found.level, found.ranked, found.family) == ("unknown", (), "")
+    assert any("wrong as well without the mask" in fact for fact in found.facts)
+
+
+def test_a_model_that_a_question_which_passed_contradicts_is_not_named():
+    """The mask alone is wrong: of a run in which causal questions passed that cannot be so."""
+    kernel = with_fault("mask-one-key-wider")
+    passed = [Case(problem=CAUSAL.replace(seed=seed)) for seed in (3, 4)]
+    assert told(kernel, CAUSAL).level == "named"
+    contradicted = told(kernel, CAUSAL, passed=passed)
+    assert contradicted.level != "named"
+    assert "mask-one-key-wider" not in [one.model for one in contradicted.ranked]
+
+
+def test_a_search_remembers_what_passed():
+    search, kernel = CauseSearch(), with_fault("mask-one-key-wider")
+    right = run_case(Ideal(), Case(problem=CAUSAL.replace(seed=3)), device="cpu")
+    assert right.status == "pass"
+    search.note(right)
+    wrong = run_case(kernel, Case(problem=CAUSAL), device="cpu")
+    assert search.diagnose(wrong, kernel, device="cpu").diagnosis.level != "named"
+
+
+def test_rows_that_memory_does_not_change_are_not_unwritten(monkeypatch):
+    left_out(monkeypatch, *(n for n, one in FAULT_MODELS.items() if one.family == "empty rows"))
+    found = told(with_fault("lse-plus-infinity-of-empty"), EMPTY)
+    assert "rows-unwritten" not in [one.model for one in found.ranked]
+    assert found.family != FAMILIES["memory"]
+
+
+@pytest.mark.parametrize("problem", [PLAIN, CAUSAL, EMPTY])
+def test_independent_problems_are_others(problem):
+    case = Case(problem=problem)
+    asked = list(independent_cases(case))
+    assert case.id not in {one.id for one in asked}
+    assert len({one.id for one in asked}) == len(asked) > 4
+    for one, other in itertools.combinations(asked, 2):
+        assert one.problem != other.problem
