@@ -68,6 +68,13 @@ def test_a_right_kernel(tmp_path):
     assert str(EXAMPLE.parent) not in (tmp_path / "reports" / "check.md").read_text()
 
 
+@pytest.mark.parametrize("name", ["crossed-99", "lengths-9"])
+def test_a_question_that_no_rule_makes_of_a_kernel_is_said_in_a_line(check, name, tmp_path):
+    run = check("ideal", "--question", name, cwd=tmp_path)
+    says = f"attncheck: ideal has no question '{name}': leave --question out to see all.\n"
+    assert (run.returncode, run.stderr) == (2, says)
+
+
 def test_a_wrong_kernel(check, tmp_path):
     spec = f"{EXAMPLE}::sees_the_next_key"
     run = check(spec, *QUICK, "--out", "here", cwd=tmp_path)

@@ -67,10 +67,6 @@ def check_cases(
         UnknownName: for another dtype.
         ProblemError: for a head_dim that no Problem has.
     """
-    check_measured(dtype)
-    for dim in head_dims:
-        if not 1 <= dim <= LARGEST_HEAD_DIM:
-            raise ProblemError(f"head_dim={dim} must be 1–{LARGEST_HEAD_DIM}.")
     entries = tagged(CHECK)
     problems = _problems(CHECK, dtype, head_dims, takes)
     comparisons = [
@@ -86,6 +82,10 @@ def _problems(
     tag: str, dtype: str, head_dims: Sequence[int], takes: Callable[[Problem], bool] | None
 ) -> dict[str, Problem]:
     """Return those of a tag by name, each the nearest that a kernel is to be asked."""
+    check_measured(dtype)
+    for dim in head_dims:
+        if not 1 <= dim <= LARGEST_HEAD_DIM:
+            raise ProblemError(f"head_dim={dim} must be 1–{LARGEST_HEAD_DIM}.")
     problems: dict[str, Problem] = {}
     for number, (name, entry) in enumerate(tagged(tag).items()):
         # With one head alone, none could be mistaken for another.

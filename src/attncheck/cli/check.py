@@ -116,7 +116,9 @@ def check(
             worker=worker,
         )
     except Died as error:
-        report = _death_report(error, spec, questions[0], device=device, command=command)
+        asked = (one for one in questions if one.name in (names or (one.name,)))
+        question = next(asked, questions[0])
+        report = _death_report(error, spec, question, device=device, command=command)
     else:
         with closing(host):
             rendering.check_writable(directory, "check")
@@ -163,6 +165,7 @@ def _checked(
     from msgspec.structs import replace
 
     from attncheck.cli.long_runs import progress
+    from attncheck.core.errors import UsageError
     from attncheck.surveys.claims import (
         CLAIM_TRIALS,
         claimed_questions,
@@ -172,7 +175,7 @@ def _checked(
     from attncheck.verify.remote_kernel import RemoteSubject
 
     tried = host.subject
-    fresh = questions[0].case.question == "state"
+    fresh = not options["names"] or "state" in options["names"]
     with progress(CLAIM_TRIALS, quiet=quiet, check=interrupts.check) as advance:
 
         def next_trial(what: str) -> None:
@@ -189,6 +192,12 @@ def _checked(
         report = replace(report, kernels={subject.name: subject.summary})
     if claims is None:
         questions = subject_questions(subject, questions, device=device, **options)
+    if claims is not None and claims.timeout:
+        names = options["names"] or tuple(one.name for one in questions)
+        questions = [one for one in questions if one.name in names] or questions
+    if not questions:
+        name = options["names"][0]
+        raise UsageError(f"{spec} has no question {name!r}: leave --question out to see all.")
     if claims is not None and (lines := tuple(claims.lines())):
         report = replace(report, claims={subject.name: lines})
     hung = claims.timeout if claims is not None else ""
@@ -277,7 +286,7 @@ def _questions(
         aspect = name.removeprefix("decode-").partition("-")[0]
         if name not in known and aspect not in {"crossed", "alone", "lengths", *NOT_CLAIMED}:
             raise UnknownName("question", name, known)
-    return [question for question in questions if not names or question.name in names]
+    return questions
 
 
 def _answered(

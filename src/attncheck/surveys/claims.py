@@ -488,7 +488,7 @@ def subject_questions(
     """
     able = subject_takes(subject, device)
     more = [each for dtype in dtypes or ("bf16",) for each in crossed_cases(dtype, head_dims, able)]
-    return [*questions, *(each for each in more if not names or each.name in names)]
+    return [each for each in (*questions, *more) if not names or each.name in names]
 
 
 # ------------------------------------------------------------------ kept
