@@ -31,7 +31,7 @@ def heads(query, key, value, enable_gqa):
 
 def tiled(query, key, value, scale, first_hidden):
     """FlashAttention-2: a running maximum and row sum, one tile of keys after the other."""
-    scale = scale or query.shape[3] ** -0.5
+    scale = query.shape[3] ** -0.5 if scale is None else scale
     maximum = query.new_full(query.shape[:3], -math.inf, dtype=torch.float32)
     total = torch.zeros_like(maximum)
     out = query.new_zeros((*query.shape[:3], value.shape[3]), dtype=torch.float32)

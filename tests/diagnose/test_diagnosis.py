@@ -176,6 +176,18 @@ def test_all_models_are_tried_once_on_a_kind_of_failure_that_none_explains(monke
     assert len(tried) == 2
 
 
+def test_a_cause_that_is_found_late_is_tried_on_the_failures_before_it(monkeypatch):
+    def find_nothing_at_first(record, *rest, **where):
+        return record if record is records[0] else diagnose_failure(record, *rest, **where)
+
+    monkeypatch.setattr(diagnosis, "diagnose_failure", find_nothing_at_first)
+    cases = [Case(problem=CAUSAL.replace(dtype=dtype)) for dtype in ("fp16", "bf16")]
+    records = [run_case(OneKeyWider(), case, device="cpu") for case in cases]
+    found = CauseSearch().diagnose_all(records, OneKeyWider(), device="cpu", first=records[0])
+    assert [one.diagnosis.ranked[0].model for one in found] == ["mask-one-key-wider"] * 2
+    assert found[0].diagnosis.tried == 1
+
+
 def test_what_one_row_cannot_tell_apart_a_larger_problem_does():
     two_keys = Case(problem=CAUSAL.replace(query=1, kv=2, heads=1, kv_heads=1))
     small = explain_failure(

@@ -363,25 +363,14 @@ def _diagnosed(report: Report, subject: Subject, device: str) -> Report:
     from msgspec.structs import replace
 
     from attncheck.diagnose.diagnosis import CauseSearch
-    from attncheck.records.record import FAILED_STATUSES
     from attncheck.reporting.check_document import worst_record
 
     worst = worst_record(report)
     if worst is None:
         return report
-    # The one that says most first: what explains it is tried on the others alone.
     search = CauseSearch(_MOST_SEARCHES)
     for one in report.records:
         search.note(one)
-    first = search.diagnose(worst, subject, device=device)
-    return replace(
-        report,
-        records=tuple(
-            first
-            if one is worst
-            else search.diagnose(one, subject, device=device)
-            if one.status in FAILED_STATUSES
-            else one
-            for one in report.records
-        ),
-    )
+    # The one that says most first.
+    diagnosed = search.diagnose_all(report.records, subject, device=device, first=worst)
+    return replace(report, records=diagnosed)

@@ -38,7 +38,7 @@ from attncheck.inputs.problem import Case, Problem
 from attncheck.judge.fault_explanation import combine_rankings, count_equals
 from attncheck.probes import PROBES
 from attncheck.records.failure_causes import certain_explanations, symptom
-from attncheck.records.record import Diagnosis, Explanation, Record
+from attncheck.records.record import FAILED_STATUSES, Diagnosis, Explanation, Record
 from attncheck.relations import RELATIONS
 from attncheck.relations.same_numbers import STRIDED_TENSORS
 from attncheck.verify.evidence_builder import EvidenceBuilder
@@ -188,6 +188,29 @@ class CauseSearch:
         if not models:
             self._closed.add(kind)
         return record
+
+    def diagnose_all(
+        self, records: Sequence[Record], subject: Subject, *, device: str, first: Record
+    ) -> tuple[Record, ...]:
+        """Return ``records``, of one run, with what may be wrong in those that failed.
+
+        What explains ``first``, one of them, is tried on the others, and what was found late on
+        those before it.
+        """
+        found = [*records]
+        known: dict[int, int] = {}  # models that had been found by then
+        pairs = enumerate(records)
+        failed = [i for i, one in pairs if one is first or one.status in FAILED_STATUSES]
+        failed.sort(key=lambda i: records[i] is not first)
+        for i in failed:
+            found[i] = self.diagnose(records[i], subject, device=device)
+            known[i] = len(self._models)
+        for i in failed:
+            later = [*self._models][known[i] :]
+            if later and not certain_explanations(found[i]):
+                late = explained_by(records[i], later, subject, device=device)
+                found[i] = replace(found[i], diagnosis=late) if late is not None else found[i]
+        return tuple(found)
 
 
 def explained_by(
