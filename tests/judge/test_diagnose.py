@@ -11,7 +11,6 @@ from attncheck.judge.fault_explanation import (
     ObservedError,
     combine_rankings,
     count_equals,
-    keep_fitting,
     rank_explanations,
 )
 
@@ -108,16 +107,12 @@ def test_what_explains_all_of_each_is_told_by_the_larger_error():
     assert [one.share for one in combine_rankings([large], [part])] == [0.2]
 
 
-def test_a_tie_is_broken_by_what_fits_a_further_problem():
+def test_what_explains_all_equally_is_counted():
     one = FaultPrediction(name="one", tensors=moved(out=2.0))
     two = FaultPrediction(name="two", tensors=moved(out=2.0), order=1)
     half = FaultPrediction(name="half", tensors=moved(out=1.0))
     tied = ranking(moved(out=2.0), one, two, half)
     assert (names(tied), count_equals(tied)) == (["one", "two", "half"], 2)
-    assert names(keep_fitting(tied, {"two"})) == ["two", "half"]
-    # Of a further problem that none of them fits nothing is learnt.
-    assert names(keep_fitting(tied, set())) == names(tied)
-    assert names(keep_fitting(tied, {"half"})) == names(tied)
 
 
 def test_what_is_right_agrees_with_what_says_so():

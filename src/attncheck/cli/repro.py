@@ -75,9 +75,11 @@ def repro(
     spec, convention = kernel or kept.kernel, convention or kept.convention
     worker = start_worker(spec, in_process=in_process) if spec else None
     from attncheck.diagnose.reproduce import run_again
-    from attncheck.surveys.claims import hold_to_claims
+    from attncheck.subjects.terms import Terms
+    from attncheck.surveys.claims import find_claims
     from attncheck.verify.deaths import death_record
     from attncheck.verify.environment import prepare
+    from attncheck.verify.kernel_hosts import on_terms
     from attncheck.workers.process import Died
 
     interrupts.check()  # the imports above take a while, and may have swallowed one
@@ -92,8 +94,12 @@ def repro(
         record = death_record(error, case, kernel=spec)
     else:
         with closing(host):
-            claims = hold_to_claims(host, kernel=spec, device=device, problems=[case.problem])
-            how["convention"] = claims.convention if claims is not None else convention
+            # Its convention alone: a diagnosis asks problems that nobody was found to claim.
+            claims = find_claims(host.subject, kernel=spec, device=device)
+            if claims is not None and not claims.timeout:
+                how["convention"] = claims.convention
+                terms = Terms(convention=claims.convention, causal=claims.causal)
+                host.subject = on_terms(host.subject, terms)
             record = run_again(host.subject, case, device=device)
             if script is not None and record.status != "unsupported":
                 write_script(Path(script), host.subject, case, record, kernel=spec, **how)
