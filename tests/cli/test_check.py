@@ -64,7 +64,7 @@ def test_a_right_kernel(tmp_path):
     assert not any(" pass " in line for line in lines)
     assert sorted(p.name for p in (tmp_path / "reports").iterdir()) == ["check.json", "check.md"]
     report = load_report((tmp_path / "reports" / "check.json").read_text(), Report)
-    assert [record.variant for record in report.records] == ["decode-causal", "causal-tall"]
+    assert [record.variant for record in report.records] == ["causal-tall", "decode-causal"]
     assert str(EXAMPLE.parent) not in (tmp_path / "reports" / "check.md").read_text()
 
 
