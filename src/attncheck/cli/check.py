@@ -166,12 +166,14 @@ def _checked(
 
     from attncheck.cli.long_runs import progress
     from attncheck.core.errors import UsageError
+    from attncheck.records.record import FAILED_STATUSES
     from attncheck.surveys.claims import (
         CLAIM_TRIALS,
         claimed_questions,
         hold_to_claims,
         subject_questions,
     )
+    from attncheck.verify.kernel_hosts import on_terms
     from attncheck.verify.remote_kernel import RemoteSubject
 
     tried = host.subject
@@ -184,7 +186,9 @@ def _checked(
                 tried.connection.start_next()
             advance(what)
 
-        claims = hold_to_claims(host, kernel=spec, device=device, advance=next_trial, **options)
+        claims = hold_to_claims(
+            host, kernel=spec, device=device, advance=next_trial, asks_beyond=True, **options
+        )
     subject = host.subject
     if claims is not None and not claims.timeout:
         questions = claimed_questions(claims, subject, device=device, **options)
@@ -202,6 +206,13 @@ def _checked(
         report = replace(report, claims={subject.name: lines})
     hung = claims.timeout if claims is not None else ""
     report = _answered(interrupts, report, subject, questions, device, quiet=quiet, hung=hung)
+    if (
+        claims is not None
+        and not claims.timeout
+        and any(one.status in FAILED_STATUSES and one.unclaimed for one in report.records)
+    ):
+        # What is wrong beyond its claims is confirmed there too.
+        subject = on_terms(subject, replace(claims.terms(**options), table=None))
     return _diagnosed(report, subject, device)
 
 

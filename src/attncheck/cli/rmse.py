@@ -235,7 +235,10 @@ def _claims(
     from attncheck.surveys.claims import CLAIM_TRIALS, hold_to_claims
 
     typed = options.shapes or options.recording
-    asked = {"dtypes": options.dtypes, "problems": [each.problem for each in cells if typed]}
+    asked: dict[str, Any] = {
+        "dtypes": options.dtypes,
+        "problems": [each.problem for each in cells if typed],
+    }
     lines = {}
     for kernel, host in hosts.items():
         if not host.subject.conventions:

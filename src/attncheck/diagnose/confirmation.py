@@ -16,9 +16,9 @@ import torch
 
 from attncheck.core.errors import ProblemError
 from attncheck.core.mod_spec import FULL, NONE, Spec
-from attncheck.diagnose.explanations import Asked, form_words, within_twice
+from attncheck.diagnose.explanations import Asked, form_tiles, form_words, within_twice
 from attncheck.fault_models import FAULT_MODELS
-from attncheck.inputs.problem import Case
+from attncheck.inputs.problem import USUAL_SCALE, Case
 from attncheck.verify.evidence_builder import EvidenceBuilder
 
 if TYPE_CHECKING:
@@ -43,6 +43,10 @@ def independent_cases(case: Case) -> Iterator[Case]:
     problem = case.problem
     seed, dim = problem.seed + 1, 64 if problem.head_dim > 64 else 128
     group = {"heads": 4, "kv_heads": 2} if problem.heads < 4 else {}
+    # The usual scale goes with the head dim: many kernels take no other.
+    scale = (
+        {"scale": USUAL_SCALE} if problem.scale == problem.replace(scale=USUAL_SCALE).scale else {}
+    )
     square: dict[str, object] = {"query": 150, "kv": 150, "seed": seed}
     changes: list[dict[str, object]] = [
         {"seed": seed},
@@ -52,7 +56,8 @@ def independent_cases(case: Case) -> Iterator[Case]:
         {"batch": 2, "query": 40, "kv": 124, "seed": seed + 1, **group},
         {"batch": 2, "heads": 2, "kv_heads": 2, "query": 124, "kv": 124, "seed": seed + 1},
         {"query": 40, "kv": 256, "seed": seed + 2},
-        {"head_dim": dim, "value_dim": dim, "query": 40, "kv": 70, "seed": seed + 3},
+        # Few keys, of which the largest tiles have no half.
+        {"head_dim": dim, "value_dim": dim, "query": 20, "kv": 20, "seed": seed + 3, **scale},
         {"scale": problem.scale * 0.75, "seed": seed + 4},
     ]
     if problem.mask == FULL:
@@ -115,8 +120,10 @@ def contradicted(
         asked: The failure.
         device: Where.
     """
-    wrong: set[str] = set()
     own = asked.call.problem
+    # The tiles of which each explains the failure: it is refuted where none of them is left.
+    tiles = {name: form_tiles(asked, FAULT_MODELS[name]) for name in models}
+    left = {name: {tile for tile, fits in of.items() if fits} for name, of in tiles.items()}
     for case in passed:
         # Another mask or score mod is another argument: a flag may be lost and a tensor heeded.
         alike = case.problem.mask.name in {own.mask.name, "full"}
@@ -125,10 +132,10 @@ def contradicted(
             evidence = EvidenceBuilder(case, device)
             evidence.establish(reference_errors=False)
             right = within_twice(evidence, asked.arithmetic)
-            wrong |= {
-                n for n in models if n not in wrong and form_words(right, FAULT_MODELS[n]) == set()
-            }
-    return wrong
+            for name in models:
+                says = form_tiles(right, FAULT_MODELS[name]) if left[name] else {}
+                left[name] -= {tile for tile, agrees in says.items() if not agrees}
+    return {name for name, of in tiles.items() if any(of.values()) and not left[name]}
 
 
 def _common(before: set[object] | None, now: set[object] | None) -> set[object] | None:

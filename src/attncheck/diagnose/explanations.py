@@ -142,6 +142,20 @@ def form_words(asked: Asked, model: FaultModel) -> set[object] | None:
     }
 
 
+def form_tiles(asked: Asked, model: FaultModel) -> dict[object, bool]:
+    """Return the tile of each form of ``model``, and whether that one predicts all that was given.
+
+    Of a form that knows no tiles it is None. A tile that is missing predicts what is exact: one of
+    which all keys are there has no tail, say.
+    """
+    tiles: dict[object, bool] = {}
+    forms = _predictions(asked.call, [model]) if model.applies(asked.call.problem) else ()
+    for one in forms:
+        tile = one.parameters.get("tile")
+        tiles[tile] = tiles.get(tile, False) or asked.error.agrees(one)
+    return tiles
+
+
 def explain(
     result: Execution,
     evidence: EvidenceBuilder,

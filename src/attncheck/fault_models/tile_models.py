@@ -63,6 +63,9 @@ def _(call: ExactAttention) -> Iterator[Form]:
         if count:
             for outputs in with_padding(call, count):
                 yield outputs, {"tile": size}
+            # A causal mask may hide the padding, which comes after every row's own key.
+            if has_mask("causal", "causal_bottom_right")(call.problem):
+                yield call.attend(), {"tile": size}
 
 
 def _without(call: ExactAttention, keys: Tensor, **parameters: int) -> Form:

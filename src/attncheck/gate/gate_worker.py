@@ -333,7 +333,11 @@ class _KernelHosts:
         host = self._start(unit)
         try:
             self.claims = hold_to_claims(
-                host, kernel=unit.kernel, device=unit.device, dtypes=self._choices.dtypes
+                host,
+                kernel=unit.kernel,
+                device=unit.device,
+                asks_beyond=True,
+                dtypes=self._choices.dtypes,
             )
         except BaseException:
             host.close()

@@ -208,8 +208,18 @@ def profiles(records: Iterable[Record]) -> Iterator[str]:
             kernels = users.setdefault(problem_of(record).dtype, {})
             kernels.setdefault(record.judgement.arithmetic, {})[record.kernel] = None
     for dtype, arithmetics in users.items():
+        kernels_known = {kernel for those in arithmetics.values() for kernel in those}
+        first: tuple[str, ...] = ()
         for arithmetic, kernels_of_it in arithmetics.items():
-            who = f" of {', '.join(kernels_of_it)}" if len(arithmetics) > 1 else ""
+            parts = tuple(arithmetic.split("; "))
+            if len(kernels_known) == 1 and first:
+                # Of one kernel, whose backward does more than its forward: what is other there.
+                others = "; ".join(part for part in parts if part not in first)
+                yield f"{dtype} in other questions: {others or arithmetic}"
+                continue
+            first = parts
+            who = f" of {', '.join(kernels_of_it)}" if len(kernels_known) > 1 else ""
+            who = who if len(arithmetics) > 1 else ""
             yield f"{dtype}{who}: {arithmetic}"
 
 

@@ -297,6 +297,7 @@ def hold_to_claims(
     kernel: str,
     device: str,
     advance: Callable[[str], None] = lambda _: None,
+    asks_beyond: bool = False,
     **asked: Any,
 ) -> Claims | None:
     """Try a host's kernel where it is a plain function; it is asked within what it takes then.
@@ -306,11 +307,15 @@ def hold_to_claims(
         kernel: As of ``find_claims``, as are the next two and what comes back.
         device: ``cpu`` or ``cuda``.
         advance: Called before each question.
+        asks_beyond: Whether what it gets wrong beyond its claims is asked, and reported. Who does
+            not ask it holds a kernel that has any to nothing: else it would pass in silence.
         asked: What is asked for by name, as of ``Claims.terms``.
     """
     claims = find_claims(host.subject, kernel=kernel, device=device, advance=advance)
     # Who did not answer would not answer this either.
     if claims is not None and not claims.timeout:
+        if not asks_beyond and next(claims.unclaimed(), None) is not None:
+            claims = replace(claims, base=None, tried=())
         host.subject = on_terms(host.subject, claims.terms(**asked))
     return claims
 
