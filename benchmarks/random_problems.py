@@ -153,6 +153,9 @@ def _none(_: _Die) -> Spec:
     return Spec.of("none")
 
 
+# A number stands for the Problem that it stood for when it was measured: before these.
+_DISTRIBUTIONS = tuple(name for name in DISTRIBUTIONS if name != "small_terms")
+
 _SCORES: tuple[Callable[[_Die], Spec], ...] = (
     *(_none,) * 6,
     _alibi,
@@ -229,7 +232,7 @@ def _problem(
         dtype=dtype,
         mask=mask(each, sizes),
         score=score(each),
-        distribution=own.one_of(tuple(DISTRIBUTIONS)),
+        distribution=own.one_of(_DISTRIBUTIONS),
         seed=own.below(2**31),
     )
 

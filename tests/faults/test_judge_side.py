@@ -204,45 +204,21 @@ def test_a_cache_of_zeros(monkeypatch):
     assert ask(ReadsOnePageMore(), PAGED).status == "pass", "what zeros hide"
 
 
-PLAIN = {
-    "mask": "full",
-    "score": "none",
-    "stored": "plain",
-    "backward": "",
-    "dtype": "bf16",
-    "shape": "even",
-    "heads": "one head",
-    "dims": "64",
-    "distribution": "normal",
-}
+PLAIN = covering.PLAIN_ROW
 
 
 def absent_values():
-    """Values of the axes that the problems made of them do not have."""
-    had = {
-        "mask": lambda problem: problem.mask.name,
-        "score": lambda problem: problem.score.name,
-        "stored": lambda problem: (
-            "paged" if problem.paging else "sink" if problem.sink else "plain"
-        ),
-        "backward": lambda problem: "backward" if problem.backward else "",
-        "dtype": lambda problem: problem.dtype,
-        "distribution": lambda problem: problem.distribution,
-    }
-    values = {
-        "mask": set(covering.MASKS) - {"varlen"},  # of sequences: documents
-        "score": covering.SCORES,
-        "stored": covering.STORED,
-        "backward": covering.BACKWARD,
-        "dtype": ("fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2"),
-        "distribution": covering.DISTRIBUTIONS,
-    }
-    return {
-        (axis, value)
-        for axis, each in values.items()
-        for value in each
-        if had[axis](covering.row_problem(PLAIN | {axis: value}, "small", 0)) != value
-    }
+    """Values of the axes that make the problem of a value before them."""
+    absent = set()
+    for axis, values in covering.AXES.items():
+        # How far a mask reaches is said of one that has a reach.
+        row = PLAIN | ({"mask": "sliding_window"} if axis == "extent" else {})
+        made = set()
+        for value in covering.SHAPES["small"] if axis == "shape" else values:
+            problem = covering.row_problem(row | {axis: value}, "small", 0)
+            absent |= {(axis, value)} if problem in made else set()
+            made.add(problem)
+    return absent
 
 
 def test_a_parameter_silently_off(monkeypatch):

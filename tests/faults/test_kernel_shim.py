@@ -232,7 +232,6 @@ def test_flex_attention(ours, said):
     [
         ({"dropout_p": 0.1}, "dropout"),
         ({"attn_mask": drawn(40, 40).requires_grad_()}, "gradient"),
-        ({"scale": -1.0}, "scale"),
     ],
     ids=str,
 )

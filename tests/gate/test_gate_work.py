@@ -87,7 +87,8 @@ def test_a_failure_is_kept_made_smaller_and_asked_again(tmp_path):
     ("kernel", "models"),
     [
         ("sees_the_next_key", {"mask-one-key-wider"}),
-        ("sees_the_next_key_or_doubles", {"mask-one-key-wider", "normaliser-biased"}),
+        # What is off by a factor that is fitted has no name of its own.
+        ("sees_the_next_key_or_doubles", {"mask-one-key-wider", ""}),
     ],
 )
 def test_each_fault_is_one_cause_that_explains_all_it_does(kernel, models):

@@ -57,7 +57,9 @@ def test_the_page_shows_the_table():
 PLANTED = {
     "exit code 0, not 1": {"code": 1},
     "nothing says": {"says": "FAIL"},
-    "lines of standard error": {"kernel": "sys.stderr.write('line\\n' * 9); return right(q, k, v)"},
+    "lines of standard error": {
+        "kernel": "[sys.stderr.write(f'{n}\\n') for n in range(9)]; return right(q, k, v)"
+    },
     "left ['work/more.txt']": {"kernel": "open('more.txt', 'w'); return right(q, k, v)"},
     "left ['tmp/more.txt']": {"kernel": "open('../tmp/more.txt', 'w'); return right(q, k, v)"},
     "reach the terminal": {"environment": {"FORCE_COLOR": "1"}},

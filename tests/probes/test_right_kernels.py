@@ -192,7 +192,8 @@ def test_a_function_that_renormalises_by_tile_passes_check(tile):
             scale=USUAL_SCALE if scale is None else scale,
             mask=Spec.of("causal" if is_causal else "full"),
         )  # fmt: skip
-        return design.attend(Inputs(problem=problem, q=query, k=key, v=value)).out
+        out = design.attend(Inputs(problem=problem, q=query, k=key, v=value)).out
+        return out.detach()  # of rounding to formats autograd knows nothing
 
     records = attncheck.check(attention, dtypes=["fp16"], device="cpu")
     assert {"pass", "unsupported"} >= {record.status for record in records}

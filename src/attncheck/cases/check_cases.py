@@ -11,7 +11,7 @@ from attncheck.cases.named_problems import CHECK, IN_TURN, PROBED, tagged
 from attncheck.cases.variants import check_measured
 from attncheck.core.errors import ProblemError
 from attncheck.core.mod_spec import Spec
-from attncheck.inputs.problem import LARGEST_HEAD_DIM, Case, Problem
+from attncheck.inputs.problem import LARGEST_HEAD_DIM, USUAL_SCALE, Case, Problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -101,7 +101,16 @@ def _problems(
         if takes is not None and not takes(problem):
             from attncheck.cases.strategies.problems import nearest_supported  # loads Hypothesis
 
-            problem = nearest_supported(problem, takes, (dtype,)) or problem
+            nearest = nearest_supported(problem, takes, (dtype,)) or problem
+            # Without what it is there for it would show something else than its name says.
+            kept = (nearest.score, nearest.sink, nearest.group > 1) == (
+                problem.score,
+                problem.sink,
+                problem.group > 1,
+            )
+            usual = problem.scale == problem.replace(scale=USUAL_SCALE).scale
+            own = usual or nearest.scale != nearest.replace(scale=USUAL_SCALE).scale
+            problem = nearest if kept and own else problem
         problems[name] = problem
     return problems
 

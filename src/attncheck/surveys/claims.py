@@ -468,7 +468,10 @@ def claimed_questions(
         questions += crossed_cases(
             dtype, head_dims, lambda problem: claims.within(problem) and able(problem)
         )
-    questions += claims.unclaimed(names)
+    beyond = list(claims.unclaimed(names))
+    # What is admitted beyond its claims is asked under its own name alone.
+    admitted = {one.case.id for one in beyond}
+    questions = [one for one in questions if one.case.id not in admitted] + beyond
     return [question for question in questions if not names or question.name in names]
 
 
