@@ -89,7 +89,7 @@ def test_a_function_is_asked_within_what_it_takes_and_as_it_is_called(repository
     mine = (
         "from torch.nn.functional import scaled_dot_product_attention as sdpa\n"
         "def kernel(q, k, v, causal=False):\n"
-        "    assert q.shape[-1] == 64\n"
+        "    assert q.shape[-1] == 64 and q.shape[1] == k.shape[1]\n"
         "    q, k, v = (x.transpose(1, 2) for x in (q, k, v))\n"
         "    return sdpa(q, k, v, is_causal=causal).transpose(1, 2)\n"
     )
@@ -98,3 +98,24 @@ def test_a_function_is_asked_within_what_it_takes_and_as_it_is_called(repository
     assert run.returncode == 0, run.stdout
     assert "mine.py::kernel called as flash_attn, by which alone it is right" in run.stdout
     assert "mine.py::kernel takes " in run.stdout
+
+
+def test_what_is_wrong_beyond_its_claims_is_not_passed_over(repository):
+    """Asked within them alone it would pass, though it is wrong there without a word."""
+    mine = (
+        "from torch.nn.functional import scaled_dot_product_attention as sdpa\n"
+        "def kernel(q, k, v, is_causal=False):\n"
+        "    out = sdpa(q, k, v, is_causal=is_causal)\n"
+        "    return out if k.shape[2] % 64 == 0 else out * 1.5\n"
+    )
+    run = repository("--kernel", "mine.py::kernel", "test_mine.py", mine=mine, test_mine=RAGGED)
+    assert run.returncode == 0, run.stdout
+    assert "mine.py::kernel takes " not in run.stdout
+
+
+RAGGED = """
+from attncheck.inputs.problem import Problem
+
+def test_it(kernel):
+    assert kernel.subject.unsupported(Problem(query=77, kv=77, dtype="bf16"), "cpu") is None
+"""
