@@ -28,7 +28,7 @@ from attncheck.verify.deaths import confirm_death, death_record
 from attncheck.verify.environment import environment, fingerprint, prepare
 from attncheck.verify.executor import InProcess
 from attncheck.verify.isolated import IsolatedExecutor, IsolatedKernel
-from attncheck.verify.kernel_hosts import KernelHost, open_kernel
+from attncheck.verify.kernel_hosts import KernelHost, on_terms, open_kernel
 from attncheck.verify.remote_kernel import Deadlines
 from attncheck.verify.run_case import run_case
 from attncheck.workers.process import Died, HostError
@@ -205,7 +205,13 @@ class GateWorker:
             record = replace(record, unclaimed=question.unclaimed or msgspec.UNSET)
         before = bool(unit.commit)  # what it did is measured: nobody mends it
         if not before:
+            terms = claims.terms(dtypes=self._choices.dtypes) if claims is not None else None
+            # What is wrong beyond its claims is confirmed there too.
+            if apart and terms is not None:
+                host.subject = on_terms(host.subject, replace(terms, table=None))
             record = self._failures.diagnose(record, unit, host)
+            if apart and terms is not None:
+                host.subject = on_terms(host.subject, terms)
         answer = Answer(
             unit=unit.id,
             stage=unit.stage,
