@@ -174,6 +174,34 @@ def test_of_the_inputs_that_are_named_the_memory_beside_is_another():
     assert behind(other.k).isnan()
 
 
+class Writing(Ideal):
+    """Right, and writes a byte beside one of its inputs."""
+
+    def __init__(self, name, at):
+        self.beside, self.at = name, at
+        super().__init__()
+
+    def prepare(self, inputs):
+        tensor = getattr(inputs, self.beside)
+        place = tensor.data_ptr() + (tensor.nbytes if self.at == "after" else -1)
+        right = super().prepare(inputs)
+
+        def call():
+            ctypes.memset(place, 1, 1)
+            return right()
+
+        return call
+
+
+@pytest.mark.parametrize("name", ["q", "v"])
+@pytest.mark.parametrize("at", ["before", "after"])
+@pytest.mark.parametrize("question", ["compare", "ones"])
+def test_a_write_beside_an_input_fails_every_judged_call(name, at, question):
+    record = run_case(Writing(name, at), Case(problem=PROBLEM, question=question), device="cpu")
+    assert (record.status, record.judgement.rule) == ("fail", "memory")
+    assert record.judgement.reason == f"out-of-bounds write: 1 byte {at} its input {name}"
+
+
 @pytest.mark.parametrize(("of", "names"), [("v", "v"), ("qk", "q, k"), ("", "")])
 def test_beside_which_input_a_kernel_reads(of, names):
     assert out_of_bounds_reads(Case(problem=PROBLEM), Reading(of), "cpu", InProcess()) == names

@@ -16,10 +16,12 @@ from attncheck.probes import PROBES
 from attncheck.subjects.conventions.function_subject import LEAVES_MODES
 from attncheck.verify.further_calls import compare_bits, repeat_calls
 from attncheck.verify.memory_patterns import (
+    BEYOND,
     Fill,
     GuardBands,
     Placed,
     allocator_filled,
+    count_bytes,
     pattern,
     primed,
     with_tensors,
@@ -63,16 +65,26 @@ class Surroundings:
     apart: str = ""
 
 
-def place_among(inputs: Inputs, by: Surroundings) -> Inputs:
+Band = tuple[str, torch.Tensor, torch.Tensor]
+"""Where memory beside an input lies, in words; its bytes, and what they were."""
+
+
+def place_among(inputs: Inputs, by: Surroundings, bands: list[Band] | None = None) -> Inputs:
     """The same numbers, each input in memory of its own with ``by`` around it.
 
     Strides stay, but those of ``by.apart``. Of what lies spread over gibibytes nothing is filled.
+
+    Args:
+        bands: Gets the memory before and after each input: nobody may write there.
     """
+    bands = [] if bands is None else bands
     named = by.of.split(",") if by.of else list(inputs.tensors())
     tensors = {
         name: _placed(
             _apart(tensor) if name == by.apart else tensor,
             by.contents if name in named else "numbers",
+            name,
+            bands,
         )
         for name, tensor in inputs.tensors().items()
     }
@@ -91,7 +103,7 @@ def _apart(tensor: torch.Tensor) -> torch.Tensor:
     return memory.as_strided(tensor.shape, (heads * wide, wide, row, 1)).copy_(tensor)
 
 
-def _placed(tensor: torch.Tensor, contents: Contents) -> torch.Tensor:
+def _placed(tensor: torch.Tensor, contents: Contents, name: str, bands: list[Band]) -> torch.Tensor:
     size = tensor.untyped_storage().nbytes()
     if not size or not tensor.numel():
         return tensor.clone()
@@ -102,6 +114,9 @@ def _placed(tensor: torch.Tensor, contents: Contents) -> torch.Tensor:
     start = band + -(memory.data_ptr() + band) % _ALIGNED
     for part in (memory[start - band : start], memory[start : start + size + _BAND]):
         _fill(part[: len(part) // tensor.element_size() * tensor.element_size()], tensor, contents)
+    before, after = memory[start - band : start], memory[start + size : start + size + _BAND]
+    bands += [(f"before its input {name}", before, before.clone())]
+    bands += [(f"after its input {name}", after, after.clone())]
     # Through DLPack the view knows of no more memory than the input had.
     alone = from_dlpack(torch._C._to_dlpack(memory[start : start + size])).view(tensor.dtype)
     # A stride of 0 leads to one element over and over, which is written once.
@@ -235,6 +250,7 @@ class ConditionedCall:
         self._guards = GuardBands(under.fill, device, memory) if under.fill else None
         self._primed: Primed | None = None
         self._allocator = False
+        self._bands: list[Band] = []
         # A kernel may return the memory of an earlier call, which that call wrote to.
         self._earlier = {each for each in _RETURNED if not _gone(each)}
         self._before: State = {}
@@ -261,7 +277,7 @@ class ConditionedCall:
     def copied(self, inputs: Inputs) -> Inputs:
         """Return what the kernel is to read: the same numbers, laid out alike, in other memory."""
         if self._under.surroundings is not None:
-            return place_among(inputs, self._under.surroundings)
+            return place_among(inputs, self._under.surroundings, self._bands)
         # A copy in any case: what the kernel writes must not change what the judge reads.
         return inputs.clone() if self._guards is None else self._guards.copied(inputs)
 
@@ -273,6 +289,7 @@ class ConditionedCall:
             self._calls.add(outputs)
         if self._guards is None:
             _remember(tensors)
+            self._look()
             return
         unguarded = [name for name, tensor in tensors.items() if not self._guards.holds(tensor)]
         self.notes.unguarded = ", ".join(unguarded)
@@ -325,6 +342,9 @@ class ConditionedCall:
         )  # another allocator's memory is not
 
     def _look(self) -> None:
+        for where, band, before in self._bands:
+            if not torch.equal(band, before):
+                self._wrong("memory", f"{BEYOND}: {count_bytes((band, before))} {where}")
         if self._guards is not None:
             self._wrong("memory", self._guards.look())
             self.notes.unchecked = self.notes.unchecked or self._guards.unchecked

@@ -221,7 +221,7 @@ def primed(device: torch.device, fill: Fill) -> Primed | None:
 
 _ALIGNED = 4096  # keeps the 512 bytes of a GPU's allocator, and a page
 _NARROWEST, _WIDEST = 1 << 16, 1 << 22
-_BEYOND = "out-of-bounds write"
+BEYOND = "out-of-bounds write"
 _MOST = 2 << 30  # bytes under guard at a time
 
 aten = torch.ops.aten
@@ -422,12 +422,16 @@ class GuardBands(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         before, after = self._bands(placed)
         if not _equal(*before):
             at = len(before[0]) - 1 - _first(before, lambda places: places[-1])
-            return f"{_BEYOND}: {_bytes(before)} before {placed.label}, the last {at} bytes ahead"
+            return (
+                f"{BEYOND}: {count_bytes(before)} before {placed.label}, the last {at} bytes ahead"
+            )
         if not _equal(*after):
             at = _first(after, lambda places: places[0])
-            return f"{_BEYOND}: {_bytes(after)} after {placed.label}, the first {at} bytes behind"
+            return (
+                f"{BEYOND}: {count_bytes(after)} after {placed.label}, the first {at} bytes behind"
+            )
         if placed.original is not None and not _equal(placed.inside, placed.original):
-            count = _bytes((placed.inside, placed.original))
+            count = count_bytes((placed.inside, placed.original))
             return f"wrote {count} between elements of {placed.label}"
         return ""
 
@@ -449,7 +453,7 @@ def _first(
     return int(which((band[0] != band[1]).nonzero().flatten()))
 
 
-def _bytes(band: tuple[torch.Tensor, torch.Tensor]) -> str:
+def count_bytes(band: tuple[torch.Tensor, torch.Tensor]) -> str:
     count = int((band[0] != band[1]).sum())
     return "1 byte" if count == 1 else f"{count} bytes"
 

@@ -170,6 +170,9 @@ def run_on_evidence(
         )
         if isinstance(execution, Failure):
             return without_outputs(record, execution), None
+        if execution.notes.wrong:
+            failure = Failure(kind=execution.notes.rule, message=execution.notes.wrong)
+            return without_outputs(record, failure), None
         stage("the verdict")
         record = replace(record, digest=outputs_digest(execution.outputs))
         if evidence.case.question in PROBES:
