@@ -454,6 +454,7 @@ def _first(
 
 
 def count_bytes(band: tuple[torch.Tensor, torch.Tensor]) -> str:
+    """Return in words how many bytes of a band differ from what they were."""
     count = int((band[0] != band[1]).sum())
     return "1 byte" if count == 1 else f"{count} bytes"
 
