@@ -9,6 +9,7 @@ other question is asked within what is right: a fault is not hidden behind sizes
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import os
 import sys
@@ -433,10 +434,16 @@ def _trials(base: Problem, convention: str, device: str) -> Iterator[Trial]:
 _USUAL_HEAD_DIMS = (64, 80, 96, 128)
 
 
+def _names_crossed(names: Sequence[str]) -> bool:
+    """Return whether crossed questions may be among those that were asked for; none: all."""
+    return not names or any(name.startswith(("crossed-", "alone-")) for name in names)
+
+
 def subject_takes(subject: Subject, device: str) -> Callable[[Problem], bool]:
     """Return whether a kernel takes a Problem, as it is or in pages, as far as it says so."""
     executor = executor_of(subject)
 
+    @functools.cache  # the nearest Problem is looked for again and again
     def takes(problem: Problem) -> bool:
         if executor.concerns(subject, problem):
             return executor.refusal(subject, problem, device) is None
@@ -473,12 +480,13 @@ def claimed_questions(
     dtypes = dtypes or (("bf16",) if "bf16" in right else right[:1])
     dims = claims.head_dims()
     usual = head_dims or [dim for dim in dims if dim in _USUAL_HEAD_DIMS] or dims
-    questions = call_cases(dtypes[0], usual, takes=able) if calls else []
+    questions = call_cases(dtypes[0], usual, takes=able, names=names) if calls else []
     for dtype in dict.fromkeys(dtypes):
-        questions += check_cases(dtype, usual, takes=able)
-        questions += crossed_cases(
-            dtype, head_dims, lambda problem: claims.within(problem) and able(problem)
-        )
+        questions += check_cases(dtype, usual, takes=able, names=names)
+        if _names_crossed(names):
+            questions += crossed_cases(
+                dtype, head_dims, lambda problem: claims.within(problem) and able(problem)
+            )
     beyond = list(claims.unclaimed(names))
     # What is admitted beyond its claims is asked under its own name alone.
     admitted = {one.case.id for one in beyond}
@@ -506,8 +514,10 @@ def subject_questions(
         names: Of questions.
     """
     able = subject_takes(subject, device)
-    more = [each for dtype in dtypes or ("bf16",) for each in crossed_cases(dtype, head_dims, able)]
-    return [each for each in (*questions, *more) if not names or each.name in names]
+    crossed = _names_crossed(names)
+    more = (each for dtype in dtypes or ("bf16",) for each in crossed_cases(dtype, head_dims, able))
+    every = (*questions, *(more if crossed else ()))
+    return [each for each in every if not names or each.name in names]
 
 
 # ------------------------------------------------------------------ kept
