@@ -71,6 +71,7 @@ def flash2_forward(
     tiles: VisitList | None = None,
     pages: KernelPages | None = None,
     kv: int | None = None,
+    redo: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of ``q`` over ``k`` and ``v``, and its log-sum-exp.
 
@@ -91,6 +92,8 @@ def flash2_forward(
         tiles: The tiles to visit, which must hold all that the mask shows; None visits all.
         pages: Where keys and values are, if not one after the other.
         kv: How many keys there are, with ``pages``.
+        redo: out and LSE of another kernel, contiguous, and by the ``tile.number_of`` each block
+            which ones to do again, with care, int32; no more is done then.
 
     Returns:
         out ``(batch, heads, query, value_dim)`` and LSE ``(batch, heads, query)`` in fp32, natural
@@ -111,13 +114,16 @@ def flash2_forward(
     kv_heads, kv = k.shape[1], k.shape[2] if kv is None else kv
     value_dim = v.shape[3]
     shape = (batch, heads, query, value_dim)
-    out = torch.empty(shape, dtype=out_dtype or q.dtype, device=q.device)
-    lse = torch.empty((batch, heads, query), dtype=torch.float32, device=q.device)
+    grid = (triton.cdiv(query, launch.block_query), batch * heads)
+    if redo is None:
+        out = torch.empty(shape, dtype=out_dtype or q.dtype, device=q.device)
+        lse = torch.empty((batch, heads, query), dtype=torch.float32, device=q.device)
+        again = torch.empty(grid, dtype=torch.int32, device=q.device)
+    else:
+        out, lse, again = redo
     if tiles is not None:
         tiles.check("tiles", (query, launch.block_query), (kv, launch.block_kv))
     identity = score is None
-    grid = (triton.cdiv(query, launch.block_query), batch * heads)
-    again = torch.empty(grid, dtype=torch.int32, device=q.device)
     # fmt: off
     arguments = (
         q, k, v, out, lse, again, *q.stride(), *k.stride(), *v.stride(), *out.stride(), *grid,
@@ -140,7 +146,8 @@ def flash2_forward(
     # fmt: on
     most = {} if launch.registers is None else {"maxnreg": launch.registers}
     with sound_assembler(q.device.type):
-        _forward[grid](*arguments, **options, CAREFUL=False, num_stages=launch.stages, **most)
+        if redo is None:
+            _forward[grid](*arguments, **options, CAREFUL=False, num_stages=launch.stages, **most)
         if not launch.free and needs_careful_launch(again):
             few = (min(_CAREFUL, again.numel()),)
             _forward[few](*arguments, **options, CAREFUL=True, num_stages=1)
