@@ -114,16 +114,15 @@ def flash2_forward(
     kv_heads, kv = k.shape[1], k.shape[2] if kv is None else kv
     value_dim = v.shape[3]
     shape = (batch, heads, query, value_dim)
-    grid = (triton.cdiv(query, launch.block_query), batch * heads)
-    if redo is None:
-        out = torch.empty(shape, dtype=out_dtype or q.dtype, device=q.device)
-        lse = torch.empty((batch, heads, query), dtype=torch.float32, device=q.device)
-        again = torch.empty(grid, dtype=torch.int32, device=q.device)
-    else:
-        out, lse, again = redo
+    out = torch.empty(shape, dtype=out_dtype or q.dtype, device=q.device)
+    lse = torch.empty((batch, heads, query), dtype=torch.float32, device=q.device)
     if tiles is not None:
         tiles.check("tiles", (query, launch.block_query), (kv, launch.block_kv))
     identity = score is None
+    grid = (triton.cdiv(query, launch.block_query), batch * heads)
+    again = torch.empty(grid, dtype=torch.int32, device=q.device)
+    if redo is not None:
+        out, lse, again = redo
     # fmt: off
     arguments = (
         q, k, v, out, lse, again, *q.stride(), *k.stride(), *v.stride(), *out.stride(), *grid,

@@ -34,7 +34,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attncheck.kernels.compilation import on_hopper, sound_assembler
 from attncheck.kernels.flash2_forward import flash2_forward
-from attncheck.kernels.launch import COUNTS, LOG2E, Band
+from attncheck.kernels.launch import COUNTS, LOG2E, Band, needs_careful_launch
 from attncheck.kernels.tile import number_of, place
 
 if TYPE_CHECKING:
@@ -159,10 +159,10 @@ def flash3_forward(
             UPPER=band.most is not None, LOWER=band.least is not None, SAFE=shape.safe, num_warps=4,
         )
         # fmt: on
-    if redo and band != Band():
+    if redo and band != Band() and needs_careful_launch(again):
         own = replace(launch, block_query=OWN, registers=None)
         flash2_forward(
-            q, k, v, scale=scale, mask=mask, score=None, launch=own, redo=(out, lse, again)
+            q, k, v, scale=scale, mask=mask, launch=own, redo=(out, lse, again), **others
         )
     return out, lse
 
