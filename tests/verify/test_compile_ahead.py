@@ -1,102 +1,79 @@
-"""Processes that call a kernel on what will be asked of it: what they call, and how they end."""
-
-import os
-import time
-from pathlib import Path
+"""Processes that compile ahead: they call our kernels once, and nothing that they do matters."""
 
 import pytest
-from click.testing import CliRunner
 
+from attncheck.inputs.input_tensors import draw_inputs, zero_inputs
 from attncheck.inputs.problem import Problem
-from attncheck.subjects.terms import Terms
-from attncheck.verify.compile_ahead import CompileAhead, spare_processes
+from attncheck.subjects.capabilities.named_kernels import subject_named
+from attncheck.verify import compile_ahead
+from attncheck.verify.compile_ahead import Compiler, compiling_ahead
+from attncheck.workers.transport import Frame
 
-pytestmark = pytest.mark.usefixtures("forked_workers")
-
-KERNEL = """
-import os
-from torch.nn.functional import scaled_dot_product_attention
-
-def kernel(q, k, v):
-    with open(f"{os.path.dirname(__file__)}/{os.getpid()}", "a") as file:
-        file.write(f"{q.shape[2]} {q.dtype}\\n")
-    if q.shape[2] == 13:
-        os._exit(0)
-    return scaled_dot_product_attention(q, k, v)
-"""
-PROBLEM = Problem(query=4, kv=4, head_dim=8, dtype="fp32")
+SMALL = Problem(query=16, head_dim=16)
 
 
-@pytest.fixture
-def file(tmp_path):
-    path = tmp_path / "k.py"
-    path.write_text(KERNEL)
-    return path
+def compiled(kernel: str, problem: Problem) -> Frame:
+    words = {"kernel": kernel, "problem": problem.to_json(), "device": "cpu"}
+    return Compiler().answer(Frame(kind="compile", words=words))
 
 
-def called(folder: Path) -> list[str]:
-    """What all processes were asked, once there are no more of them than there were."""
-    files = [path for path in folder.iterdir() if path.name.isdigit()]
-    return [line for path in files for line in path.read_text().splitlines()]
+@pytest.mark.parametrize("kernel", ["triton-flash2", "flex"])
+def test_a_kernel_is_called(kernel, monkeypatch):
+    called = []
+    run = type(subject_named(kernel)).run
+    monkeypatch.setattr(
+        type(subject_named(kernel)), "run", lambda *args: called.append(run(*args)) or called[-1]
+    )
+    assert compiled(kernel, SMALL).kind == "done"
+    (outputs,) = called
+    assert outputs.out.shape == (1, 1, 16, 16)
 
 
-def wait_for(condition) -> None:
-    while not condition():
-        time.sleep(0.01)
+def test_what_a_kernel_refuses_or_raises_ends_nothing(monkeypatch):
+    assert compiled("triton-decode", SMALL.replace(query=129)).kind == "refused"
+
+    def broken(*_):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(compile_ahead, "zero_inputs", broken)
+    assert compiled("triton-flash2", SMALL).words == {"reason": "RuntimeError"}
 
 
-def test_each_structure_is_called_once_and_the_last_first(file):
-    ahead = CompileAhead(f"{file}::kernel", convention="", device="cpu", processes=1)
-    lengths = [PROBLEM.replace(query=n, kv=n) for n in (4, 5, 6)]
-    others = [problem.replace(seed=9, distribution="outliers") for problem in lengths]
-    ahead.expect([*lengths, *others], Terms(convention="sdpa"))
-    wait_for(lambda: len(called(file.parent)) == 3)
-    ahead.expect([*others, PROBLEM.replace(query=7)], Terms(convention="sdpa"))
-    wait_for(lambda: len(called(file.parent)) == 4)
-    ahead.close()
-    assert [line.split()[0] for line in called(file.parent)] == ["6", "5", "4", "7"]
+def test_nothing_is_started_on_a_cpu_nor_for_kernels_without_a_compiler(monkeypatch):
+    flash = subject_named("triton-flash2")
+    with compiling_ahead([(SMALL, [flash]), (SMALL.replace(query=32), [flash])], "cpu") as workers:
+        assert not workers
+    monkeypatch.setattr(compile_ahead, "free_places", lambda device: 2)
+    ideal = subject_named("ideal")
+    with compiling_ahead([(SMALL, [ideal]), (SMALL.replace(query=32), [ideal])], "cpu") as workers:
+        assert not workers
 
 
-def test_a_process_that_breaks_ends_and_the_others_go_on(file):
-    ahead = CompileAhead(f"{file}::kernel", convention="sdpa", device="cpu", processes=2)
-    ahead.expect([PROBLEM.replace(query=n) for n in (4, 5, 6, 13)])
-    wait_for(lambda: len(called(file.parent)) == 4)
-    ahead.close()
-    pids = [int(path.name) for path in file.parent.iterdir() if path.name.isdigit()]
-    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+def test_processes_answer_each_call_once_and_end(monkeypatch):
+    monkeypatch.setattr(compile_ahead, "free_places", lambda device: 1)
+    flash, other = subject_named("triton-flash2"), SMALL.replace(query=32)
+    # A seed is no other kernel.
+    asked = [(SMALL, [flash]), (SMALL.replace(seed=3), [flash]), (other, [flash])]
+    with compiling_ahead(asked, "cpu") as (worker,):
+        answers = [worker.receive(seconds=60.0, most=0).kind for _ in range(2)]
+        assert answers == ["done", "done"]
+        assert worker.ended is None
+    assert worker.ended is not None
 
 
-@pytest.mark.parametrize("kernel", ["nothing.py::kernel", "k.py::kernel"])
-def test_it_can_be_closed_at_any_time(file, kernel, monkeypatch):
-    monkeypatch.chdir(file.parent)
-    ahead = CompileAhead(kernel, convention="", device="cpu", processes=2)
-    ahead.expect([PROBLEM.replace(query=n) for n in range(1, 99)])
-    ahead.close()
-    ahead.close()
-
-
-def test_only_triton_kernels_on_a_gpu_are_compiled_ahead(file, monkeypatch):
-    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (9 << 30, 80 << 30))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
-    assert spare_processes("triton-flash2", "cuda") == 3
-    assert spare_processes("triton-flash2", "cpu") == 0
-    assert spare_processes("ideal", "cuda") == 0
-    assert spare_processes(f"{file}::kernel", "cuda") == 0
-    file.write_text(f"import triton\n{KERNEL}")
-    assert spare_processes(f"{file}::kernel", "cuda") == 3
-    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (2 << 30, 80 << 30))
-    assert spare_processes(f"{file}::kernel", "cuda") == 1
-
-
-def test_check_tells_what_it_tries_and_what_it_asks(file, tmp_path, monkeypatch):
-    from attncheck.cli.check import check
-
-    told = []
-    note = lambda _, problems, terms=None: told.append(([*problems], terms))  # noqa: E731
-    monkeypatch.setattr(CompileAhead, "expect", note)
-    words = ["--question", "plain", "--question", "scale", "--out", str(tmp_path / "out"), "-q"]
-    CliRunner().invoke(check, [f"{file}::kernel", *words])
-    (tried, first), (asked, then) = told
-    assert {problem.head_dim for problem in tried} >= {16, 256}
-    assert [problem.query for problem in asked] == [65, 64]
-    assert first == then == Terms(convention="sdpa")
+@pytest.mark.parametrize(
+    "problem",
+    [
+        SMALL.replace(dtype="e4m3"),
+        SMALL.replace(backward=True, dlse=True),
+        SMALL.replace(sink=True, batch=2, heads=4, kv_heads=2, kv=24, value_dim=32),
+        Problem(operation="softmax", query=4, kv=8),
+    ],
+    ids=str,
+)
+def test_zeros_are_laid_out_as_what_is_drawn(problem):
+    zeros, drawn = zero_inputs(problem, "cpu").tensors(), draw_inputs(problem).tensors()
+    assert {n: (x.shape, x.stride(), x.dtype) for n, x in zeros.items()} == {
+        n: (x.shape, x.stride(), x.dtype) for n, x in drawn.items()
+    }
+    assert not any(x.any() for n, x in zeros.items() if not n.endswith("_descale"))

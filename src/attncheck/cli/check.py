@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from attncheck.cases.check_cases import CheckCase
     from attncheck.records.record import Record, Report
     from attncheck.subjects.capabilities.subject import Subject
-    from attncheck.verify.compile_ahead import CompileAhead
+    from attncheck.verify.calls_ahead import CallsAhead
     from attncheck.verify.kernel_hosts import KernelHost
     from attncheck.workers.process import Died
 
@@ -95,7 +95,7 @@ def check(
     from attncheck.reporting import rendering
     from attncheck.reporting.check_document import check_document, check_summary
     from attncheck.reporting.exit_codes import check_exit_code
-    from attncheck.verify.compile_ahead import CompileAhead, spare_processes
+    from attncheck.verify.calls_ahead import CallsAhead, processes_ahead
     from attncheck.verify.environment import prepare, usable_device
     from attncheck.verify.kernel_hosts import open_kernel
     from attncheck.verify.remote_kernel import Deadlines
@@ -106,8 +106,8 @@ def check(
     rendering.check_format(fmt)
     device = usable_device(device)
     questions = _questions(dtypes, head_dims, names)
-    spare = 0 if in_process else spare_processes(spec, device)
-    ahead = CompileAhead(spec, convention=convention or "", device=device, processes=spare)
+    count = 0 if in_process else processes_ahead(spec, device)
+    ahead = CallsAhead(spec, convention=convention or "", device=device, processes=count)
     click.get_current_context().call_on_close(ahead.close)
     prepare(device)  # before the file's own Triton functions are decorated
     command = typed_command(argument=spec)
@@ -160,7 +160,7 @@ def _checked(
     questions: list[CheckCase],
     options: dict[str, Any],
     *,
-    ahead: CompileAhead,
+    ahead: CallsAhead,
     spec: str,
     device: str,
     quiet: bool,

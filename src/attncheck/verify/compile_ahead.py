@@ -1,145 +1,105 @@
-"""Processes that call a kernel on what it will be asked, so that it is compiled by then."""
+"""Compiling ahead: processes that call attncheck's own kernels on zeros, to fill compilers' caches.
+
+What Triton and torch.compile make of a kernel they keep in folders that all processes of a user
+share. While one cell is judged, other processes make what the next cells will ask for; they compare
+nothing, and what becomes of them is no matter of a measurement's. Somebody's own kernel is never
+called so: it would run where nobody watches it.
+"""
 
 from __future__ import annotations
 
 import os
-import signal
-import threading
-from contextlib import suppress
-from pathlib import Path
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from attncheck.core.errors import AttncheckError
-from attncheck.inputs.problem import Case, Problem
-from attncheck.verify.call_conditions import PLAIN_CALL
-from attncheck.verify.kernel_messages import to_fields
-from attncheck.verify.remote_kernel import Deadlines, KernelConnection
-from attncheck.workers.process import KERNEL_SERVER, Worker
+import torch
+
+from attncheck.inputs.input_tensors import zero_inputs
+from attncheck.inputs.problem import Problem
+from attncheck.subjects.capabilities.named_kernels import BUILTIN, subject_named
+from attncheck.verify.environment import prepare
+from attncheck.workers.process import HostError, Worker
+from attncheck.workers.transport import Frame
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator, Sequence
 
-    from attncheck.subjects.terms import Terms
+    from attncheck.subjects.capabilities.subject import Subject
 
-_MOST_PROCESSES = 7
-_GIB_EACH = 2  # of a GPU's memory: CUDA's own, torch's, and the tensors of a small problem
-_LARGEST_ANSWER = 1 << 28  # bytes: outputs, which nobody reads
+SERVER = "attncheck.verify.compile_ahead:Compiler"
 
-
-def spare_processes(kernel: str, device: str) -> int:
-    """Return how many processes may compile ahead of a check: as many as leave cores for it.
-
-    None but for Triton kernels on a GPU, as far as the name or the file of ``kernel`` says so:
-    Triton alone keeps what it has compiled where other processes find it.
-    """
-    if device != "cuda":
-        return 0
-    file, colons, _ = kernel.partition("::")
-    text = kernel
-    if colons:
-        with suppress(OSError):
-            text = Path(file).read_text(encoding="utf-8", errors="replace")
-    if "triton" not in text:
-        return 0
-    import torch
-
-    free, _ = torch.cuda.mem_get_info()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    return max(0, min(_MOST_PROCESSES, cores // 2 - 1, (free >> 30) // _GIB_EACH))
+_MOST_WORKERS = 8
+_MEMORY = 4 << 30  # bytes of a GPU that one of them may need
+_SECONDS = 5.0  # to take a request, and to end
+# Each compiles by itself: pools of theirs would be more processes than there are cores.
+_ALONE = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
-class CompileAhead:
-    """Processes of one kernel, each of which calls it on some of what will be asked.
+class Compiler:
+    """The inside of such a process: it calls kernels, once each, whatever comes of it."""
 
-    The judge begins with the first Problem and these with the last, so that they meet. What they
-    give is thrown away: a process that breaks ends, and changes no verdict.
-
-    Args:
-        kernel: As ``KernelConnection`` takes it, as are the next two.
-        convention: A name of a calling convention; empty for the first that fits.
-        device: ``cpu`` or ``cuda``.
-        processes: How many; with none nothing is done.
-    """
-
-    def __init__(self, kernel: str, *, convention: str, device: str, processes: int) -> None:
-        self._kernel, self._convention, self._device = kernel, convention, device
-        self._waiting: list[tuple[Terms | None, Problem]] = []
-        self._known: set[Problem] = set()
-        self._changed = threading.Condition()
-        self._closed = False
-        # Started here: Linux ends a process with the thread that started it.
-        self._alive = [Worker(KERNEL_SERVER) for _ in range(processes)]
-        self._threads = [
-            threading.Thread(target=self._work, args=(worker,), daemon=True)
-            for worker in self._alive
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def expect(self, problems: Iterable[Problem], terms: Terms | None = None) -> None:
-        """Compile for Problems that are asked next, in this order, in place of what still waits.
-
-        Args:
-            terms: On which a plain function is asked; None for what a kernel says itself.
-        """
-        if not self._threads:
-            return
-        with self._changed:
-            self._waiting.clear()
-            for problem in problems:
-                # Other numbers of the same shapes and mods run what is compiled already.
-                structure = problem.replace(seed=0, distribution="normal")
-                if structure not in self._known:
-                    self._known.add(structure)
-                    self._waiting.append((terms, structure))
-            self._changed.notify_all()
+    def answer(self, request: Frame) -> Frame:
+        """Call a kernel of ours on zeros of a Problem; say what became of it."""
+        kernel, problem, device = (request.words[name] for name in ("kernel", "problem", "device"))
+        try:
+            prepare(device)
+            subject, problem = subject_named(kernel), Problem.from_json(problem)
+            refused = subject.absent(device) or subject.unsupported(problem, device)
+            if refused:
+                return Frame(kind="refused", words={"reason": refused})
+            subject.run(zero_inputs(problem, device))
+        except Exception as error:  # noqa: BLE001  # it says so again where somebody asks it
+            return Frame(kind="failed", words={"reason": type(error).__name__})
+        if device == "cuda":
+            torch.cuda.empty_cache()  # the memory is that of who measures
+        return Frame(kind="done", words={})
 
     def close(self) -> None:
-        """End every process; returns when all have ended."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-            for worker in self._alive:
-                # Its thread reads from it still, and does the rest when it sees this.
-                with suppress(ProcessLookupError, ChildProcessError):
-                    if worker.ended is None:
-                        os.kill(worker.pid, signal.SIGKILL)
-        for thread in self._threads:
-            thread.join()
+        """There is nothing to end."""
 
-    def _next(self) -> tuple[Terms | None, Problem] | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._waiting)
-            return None if self._closed else self._waiting.pop()
 
-    def _work(self, worker: Worker) -> None:
-        limits, held, connection = Deadlines(), None, None
-        try:
-            connection = KernelConnection(
-                self._kernel,
-                convention=self._convention,
-                device=self._device,
-                deadlines=limits,
-                worker=worker,
-            )
-            while (job := self._next()) is not None:
-                terms, problem = job
-                if terms is not None and terms != held:
-                    connection.hold(terms)
-                    held = terms
-                words = {
-                    "case": Case(problem=problem).to_json(),
-                    "run": 0,
-                    "under": to_fields(PLAIN_CALL),
-                    "timed": False,
-                    "launch": None,
-                }
-                connection.ask("run", words, seconds=limits.compile, most=_LARGEST_ANSWER)
-        except AttncheckError:
-            pass  # the judge's own process says so of the kernel
-        finally:
-            with self._changed:
-                self._alive.remove(worker)
-            worker.kill(limits.close)
-            if connection is not None:
-                connection.kill()
+@contextmanager
+def compiling_ahead(
+    asked: Iterable[tuple[Problem, Sequence[Subject]]], device: str
+) -> Iterator[list[Worker]]:
+    """Compile in other processes what is asked within; on a GPU, where there is room for them.
+
+    Args:
+        asked: Problems in their order, each with the kernels that it concerns.
+        device: ``cpu`` or ``cuda``.
+
+    Yields:
+        The processes, which end with it.
+    """
+    workers: list[Worker] = []
+    # Seeds and distributions compile to the same.
+    calls = dict.fromkeys(
+        (subject.name, problem.replace(seed=0, distribution="normal"))
+        for problem, subjects in asked
+        for subject in subjects
+        if subject.compiled and subject.name in BUILTIN
+    )
+    try:
+        count = min(free_places(device), len(calls) - 1)  # one alone is no quicker elsewhere
+        workers.extend(Worker(SERVER, environment=_ALONE) for _ in range(count))
+        for number, (kernel, problem) in enumerate(calls if workers else ()):
+            words = {"kernel": kernel, "problem": problem.to_json(), "device": device}
+            # Answers are left in the pipe, where there is room for thousands.
+            request = Frame(kind="compile", words=words)
+            workers[number % len(workers)].send(request, seconds=_SECONDS)
+    except (HostError, OSError):
+        pass  # what is not compiled there is compiled here
+    try:
+        yield workers
+    finally:
+        for worker in workers:
+            worker.kill(_SECONDS)
+
+
+def free_places(device: str) -> int:
+    """Return how many processes there are cores and memory for beside this one, on a GPU."""
+    if device == "cpu":
+        return 0
+    free, _ = torch.cuda.mem_get_info()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    return min(_MOST_WORKERS, cores // 2, free // _MEMORY // 2)
