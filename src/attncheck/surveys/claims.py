@@ -41,13 +41,14 @@ from attncheck.surveys.capability_detection import (
     gradient_trials,
     length_trials,
     rectangular_trials,
+    stride_trials,
 )
 from attncheck.surveys.proposed_table import propose_table
 from attncheck.verify.deaths import MOST_DEATHS
 from attncheck.verify.environment import environment, fingerprint
 from attncheck.verify.kernel_hosts import executor_of, on_terms
 from attncheck.verify.kernel_server import loaded_files
-from attncheck.verify.question_fit import adapted_problems
+from attncheck.verify.question_fit import COMPARE, adapted_problems
 from attncheck.verify.remote_kernel import RemoteSubject
 
 if TYPE_CHECKING:
@@ -73,13 +74,14 @@ NOT_CLAIMED = {
     "causal": "where lengths differ, conventions disagree on where the diagonal ends",
     "backward": "a forward alone is a kernel too",
     "slopes": "most have a slope for each head, the same in all sequences",
+    "strides": "most callers have contiguous tensors",
 }
 """Aspects that a function claims only where it is right: what it raises there is no failure, and
 what it gets wrong without a word is one finding."""
 
 CLAIM_TRIALS = 40  # about so many questions are asked: how far it is
 
-_FORM = 3  # of what is kept: another number forgets what an older version kept
+_FORM = 4  # of what is kept: another number forgets what an older version kept
 _SHOWN_LENGTH = 77  # no multiple of any tile
 _SHOWN = f"lengths-{_SHOWN_LENGTH}"
 _USUAL_DTYPES = ("fp32", "fp16", "bf16")
@@ -212,9 +214,13 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 f"unlike the {self.convention} convention's: asked so everywhere"
             )
         if limits := self.limits():
-            raised = {one.reason.partition(":")[0] for one in self.tried if one.verdict == "raises"}
-            beyond = f"; beyond that it raises {', '.join(sorted(raised))}" if raised else ""
-            lines.append(f"takes {limits}: asked within that (`attncheck init` keeps it){beyond}")
+            broken = {one.reason.partition(":")[0] for one in self.tried if one.verdict == "raises"}
+            # A result of another shape or dtype is no exception, and has no name.
+            raised = sorted(name for name in broken if " " not in name)
+            beyond = [f"it raises {', '.join(raised)}"] if raised else []
+            beyond += sorted(one.rstrip(".") for one in broken.difference(raised))
+            told = f"; beyond that {', '.join(beyond)}" if beyond else ""
+            lines.append(f"takes {limits}: asked within that (`attncheck init` keeps it){told}")
         return lines
 
     def unclaimed(self, names: Iterable[str] = ()) -> Iterator[CheckCase]:
@@ -238,7 +244,7 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 question = CheckCase(
                     name=name,
                     summary=f"{trial.aspect} {trial.what}, which it was not found to take",
-                    case=Case(problem=trial.of(base)),
+                    case=Case(problem=trial.of(base), question=trial.question or COMPARE),
                     unclaimed=Unclaimed(aspect=trial.aspect, what=trial.what),
                 )
                 yield question
@@ -392,7 +398,11 @@ def _try_unclaimed(detection: Detection, base: Problem, device: str) -> None:
             wide = any(one.aspect == "rectangular" and one.verdict == "takes" for one in answers)
             if not wide or detection.verdict(problem.replace(kv=base.kv)) != "takes":
                 continue
-        detection.ask(trial.aspect, trial.what, problem)
+        # Of who has no gradients nobody asks for those of another layout.
+        graded = any(one.aspect == "backward" and one.verdict == "takes" for one in answers)
+        if trial.aspect == "strides" and problem.backward and not graded:
+            continue
+        detection.ask(trial.aspect, trial.what, problem, trial.question)
         last = detection.result(base).tried[-1]
         if trial.aspect == "causal" and last.verdict == "wrong":
             detection.other_diagonal(_OTHER[trial.changes["mask"].name], base)
@@ -415,6 +425,7 @@ def _trials(base: Problem, convention: str, device: str) -> Iterator[Trial]:
     yield from rectangular_trials(base)
     if base.paging is None:  # there are no gradients of pages
         yield from gradient_trials()
+    yield from stride_trials()
     slopes = {"batch": 2, "mask": Spec.of("causal"), "score": Spec.of("alibi_by_sequence")}
     yield Trial(aspect="slopes", what="2 sequences", changes=slopes)
     yield causal_trials(base)[chosen.bottom_right if isinstance(chosen, Convention) else 0]
