@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,9 @@ import torch
 
 from attncheck import oracles, probes
 from attncheck.core.formats import FORMATS
+from attncheck.core.mod_spec import FULL, NONE
 from attncheck.inputs import input_tensors
+from attncheck.inputs.distributions import distribution_named
 from attncheck.judge.blind_spot import blind_spot
 from attncheck.judge.error_measures import measure_errors, rounding_floor
 from attncheck.oracles.row_conditions import (
@@ -33,12 +36,15 @@ if TYPE_CHECKING:
     from attncheck.core.judgement import BlindSpot
     from attncheck.core.outputs import Outputs
     from attncheck.core.tensor_names import TensorName
+    from attncheck.inputs.distributions import Distribution
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Case, Problem
     from attncheck.judge.allowance import Allowance
 
 # Of a lazy maximum, in log2 units: FlashAttention-4's.
 _LAZY = 8.0
+
+_MOST_KEPT_ROWS = 1 << 18  # of q and k, whose float64 numbers are kept: 768 MiB of 128 dims
 
 
 class EvidenceBuilder:
@@ -84,7 +90,15 @@ class EvidenceBuilder:
 
     @cached_property
     def _originals(self) -> Inputs:
-        return input_tensors.unrounded_inputs(self.case.problem).to(self.device)
+        problem = self.case.problem
+        exact = problem.replace(dtype="fp64")
+        # Masks, score mods and dtypes read the same numbers, and to draw them takes a second.
+        plain = exact.replace(mask=FULL, score=NONE, dcaptured=False)
+        rows = problem.batch * problem.heads * (problem.query + problem.kv)
+        kept = problem.operation == "attention" and rows <= _MOST_KEPT_ROWS
+        draw = _draw_kept if kept else _draw_kept.__wrapped__
+        numbers = draw(plain, distribution_named(problem.distribution), self.device)
+        return numbers.replace(problem=exact)
 
     @cached_property
     def inputs(self) -> Inputs:
@@ -226,6 +240,13 @@ class EvidenceBuilder:
                 for name, gradient in Ideal(tiling).run(self.inputs).gradients().items()
             }
         return self._ideal_gradients[tiling]
+
+
+@functools.lru_cache(maxsize=2)
+def _draw_kept(problem: Problem, distribution: Distribution, device: str) -> Inputs:
+    """Float64 numbers on ``device``, for reading; kept, for the next Problem with the same."""
+    del distribution  # another recording's may have the same name
+    return input_tensors.unrounded_inputs(problem).to(device)
 
 
 def ensemble_tilings(problem: Problem) -> tuple[Tiling, ...]:
