@@ -106,6 +106,7 @@ def flash3_forward(
     scale: float,
     mask: TritonMod,
     launch: Launch,
+    score: TritonMod | None = None,
     band: Band | None = None,
     shape: Shape | None = None,
     redo: bool = True,
@@ -122,6 +123,7 @@ def flash3_forward(
         scale: Factor of q·k, an fp32 number.
         mask: The mask, for what is done by the other kernel.
         launch: Of the other kernel.
+        score: A score mod, for the other kernel.
         band: The same mask, if it goes by distance alone; None if it does not.
         shape: How this one is launched (default: ``shape_for`` the head dim).
         others: What ``flash2_forward`` takes besides.
@@ -134,10 +136,11 @@ def flash3_forward(
         (q.shape[3], v.shape[3]),
         band,
         others=others.get("out_dtype", q.dtype) not in {None, q.dtype}
-        or any(others.get(name) is not None for name in ("score", "descale", "sink", "pages")),
+        or score is not None
+        or any(others.get(name) is not None for name in ("descale", "sink", "pages")),
     )
     if refused or band is None:
-        return flash2_forward(q, k, v, scale=scale, mask=mask, launch=launch, **others)
+        return flash2_forward(q, k, v, scale=scale, mask=mask, score=score, launch=launch, **others)
     batch, heads, query, head_dim = q.shape
     kv_heads, kv = k.shape[1:3]
     band = band.within(query, kv)
@@ -162,7 +165,7 @@ def flash3_forward(
     if redo and band != Band() and needs_careful_launch(again):
         own = replace(launch, block_query=OWN, registers=None)
         flash2_forward(
-            q, k, v, scale=scale, mask=mask, launch=own, redo=(out, lse, again), **others
+            q, k, v, scale=scale, mask=mask, score=None, launch=own, redo=(out, lse, again)
         )
     return out, lse
 
