@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from attncheck.cases.check_cases import CheckCase
     from attncheck.records.record import Record, Report
     from attncheck.subjects.capabilities.subject import Subject
+    from attncheck.verify.calls_ahead import CallsAhead
     from attncheck.verify.kernel_hosts import KernelHost
     from attncheck.workers.process import Died
 
@@ -96,6 +97,7 @@ def check(
     from attncheck.reporting import rendering
     from attncheck.reporting.check_document import check_document, check_summary
     from attncheck.reporting.exit_codes import check_exit_code
+    from attncheck.verify.calls_ahead import CallsAhead, processes_ahead
     from attncheck.verify.environment import prepare, usable_device
     from attncheck.verify.kernel_hosts import open_kernel
     from attncheck.verify.remote_kernel import Deadlines
@@ -106,6 +108,9 @@ def check(
     rendering.check_format(fmt)
     device = usable_device(device)
     questions = _questions(dtypes, head_dims, names)
+    count = 0 if in_process else processes_ahead(spec, device)
+    ahead = CallsAhead(spec, convention=convention or "", device=device, processes=count)
+    click.get_current_context().call_on_close(ahead.close)
     prepare(device)  # before the file's own Triton functions are decorated
     command = typed_command(argument=spec)
     try:
@@ -132,6 +137,7 @@ def check(
                 host,
                 questions,
                 options,
+                ahead=ahead,
                 spec=spec,
                 device=device,
                 quiet=quiet,
@@ -157,6 +163,7 @@ def _checked(
     questions: list[CheckCase],
     options: dict[str, Any],
     *,
+    ahead: CallsAhead,
     spec: str,
     device: str,
     quiet: bool,
@@ -190,7 +197,13 @@ def _checked(
             advance(what)
 
         claims = hold_to_claims(
-            host, kernel=spec, device=device, advance=next_trial, asks_beyond=True, **options
+            host,
+            kernel=spec,
+            device=device,
+            advance=next_trial,
+            expect=ahead.expect,
+            asks_beyond=True,
+            **options,
         )
     subject, hung = host.subject, claims.timeout if claims is not None else ""
     if claims is not None and not hung:
@@ -210,11 +223,13 @@ def _checked(
     )
     if claims is not None and (lines := tuple(claims.lines())):
         report = replace(report, claims={subject.name: lines})
+    terms = None if claims is None else replace(claims.terms(**options), table=None)
+    ahead.expect([question.case.problem for question in asked], terms)
     report = _answered(interrupts, report, subject, asked, device, quiet=quiet, hung=hung)
     beyond = any(one.status in FAILED_STATUSES and one.unclaimed for one in report.records)
-    if claims is not None and not hung and beyond:
+    if terms is not None and not hung and beyond:
         # What is wrong beyond its claims is confirmed there too.
-        subject = on_terms(subject, replace(claims.terms(**options), table=None))
+        subject = on_terms(subject, terms)
     return _diagnosed(report, subject, device)
 
 
