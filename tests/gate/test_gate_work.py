@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from attncheck.core.mod_spec import Spec
 from attncheck.diagnose.reproduce import new_failure
+from attncheck.fault_models.fault_model import FAMILIES
 from attncheck.gate.gate_report import build_report
 from attncheck.gate.gate_worker import GateWorker
 from attncheck.gate.plan import describe_units, replay_units
@@ -87,7 +88,6 @@ def test_a_failure_is_kept_made_smaller_and_asked_again(tmp_path):
     ("kernel", "models"),
     [
         ("sees_the_next_key", {"mask-one-key-wider"}),
-        # What is off by a factor that is fitted has no name of its own.
         ("sees_the_next_key_or_doubles", {"mask-one-key-wider", ""}),
     ],
 )
@@ -97,6 +97,9 @@ def test_each_fault_is_one_cause_that_explains_all_it_does(kernel, models):
     groups = group_by_cause(failed)
     assert {group.model for group in groups} == models
     assert sum(len(group.members) for group in groups) == len(failed) > 5
+    # What is off by a factor that is fitted has no name, and a kind.
+    kinds = {failed[group.members[0]].diagnosis.family for group in groups if not group.model}
+    assert kinds <= {FAMILIES["factor"]}
     for group in groups:
         masks = {problem_of(failed[i]).mask["name"] == "full" for i in group.members}
         # None is explained by a mask that its problem does not have.

@@ -29,14 +29,15 @@ from msgspec.structs import replace
 from attncheck.core.errors import AttncheckError, UsageError
 from attncheck.core.mod_spec import Spec
 from attncheck.core.sanitize_text import one_line
-from attncheck.diagnose.diagnosis import diagnose_failure
+from attncheck.diagnose.diagnosis import CauseSearch
+from attncheck.fault_models.fault_model import FAMILIES
 from attncheck.faults.mutation import Mutant, mutants_of
 from attncheck.faults.peer_rules import MUTANT_RULES, PeerRules, RecordingExecutor
 from attncheck.faults.scoring import GateRun
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.failure_causes import certain_explanations
-from attncheck.records.fault_scores import MutantScore
+from attncheck.records.fault_scores import MutantScore, NameWorth
 from attncheck.records.record import FAILED_STATUSES, Diagnosis, Record
 from attncheck.subjects.load import load_subject
 from attncheck.surveys.claims import claimed_questions, find_claims
@@ -87,6 +88,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     code: str  # a regular expression that the changed line has
     operators: tuple[str, ...] = ()  # none: all
     models: tuple[str, ...]  # patterns of fault models and signs
+    kinds: tuple[str, ...] = ()  # families of fault models that describe it fairly
 
 
 class MutantTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -250,14 +252,29 @@ def settled(score: MutantScore, table: MutantTable) -> MutantScore:
 
 def judged_name(score: MutantScore, family: Family | None) -> MutantScore:
     """Return the score with what its diagnosis is worth, given what it is right to say."""
-    if score.outcome != "caught" or score.tool != TOOLS[0]:
+    if score.outcome != "caught" or score.tool != TOOLS[0] or score.status != "fail":
         return score
+    return replace(score, named=_worth(score, family))
+
+
+_TRUE_KINDS = ("lse", "gradient", "overflow")
+"""Families that say which outputs are wrong, or NaN, and no more: that is what was compared."""
+
+
+def _worth(score: MutantScore, family: Family | None) -> NameWorth:
+    if score.level not in {"named", "proven", "family"}:
+        return "none"
+    told = score.models[: score.certain]
+    if family and any(fnmatch.fnmatchcase(one, each) for one in told for each in family.models):
+        return "right"
+    if score.level == "proven":  # it holds whatever was changed
+        return "proven"
+    fair = score.kind in (*_TRUE_KINDS, *(family.kinds if family else ()))
+    if score.level == "family" and fair:
+        return "family"
     if family is None:
-        return replace(score, named="unjudged")
-    named = score.models[: score.certain] if score.certain else score.models[:1]
-    if any(fnmatch.fnmatchcase(one, each) for one in named for each in family.models):
-        return replace(score, named="right")
-    return replace(score, named="wrong" if score.certain else "none")
+        return "unjudged"
+    return "neighbour" if fair else "wrong"
 
 
 def _in_a_fork(run: Callable[[Callable[..., None]], None]) -> dict[str, Any]:
@@ -367,6 +384,7 @@ class _Job:
         peers, recording = PeerRules(right, MUTANT_RULES), RecordingExecutor()
         named = [(question.name, question.case) for question in questions]
         failed: Record | None = None
+        search = CauseSearch()
         asked, spent = 0, 0.0
         for record in iter_records([subject], named, device="cpu", executor=recording):
             # Peers' rules take time of their own.
@@ -376,6 +394,7 @@ class _Job:
                 failed = record
                 break
             tell(questions=asked, seconds=round(spent, 3))
+            search.note(record)
             peers.apply(Case.from_json(record.case), recording.first_call)
             recording.forget()
             start += time.perf_counter() - began
@@ -389,7 +408,7 @@ class _Job:
         if failed is None:
             tell(identical=_identical(subject, right, [case.problem for _, case in named]))
         else:
-            self._name(failed, subject, tell)
+            self._name(failed, subject, search, tell)
 
     @staticmethod
     def _rest_for_peers(
@@ -407,16 +426,21 @@ class _Job:
                 peers.apply(case, (inputs, executor.run(subject, inputs)))
 
     @staticmethod
-    def _name(failed: Record, subject: Subject, tell: Callable[..., None]) -> None:
+    def _name(
+        failed: Record, subject: Subject, search: CauseSearch, tell: Callable[..., None]
+    ) -> None:
         began = time.perf_counter()
-        record = diagnose_failure(failed, subject, device="cpu")
+        record = search.diagnose(failed, subject, device="cpu")
         found = record.diagnosis
-        ranked = [one.model for one in found.ranked] if isinstance(found, Diagnosis) else []
-        tell(
-            models=ranked,
-            certain=len(certain_explanations(record)),
-            naming=round(time.perf_counter() - began, 3),
-        )
+        said: dict[str, Any] = {"level": "unknown"}
+        if isinstance(found, Diagnosis):
+            proven = found.level == "named" and bool(found.ranked) and not found.tried
+            kinds = [name for name, words in FAMILIES.items() if words == found.family]
+            said["level"] = "proven" if proven else found.level
+            said["kind"] = kinds[0] if kinds else ""
+            said["models"] = [one.model for one in found.ranked]
+        seconds = round(time.perf_counter() - began, 3)
+        tell(certain=len(certain_explanations(record)), naming=seconds, **said)
 
     def _gate(self, kernel: str, tell: Callable[..., None]) -> None:
         unit = Unit(kind="fault", stage="contract", kernel=kernel, device="cpu", tier=self._tool)
