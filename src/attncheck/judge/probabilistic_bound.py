@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attncheck.core.conditions import kept_step
 from attncheck.judge import deterministic_bound, score_errors
 from attncheck.judge.sum_roundings import (
     half_ulp,
@@ -168,6 +169,7 @@ class _ScoreStatistics:
     sigmas: float  # λ
 
 
+@kept_step
 def _score_statistics(
     conditions: Conditions,
     arithmetic: Arithmetic,
@@ -224,10 +226,9 @@ def _out_statistics(
     conditions: Conditions, arithmetic: Arithmetic, scores: _ScoreStatistics, moved: WeightErrors
 ) -> tuple[Tensor, Tensor]:
     """Standard deviation of out's error before it is rounded, and what is systematic of it."""
-    exact, out, alike = moved.exact, conditions.out, _ALIKE * arithmetic.unit
-    values, _ = deterministic_bound.finite_values(conditions)
-    # B22: of the exponents.
-    of_scores = quadrature(exact * scores.deviation, conditions.scores, values, out, alike)
+    exact, out = moved.exact, conditions.out
+    values, _ = deterministic_bound.finite_values(conditions, arithmetic)
+    of_scores = _of_exponents(conditions, arithmetic, scores.deviation, exact)
     # B23: of P rounded to its format, where nearly equal weights round alike, and of V to tf32.
     of_rounding = torch.zeros_like(out)
     steady = torch.zeros_like(out)
@@ -236,10 +237,7 @@ def _out_statistics(
         of_rounding = of_rounding + arithmetic.operand_error**2 / 3 * of_values
     if arithmetic.weights_error:
         center = out if arithmetic.sums_rounded_weights else None
-        log = conditions.scores - conditions.maximum[..., None]
-        widths = (arithmetic.weights_error / 2, alike)
-        rounded = [quadrature(moved.rounded, log, values, center, width) for width in widths]
-        of_rounding = of_rounding + torch.maximum(*rounded) / 3
+        of_rounding = of_rounding + _of_rounded_weights(conditions, arithmetic, moved) / 3
         # B25: weights below half the smallest number of P's format are lost, all of them. Where
         # they are missing in the row sum too, out is a mean of the others.
         steady = _linear(moved.lost, values, torch.zeros_like(out) if center is None else center)
@@ -262,6 +260,30 @@ def _out_statistics(
         of_sum = sum_bias(conditions, arithmetic) * out.abs()
         steady = steady + torch.maximum(of_sum, of_values)
     return (of_scores + of_rounding + of_sums).sqrt(), steady
+
+
+@kept_step
+def _of_exponents(
+    conditions: Conditions, arithmetic: Arithmetic, deviation: Tensor, exact: Tensor
+) -> Tensor:
+    """B22: variance of out by the exponents."""
+    values, _ = deterministic_bound.finite_values(conditions, arithmetic)
+    alike, weight = _ALIKE * arithmetic.unit, exact * deviation
+    return quadrature(weight, conditions.scores, values, conditions.out, alike)
+
+
+@kept_step
+def _of_rounded_weights(
+    conditions: Conditions, arithmetic: Arithmetic, moved: WeightErrors
+) -> Tensor:
+    """B23: three times the variance of out by P's rounding."""
+    values, _ = deterministic_bound.finite_values(conditions, arithmetic)
+    center = conditions.out if arithmetic.sums_rounded_weights else None
+    log = conditions.scores - conditions.maximum[..., None]
+    widths = (arithmetic.weights_error / 2, _ALIKE * arithmetic.unit)
+    return torch.maximum(
+        *(quadrature(moved.rounded, log, values, center, width) for width in widths)
+    )
 
 
 def _linear(weight: Tensor, values: Tensor, center: Tensor) -> Tensor:
