@@ -43,14 +43,14 @@ def test_nothing_is_started_on_a_cpu_nor_for_kernels_without_a_compiler(monkeypa
     flash = subject_named("triton-flash2")
     with compiling_ahead([(SMALL, [flash]), (SMALL.replace(query=32), [flash])], "cpu") as workers:
         assert not workers
-    monkeypatch.setattr(compile_ahead, "_room", lambda device: 2)
+    monkeypatch.setattr(compile_ahead, "free_places", lambda device: 2)
     ideal = subject_named("ideal")
     with compiling_ahead([(SMALL, [ideal]), (SMALL.replace(query=32), [ideal])], "cpu") as workers:
         assert not workers
 
 
 def test_processes_answer_each_call_once_and_end(monkeypatch):
-    monkeypatch.setattr(compile_ahead, "_room", lambda device: 1)
+    monkeypatch.setattr(compile_ahead, "free_places", lambda device: 1)
     flash, other = subject_named("triton-flash2"), SMALL.replace(query=32)
     # A seed is no other kernel.
     asked = [(SMALL, [flash]), (SMALL.replace(seed=3), [flash]), (other, [flash])]

@@ -304,6 +304,7 @@ def hold_to_claims(
     kernel: str,
     device: str,
     advance: Callable[[str], None] = lambda _: None,
+    expect: Callable[[Sequence[Problem], Terms], None] = lambda *_: None,
     asks_beyond: bool = False,
     **asked: Any,
 ) -> Claims | None:
@@ -314,11 +315,12 @@ def hold_to_claims(
         kernel: As of ``find_claims``, as are the next two and what comes back.
         device: ``cpu`` or ``cuda``.
         advance: Called before each question.
+        expect: Called with what will be tried, and on which terms.
         asks_beyond: Whether what it gets wrong beyond its claims is asked, and reported. Who does
             not ask it holds a kernel that has any to nothing: else it would pass in silence.
         asked: What is asked for by name, as of ``Claims.terms``.
     """
-    claims = find_claims(host.subject, kernel=kernel, device=device, advance=advance)
+    claims = find_claims(host.subject, kernel=kernel, device=device, advance=advance, expect=expect)
     # Who did not answer would not answer this either.
     if claims is not None and not claims.timeout:
         if not asks_beyond and next(claims.unclaimed(), None) is not None:
@@ -328,7 +330,12 @@ def hold_to_claims(
 
 
 def find_claims(
-    subject: Subject, *, kernel: str, device: str, advance: Callable[[str], None] = lambda _: None
+    subject: Subject,
+    *,
+    kernel: str,
+    device: str,
+    advance: Callable[[str], None] = lambda _: None,
+    expect: Callable[[Sequence[Problem], Terms], None] = lambda *_: None,
 ) -> Claims | None:
     """Try a plain function on some thirty tiny Problems, or return what is known of its files.
 
@@ -337,6 +344,7 @@ def find_claims(
     Args:
         subject: The kernel; by which convention it is called afterwards, ``on_terms`` says.
         advance: Called before each question; what it raises ends the search.
+        expect: As of ``hold_to_claims``.
     """
     if not subject.conventions:
         return None
@@ -362,6 +370,10 @@ def find_claims(
     if base is not None:
         right = first.verdict == "takes"
         others = detection.others_right_on(base, subject.conventions) if right else ()
+        found = detection.result(base)
+        trials = _trials(base, found.convention, device)
+        terms = Terms(convention=found.convention, lse=found.options.lse)
+        expect([trial.of(base) for trial in trials], terms)
         _try_unclaimed(detection, base, device)
         found = detection.result(base)
         claims = Claims(

@@ -80,7 +80,7 @@ def compiling_ahead(
         if subject.compiled and subject.name in BUILTIN
     )
     try:
-        count = min(_room(device), len(calls) - 1)  # one alone is no quicker elsewhere
+        count = min(free_places(device), len(calls) - 1)  # one alone is no quicker elsewhere
         workers.extend(Worker(SERVER, environment=_ALONE) for _ in range(count))
         for number, (kernel, problem) in enumerate(calls if workers else ()):
             words = {"kernel": kernel, "problem": problem.to_json(), "device": device}
@@ -96,9 +96,10 @@ def compiling_ahead(
             worker.kill(_SECONDS)
 
 
-def _room(device: str) -> int:
-    """How many processes there is a core and memory for, beside this one."""
+def free_places(device: str) -> int:
+    """Return how many processes there are cores and memory for beside this one, on a GPU."""
     if device == "cpu":
         return 0
     free, _ = torch.cuda.mem_get_info()
-    return min(_MOST_WORKERS, len(os.sched_getaffinity(0)) // 2, free // _MEMORY // 2)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    return min(_MOST_WORKERS, cores // 2, free // _MEMORY // 2)
