@@ -68,6 +68,32 @@ def decode(q, k, v, softmax_scale=None):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return sdpa(q, k, v, scale=softmax_scale, enable_gqa=True).transpose(1, 2)
 
+def rows_as_they_are_usual(q, k, v):
+    usual = torch.empty(q.shape, device="meta").stride()
+    return sdpa(q.as_strided(q.shape, usual), k, v) if q.shape == k.shape else sdpa(q, k, v)
+
+class OneGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, out):
+        return out.clone()
+
+    @staticmethod
+    def backward(ctx, dout):
+        return dout * 2 if dout.stride(-1) == 0 else dout
+
+def gradient_of_a_sum(q, k, v):
+    return OneGradient.apply(sdpa(q, k, v))
+
+def writes_to_fp16(q, k, v):
+    out = sdpa(q, k, v)
+    if q.dtype == torch.float16:
+        q.mul_(2)
+    return out
+
+def widens(q, k, v, causal=False):
+    out = right(q, k, v, causal)
+    return out.float() if q.dtype == torch.float16 else out
+
 def either(q, k, v, causal=False):
     inside = q.shape[1] > q.shape[2]  # more rows than heads
     return (heads_inside if inside else right)(q, k, v, causal)
@@ -152,6 +178,30 @@ def test_wrong_sizes_are_one_finding_and_asked_apart(find):
     # A kernel that has been mended is asked by the same name.
     (again,) = claimed_questions(claims, held, device="cpu", names=["head_dims-64"])
     assert run_case(held, again.case, device="cpu").status == "pass"
+
+
+@pytest.mark.parametrize(
+    ("name", "question", "rule"),
+    [
+        ("rows_as_they_are_usual", "strides-gapped", "relation"),
+        ("gradient_of_a_sum", "strides-expanded", "relation"),
+        # It gives an answer, and its inputs for it: no exception tells its caller.
+        ("writes_to_fp16", "dtypes-fp16", "mutation"),
+    ],
+)
+def test_what_no_exception_tells_is_asked_apart(find, name, question, rule):
+    subject, claims = find(name)
+    assert question in wrong(claims)
+    held = on_terms(subject, claims.terms())
+    (asked,) = claimed_questions(claims, held, device="cpu", names=[question])
+    record = run_case(held, asked.case, device="cpu")
+    assert (record.status, record.judgement.rule) == ("fail", rule)
+
+
+def test_a_result_of_another_dtype_is_said_and_raises_nothing(find):
+    _, claims = find("widens")
+    (line,) = claims.lines()
+    assert line.endswith("; beyond that out.dtype=torch.float32, but should be torch.float16")
 
 
 def test_a_tile_that_is_not_masked_is_named(find):

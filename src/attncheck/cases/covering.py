@@ -7,6 +7,7 @@ way.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections import Counter
@@ -42,17 +43,27 @@ def covering_rows(
     """
     if not all(axes.values()):
         return []
+    items = tuple((name, tuple(values)) for name, values in axes.items())
+    rows = _numbered_rows(items, strength, tuple(exclusions))
+    return [{name: axes[name][at] for name, at in zip(axes, row, strict=True)} for row in rows]
+
+
+@functools.lru_cache(maxsize=8)  # several seconds each, and two stages of a gate ask for the same
+def _numbered_rows(
+    items: tuple[tuple[str, tuple[Hashable, ...]], ...],
+    strength: int,
+    exclusions: tuple[Exclusion, ...],
+) -> list[tuple[int, ...]]:
+    """The rows of ``covering_rows``, each value by its number."""
+    axes = dict(items)
     # By number: which values they are is not covertable's concern, nor how they are hashed.
-    numbers = {name: list(range(len(values))) for name, values in axes.items()}
     rows = covertable.make(
-        numbers,
+        {name: list(range(len(values))) for name, values in items},
         strength=min(strength, len(axes)),
         constraints=[_constraint(axes, each) for each in exclusions if set(each[0]) <= set(axes)],
     )
-    results = [{name: row[name] for name in axes} for row in rows]
     # Plainest first: the first values of the axes, as a reader would ask them.
-    results.sort(key=lambda row: tuple(row.values()))
-    return [{name: axes[name][number] for name, number in row.items()} for row in results]
+    return sorted(tuple(row[name] for name in axes) for row in rows)
 
 
 def _constraint(axes: Mapping[str, Sequence[Hashable]], exclusion: Exclusion) -> dict[str, Any]:

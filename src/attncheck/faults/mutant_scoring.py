@@ -341,10 +341,8 @@ class _Job:
             for each in adapted_problems(subject, problem, executor):
                 if executor.refusal(subject, each, "cpu") is None:
                     result = executor.run(subject, draw_inputs(each, "cpu"))
-                    raised = isinstance(result, Failure) and result.kind not in {
-                        "refused",
-                        "contract",
-                    }
+                    # Who writes to its inputs gives an answer, which is there to be caught.
+                    raised = isinstance(result, Failure) and result.kind in {"error", "oom"}
                     reasons.append(result.message if raised else "")  # type: ignore[union-attr]
                     break
         return one_line(next((reason for reason in reasons if reason), ""))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attncheck.core.conditions import kept_step
 from attncheck.judge.sum_roundings import tiles_passed
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class ScoreError:
     bias: Tensor | None = None
 
 
+@kept_step
 def score_error(conditions: Conditions, arithmetic: Arithmetic) -> ScoreError:
     """The error of ``conditions.products`` as a kernel of this arithmetic computes them.
 
@@ -279,6 +281,7 @@ class ExponentErrors:
         return self.product + self.own + self.exponent
 
 
+@kept_step
 def exponent_errors(
     conditions: Conditions, arithmetic: Arithmetic, scores: ScoreError, mod: ScoreModError | None
 ) -> ExponentErrors:
