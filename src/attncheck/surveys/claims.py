@@ -81,7 +81,7 @@ what it gets wrong without a word is one finding."""
 
 CLAIM_TRIALS = 40  # about so many questions are asked: how far it is
 
-_FORM = 4  # of what is kept: another number forgets what an older version kept
+_FORM = 5  # of what is kept: another number forgets what an older version kept
 _SHOWN_LENGTH = 77  # no multiple of any tile
 _SHOWN = f"lengths-{_SHOWN_LENGTH}"
 _USUAL_DTYPES = ("fp32", "fp16", "bf16")
@@ -450,9 +450,9 @@ def _trials(base: Problem, convention: str, device: str) -> Iterator[Trial]:
             yield trial
     yield from length_trials(base.query)
     yield from rectangular_trials(base)
-    if base.paging is None:  # there are no gradients of pages
-        yield from gradient_trials()
-    yield from stride_trials()
+    paged = base.paging is not None  # there are no gradients of pages
+    yield from () if paged else gradient_trials()
+    yield from (each for each in stride_trials() if not (paged and "backward" in each.changes))
     slopes = {"batch": 2, "mask": Spec.of("causal"), "score": Spec.of("alibi_by_sequence")}
     yield Trial(aspect="slopes", what="2 sequences", changes=slopes)
     yield causal_trials(base)[chosen.bottom_right if isinstance(chosen, Convention) else 0]
