@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.functional import embedding_bag
 
 from attncheck.core.conditions import kept_step
 from attncheck.judge import deterministic_bound, score_errors
@@ -323,22 +324,24 @@ def quadrature(
         values: ``(heads, kv, value_dim)``.
         center: ``(heads, rows, value_dim)``; None for 0.
     """
+    excess = _excess(weight, log, values, center, width)
+    return (_centered_squares(weight, values, center) + excess.clamp_min(0)).clamp_min(0)
+
+
+def _centered_squares(weight: Tensor, values: Tensor, center: Tensor | None) -> Tensor:
+    """Σ (weight_j · (v_j − center))², ``(heads, rows, value_dim)``; of 0 what float64 has left."""
     square = weight.square()
-    total = square @ values.square()
-    if center is not None:
-        total = (
-            total - 2 * center * (square @ values) + center.square() * square.sum(-1, keepdim=True)
-        )
-    return (total + _excess(weight, log, values, center, width).clamp_min(0)).clamp_min(0)
+    total: Tensor = square @ values.square()
+    if center is None:
+        return total
+    return total - 2 * center * (square @ values) + center.square() * square.sum(-1, keepdim=True)
 
 
 def _excess(
     weight: Tensor, log: Tensor, values: Tensor, center: Tensor | None, width: float
 ) -> Tensor:
     """Amount that groups of several keys add to Σ (weight · (v − center))²."""
-    heads, rows, _ = weight.shape
-    dim = values.shape[-1]
-    # Keys that share a group with another, in order of row and group; one number each.
+    heads, rows, keys = weight.shape
     # Weights whose logarithms lie in one interval may be rounded by the same amount.
     interval = torch.where(weight > 0, (log / width).floor(), -torch.inf)
     ordered, by_interval = interval.sort(-1)
@@ -346,24 +349,32 @@ def _excess(
     none = torch.zeros_like(same[..., :1])
     with_previous = torch.cat([none, same], -1)
     several = with_previous | torch.cat([same, none], -1)
+    first = several & ~with_previous
+    # Keys that share a group with another, in order of row and group.
     head, row, place = several.nonzero(as_tuple=True)
-    key, group = by_interval[head, row, place], (~with_previous[head, row, place]).cumsum(0) - 1
-    at_row = head * rows + row
-    sums = values.new_zeros((heads * rows, dim))
-    # Whole rows at a time: the gathered values are rows × keys × dim at worst.
-    most = (_CPU_NUMBERS if values.device.type == "cpu" else _GPU_NUMBERS) // dim
-    for part in _whole_rows(several.sum(-1).flatten().cumsum(0).tolist(), most):
-        term = values[head[part], key[part]]
+    key = by_interval[head, row, place]
+    shared, at_row, at_key = weight[head, row, key], head * rows + row, head * keys + key
+    alone = torch.zeros_like(weight).index_put_((head, row, key), shared)
+    squares = -_centered_squares(alone, values, center).flatten(0, 1)
+    # Where each group begins, and where a row's keys and groups end.
+    begins = first[head, row, place].nonzero()[:, 0]
+    counted = torch.stack([several, first]).sum(-1).flatten(1).cumsum(-1)
+    ends = {0: 0, **dict(counted.T.tolist())}
+    # Whole rows at a time: sums of groups are half as many rows of values as keys at worst.
+    most = 2 * (_CPU_NUMBERS if values.device.type == "cpu" else _GPU_NUMBERS) // values.shape[-1]
+    for part in _whole_rows(list(ends), most):
+        begin = begins[ends[part.start] : ends[part.stop]]
+        bags = {"offsets": begin - part.start, "mode": "sum"}
+        sums = embedding_bag(
+            at_key[part], values.flatten(0, 1), per_sample_weights=shared[part], **bags
+        )
+        of_group = at_row[begin]
         if center is not None:
-            term -= center[head[part], row[part]]
-        term *= weight[head[part], row[part], key[part]][:, None]
-        number = group[part] - group[part.start]
-        # Every group has two keys at least.
-        together = values.new_zeros((len(number) // 2, dim)).index_add_(0, number, term)
-        of_group = at_row.new_zeros(len(together)).index_put_((number,), at_row[part])
-        sums.index_add_(0, of_group, together.square())
-        sums.index_add_(0, at_row[part], term.square_(), alpha=-1)
-    return sums.view(heads, rows, dim)
+            number = torch.arange(part.stop - part.start, device=values.device)
+            together = embedding_bag(number, shared[part, None], **bags)
+            sums.addcmul_(center.flatten(0, 1)[of_group], together, value=-1)
+        squares.index_add_(0, of_group, sums.square_())
+    return squares.view(heads, rows, -1)
 
 
 def _whole_rows(ends: list[int], most: int) -> Iterator[slice]:
@@ -371,6 +382,6 @@ def _whole_rows(ends: list[int], most: int) -> Iterator[slice]:
     start = 0
     while start < ends[-1]:
         fit = bisect.bisect_right(ends, start + most) - 1
-        stop = max(ends[fit] if fit >= 0 else 0, ends[bisect.bisect_right(ends, start)])
+        stop = max(ends[fit], ends[bisect.bisect_right(ends, start)])
         yield slice(start, stop)
         start = stop

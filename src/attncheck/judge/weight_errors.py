@@ -196,6 +196,6 @@ def part_shares(
     """
     del conditions, arithmetic
     parts = {"scores": errors.product, "score mod": errors.own, "exponent": errors.exponent}
-    weight = {n: (by * p).sum(-1, keepdim=True) for n, p in parts.items() if bool((p != 0).any())}
+    weight = {n: (by * p).sum(-1, keepdim=True) for n, p in parts.items() if bool(p.any())}
     whole = sum(weight.values(), torch.zeros_like(errors.highest))
     return {n: torch.where(whole > 0, w / whole, 0.0) for n, w in weight.items()}
