@@ -107,7 +107,10 @@ def test_an_argument_excuses_nothing_that_is_caught():
     facts = {"mutant": "m", "kernel": "k", "operator": "o", "line": 1, "diff": "", "tool": "check"}
     caught = MutantScore(**facts, outcome="caught")
     assert mutant_scoring.settled(caught, table) == caught
-    assert mutant_scoring.settled(MutantScore(**facts, outcome="missed"), table).reason == "why"
+    missed = MutantScore(**facts, outcome="missed")
+    assert mutant_scoring.settled(missed, table).outcome == "equivalent"
+    known = mutant_scoring.settled(missed, MutantTable(missed=table.equivalent))
+    assert (known.outcome, known.reason) == ("missed", "why")
 
 
 def test_a_name_is_judged_by_the_table(mine):

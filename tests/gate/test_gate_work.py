@@ -281,3 +281,14 @@ def test_a_plain_function_is_asked_within_its_claims(kernel, causes):
     assert all(one.startswith(cause) for one, cause in zip(found, causes, strict=True))
     passed = [one.record for one in answers(results) if one.record.status == "pass"]
     assert {problem_of(record).dtype for record in passed} == {"fp16"}
+
+
+def test_what_is_refused_when_it_is_called_is_asked_with_few_rows():
+    """Only the call tells how many rows of how many heads a kernel for decoding takes."""
+    _, results = drive(named("decodes"), stages="bounds")
+    records = [answer.record for answer in answers(results)]
+    shared = [Case.from_json(one.case).problem for one in records if one.status == "pass"]
+    shared = [problem for problem in shared if problem.group > 1]
+    assert max(problem.query * problem.group for problem in shared) <= 64
+    lost = [one for one in records if one.reason.endswith("that share a key head")]
+    assert len(shared) >= len(lost) > 5

@@ -132,6 +132,23 @@ _TABLE: tuple[NamedProblem, ...] = (
         mask=Spec.of("sliding_window", window=17),
     ),
     _row(
+        "window-wide",
+        "H2 Q150",
+        CHECK,
+        CONTRACT,
+        summary="a window wider than a tile: it does not begin before the keys do",
+        mask=Spec.of("sliding_window", window=100),
+    ),
+    # Row 0 sees the keys 127 to 133: of any usual tile one, and some of the next.
+    _row(
+        "window-edge",
+        "H2 Q17 K150",
+        CHECK,
+        CONTRACT,
+        summary="a window that begins with the last key of a tile",
+        mask=Spec.of("offset", Spec.of("sliding_window", window=7), rows=133),
+    ),
+    _row(
         "padding",
         "B2 Q35 K60 D80",
         CHECK,
