@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attncheck.core.conditions import Conditions
+    from attncheck.core.conditions import Conditions, Rows
     from attncheck.core.declared_arithmetic import Arithmetic
     from attncheck.core.judgement import BlindSpot
     from attncheck.core.outputs import Outputs
@@ -205,12 +205,16 @@ class EvidenceBuilder:
             )
         return self._blind_spots[key]
 
+    @cached_property
+    def _sampled(self) -> list[Rows]:
+        return sampled_rows(self.case.problem, self.inputs.device)
+
     def sampled_conditions(self) -> Iterator[Conditions]:
         """Yield conditions of the rows that are examined more closely, computed one by one.
 
         In the order of an Allowance's samples. They are large: hold one at a time.
         """
-        for rows in sampled_rows(self.case.problem, self.inputs.device):
+        for rows in self._sampled:
             yield compute_conditions(self.inputs, self.truth, rows)
 
     def ideal_outputs(self, tiling: Tiling, *, truncates: bool = False) -> Outputs:
