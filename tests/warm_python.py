@@ -42,11 +42,16 @@ _HEAVY_IF_INTERPRETED = ("torch._dynamo",)
 # pytest rewrites what is imported under it, the plugins attncheck and Hypothesis too.
 _OWN = {
     "attncheck": (
-        "attncheck.cli",
+        "attncheck.cli.check",
+        "attncheck.cases.strategies.problems",
+        "attncheck.diagnose.diagnosis",
+        "attncheck.surveys.claims",
         "attncheck.verify.evidence_builder",
         "attncheck.verify.executor",
+        "attncheck.verify.kernel_server",
         "attncheck.reporting.rendering",
         "attncheck.verify.verify",
+        "attncheck.workers.worker_main",
         "attncheck.subjects.capabilities.configuration",
     ),
     "pytest": (),

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from attncheck.cases.check_cases import check_cases
+from attncheck.cases.check_cases import call_cases, check_cases
+from attncheck.cases.named_problems import CHECK, tagged
 from attncheck.core.errors import ProblemError, UnknownName
 from attncheck.core.mod_spec import FULL
 from attncheck.inputs.input_tensors import draw_inputs
@@ -268,3 +269,12 @@ def test_nothing_tested_says_so():
 def test_an_unknown_format():
     with pytest.raises(UnknownName, match="choose from csv, html, json, md, table"):
         page(answered(PLANTED.refuses_all, "plain"), "pdf")
+
+
+@pytest.mark.parametrize("cases", [check_cases, call_cases])
+def test_a_case_by_name_is_the_one_of_all_and_others_are_not_looked_for(cases):
+    for one in cases("bf16"):
+        tried = set()
+        named = cases("bf16", names=[one.name], takes=lambda p, t=tried: t.add(p) or True)
+        assert [each for each in named if each.name == one.name] == [one]
+        assert len(tried) < len(tagged(CHECK)) // 2

@@ -28,6 +28,12 @@ def picky(q, k, v):
     raise ValueError("head_dim must be 256")
 def two(q, k): ...
 """
+ODD = """
+from torch.nn.functional import scaled_dot_product_attention
+def odd(q, k, v):
+    out = scaled_dot_product_attention(q, k, v)
+    return out / 2 if q.shape[-1] == 40 else out
+"""
 
 
 def without_columns():
@@ -68,9 +74,10 @@ def test_a_right_kernel(tmp_path):
     assert str(EXAMPLE.parent) not in (tmp_path / "reports" / "check.md").read_text()
 
 
+@pytest.mark.parametrize("others", [(), ("--question", "plain")])
 @pytest.mark.parametrize("name", ["crossed-99", "lengths-9"])
-def test_a_question_that_no_rule_makes_of_a_kernel_is_said_in_a_line(check, name, tmp_path):
-    run = check("ideal", "--question", name, cwd=tmp_path)
+def test_a_question_that_no_rule_makes_of_a_kernel_is_said_in_a_line(check, name, others, tmp_path):
+    run = check("ideal", "--question", name, *others, cwd=tmp_path)
     says = f"attncheck: ideal has no question '{name}': leave --question out to see all.\n"
     assert (run.returncode, run.stderr) == (2, says)
 
@@ -166,6 +173,23 @@ def test_what_failed_is_asked_alone_and_then_all_again(check, tmp_path):
     run = check(spec, *all_of, "--last-failed", "-q", cwd=tmp_path)
     assert f"nothing of {spec} failed last time: every question is asked" in run.stderr
     assert run.stdout == f"PASS {spec}: 3 questions\n"
+
+
+def test_what_failed_and_is_no_question_any_more_brings_all(check, tmp_path):
+    file, spec, report = tmp_path / "odd.py", "odd.py::odd", tmp_path / "reports" / "check.json"
+    file.write_text(ODD)
+    assert check(spec, "--question", "head_dims-40", "-q", cwd=tmp_path).returncode == 1
+    file.write_text(ODD.replace("out / 2", "out"))
+    run = check(spec, "--last-failed", "-q", cwd=tmp_path)
+    # What it was wrong at beyond its claims counts as any other, once it is right.
+    assert run.stdout == f"PASS {spec}: 1 question\n"
+    whole = json.loads(report.read_text())
+    whole["records"][0] |= {"variant": "crossed-99", "status": "crash", "judgement": None}
+    report.write_text(json.dumps(whole))
+    run = check(spec, "--last-failed", "-q", cwd=tmp_path)
+    gone = f"attncheck: {spec} has no question 'crossed-99' any more: every question is asked.\n"
+    assert (run.returncode, run.stderr) == (0, gone)
+    assert len(load_report(report.read_text(), Report).records) > 1
 
 
 def test_a_changed_file_is_asked_again_and_an_interrupt_is_one_line(tmp_path):

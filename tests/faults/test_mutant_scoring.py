@@ -90,6 +90,13 @@ def test_what_raises_at_once_is_stillborn(mine):
     assert "RuntimeError" in score["reason"]
 
 
+def test_what_writes_to_its_inputs_is_not_stillborn(tmp_path):
+    path = tmp_path / "writes.py"
+    path.write_text(KERNEL.replace("unused = 1 + 2", "query.detach().mul_(2)"))
+    job = mutant_scoring._Job(None, path, "attention", "check")
+    assert job._stillborn(f"{path}::attention") == ""
+
+
 def test_what_the_table_argues_counts_for_neither_side(mine):
     score = scored(mine, "mine:drop-term:6:*")[0]
     assert (score["outcome"], score["reason"]) == ("equivalent", "nothing reads it")
@@ -101,7 +108,10 @@ def test_an_argument_excuses_nothing_that_is_caught():
     facts = {"mutant": "m", "kernel": "k", "operator": "o", "line": 1, "diff": "", "tool": "check"}
     caught = MutantScore(**facts, outcome="caught")
     assert mutant_scoring.settled(caught, table) == caught
-    assert mutant_scoring.settled(MutantScore(**facts, outcome="missed"), table).reason == "why"
+    missed = MutantScore(**facts, outcome="missed")
+    assert mutant_scoring.settled(missed, table).outcome == "equivalent"
+    known = mutant_scoring.settled(missed, MutantTable(missed=table.equivalent))
+    assert (known.outcome, known.reason) == ("missed", "why")
 
 
 def test_a_name_is_judged_by_the_table(mine):

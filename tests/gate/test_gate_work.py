@@ -284,3 +284,14 @@ def test_a_plain_function_is_asked_within_its_claims(kernel, causes):
     assert all(one.startswith(cause) for one, cause in zip(found, causes, strict=True))
     passed = [one.record for one in answers(results) if one.record.status == "pass"]
     assert {problem_of(record).dtype for record in passed} == {"fp16"}
+
+
+def test_a_kernel_for_decoding_is_asked_as_much_as_another():
+    """What it refuses by its rows is known before it is asked: nothing of the bounds is lost."""
+    _, results = drive(named("decodes"), stages="bounds")
+    records = [answer.record for answer in answers(results)]
+    shared = [Case.from_json(one.case).problem for one in records if one.status == "pass"]
+    shared = [problem for problem in shared if problem.group > 1]
+    assert len(shared) > 10
+    assert max(problem.query * problem.group for problem in shared) <= 64
+    assert not [one for one in records if one.reason.startswith("ValueError")]

@@ -1,6 +1,7 @@
 """What hand-made problems would and would not have shown, computed by hand or by brute force."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -296,10 +297,7 @@ def test_an_allowance_that_is_nan_shows_nothing():
 
 def test_without_its_slope_a_score_mod_hides_the_scale():
     known = random(4, 7, 3)
-    modded = Conditions(
-        **{name: getattr(known, name) for name in Conditions.__dataclass_fields__}
-        | {"has_score_mod": True}
-    )
+    modded = replace(known, has_score_mod=True)
     assert spot(modded, 2.0**-20).scale == math.inf
     asked = allowance(known, 2.0**-20, math.inf)
     for slope in (1.0, 0.5):

@@ -14,12 +14,14 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 
 from attncheck.core.mod_spec import Spec
 from attncheck.inputs.problem import Problem
-from attncheck.kernels import gradient_terms
+from attncheck.kernels import flash3_forward, gradient_terms
 from attncheck.kernels.decode_forward import _merge, _split
+from attncheck.kernels.flash3_forward import OWN, SHAPES, layout_of
 from attncheck.kernels.launch import block_dim
 from attncheck.kernels.softmax_forward import KINDS, Launch, _softmax
 from attncheck.mods.scores import temperature
@@ -218,6 +220,36 @@ def deltas(*how):
             BLOCK_Q=64, BLOCK_V=64, num_warps=4, debug=False,
         )  # fmt: skip
         sys.stdout.write(f"{compiled_for}\n")
+
+
+# flash3: as its subject launches it
+
+
+def flash3():
+    """Print head dim, limits, shared memory and spilled bytes of each kind."""
+    for width, shape in SHAPES.items():
+        boxes = {name: layout_of(torch.bfloat16, rows, width) for name, rows in (
+            ("q_desc", OWN), ("k_desc", shape.keys), ("v_desc", shape.keys), ("out_desc", OWN)
+        )}  # fmt: skip
+        types = {
+            name: f"tensordesc<bf16[1,1,{OWN if name[0] in 'qo' else shape.keys},{width}],{box!r}>"
+            for name, box in boxes.items()
+        }
+        types |= {"lse_ptr": "*fp32", "again_ptr": "*i32", "factor": "fp32"}
+        for upper, lower in ((False, False), (True, False), (True, True)):
+            constants = {
+                "GROUPS": shape.groups, "STAGES": shape.stages, "REGISTERS": shape.registers,
+                "PINGPONG": shape.pingpong, "SAFE": shape.safe, "UPPER": upper, "LOWER": lower,
+            }  # fmt: skip
+            names = flash3_forward._forward.arg_names
+            source = GluonASTSource(
+                flash3_forward._forward,
+                {n: types.get(n, "constexpr" if n in constants else "i32") for n in names},
+                constants,
+            )
+            kernel = triton.compile(source, target=HOPPER, options={"num_warps": 4})
+            limits = f"{upper:d}{lower:d}"
+            sys.stdout.write(f"{width} {limits} {kernel.metadata.shared} {spilled(kernel)}\n")
 
 
 globals()[sys.argv[1]](*sys.argv[2:])

@@ -54,6 +54,15 @@ def test_dq_fits_with_the_gradients_of_what_a_score_mod_reads(compile_kernels):
     assert all(int(line.split()[-3]) > 0 for line in lines)  # products of 16-bit operands
 
 
+def test_flash3_fits_and_hardly_spills(compile_kernels):
+    lines = [list(map(int, line.split())) for line in compile_kernels("flash3")]
+    assert len(lines) == 9
+    for line in lines:
+        _, _, shared, spilled = line
+        assert shared <= SHARED_MEMORY, line
+        assert spilled <= MOST_SPILLED, line
+
+
 def test_softmax_loads_wide_and_does_not_spill(compile_kernels):
     compile_kernels("softmax")
 

@@ -18,6 +18,7 @@ def test_the_names_and_their_order():
         "triton-flash2-vt",
         "triton-flash2-fastacc",
         "triton-flash1",
+        "triton-flash3",
         "triton-varlen",
         "triton-paged",
         "triton-decode",

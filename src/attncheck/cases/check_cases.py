@@ -54,6 +54,7 @@ def check_cases(
     head_dims: Sequence[int] = (),
     *,
     takes: Callable[[Problem], bool] | None = None,
+    names: Sequence[str] = (),
 ) -> list[CheckCase]:
     """Return every case of a quick check in ``dtype``, in the planned order (``ORDER``).
 
@@ -62,13 +63,14 @@ def check_cases(
         head_dims: Those that the kernel takes; none: 64, 80, 96 and 128.
         takes: Whether a kernel is to be asked a Problem; the nearest is asked in place of one that
             it is not. Where there is none that stays, and the kernel says why it does not take it.
+        names: Cases of these names are among those that come back, and not every other; none: all.
 
     Raises:
         UnknownName: for another dtype.
         ProblemError: for a head_dim that no Problem has.
     """
     entries = tagged(CHECK)
-    problems = _problems(CHECK, dtype, head_dims, takes)
+    problems = _problems(CHECK, dtype, head_dims, takes, names)
     comparisons = [
         CheckCase(name=name, summary=entries[name].summary, case=Case(problem=problem))
         for name, problem in problems.items()
@@ -79,15 +81,24 @@ def check_cases(
 
 
 def _problems(
-    tag: str, dtype: str, head_dims: Sequence[int], takes: Callable[[Problem], bool] | None
+    tag: str,
+    dtype: str,
+    head_dims: Sequence[int],
+    takes: Callable[[Problem], bool] | None,
+    names: Sequence[str],
 ) -> dict[str, Problem]:
-    """Return those of a tag by name, each the nearest that a kernel is to be asked."""
+    """Return those of a tag by name, each the nearest that a kernel is to be asked.
+
+    With ``names`` those alone that are a part of one: to look for the nearest takes time.
+    """
     check_measured(dtype)
     for dim in head_dims:
         if not 1 <= dim <= LARGEST_HEAD_DIM:
             raise ProblemError(f"head_dim={dim} must be 1–{LARGEST_HEAD_DIM}.")
     problems: dict[str, Problem] = {}
     for number, (name, entry) in enumerate(tagged(tag).items()):
+        if names and not any(name in each for each in names):
+            continue
         # With one head alone, none could be mistaken for another.
         fields = {"heads": 2, "head_dim": 64} | entry.fields
         if head_dims and fields["head_dim"] not in head_dims:
@@ -179,23 +190,29 @@ _IN_TURN = {
 
 
 def call_cases(
-    dtype: str, head_dims: Sequence[int] = (), *, takes: Callable[[Problem], bool] | None = None
+    dtype: str,
+    head_dims: Sequence[int] = (),
+    *,
+    takes: Callable[[Problem], bool] | None = None,
+    names: Sequence[str] = (),
 ) -> list[CheckCase]:
     """Return the cases about calls beside their numbers; arguments of ``check_cases``.
 
     Calls in turn are not asked of a kernel that takes no such length and half of it.
     """
-    layouts = _problems(CHECK, dtype, head_dims, takes)
+    of_calls = [each for each in _OF_CALLS if not names or each[0] in names]
+    needed = [layout for _, layout, _ in of_calls]
+    layouts = _problems(CHECK, dtype, head_dims, takes, needed) if needed else {}
     cases = [
         CheckCase(name=name, summary=summary, case=Case(problem=layouts[layout], question=name))
-        for name, layout, summary in _OF_CALLS
+        for name, layout, summary in of_calls
     ]
 
     def whole_and_half(problem: Problem) -> bool:
         half = problem.replace(query=(problem.query + 1) // 2, kv=(problem.kv + 1) // 2)
         return takes is None or (takes(problem) and takes(half))
 
-    problems = _problems(IN_TURN, dtype, head_dims, whole_and_half).values()
+    problems = _problems(IN_TURN, dtype, head_dims, whole_and_half, names).values()
     cases += [
         CheckCase(
             name=name,
@@ -212,6 +229,8 @@ def _probe_cases(problems: Mapping[str, Problem]) -> Iterator[CheckCase]:
     every = tuple(tagged(PROBED))
     for name, probe in probes.PROBES.items():
         for layout in every if name in _ON_EVERY_LAYOUT else _USUAL_LAYOUTS:
+            if layout not in problems:
+                continue
             problem = problems[layout]
             if probe.unfit(problem) is not None:
                 continue

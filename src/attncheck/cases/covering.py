@@ -7,6 +7,7 @@ way.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections import Counter
@@ -42,17 +43,27 @@ def covering_rows(
     """
     if not all(axes.values()):
         return []
+    items = tuple((name, tuple(values)) for name, values in axes.items())
+    rows = _numbered_rows(items, strength, tuple(exclusions))
+    return [{name: axes[name][at] for name, at in zip(axes, row, strict=True)} for row in rows]
+
+
+@functools.lru_cache(maxsize=8)  # several seconds each, and two stages of a gate ask for the same
+def _numbered_rows(
+    items: tuple[tuple[str, tuple[Hashable, ...]], ...],
+    strength: int,
+    exclusions: tuple[Exclusion, ...],
+) -> list[tuple[int, ...]]:
+    """The rows of ``covering_rows``, each value by its number."""
+    axes = dict(items)
     # By number: which values they are is not covertable's concern, nor how they are hashed.
-    numbers = {name: list(range(len(values))) for name, values in axes.items()}
     rows = covertable.make(
-        numbers,
+        {name: list(range(len(values))) for name, values in items},
         strength=min(strength, len(axes)),
         constraints=[_constraint(axes, each) for each in exclusions if set(each[0]) <= set(axes)],
     )
-    results = [{name: row[name] for name in axes} for row in rows]
     # Plainest first: the first values of the axes, as a reader would ask them.
-    results.sort(key=lambda row: tuple(row.values()))
-    return [{name: axes[name][number] for name, number in row.items()} for row in results]
+    return sorted(tuple(row[name] for name in axes) for row in rows)
 
 
 def _constraint(axes: Mapping[str, Sequence[Hashable]], exclusion: Exclusion) -> dict[str, Any]:
@@ -257,6 +268,14 @@ ALONE: dict[str, tuple[str, ...]] = {
 }
 """Values that leave nothing to see of the others: asked in rows of their own."""
 
+TOGETHER: tuple[Fields, ...] = (
+    # All far below −10⁴: a finite number in place of −∞ is above them.
+    {"scale": "huge", "distribution": "negative_logits"},
+    # exp(0 − LSE) of a key that is not there is infinite, and 0 times it NaN.
+    {"backward": "backward", "distribution": "negative_logits"},
+)
+"""Values that show beside one another what none shows beside plain ones: in rows of their own."""
+
 
 def _paged(row: Mapping[str, Any]) -> bool:
     return "paging" in STORED[row["stored"]]
@@ -351,7 +370,7 @@ def row_name(row: Mapping[str, Any]) -> str:
 def alone_rows(axes: Mapping[str, Sequence[Any]]) -> Iterator[Row]:
     """Yield a row for each value of ``ALONE``, where there is one: with shared heads, backward.
 
-    An extent is one of each mask that has it.
+    An extent is one of each mask that has it. Then a row for each of ``TOGETHER``.
     """
     common = {name: values[0] for name, values in axes.items()}
     common["backward"] = axes["backward"][-1]
@@ -368,6 +387,10 @@ def alone_rows(axes: Mapping[str, Sequence[Any]]) -> Iterator[Row]:
                 row |= {"backward": axes["backward"][0]} if excluded else {}
                 if not any(cannot_be(row) for _, cannot_be in EXCLUSIONS):
                     yield row
+    for values in TOGETHER:
+        # Whatever distributions there is time for elsewhere.
+        if all(values[name] in axes[name] for name in values if name != "distribution"):
+            yield common | values
 
 
 Row = dict[str, Any]
@@ -437,7 +460,7 @@ class FewRows:
         return axes
 
     def alone(self) -> Iterator[Row]:
-        """Yield a row for each value that leaves nothing to see of others, of two masks at most."""
+        """Yield ``alone_rows``, of two masks at most."""
         axes = {name: [*values] for name, values in self.axes().items()}
         count: dict[tuple[Any, ...], int] = {}
         for row in alone_rows(axes):

@@ -20,9 +20,12 @@ from attncheck.cli.standard_output import Interrupts, standard_output
 from attncheck.core.errors import parse_seconds
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from attncheck.cases.check_cases import CheckCase
     from attncheck.records.record import Record, Report
     from attncheck.subjects.capabilities.subject import Subject
+    from attncheck.verify.calls_ahead import CallsAhead
     from attncheck.verify.kernel_hosts import KernelHost
     from attncheck.workers.process import Died
 
@@ -94,6 +97,7 @@ def check(
     from attncheck.reporting import rendering
     from attncheck.reporting.check_document import check_document, check_summary
     from attncheck.reporting.exit_codes import check_exit_code
+    from attncheck.verify.calls_ahead import CallsAhead, processes_ahead
     from attncheck.verify.environment import prepare, usable_device
     from attncheck.verify.kernel_hosts import open_kernel
     from attncheck.verify.remote_kernel import Deadlines
@@ -104,6 +108,9 @@ def check(
     rendering.check_format(fmt)
     device = usable_device(device)
     questions = _questions(dtypes, head_dims, names)
+    count = 0 if in_process else processes_ahead(spec, device)
+    ahead = CallsAhead(spec, convention=convention or "", device=device, processes=count)
+    click.get_current_context().call_on_close(ahead.close)
     prepare(device)  # before the file's own Triton functions are decorated
     command = typed_command(argument=spec)
     try:
@@ -130,9 +137,11 @@ def check(
                 host,
                 questions,
                 options,
+                ahead=ahead,
                 spec=spec,
                 device=device,
                 quiet=quiet,
+                last_failed=last_failed,
             )
     with interrupts.writing(directory):
         rendering.write_report(
@@ -154,9 +163,11 @@ def _checked(
     questions: list[CheckCase],
     options: dict[str, Any],
     *,
+    ahead: CallsAhead,
     spec: str,
     device: str,
     quiet: bool,
+    last_failed: bool,
 ) -> Report:
     """The Report with every Record, within what a plain function is found to take.
 
@@ -165,7 +176,6 @@ def _checked(
     from msgspec.structs import replace
 
     from attncheck.cli.long_runs import progress
-    from attncheck.core.errors import UsageError
     from attncheck.records.record import FAILED_STATUSES
     from attncheck.surveys.claims import (
         CLAIM_TRIALS,
@@ -187,33 +197,63 @@ def _checked(
             advance(what)
 
         claims = hold_to_claims(
-            host, kernel=spec, device=device, advance=next_trial, asks_beyond=True, **options
+            host,
+            kernel=spec,
+            device=device,
+            advance=next_trial,
+            expect=ahead.expect,
+            asks_beyond=True,
+            **options,
         )
-    subject = host.subject
-    if claims is not None and not claims.timeout:
-        questions = claimed_questions(claims, subject, device=device, **options)
+    subject, hung = host.subject, claims.timeout if claims is not None else ""
+    if claims is not None and not hung:
         # By another convention it says other things of itself.
         report = replace(report, kernels={subject.name: subject.summary})
-    if claims is None:
-        questions = subject_questions(subject, questions, device=device, **options)
-    if claims is not None and claims.timeout:
-        names = options["names"] or tuple(one.name for one in questions)
-        questions = [one for one in questions if one.name in names] or questions
-    if not questions:
-        name = options["names"][0]
-        raise UsageError(f"{spec} has no question {name!r}: leave --question out to see all.")
+
+    def chosen(names: tuple[str, ...]) -> list[CheckCase]:
+        how: dict[str, Any] = {"device": device, **options, "names": names}
+        if claims is None:
+            return subject_questions(subject, questions, **how)
+        if hung:
+            return [one for one in questions if not names or one.name in names] or questions
+        return claimed_questions(claims, subject, **how)
+
+    asked = (
+        chosen(options["names"]) if hung else _known(chosen, options["names"], spec, last_failed)
+    )
     if claims is not None and (lines := tuple(claims.lines())):
         report = replace(report, claims={subject.name: lines})
-    hung = claims.timeout if claims is not None else ""
-    report = _answered(interrupts, report, subject, questions, device, quiet=quiet, hung=hung)
-    if (
-        claims is not None
-        and not claims.timeout
-        and any(one.status in FAILED_STATUSES and one.unclaimed for one in report.records)
-    ):
+    terms = None if claims is None else replace(claims.terms(**options), table=None)
+    ahead.expect([question.case.problem for question in asked], terms)
+    report = _answered(interrupts, report, subject, asked, device, quiet=quiet, hung=hung)
+    beyond = any(one.status in FAILED_STATUSES and one.unclaimed for one in report.records)
+    if terms is not None and not hung and beyond:
         # What is wrong beyond its claims is confirmed there too.
-        subject = on_terms(subject, replace(claims.terms(**options), table=None))
+        subject = on_terms(subject, terms)
     return _diagnosed(report, subject, device)
+
+
+def _known(
+    chosen: Callable[[tuple[str, ...]], list[CheckCase]],
+    names: tuple[str, ...],
+    spec: str,
+    last_failed: bool,  # noqa: FBT001  # as the option is
+) -> list[CheckCase]:
+    """Questions of these names; all where one of the last report is none any more.
+
+    Raises UsageError for another name that is none.
+    """
+    from attncheck.core.errors import UsageError
+
+    asked = chosen(names)
+    gone = next((name for name in names if name not in {one.name for one in asked}), None)
+    if gone is None:
+        return asked
+    says = f"{spec} has no question {gone!r}"
+    if not last_failed:
+        raise UsageError(f"{says}: leave --question out to see all.")
+    click.echo(f"attncheck: {says} any more: every question is asked.", err=True)
+    return chosen(())
 
 
 def _failed_names(spec: str, directory: str, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -261,7 +301,7 @@ def _watched(interrupts: Interrupts, spec: str) -> int:
                 words = [*program, *more]
                 run = subprocess.run(words, check=False, stdout=sys.stdout, process_group=0)  # noqa: S603  # ourselves
             code = run.returncode
-            if code:
+            if code not in {0, 5}:  # what it refuses now fails no more
                 break
         interrupts.check()
         failed = code == 1

@@ -315,6 +315,7 @@ def _with_records(
 
     from attncheck.cli.long_runs import progress
     from attncheck.inputs.problem import Case
+    from attncheck.verify.compile_ahead import compiling_ahead
     from attncheck.verify.environment import default_device
     from attncheck.verify.verify import case_subjects, iter_records
 
@@ -325,12 +326,14 @@ def _with_records(
     seconds = parse_seconds(options.max_time, "--max-time")
     stopped, records = "", []
     # Not every kernel is for every cell: progress counts what will be asked.
-    asked = case_subjects([cell.problem for cell in cells], subjects, device)
+    problems = [cell.problem for cell in cells]
+    asked = case_subjects(problems, subjects, device)
     total = sum(map(len, asked))
     try:
         with (
             progress(total, quiet=options.quiet, check=interrupts.check) as advance,
             _time_limit(seconds) as is_up,
+            compiling_ahead(zip(problems, asked, strict=True), device),
         ):
             for record in report.records:
                 _show_row(rows, record) if rows else None

@@ -76,6 +76,7 @@ _FAR = "strides_far"
 _LAYOUTS = tuple(name for name in RELATIONS if name.startswith("strides_"))
 # Of these both runs have the numbers of the plain call: where that is right, it is the layout.
 _SAME_NUMBERS = ("strides_heads_last", "strides_gapped", "strides_packed", "strides_transposed")
+_ALONE = "strides_alone"
 
 
 @contextmanager
@@ -417,14 +418,15 @@ class _Failure:
 
     def _of_layout(self, case: Case) -> Explanation | None:
         """Explain a failing relation of layouts where no input alone is wrong laid out near."""
-        if case.question not in (_FAR, *_SAME_NUMBERS):
+        if case.question not in (_FAR, _ALONE, *_SAME_NUMBERS):
             return None
         status = self.status(case)  # far rows take gibibytes: once more is to do
         if status != "fail":
             return _sign("not-the-same-again") if status == "pass" else None
-        if case.question == _FAR:
-            return _sign("far-offsets-wrap", of=STRIDED_TENSORS[int(case.parameters["tensor"])])
-        return _sign("strides-not-taken", of="k" if case.question == "strides_transposed" else "")
+        of = "k" if case.question == "strides_transposed" else ""
+        if "tensor" in case.parameters:
+            of = STRIDED_TENSORS[int(case.parameters["tensor"])]
+        return _sign("far-offsets-wrap" if case.question == _FAR else "strides-not-taken", of=of)
 
     def of_memory(self) -> Explanation | None:
         """Return the sign that it gives what memory held; None where that is not certain."""

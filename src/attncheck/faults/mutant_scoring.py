@@ -37,7 +37,11 @@ from attncheck.faults.scoring import GateRun
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.failure_causes import certain_explanations
+<<<<<<< HEAD
 from attncheck.records.fault_scores import MutantScore, NameWorth
+=======
+from attncheck.records.fault_scores import MutantOutcome, MutantScore
+>>>>>>> main
 from attncheck.records.record import FAILED_STATUSES, Diagnosis, Record
 from attncheck.subjects.load import load_subject
 from attncheck.surveys.claims import claimed_questions, find_claims
@@ -75,7 +79,7 @@ _REFERENCE_CHANGES: tuple[dict[str, Any], ...] = (
 
 
 class Argument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Why a mutant is no fault, or none that can be seen here."""
+    """Why a mutant is no fault, or why it is missed."""
 
     mutants: tuple[str, ...]  # patterns of ids
     because: str
@@ -95,17 +99,9 @@ class MutantTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """What is known of mutants before any is asked."""
 
     kernels: tuple[str, ...] = ()
-    equivalent: tuple[Argument, ...] = ()
+    equivalent: tuple[Argument, ...] = ()  # no faults: such a mutant counts for neither side
+    missed: tuple[Argument, ...] = ()  # faults that are known to be missed: they count as such
     families: tuple[Family, ...] = ()
-
-    def argued(self, mutant: str) -> str:
-        """Return why a mutant counts for neither side; empty of one that does."""
-        reasons = (
-            each.because
-            for each in self.equivalent
-            if any(fnmatch.fnmatchcase(mutant, one) for one in each.mutants)
-        )
-        return next(reasons, "")
 
     def family(self, mutant: Mutant) -> Family | None:
         """Return the first that a mutant is of; None where nobody has decided."""
@@ -240,13 +236,16 @@ class MutantScorer:
 
 
 def settled(score: MutantScore, table: MutantTable) -> MutantScore:
-    """Return the score of one that was missed as an equivalent one's, where the table argues so.
+    """Return the score of one that was missed with the table's reason, if it has one.
 
     One that is caught stays so: its argument is wrong, or attncheck is.
     """
-    argued = table.argued(score.mutant)
-    if score.outcome == "missed" and argued:
-        return replace(score, outcome="equivalent", reason=argued)
+    outcomes: dict[MutantOutcome, tuple[Argument, ...]]
+    outcomes = {"equivalent": table.equivalent, "missed": table.missed}
+    for outcome, arguments in outcomes.items() if score.outcome == "missed" else ():
+        for each in arguments:
+            if any(fnmatch.fnmatchcase(score.mutant, one) for one in each.mutants):
+                return replace(score, outcome=outcome, reason=each.because)
     return score
 
 
@@ -363,10 +362,8 @@ class _Job:
             for each in adapted_problems(subject, problem, executor):
                 if executor.refusal(subject, each, "cpu") is None:
                     result = executor.run(subject, draw_inputs(each, "cpu"))
-                    raised = isinstance(result, Failure) and result.kind not in {
-                        "refused",
-                        "contract",
-                    }
+                    # Who writes to its inputs gives an answer, which is there to be caught.
+                    raised = isinstance(result, Failure) and result.kind in {"error", "oom"}
                     reasons.append(result.message if raised else "")  # type: ignore[union-attr]
                     break
         return one_line(next((reason for reason in reasons if reason), ""))
@@ -402,13 +399,22 @@ class _Job:
         if failed is not None:
             where |= {"first": failed.variant, "status": failed.status}
             where |= {"shown": one_line(_shown(failed))}
-        tell(outcome="caught" if failed else "missed", **where)
+        elif not asked:  # who takes nothing is not said to be right
+            where |= {"status": "unsupported", "shown": "nothing could be asked of it"}
+        tell(outcome="missed" if asked and failed is None else "caught", **where)
         self._rest_for_peers(subject, named, peers, after=failed.variant if failed else "")
         tell(peers={one.rule: one.caught for one in peers.verdicts})
+<<<<<<< HEAD
         if failed is None:
             tell(identical=_identical(subject, right, [case.problem for _, case in named]))
         else:
             self._name(failed, subject, search, tell)
+=======
+        if failed is not None:
+            self._name(failed, subject, tell)
+        elif asked:
+            tell(identical=_identical(subject, right, [case.problem for _, case in named]))
+>>>>>>> main
 
     @staticmethod
     def _rest_for_peers(

@@ -223,6 +223,27 @@ def round_inputs(exact: Inputs, problem: Problem) -> Inputs:
     return Inputs(problem=problem, **stored, descale=Descale(**scales) if scales else None)
 
 
+def zero_inputs(problem: Problem, device: str | torch.device) -> Inputs:
+    """Inputs of ``problem`` that are all 0, their descales 1: for what depends on shapes alone."""
+    sizes = _sizes(problem)
+    more = {
+        "x": _is_softmax(problem),
+        "sink": problem.sink,
+        "dout": problem.backward,
+        "dlse": problem.dlse,
+    }
+    names = ("q", "k", "v", *(name for name, needed in more.items() if needed))
+    zeros = {}
+    for name in names:
+        shape, dtype = _should_be(name, problem, sizes)
+        zeros[name] = torch.zeros(shape, dtype=dtype, device=device)
+    scales = None
+    if problem.formats.scaled:
+        ones = torch.ones((problem.batch, problem.kv_heads), device=device)
+        scales = Descale(q=ones, k=ones.clone(), v=ones.clone())
+    return Inputs(problem=problem, **zeros, descale=scales)
+
+
 def _sink(problem: Problem) -> torch.Tensor:
     """fp32 logits ``(heads,)``: spread around what a row's scores may add up to, unless named."""
     if problem.sink_logits:

@@ -292,8 +292,9 @@ def _farthest(rows: _AllowedRows) -> Tensor:
         other = each.amax(-1, keepdim=True).expand_as(each)
         other = other.scatter(-1, top, each.scatter(-1, top, 0.0).amax(-1, keepdim=True))
         return torch.maximum(_times_allowed(1 - weights, allowance), other)
-    # One dim after the other, so that nothing of the size rows × kv × dim is ever held.
-    values = rows.known.v.mT.contiguous()
+    # A CPU's caches hold one dim at a time; a GPU has more to do at once.
+    step = 1 if rows.weights.device.type == "cpu" else 32
+    values = rows.known.v.mT.contiguous()[:, :, None]
     out, blur, inverse = (
         part.mT[..., None].contiguous()
         for part in (
@@ -303,9 +304,10 @@ def _farthest(rows: _AllowedRows) -> Tensor:
         )
     )
     farthest = torch.zeros_like(rows.weights)
-    for d in range(values.shape[1]):
-        apart = (values[:, d, None] - out[:, d]).abs_().sub_(blur[:, d]).mul_(inverse[:, d])
-        torch.maximum(farthest, apart, out=farthest)
+    for first in range(0, values.shape[1], step):
+        dims = slice(first, first + step)
+        apart = (values[:, dims] - out[:, dims]).abs_().sub_(blur[:, dims]).mul_(inverse[:, dims])
+        torch.maximum(farthest, apart.amax(1), out=farthest)
     return farthest
 
 
@@ -350,8 +352,11 @@ def _accumulator_bits(rows: _AllowedRows, exposed: int) -> int:
     # Bits that show the fault are below all that hide it: halving finds the border.
     hidden = MOST_BITS
     bits = exposed + 1  # most often a later block shows nothing new
+    products = _steps(rows.weights, rows.known.v)
+    scores = None if rows.slope is None else _steps(rows.known.q, rows.known.k.mT)
     while exposed < bits < hidden:
-        if _values_expose(rows, bits) or (rows.slope is not None and _scores_expose(rows, bits)):
+        by_values = rows.exposes(_cut_sum(products, bits), rows.known.lse)
+        if by_values or (scores is not None and _scores_expose(rows, _cut_sum(scores, bits))):
             exposed = bits
         else:
             hidden = bits
@@ -367,27 +372,30 @@ def cut(values: Tensor, bits: int) -> Tensor:
     return (values.contiguous().view(torch.int64) & -(1 << (53 - bits))).view(torch.float64)
 
 
-def _values_expose(rows: _AllowedRows, bits: int) -> bool:
-    """Return whether P·V added up in ``bits`` bits is beyond what out is allowed."""
-    weights, values = rows.weights, rows.known.v
-    total = torch.zeros_like(rows.known.out)
-    for start in range(0, weights.shape[-1], STEP):
-        keys = slice(start, start + STEP)
-        total = cut(total + weights[..., keys] @ values[:, keys], bits)
-    return rows.exposes(total, rows.known.lse)
+def _steps(left: Tensor, right: Tensor) -> Tensor:
+    """Products of ``STEP`` columns of ``left`` at a time, ``(steps, heads, rows, columns)``."""
+    extra = -left.shape[-1] % STEP
+    left = torch.nn.functional.pad(left, (0, extra))
+    right = torch.nn.functional.pad(right, (0, 0, 0, extra))
+    left = left.reshape(*left.shape[:-1], -1, STEP).permute(2, 0, 1, 3)
+    return left @ right.reshape(right.shape[0], -1, STEP, right.shape[-1]).transpose(0, 1)
 
 
-def _scores_expose(rows: _AllowedRows, bits: int) -> bool:
-    """Return whether q·k added up in ``bits`` bits makes out or LSE beyond what they are allowed.
+def _cut_sum(steps: Tensor, bits: int) -> Tensor:
+    """Their sum, cut to ``bits`` significant bits after every step."""
+    total = torch.zeros_like(steps[0])
+    for step in steps:
+        total = cut(total.add_(step), bits)
+    return total
+
+
+def _scores_expose(rows: _AllowedRows, total: Tensor) -> bool:
+    """Return whether q·k of ``total`` makes out or LSE beyond what they are allowed.
 
     Through a score mod to first order, with its slope at the exact products.
     """
     known = rows.known
     assert rows.slope is not None
-    total = torch.zeros_like(known.products)
-    for start in range(0, known.q.shape[-1], STEP):
-        dims = slice(start, start + STEP)
-        total = cut(total + known.q[..., dims] @ known.k[..., dims].mT, bits)
     # The mod itself is not called again: the judge has its slope, and no callable.
     scores = known.scores + rows.slope * (known.scale * total - known.products)
     weights = _softmax(scores, known.seen)

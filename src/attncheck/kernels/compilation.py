@@ -25,6 +25,7 @@ from attncheck.core.errors import InterpreterUnavailable
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import torch
     from triton import knobs
 
 _ON = {"1", "true", "on", "yes", "y"}  # as Triton reads its switches
@@ -50,7 +51,19 @@ def prepare_triton(device: str) -> None:
         )
 
 
-_HOPPER = 90
+def on_hopper(device: torch.device) -> bool:
+    """Return whether ``device`` is a GPU of that generation, and there."""
+    import torch
+
+    return (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.is_available()
+        and torch.cuda.get_device_capability(device)[0] == _HOPPER
+    )
+
+
+_HOPPER = 9
 _SOUND = (12, 9)
 
 
@@ -84,7 +97,8 @@ def replacement_assembler() -> str | None:
     from triton.runtime import driver
 
     target = driver.active.get_current_target()
-    if target.backend != "cuda" or target.arch != _HOPPER or "TRITON_PTXAS_PATH" in os.environ:
+    hopper = target.backend == "cuda" and target.arch // 10 == _HOPPER
+    if not hopper or "TRITON_PTXAS_PATH" in os.environ:
         return None
     # Triton asks once a process which ptxas there is, for the names of its cache: of everybody's.
     make_backend(target).hash()

@@ -71,6 +71,7 @@ def flash2_forward(
     tiles: VisitList | None = None,
     pages: KernelPages | None = None,
     kv: int | None = None,
+    redo: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of ``q`` over ``k`` and ``v``, and its log-sum-exp.
 
@@ -91,6 +92,8 @@ def flash2_forward(
         tiles: The tiles to visit, which must hold all that the mask shows; None visits all.
         pages: Where keys and values are, if not one after the other.
         kv: How many keys there are, with ``pages``.
+        redo: out and LSE of another kernel, contiguous, and by the ``tile.number_of`` each block
+            which ones to do again, with care, int32; no more is done then.
 
     Returns:
         out ``(batch, heads, query, value_dim)`` and LSE ``(batch, heads, query)`` in fp32, natural
@@ -118,6 +121,8 @@ def flash2_forward(
     identity = score is None
     grid = (triton.cdiv(query, launch.block_query), batch * heads)
     again = torch.empty(grid, dtype=torch.int32, device=q.device)
+    if redo is not None:
+        out, lse, again = redo
     # fmt: off
     arguments = (
         q, k, v, out, lse, again, *q.stride(), *k.stride(), *v.stride(), *out.stride(), *grid,
@@ -140,7 +145,8 @@ def flash2_forward(
     # fmt: on
     most = {} if launch.registers is None else {"maxnreg": launch.registers}
     with sound_assembler(q.device.type):
-        _forward[grid](*arguments, **options, CAREFUL=False, num_stages=launch.stages, **most)
+        if redo is None:
+            _forward[grid](*arguments, **options, CAREFUL=False, num_stages=launch.stages, **most)
         if not launch.free and needs_careful_launch(again):
             few = (min(_CAREFUL, again.numel()),)
             _forward[few](*arguments, **options, CAREFUL=True, num_stages=1)

@@ -60,6 +60,14 @@ def place(number, blocks, together):
     return blocks - 1 - within // heads_here, leading + within % heads_here
 
 
+@triton.jit
+def number_of(block, bh, blocks, together):
+    """Return the number whose ``place`` is this block of this batch and head."""
+    leading = bh // 4 * 4
+    heads_here = tl.minimum(4, together - leading)
+    return leading * blocks + (blocks - 1 - block) * heads_here + bh - leading
+
+
 # Each argument's meaning is the same throughout. A column of names says less than a line of them.
 # fmt: off
 

@@ -80,6 +80,9 @@ _ASPECTS = {
     "gqa": "fewer key heads: ",
     "rectangular": "other lengths of queries than of keys: ",
     "causal": "",
+    "backward": "gradients of ",
+    "strides": "tensors that are not contiguous: ",
+    "slopes": "slopes of ",
 }
 
 

@@ -315,6 +315,11 @@ class Flex(Subject):
     backward = True
     captured = True
 
+    @property
+    def compiled(self) -> bool:
+        """By torch's compiler."""
+        return True
+
     def unsupported(self, problem: Problem, device: str) -> str | None:
         """Return what torch refuses: on CUDA head dimensions below 16, on a CPU gradients."""
         if problem.formats.scaled:

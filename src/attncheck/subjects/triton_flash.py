@@ -19,6 +19,7 @@ from attncheck.core.outputs import Outputs
 from attncheck.inputs.question_parameters import PROMISES
 from attncheck.subjects.capabilities.subject import Call, Subject, Tiling, with_full_tanh
 from attncheck.subjects.kernel_mods import (
+    band_of,
     captured_reads,
     mask_expression,
     score_expression,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from attncheck.core.mod_spec import Spec
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
+    from attncheck.kernels.flash3_forward import Shape
     from attncheck.kernels.launch import KernelPages, Launch, VisitList
 
     Gradients = tuple[
@@ -136,8 +138,8 @@ class Flash(Subject):
         """K and v as they lie in memory when the kernel reads them, and their pages if any."""
         return inputs.k, self.values(inputs.v), None
 
-    def visited(self, problem: Problem, device: torch.device) -> dict[str, VisitList]:
-        """Lists of the tiles that its launcher has to visit; nothing if it goes by names."""
+    def visited(self, problem: Problem, device: torch.device) -> dict[str, Any]:
+        """What its launcher takes besides: lists of the tiles to visit, of most."""
         del problem, device
         return {}
 
@@ -307,7 +309,7 @@ class Flash2(Flash):
             return chosen
         return replace(chosen, block_query=self._blocks[0], block_kv=self._blocks[1])
 
-    def visited(self, problem: Problem, device: torch.device) -> dict[str, VisitList]:
+    def visited(self, problem: Problem, device: torch.device) -> dict[str, Any]:
         """The tiles of the block mask; all of them where nothing is hidden."""
         if self._dense or problem.mask == FULL:
             return {}
@@ -450,6 +452,76 @@ class Flash2FastAccumulation(Flash2):
     def concerns(self, problem: Problem) -> bool:
         """Return whether there is fp8: other products are added up in fp32."""
         return super().concerns(problem) and problem.formats.scaled
+
+
+class Flash3(Flash):
+    """FlashAttention-3's forward for Hopper: 16 bits, and masks that go by distance alone.
+
+    What hides a value that is not finite is done again by ``triton-flash2``'s kernel, whose bits
+    are others: they are no promise there.
+
+    Args:
+        shape: How it is launched, where not as it chooses itself.
+    """
+
+    name = "triton-flash3"
+    summary = "our FlashAttention-3 forward for Hopper GPUs in Gluon: causal masks and windows"
+    promises = frozenset(PROMISES) - {"nan"}
+    sinks = False
+
+    def __init__(self, shape: Shape | None = None) -> None:
+        self._shape = shape
+
+    def absent(self, device: str) -> str | None:
+        """It is written for one generation of GPUs, in instructions that no other has."""
+        from attncheck.kernels.compilation import on_hopper
+
+        missing = super().absent(device)
+        if missing is None and not on_hopper(torch.device(device)):
+            return "it needs a Hopper GPU (compute capability 9.0)"
+        return missing
+
+    def unsupported(self, problem: Problem, device: str) -> str | None:
+        """Takes what its launcher does not hand on to ``triton-flash2``'s kernel."""
+        from attncheck.kernels.flash3_forward import unsupported_by_kernel
+
+        return super().unsupported(problem, device) or unsupported_by_kernel(
+            problem.formats.storage.torch_dtype,
+            (problem.head_dim, problem.value_dim),
+            band_of(problem.mask, problem.dimensions),
+            others=problem.score != NONE,
+        )
+
+    def tiling(self, problem: Problem, device: str) -> Tiling | None:
+        """Its own tiles, from the last key to the first."""
+        del device
+        shape = self._chosen(problem)
+        return Tiling(block_query=shape.rows, block_kv=shape.keys, reverse=True)
+
+    def _chosen(self, problem: Problem) -> Shape:
+        from attncheck.kernels.flash3_forward import shape_for
+
+        return self._shape or shape_for(problem.head_dim)
+
+    def launches(self, problem: Problem, device: str) -> Mapping[str, Subject]:
+        """With half the keys in a tile, and with one block of rows a program, out of turn."""
+        del device
+        own = self._chosen(problem)
+        return {
+            f"{own.keys // 2} keys": type(self)(replace(own, keys=own.keys // 2)),
+            "a block a program": type(self)(replace(own, persistent=False, pingpong=False)),
+        }
+
+    def visited(self, problem: Problem, device: torch.device) -> dict[str, Any]:
+        """The band of its mask, and its launch."""
+        del device
+        return {"band": band_of(problem.mask, problem.dimensions), "shape": self._shape}
+
+    def forward(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+        """``kernels.flash3_forward.flash3_forward``."""
+        from attncheck.kernels import flash3_forward
+
+        return flash3_forward.flash3_forward
 
 
 def _on_hopper(problem: Problem) -> dict[str, Any]:

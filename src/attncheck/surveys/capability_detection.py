@@ -32,8 +32,9 @@ from attncheck.verify.question_fit import adapted_problems
 from attncheck.verify.run_case import run_case
 
 Verdict = Literal["takes", "refuses", "raises", "wrong"]
-"""``refuses``: said so, beforehand or by a clean exception. ``raises``: any other exception, or it
-broke its contract. ``wrong``: an answer that is no rounding."""
+"""``refuses``: said so, beforehand or by a clean exception. ``raises``: any other exception, or a
+result of another shape or dtype, which its caller meets at once. ``wrong``: an answer that is no
+rounding, or one at the cost of its inputs."""
 
 _OF_STATUS: dict[Status, Verdict] = {
     **dict.fromkeys(FAILED_STATUSES, "raises"),
@@ -41,7 +42,7 @@ _OF_STATUS: dict[Status, Verdict] = {
     "fail": "wrong",
 }
 _FATAL = {"crash", "timeout"}
-_OF_THE_CALL = {"contract", "alias", "mutation"}  # rules
+_OF_THE_CALL = {"contract", "alias", "mutation"}  # rules, which say themselves what they are
 
 
 class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +60,7 @@ class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
 def trial_verdict(record: Record) -> Verdict:
     """Return what the kernel did with what was asked."""
     judgement = record.judgement
-    if judgement is not None and judgement.rule in _OF_THE_CALL:
+    if judgement is not None and judgement.rule == "contract":
         return "raises"
     return _OF_STATUS.get(record.status, "takes")
 
@@ -126,6 +127,7 @@ class Trial:
     what: str  # what is tried of it: ``bf16``, ``192/128``
     # Of the Problem that is known to be taken.
     changes: dict[str, Any] = field(default_factory=dict)
+    question: str = ""  # a relation; empty where the result is compared with the exact one
 
     def of(self, base: Problem) -> Problem:
         """Return the Problem to ask."""
@@ -185,6 +187,12 @@ def gradient_trials() -> Iterator[Trial]:
     yield Trial(aspect="backward", what="out", changes={"backward": True})
     yield Trial(aspect="backward", what="out and LSE", changes={"backward": True, "dlse": True})
     yield Trial(aspect="backward", what="sinks", changes={"backward": True, "sink": True})
+
+
+def stride_trials() -> Iterator[Trial]:
+    """Yield tensors with gaps between their rows, and the gradient that ``out.sum()`` passes on."""
+    for what, changes in (("gapped", {}), ("expanded", {"backward": True})):
+        yield Trial(aspect="strides", what=what, changes=changes, question=f"strides_{what}")
 
 
 def empty_row_trials(base: Problem) -> Iterator[Trial]:
@@ -452,9 +460,9 @@ class Detection:
             )
         )
 
-    def ask(self, aspect: str, what: str, problem: Problem) -> Verdict:
-        """Try one Problem."""
-        answer = trial_result(aspect, what, self._record(problem, what), problem)
+    def ask(self, aspect: str, what: str, problem: Problem, question: str = "") -> Verdict:
+        """Try one Problem, by the relation ``question`` or else by what it gives."""
+        answer = trial_result(aspect, what, self._record(problem, question or what), problem)
         self._results.append(answer)
         if answer.verdict == "takes":
             self._taken.append(problem)

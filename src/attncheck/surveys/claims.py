@@ -9,6 +9,7 @@ other question is asked within what is right: a fault is not hidden behind sizes
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import os
 import sys
@@ -40,13 +41,14 @@ from attncheck.surveys.capability_detection import (
     gradient_trials,
     length_trials,
     rectangular_trials,
+    stride_trials,
 )
 from attncheck.surveys.proposed_table import propose_table
 from attncheck.verify.deaths import MOST_DEATHS
 from attncheck.verify.environment import environment, fingerprint
 from attncheck.verify.kernel_hosts import executor_of, on_terms
 from attncheck.verify.kernel_server import loaded_files
-from attncheck.verify.question_fit import adapted_problems
+from attncheck.verify.question_fit import COMPARE, adapted_problems
 from attncheck.verify.remote_kernel import RemoteSubject
 
 if TYPE_CHECKING:
@@ -72,13 +74,14 @@ NOT_CLAIMED = {
     "causal": "where lengths differ, conventions disagree on where the diagonal ends",
     "backward": "a forward alone is a kernel too",
     "slopes": "most have a slope for each head, the same in all sequences",
+    "strides": "most callers have contiguous tensors",
 }
 """Aspects that a function claims only where it is right: what it raises there is no failure, and
 what it gets wrong without a word is one finding."""
 
 CLAIM_TRIALS = 40  # about so many questions are asked: how far it is
 
-_FORM = 3  # of what is kept: another number forgets what an older version kept
+_FORM = 6  # of what is kept: another number forgets what an older version kept
 _SHOWN_LENGTH = 77  # no multiple of any tile
 _SHOWN = f"lengths-{_SHOWN_LENGTH}"
 _USUAL_DTYPES = ("fp32", "fp16", "bf16")
@@ -116,8 +119,12 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             problems: What somebody asks as a whole, and what is so never refused for its claims.
         """
         table, limits = self._table(), self.limits()
-        if table is None or not limits:
+        if table is None or not (limits or self._is_forward_alone()):
             return Terms(convention=self.convention, causal=self.causal)
+        if not limits:
+            table = Capabilities(entry="", backward=False)
+            said = "not asked: it gives no gradients"
+            return Terms(convention=self.convention, causal=self.causal, table=table, limits=said)
         dims = table.head_dims
         table = replace(
             table,
@@ -177,6 +184,7 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         facts = {
             f"lengths of multiples of {table.length_multiple}": table.length_multiple,
             f"at most {table.max_query} queries": table.max_query,
+            f"at most {table.max_rows} rows of all heads that share a key head": table.max_rows,
             "as many queries as keys": square,
             "causal of as many queries as keys": table.override and not square,
             "as many key heads as query heads": table.gqa is False,
@@ -211,9 +219,13 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 f"unlike the {self.convention} convention's: asked so everywhere"
             )
         if limits := self.limits():
-            raised = {one.reason.partition(":")[0] for one in self.tried if one.verdict == "raises"}
-            beyond = f"; beyond that it raises {', '.join(sorted(raised))}" if raised else ""
-            lines.append(f"takes {limits}: asked within that (`attncheck init` keeps it){beyond}")
+            broken = {one.reason.partition(":")[0] for one in self.tried if one.verdict == "raises"}
+            # A result of another shape or dtype is no exception, and has no name.
+            raised = sorted(name for name in broken if " " not in name)
+            beyond = [f"it raises {', '.join(raised)}"] if raised else []
+            beyond += sorted(one.rstrip(".") for one in broken.difference(raised))
+            told = f"; beyond that {', '.join(beyond)}" if beyond else ""
+            lines.append(f"takes {limits}: asked within that (`attncheck init` keeps it){told}")
         return lines
 
     def unclaimed(self, names: Iterable[str] = ()) -> Iterator[CheckCase]:
@@ -237,7 +249,7 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 question = CheckCase(
                     name=name,
                     summary=f"{trial.aspect} {trial.what}, which it was not found to take",
-                    case=Case(problem=trial.of(base)),
+                    case=Case(problem=trial.of(base), question=trial.question or COMPARE),
                     unclaimed=Unclaimed(aspect=trial.aspect, what=trial.what),
                 )
                 yield question
@@ -268,7 +280,9 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         )
         table, _ = propose_table(detected, "")
         # One key head for all may be no more than broadcasting.
-        heads = {one.verdict == "takes" for one in tried if one.aspect == "gqa"}
+        heads = [one for one in tried if one.aspect == "gqa"]
+        few = [one for one in heads if one.what.endswith(_ONE_ROW)]
+        shared = all(one.verdict == "takes" for one in few or heads)
         causal = [one for one in tried if one.aspect == "causal"]
         square = Override(when=When(mask=("causal", "causal_bottom_right")), rectangular=False)
         # Who takes any short length and refuses all longer ones is not in need of multiples.
@@ -280,11 +294,21 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         lost = causal and causal[-1].verdict != "takes" and table.rectangular is not False
         return replace(
             table,
-            gqa=all(heads) if heads else None,
+            gqa=shared if heads else None,
+            max_query=None if few and shared else table.max_query,
+            max_rows=(table.max_query or base.query) if few and shared else None,
             lse=None,
             empty_row=None,
             promises=None,
             override=(square,) if lost else (),
+            backward=False if self._is_forward_alone() else None,
+        )
+
+    def _is_forward_alone(self) -> bool:
+        """Return whether it says that it has no gradients; what raises may have been meant to."""
+        return any(
+            (one.aspect, one.what, one.verdict) == ("backward", "out", "refuses")
+            for one in self.tried
         )
 
 
@@ -297,6 +321,7 @@ def hold_to_claims(
     kernel: str,
     device: str,
     advance: Callable[[str], None] = lambda _: None,
+    expect: Callable[[Sequence[Problem], Terms], None] = lambda *_: None,
     asks_beyond: bool = False,
     **asked: Any,
 ) -> Claims | None:
@@ -307,11 +332,12 @@ def hold_to_claims(
         kernel: As of ``find_claims``, as are the next two and what comes back.
         device: ``cpu`` or ``cuda``.
         advance: Called before each question.
+        expect: Called with what will be tried, and on which terms.
         asks_beyond: Whether what it gets wrong beyond its claims is asked, and reported. Who does
             not ask it holds a kernel that has any to nothing: else it would pass in silence.
         asked: What is asked for by name, as of ``Claims.terms``.
     """
-    claims = find_claims(host.subject, kernel=kernel, device=device, advance=advance)
+    claims = find_claims(host.subject, kernel=kernel, device=device, advance=advance, expect=expect)
     # Who did not answer would not answer this either.
     if claims is not None and not claims.timeout:
         if not asks_beyond and next(claims.unclaimed(), None) is not None:
@@ -321,7 +347,12 @@ def hold_to_claims(
 
 
 def find_claims(
-    subject: Subject, *, kernel: str, device: str, advance: Callable[[str], None] = lambda _: None
+    subject: Subject,
+    *,
+    kernel: str,
+    device: str,
+    advance: Callable[[str], None] = lambda _: None,
+    expect: Callable[[Sequence[Problem], Terms], None] = lambda *_: None,
 ) -> Claims | None:
     """Try a plain function on some thirty tiny Problems, or return what is known of its files.
 
@@ -330,6 +361,7 @@ def find_claims(
     Args:
         subject: The kernel; by which convention it is called afterwards, ``on_terms`` says.
         advance: Called before each question; what it raises ends the search.
+        expect: As of ``hold_to_claims``.
     """
     if not subject.conventions:
         return None
@@ -355,6 +387,10 @@ def find_claims(
     if base is not None:
         right = first.verdict == "takes"
         others = detection.others_right_on(base, subject.conventions) if right else ()
+        found = detection.result(base)
+        trials = _trials(base, found.convention, device)
+        terms = Terms(convention=found.convention, lse=found.options.lse)
+        expect([trial.of(base) for trial in trials], terms)
         _try_unclaimed(detection, base, device)
         found = detection.result(base)
         claims = Claims(
@@ -391,8 +427,15 @@ def _try_unclaimed(detection: Detection, base: Problem, device: str) -> None:
             wide = any(one.aspect == "rectangular" and one.verdict == "takes" for one in answers)
             if not wide or detection.verdict(problem.replace(kv=base.kv)) != "takes":
                 continue
-        detection.ask(trial.aspect, trial.what, problem)
+        # Of who has no gradients nobody asks for those of another layout.
+        graded = any(one.aspect == "backward" and one.verdict == "takes" for one in answers)
+        if trial.aspect == "strides" and problem.backward and not graded:
+            continue
+        detection.ask(trial.aspect, trial.what, problem, trial.question)
         last = detection.result(base).tried[-1]
+        # A kernel for decoding counts the rows of all heads that share keys.
+        if trial.aspect == "gqa" and last.verdict == "refuses":
+            detection.ask("gqa", f"{trial.what}{_ONE_ROW}", problem.replace(query=1))
         if trial.aspect == "causal" and last.verdict == "wrong":
             detection.other_diagonal(_OTHER[trial.changes["mask"].name], base)
         deaths += bool(last.fatal)
@@ -400,6 +443,7 @@ def _try_unclaimed(detection: Detection, base: Problem, device: str) -> None:
             return
 
 
+_ONE_ROW = ", one query"  # behind what is tried
 _OTHER = {"causal": "bottom_right", "causal_bottom_right": "top_left"}
 
 
@@ -412,8 +456,9 @@ def _trials(base: Problem, convention: str, device: str) -> Iterator[Trial]:
             yield trial
     yield from length_trials(base.query)
     yield from rectangular_trials(base)
-    if base.paging is None:  # there are no gradients of pages
-        yield from gradient_trials()
+    paged = base.paging is not None  # there are no gradients of pages
+    yield from () if paged else gradient_trials()
+    yield from (each for each in stride_trials() if not (paged and "backward" in each.changes))
     slopes = {"batch": 2, "mask": Spec.of("causal"), "score": Spec.of("alibi_by_sequence")}
     yield Trial(aspect="slopes", what="2 sequences", changes=slopes)
     yield causal_trials(base)[chosen.bottom_right if isinstance(chosen, Convention) else 0]
@@ -422,10 +467,16 @@ def _trials(base: Problem, convention: str, device: str) -> Iterator[Trial]:
 _USUAL_HEAD_DIMS = (64, 80, 96, 128)
 
 
+def _names_crossed(names: Sequence[str]) -> bool:
+    """Return whether crossed questions may be among those that were asked for; none: all."""
+    return not names or any(name.startswith(("crossed-", "alone-")) for name in names)
+
+
 def subject_takes(subject: Subject, device: str) -> Callable[[Problem], bool]:
     """Return whether a kernel takes a Problem, as it is or in pages, as far as it says so."""
     executor = executor_of(subject)
 
+    @functools.cache  # the nearest Problem is looked for again and again
     def takes(problem: Problem) -> bool:
         if executor.concerns(subject, problem):
             return executor.refusal(subject, problem, device) is None
@@ -462,12 +513,13 @@ def claimed_questions(
     dtypes = dtypes or (("bf16",) if "bf16" in right else right[:1])
     dims = claims.head_dims()
     usual = head_dims or [dim for dim in dims if dim in _USUAL_HEAD_DIMS] or dims
-    questions = call_cases(dtypes[0], usual, takes=able) if calls else []
+    questions = call_cases(dtypes[0], usual, takes=able, names=names) if calls else []
     for dtype in dict.fromkeys(dtypes):
-        questions += check_cases(dtype, usual, takes=able)
-        questions += crossed_cases(
-            dtype, head_dims, lambda problem: claims.within(problem) and able(problem)
-        )
+        questions += check_cases(dtype, usual, takes=able, names=names)
+        if _names_crossed(names):
+            questions += crossed_cases(
+                dtype, head_dims, lambda problem: claims.within(problem) and able(problem)
+            )
     beyond = list(claims.unclaimed(names))
     # What is admitted beyond its claims is asked under its own name alone.
     admitted = {one.case.id for one in beyond}
@@ -495,8 +547,10 @@ def subject_questions(
         names: Of questions.
     """
     able = subject_takes(subject, device)
-    more = [each for dtype in dtypes or ("bf16",) for each in crossed_cases(dtype, head_dims, able)]
-    return [each for each in (*questions, *more) if not names or each.name in names]
+    crossed = _names_crossed(names)
+    more = (each for dtype in dtypes or ("bf16",) for each in crossed_cases(dtype, head_dims, able))
+    every = (*questions, *(more if crossed else ()))
+    return [each for each in every if not names or each.name in names]
 
 
 # ------------------------------------------------------------------ kept

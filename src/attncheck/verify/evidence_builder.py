@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,9 @@ import torch
 
 from attncheck import oracles, probes
 from attncheck.core.formats import FORMATS
+from attncheck.core.mod_spec import FULL, NONE
 from attncheck.inputs import input_tensors
+from attncheck.inputs.distributions import distribution_named
 from attncheck.judge.blind_spot import blind_spot
 from attncheck.judge.error_measures import measure_errors, rounding_floor
 from attncheck.oracles.row_conditions import (
@@ -20,25 +23,28 @@ from attncheck.oracles.row_conditions import (
 )
 from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.subjects.ideal import Ideal
-from attncheck.verify.allowances import allowance, numbers_read
+from attncheck.verify.allowances import allowances, numbers_read
 from attncheck.verify.evidence import Evidence
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
-    from attncheck.core.conditions import Conditions
+    from attncheck.core.conditions import Conditions, Rows
     from attncheck.core.declared_arithmetic import Arithmetic
     from attncheck.core.judgement import BlindSpot
     from attncheck.core.outputs import Outputs
     from attncheck.core.tensor_names import TensorName
+    from attncheck.inputs.distributions import Distribution
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Case, Problem
     from attncheck.judge.allowance import Allowance
 
 # Of a lazy maximum, in log2 units: FlashAttention-4's.
 _LAZY = 8.0
+
+_MOST_KEPT_ROWS = 1 << 18  # of q and k, whose float64 numbers are kept: 768 MiB of 128 dims
 
 
 class EvidenceBuilder:
@@ -49,12 +55,19 @@ class EvidenceBuilder:
         device: ``cpu`` or ``cuda``, where kernels run and the truth is computed.
         inputs: What is read, where it is not drawn: tensors of a user's, or a relation's.
         truth: The exact result, where it is known already.
+        expected: Arithmetics of kernels that will be judged by it: bounds of several at once cost
+            little more than of one.
     """
 
     def __init__(
-        self, case: Case, device: str, inputs: Inputs | None = None, truth: Outputs | None = None
+        self,
+        case: Case,
+        device: str,
+        inputs: Inputs | None = None,
+        truth: Outputs | None = None,
+        expected: Sequence[Arithmetic] = (),
     ) -> None:
-        self.case, self.device = case, device
+        self.case, self.device, self.expected = case, device, expected
         # Where a cached_property keeps its value: what is there is never computed.
         if inputs is not None:
             self.__dict__["inputs"] = inputs
@@ -84,7 +97,15 @@ class EvidenceBuilder:
 
     @cached_property
     def _originals(self) -> Inputs:
-        return input_tensors.unrounded_inputs(self.case.problem).to(self.device)
+        problem = self.case.problem
+        exact = problem.replace(dtype="fp64")
+        # Masks, score mods and dtypes read the same numbers, and to draw them takes a second.
+        plain = exact.replace(mask=FULL, score=NONE, dcaptured=False)
+        rows = problem.batch * problem.heads * (problem.query + problem.kv)
+        kept = problem.operation == "attention" and rows <= _MOST_KEPT_ROWS
+        draw = _draw_kept if kept else _draw_kept.__wrapped__
+        numbers = draw(plain, distribution_named(problem.distribution), self.device)
+        return numbers.replace(problem=exact)
 
     @cached_property
     def inputs(self) -> Inputs:
@@ -160,9 +181,11 @@ class EvidenceBuilder:
         return seen.view(problem.batch, problem.kv_heads, problem.group, problem.kv).any(2)
 
     def allowance(self, arithmetic: Arithmetic) -> Allowance:
-        """Return what ``allowances.allowance`` allows a kernel of this arithmetic."""
+        """Return what ``allowances.allowances`` allows a kernel of this arithmetic."""
         if arithmetic not in self._allowances:
-            self._allowances[arithmetic] = allowance(self.evidence, arithmetic)
+            asked = dict.fromkeys([arithmetic, *self.expected])
+            new = [each for each in asked if each not in self._allowances]
+            self._allowances.update(zip(new, allowances(self.evidence, new), strict=True))
         return self._allowances[arithmetic]
 
     def blind_spot(self, arithmetic: Arithmetic, *, exposes_lse: bool) -> BlindSpot | None:
@@ -182,12 +205,16 @@ class EvidenceBuilder:
             )
         return self._blind_spots[key]
 
+    @cached_property
+    def _sampled(self) -> list[Rows]:
+        return sampled_rows(self.case.problem, self.inputs.device)
+
     def sampled_conditions(self) -> Iterator[Conditions]:
         """Yield conditions of the rows that are examined more closely, computed one by one.
 
         In the order of an Allowance's samples. They are large: hold one at a time.
         """
-        for rows in sampled_rows(self.case.problem, self.inputs.device):
+        for rows in self._sampled:
             yield compute_conditions(self.inputs, self.truth, rows)
 
     def ideal_outputs(self, tiling: Tiling, *, truncates: bool = False) -> Outputs:
@@ -226,6 +253,13 @@ class EvidenceBuilder:
                 for name, gradient in Ideal(tiling).run(self.inputs).gradients().items()
             }
         return self._ideal_gradients[tiling]
+
+
+@functools.lru_cache(maxsize=2)
+def _draw_kept(problem: Problem, distribution: Distribution, device: str) -> Inputs:
+    """Float64 numbers on ``device``, for reading; kept, for the next Problem with the same."""
+    del distribution  # another recording's may have the same name
+    return input_tensors.unrounded_inputs(problem).to(device)
 
 
 def ensemble_tilings(problem: Problem) -> tuple[Tiling, ...]:

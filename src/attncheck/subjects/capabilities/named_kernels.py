@@ -50,6 +50,11 @@ BUILTIN: dict[str, _BuiltIn] = {
         _FLASH,
         "Flash1",
     ),
+    "triton-flash3": _BuiltIn(
+        "our FlashAttention-3 forward for Hopper GPUs in Gluon: causal masks and windows",
+        _FLASH,
+        "Flash3",
+    ),
     "triton-varlen": _BuiltIn(
         "our FlashAttention-2 of packed documents in Triton", _CACHES, "Varlen"
     ),

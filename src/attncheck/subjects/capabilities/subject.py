@@ -115,6 +115,11 @@ class Subject(ABC):
     promises_gradients: bool = False
     conventions: tuple[str, ...] = ()
 
+    @property
+    def compiled(self) -> bool:
+        """Whether its first call on a GPU waits for a compiler."""
+        return self.triton
+
     def absent(self, device: str) -> str | None:
         """Return why it can run nothing on ``device`` (``cpu`` or ``cuda``); None if it can."""
         del device

@@ -1,0 +1,105 @@
+"""Compiling ahead: processes that call attncheck's own kernels on zeros, to fill compilers' caches.
+
+What Triton and torch.compile make of a kernel they keep in folders that all processes of a user
+share. While one cell is judged, other processes make what the next cells will ask for; they compare
+nothing, and what becomes of them is no matter of a measurement's. Somebody's own kernel is never
+called so: it would run where nobody watches it.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from attncheck.inputs.input_tensors import zero_inputs
+from attncheck.inputs.problem import Problem
+from attncheck.subjects.capabilities.named_kernels import BUILTIN, subject_named
+from attncheck.verify.environment import prepare
+from attncheck.workers.process import HostError, Worker
+from attncheck.workers.transport import Frame
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from attncheck.subjects.capabilities.subject import Subject
+
+SERVER = "attncheck.verify.compile_ahead:Compiler"
+
+_MOST_WORKERS = 8
+_MEMORY = 4 << 30  # bytes of a GPU that one of them may need
+_SECONDS = 5.0  # to take a request, and to end
+# Each compiles by itself: pools of theirs would be more processes than there are cores.
+_ALONE = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+
+
+class Compiler:
+    """The inside of such a process: it calls kernels, once each, whatever comes of it."""
+
+    def answer(self, request: Frame) -> Frame:
+        """Call a kernel of ours on zeros of a Problem; say what became of it."""
+        kernel, problem, device = (request.words[name] for name in ("kernel", "problem", "device"))
+        try:
+            prepare(device)
+            subject, problem = subject_named(kernel), Problem.from_json(problem)
+            refused = subject.absent(device) or subject.unsupported(problem, device)
+            if refused:
+                return Frame(kind="refused", words={"reason": refused})
+            subject.run(zero_inputs(problem, device))
+        except Exception as error:  # noqa: BLE001  # it says so again where somebody asks it
+            return Frame(kind="failed", words={"reason": type(error).__name__})
+        if device == "cuda":
+            torch.cuda.empty_cache()  # the memory is that of who measures
+        return Frame(kind="done", words={})
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+
+@contextmanager
+def compiling_ahead(
+    asked: Iterable[tuple[Problem, Sequence[Subject]]], device: str
+) -> Iterator[list[Worker]]:
+    """Compile in other processes what is asked within; on a GPU, where there is room for them.
+
+    Args:
+        asked: Problems in their order, each with the kernels that it concerns.
+        device: ``cpu`` or ``cuda``.
+
+    Yields:
+        The processes, which end with it.
+    """
+    workers: list[Worker] = []
+    # Seeds and distributions compile to the same.
+    calls = dict.fromkeys(
+        (subject.name, problem.replace(seed=0, distribution="normal"))
+        for problem, subjects in asked
+        for subject in subjects
+        if subject.compiled and subject.name in BUILTIN
+    )
+    try:
+        count = min(free_places(device), len(calls) - 1)  # one alone is no quicker elsewhere
+        workers.extend(Worker(SERVER, environment=_ALONE) for _ in range(count))
+        for number, (kernel, problem) in enumerate(calls if workers else ()):
+            words = {"kernel": kernel, "problem": problem.to_json(), "device": device}
+            # Answers are left in the pipe, where there is room for thousands.
+            request = Frame(kind="compile", words=words)
+            workers[number % len(workers)].send(request, seconds=_SECONDS)
+    except (HostError, OSError):
+        pass  # what is not compiled there is compiled here
+    try:
+        yield workers
+    finally:
+        for worker in workers:
+            worker.kill(_SECONDS)
+
+
+def free_places(device: str) -> int:
+    """Return how many processes there are cores and memory for beside this one, on a GPU."""
+    if device == "cpu":
+        return 0
+    free, _ = torch.cuda.mem_get_info()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    return min(_MOST_WORKERS, cores // 2, free // _MEMORY // 2)

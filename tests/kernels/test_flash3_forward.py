@@ -1,0 +1,197 @@
+"""FlashAttention-3 without a GPU: where it goes, what it takes, and who does the rest.
+
+Gluon is not interpreted: the kernel itself is judged on a Hopper GPU alone, and compiled without
+one in ``test_hopper.py``.
+"""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from tests.kernels.patched_kernels import PLANTED, copy_kernels
+
+from attncheck.core.mod_spec import FULL, Spec
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Problem
+from attncheck.subjects.kernel_mods import band_of
+from attncheck.subjects.triton_flash import Flash2, Flash3
+from attncheck.verify.environment import prepare
+
+if not torch.cuda.is_available():
+    prepare("cpu")
+
+from attncheck.kernels import flash3_forward, tile
+from attncheck.kernels.launch import Band
+
+CAUSAL, BOTTOM_RIGHT = Spec.of("causal"), Spec.of("causal_bottom_right")
+WINDOW = Spec.of("sliding_window", window=20)
+LATER = Spec.of("offset", WINDOW, rows=30)
+DOCUMENT = Spec.of("document", lengths=[40, 30])
+
+
+@pytest.fixture
+def _interpreted():
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled here, and no GPU is asked of")
+
+
+def shown(problem: Problem) -> torch.Tensor:
+    """Which keys each row sees, by the mask itself."""
+    rows, keys = torch.arange(problem.query)[:, None], torch.arange(problem.kv)[None]
+    zero = torch.zeros((), dtype=torch.int32)
+    return problem.mask_mod("cpu")(zero, zero, rows, keys).expand(problem.query, problem.kv)
+
+
+def within(band: Band, query: int, kv: int) -> torch.Tensor:
+    distance = torch.arange(kv)[None] - torch.arange(query)[:, None]
+    seen = torch.ones_like(distance, dtype=torch.bool)
+    if band.least is not None:
+        seen &= distance >= band.least
+    if band.most is not None:
+        seen &= distance <= band.most
+    return seen
+
+
+@pytest.mark.parametrize("query", [50, 90])
+@pytest.mark.parametrize(
+    "mask",
+    [FULL, CAUSAL, BOTTOM_RIGHT, WINDOW, LATER, Spec.of("sliding_window", window=0),
+     Spec.of("and", CAUSAL, LATER), Spec.of("offset", BOTTOM_RIGHT, rows=7)],
+    ids=str,
+)  # fmt: skip
+def test_a_band_is_its_mask(mask, query):
+    problem = Problem(heads=1, query=query, kv=70, head_dim=64, dtype="bf16", mask=mask)
+    band = band_of(mask, problem.dimensions)
+    assert band is not None
+    for same in (band, band.within(query, 70)):
+        assert torch.equal(within(same, query, 70), shown(problem))
+    assert band_of(FULL, problem.dimensions) == Band()
+
+
+def test_a_limit_beyond_32_bits_is_none():
+    assert Band(least=-(2**40), most=2**40).within(50, 70) == Band()
+    assert Band(least=2**40).within(50, 70) == Band(least=70)
+
+
+@triton.jit
+def walked(  # noqa: PLR0917
+    out_ptr, block, query, kv, least, most, WALK: tl.constexpr, TILE: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr, KEYS: tl.constexpr, UPPER: tl.constexpr, LOWER: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    first, count, late, early = WALK(block, query, kv, least, most, ROWS, KEYS, UPPER, LOWER)
+    tl.store(out_ptr, count)
+    tl.store(out_ptr + 1, tl.maximum(late + early, 1))
+    for turn in range(count):
+        tl.store(out_ptr + 2 + turn, TILE(turn, first, count, late, early))
+
+
+def is_right(room, query: int, kv: int, band: Band, rows: int, keys: int, block: int) -> bool:
+    """Whether a block visits each tile that it sees once, and masks those that it sees in part."""
+    out = torch.full((64,), -1, dtype=torch.int32)
+    walked[(1,)](
+        out, block, query, kv, band.least or 0, band.most or 0, room.walk, room.tile_of, rows, keys,
+        band.most is not None, band.least is not None,
+    )  # fmt: skip
+    count, masked, *rest = out.tolist()
+    tiles = -(-kv // keys)
+    visited = rest[:count]
+    seen = torch.zeros(query, tiles * keys, dtype=torch.bool)
+    seen[:, :kv] = within(band, query, kv)
+    of_tiles = seen[block * rows : (block + 1) * rows].unflatten(1, (tiles, keys))
+    due = {i for i in range(tiles) if of_tiles[:, i].any()}
+    return (
+        len(set(visited)) == count > 0
+        and due <= set(visited) <= set(range(tiles))
+        and all(of_tiles[:, i].all() for i in visited[masked:])
+    )
+
+
+def walks(room):
+    """Whether each of some hundred walks is right."""
+    drawn = np.random.default_rng(1)
+    for _ in range(60):
+        query, kv = drawn.integers(1, 500, 2).tolist()
+        least, most = (
+            x if drawn.integers(3) else None for x in drawn.integers(-query, kv, 2).tolist()
+        )
+        band = Band(least=least, most=most).within(query, kv)
+        rows, keys = ((128, 128), (192, 64), (128, 64))[drawn.integers(3)]
+        for block in range(-(-query // rows)):
+            yield is_right(room, query, kv, band, rows, keys, block)
+
+
+@pytest.mark.usefixtures("_interpreted")
+def test_every_tile_that_is_seen_is_visited_once():
+    assert all(walks(flash3_forward))
+
+
+@pytest.mark.usefixtures("_interpreted")
+@pytest.mark.parametrize("fault", PLANTED["flash3_forward"])
+def test_a_wrong_walk_is_noticed(fault, tmp_path):
+    copy = copy_kernels(tmp_path, ("tile", "flash3_forward"), **PLANTED["flash3_forward"][fault])
+    assert not all(walks(copy.flash3_forward))
+
+
+@triton.jit
+def numbered(out_ptr, blocks, together, NUMBER: tl.constexpr, PLACE: tl.constexpr):  # noqa: N803
+    number = tl.program_id(0)
+    block, bh = PLACE(number, blocks, together)
+    tl.store(out_ptr + number, NUMBER(block, bh, blocks, together))
+
+
+@pytest.mark.usefixtures("_interpreted")
+def test_a_flag_stands_where_the_careful_launch_looks():
+    out = torch.full((35,), -1, dtype=torch.int32)
+    numbered[(35,)](out, 5, 7, tile.number_of, tile.place)
+    assert out.tolist() == list(range(35))
+
+
+@pytest.mark.usefixtures("_interpreted")
+@pytest.mark.parametrize("mask", [CAUSAL, DOCUMENT], ids=str)
+def test_what_it_does_not_take_the_other_kernel_does(mask):
+    """Here: everything, since there is no such GPU."""
+    problem = Problem(heads=2, query=70, head_dim=64, dtype="bf16", mask=mask)
+    inputs = draw_inputs(problem)
+    one, other = Flash3().run(inputs), Flash2(dense=True).run(inputs)
+    assert torch.equal(one.out, other.out)
+    assert torch.equal(one.lse, other.lse)
+
+
+problem_of = partial(Problem, heads=2, query=70, head_dim=64, dtype="bf16", mask=CAUSAL)
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        (problem_of(), None),
+        (problem_of(dtype="fp16", head_dim=128, value_dim=72, mask=LATER), None),
+        (problem_of(head_dim=256, mask=FULL), None),
+        (problem_of(dtype="fp32"), "it takes fp16 and bf16"),
+        (problem_of(dtype="e4m3"), "it takes fp16 and bf16"),
+        (problem_of(score=Spec.of("alibi")), "it takes no score mod"),
+        (problem_of(mask=DOCUMENT), "it takes masks that go by distance alone"),
+        (problem_of(mask=Spec.of("and", CAUSAL, DOCUMENT)), "masks that go by distance alone"),
+        (problem_of(head_dim=60), "head dims 60 and 60: it takes multiples of 8 up to 256"),
+        (problem_of(value_dim=128), "both within the same of 64, 128, 256"),
+    ],
+    ids=lambda x: str(x)[:70],
+)
+def test_what_it_takes(problem, reason):
+    said = Flash3().unsupported(problem, "cpu")
+    assert said is reason is None or (reason is not None and reason in said)
+
+
+def test_it_needs_hopper():
+    assert Flash3().absent("cpu") == "it needs a Hopper GPU (compute capability 9.0)"
+
+
+def test_other_launches_are_other_tiles():
+    problem = problem_of()
+    launches = Flash3().launches(problem, "cuda")
+    assert {name: str(each.tiling(problem, "cuda")) for name, each in launches.items()} == {
+        "64 keys": "128×64 reverse",
+        "a block a program": "128×128 reverse",
+    }

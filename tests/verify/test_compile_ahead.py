@@ -1,0 +1,79 @@
+"""Processes that compile ahead: they call our kernels once, and nothing that they do matters."""
+
+import pytest
+
+from attncheck.inputs.input_tensors import draw_inputs, zero_inputs
+from attncheck.inputs.problem import Problem
+from attncheck.subjects.capabilities.named_kernels import subject_named
+from attncheck.verify import compile_ahead
+from attncheck.verify.compile_ahead import Compiler, compiling_ahead
+from attncheck.workers.transport import Frame
+
+SMALL = Problem(query=16, head_dim=16)
+
+
+def compiled(kernel: str, problem: Problem) -> Frame:
+    words = {"kernel": kernel, "problem": problem.to_json(), "device": "cpu"}
+    return Compiler().answer(Frame(kind="compile", words=words))
+
+
+@pytest.mark.parametrize("kernel", ["triton-flash2", "flex"])
+def test_a_kernel_is_called(kernel, monkeypatch):
+    called = []
+    run = type(subject_named(kernel)).run
+    monkeypatch.setattr(
+        type(subject_named(kernel)), "run", lambda *args: called.append(run(*args)) or called[-1]
+    )
+    assert compiled(kernel, SMALL).kind == "done"
+    (outputs,) = called
+    assert outputs.out.shape == (1, 1, 16, 16)
+
+
+def test_what_a_kernel_refuses_or_raises_ends_nothing(monkeypatch):
+    assert compiled("triton-decode", SMALL.replace(query=129)).kind == "refused"
+
+    def broken(*_):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(compile_ahead, "zero_inputs", broken)
+    assert compiled("triton-flash2", SMALL).words == {"reason": "RuntimeError"}
+
+
+def test_nothing_is_started_on_a_cpu_nor_for_kernels_without_a_compiler(monkeypatch):
+    flash = subject_named("triton-flash2")
+    with compiling_ahead([(SMALL, [flash]), (SMALL.replace(query=32), [flash])], "cpu") as workers:
+        assert not workers
+    monkeypatch.setattr(compile_ahead, "free_places", lambda device: 2)
+    ideal = subject_named("ideal")
+    with compiling_ahead([(SMALL, [ideal]), (SMALL.replace(query=32), [ideal])], "cpu") as workers:
+        assert not workers
+
+
+def test_processes_answer_each_call_once_and_end(monkeypatch):
+    monkeypatch.setattr(compile_ahead, "free_places", lambda device: 1)
+    flash, other = subject_named("triton-flash2"), SMALL.replace(query=32)
+    # A seed is no other kernel.
+    asked = [(SMALL, [flash]), (SMALL.replace(seed=3), [flash]), (other, [flash])]
+    with compiling_ahead(asked, "cpu") as (worker,):
+        answers = [worker.receive(seconds=60.0, most=0).kind for _ in range(2)]
+        assert answers == ["done", "done"]
+        assert worker.ended is None
+    assert worker.ended is not None
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        SMALL.replace(dtype="e4m3"),
+        SMALL.replace(backward=True, dlse=True),
+        SMALL.replace(sink=True, batch=2, heads=4, kv_heads=2, kv=24, value_dim=32),
+        Problem(operation="softmax", query=4, kv=8),
+    ],
+    ids=str,
+)
+def test_zeros_are_laid_out_as_what_is_drawn(problem):
+    zeros, drawn = zero_inputs(problem, "cpu").tensors(), draw_inputs(problem).tensors()
+    assert {n: (x.shape, x.stride(), x.dtype) for n, x in zeros.items()} == {
+        n: (x.shape, x.stride(), x.dtype) for n, x in drawn.items()
+    }
+    assert not any(x.any() for n, x in zeros.items() if not n.endswith("_descale"))
