@@ -37,11 +37,7 @@ from attncheck.faults.scoring import GateRun
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.failure_causes import certain_explanations
-<<<<<<< HEAD
-from attncheck.records.fault_scores import MutantScore, NameWorth
-=======
-from attncheck.records.fault_scores import MutantOutcome, MutantScore
->>>>>>> main
+from attncheck.records.fault_scores import MutantOutcome, MutantScore, NameWorth
 from attncheck.records.record import FAILED_STATUSES, Diagnosis, Record
 from attncheck.subjects.load import load_subject
 from attncheck.surveys.claims import claimed_questions, find_claims
@@ -404,17 +400,10 @@ class _Job:
         tell(outcome="missed" if asked and failed is None else "caught", **where)
         self._rest_for_peers(subject, named, peers, after=failed.variant if failed else "")
         tell(peers={one.rule: one.caught for one in peers.verdicts})
-<<<<<<< HEAD
-        if failed is None:
-            tell(identical=_identical(subject, right, [case.problem for _, case in named]))
-        else:
-            self._name(failed, subject, search, tell)
-=======
         if failed is not None:
-            self._name(failed, subject, tell)
+            self._name(failed, subject, search, tell)
         elif asked:
             tell(identical=_identical(subject, right, [case.problem for _, case in named]))
->>>>>>> main
 
     @staticmethod
     def _rest_for_peers(
