@@ -291,13 +291,15 @@ def _(call: ExactAttention) -> Iterator[Rows]:
         if count:
             z = torch.cat([call.s, call.s.new_zeros((*call.shape[:3], count))], -1)
             parts = call.softmax(z, pad(call.v, (0, 0, 0, count)), sink=call.sink)
-            yield parts.outputs, {"padding": "counts"}
+            yield parts.outputs, {}
 
 
 @_model("causal-always", "a causal mask is applied that nobody asked for")
 def _(call: ExactAttention) -> Iterator[Rows]:
     # Both alignments that published kernels have.
-    corners = (0, call.problem.kv - call.problem.query)
-    # Or one key narrower: a row does not see its own.
-    for later in dict.fromkeys((*corners, *(corner - 1 for corner in corners))):
+    corners = [0, call.problem.kv - call.problem.query]
+    # Or one key narrower, so that a row does not see its own: of what is causal that is an edge.
+    if not has_mask(*_CAUSAL)(call.problem):
+        corners += [corner - 1 for corner in corners]
+    for later in dict.fromkeys(corners):
         yield call.attend(seen=call.seen & (call.i + later >= call.j)), {"offset": later}
