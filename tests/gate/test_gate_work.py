@@ -283,12 +283,12 @@ def test_a_plain_function_is_asked_within_its_claims(kernel, causes):
     assert {problem_of(record).dtype for record in passed} == {"fp16"}
 
 
-def test_what_is_refused_when_it_is_called_is_asked_with_few_rows():
-    """Only the call tells how many rows of how many heads a kernel for decoding takes."""
+def test_a_kernel_for_decoding_is_asked_as_much_as_another():
+    """What it refuses by its rows is known before it is asked: nothing of the bounds is lost."""
     _, results = drive(named("decodes"), stages="bounds")
     records = [answer.record for answer in answers(results)]
     shared = [Case.from_json(one.case).problem for one in records if one.status == "pass"]
     shared = [problem for problem in shared if problem.group > 1]
+    assert len(shared) > 10
     assert max(problem.query * problem.group for problem in shared) <= 64
-    lost = [one for one in records if one.reason.endswith("that share a key head")]
-    assert len(shared) >= len(lost) > 5
+    assert not [one for one in records if one.reason.startswith("ValueError")]

@@ -301,9 +301,14 @@ def test_a_convention_that_was_typed_is_kept(find, name, convention):
 
 def test_heads_that_share_keys_are_tried_with_few_rows_too(find):
     """A kernel for decoding refuses as many rows of two heads as it takes of one."""
-    _, claims = find("decode")
-    table = claims.terms().table
-    assert (table.gqa, table.max_query) == (True, 64)
+    subject, claims = find("decode")
+    terms = claims.terms()
+    assert (terms.table.gqa, terms.table.max_query, terms.table.max_rows) == (True, None, 64)
+    assert "at most 64 rows of all heads that share a key head" in terms.limits
+    rows = {4: None, 2: terms.limits}
+    for kv_heads, refusal in rows.items():
+        problem = Problem(query=64, heads=4, kv_heads=kv_heads)
+        assert on_terms(subject, terms).unsupported(problem, "cpu") == refusal
 
 
 def test_who_says_that_there_are_no_gradients_is_asked_for_none(find):

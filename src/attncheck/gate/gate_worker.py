@@ -6,14 +6,13 @@ It is a trusted process: the kernel itself runs in another one.
 from __future__ import annotations
 
 import time
-from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec.structs import replace
 
-from attncheck.core.errors import AttncheckError, ProblemError, UsageError
+from attncheck.core.errors import AttncheckError, UsageError
 from attncheck.gate.gate_failures import SHRUNK_STATUSES, FailureLog
 from attncheck.gate.plan import plan_kernel
 from attncheck.gate.planning import CachingExecutor, Choices, Planning
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
-_FEW_ROWS = 16  # of all heads that share a key head: a tile of the smallest
 _UNCLAIMED = "not refused: "  # before the name of a question beyond a kernel's claims
 
 
@@ -226,23 +224,8 @@ class GateWorker:
         )
         # A unit of its own: other questions come first, and another worker may do it.
         shrinks = record.status in SHRUNK_STATUSES and not before and not apart
-        units = [replace(unit, kind="shrink")] if shrinks else []
-        taken = record.status != "unsupported" or case.problem.operation != "attention"
-        if unit.stage == "bounds" and not taken and not before:
-            units += self._of_few_rows(self._planning(unit, host), unit, case)
-        return Done(unit=unit.id, answers=(answer,), units=tuple(units), attempts=1)
-
-    @staticmethod
-    def _of_few_rows(planning: Planning, unit: Unit, case: Case) -> Iterator[Unit]:
-        """Yield what a kernel refused only when it was called, with few rows.
-
-        A kernel for decoding counts those of all heads that share a key head, which no plan knows.
-        """
-        rows = max(1, _FEW_ROWS // case.problem.group)
-        with suppress(ProblemError):  # documents have other lengths
-            problem = case.problem.replace(query=min(rows, case.problem.query))
-            if problem != case.problem and planning.supports(problem):
-                yield planning.unit_of(unit.stage, Case(problem=problem), unit.variant)
+        units = (replace(unit, kind="shrink"),) if shrinks else ()
+        return Done(unit=unit.id, answers=(answer,), units=units, attempts=1)
 
     def _run_case(self, unit: Unit, host: KernelHost, case: Case) -> tuple[Record, int]:
         def ask() -> Record:

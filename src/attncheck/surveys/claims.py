@@ -81,7 +81,7 @@ what it gets wrong without a word is one finding."""
 
 CLAIM_TRIALS = 40  # about so many questions are asked: how far it is
 
-_FORM = 5  # of what is kept: another number forgets what an older version kept
+_FORM = 6  # of what is kept: another number forgets what an older version kept
 _SHOWN_LENGTH = 77  # no multiple of any tile
 _SHOWN = f"lengths-{_SHOWN_LENGTH}"
 _USUAL_DTYPES = ("fp32", "fp16", "bf16")
@@ -184,6 +184,7 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         facts = {
             f"lengths of multiples of {table.length_multiple}": table.length_multiple,
             f"at most {table.max_query} queries": table.max_query,
+            f"at most {table.max_rows} rows of all heads that share a key head": table.max_rows,
             "as many queries as keys": square,
             "causal of as many queries as keys": table.override and not square,
             "as many key heads as query heads": table.gqa is False,
@@ -279,7 +280,9 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         )
         table, _ = propose_table(detected, "")
         # One key head for all may be no more than broadcasting.
-        heads = {one.verdict == "takes" for one in tried if one.aspect == "gqa"}
+        heads = [one for one in tried if one.aspect == "gqa"]
+        few = [one for one in heads if one.what.endswith(_ONE_ROW)]
+        shared = all(one.verdict == "takes" for one in few or heads)
         causal = [one for one in tried if one.aspect == "causal"]
         square = Override(when=When(mask=("causal", "causal_bottom_right")), rectangular=False)
         # Who takes any short length and refuses all longer ones is not in need of multiples.
@@ -291,7 +294,9 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         lost = causal and causal[-1].verdict != "takes" and table.rectangular is not False
         return replace(
             table,
-            gqa=all(heads) if heads else None,
+            gqa=shared if heads else None,
+            max_query=None if few and shared else table.max_query,
+            max_rows=(table.max_query or base.query) if few and shared else None,
             lse=None,
             empty_row=None,
             promises=None,
@@ -422,15 +427,15 @@ def _try_unclaimed(detection: Detection, base: Problem, device: str) -> None:
             wide = any(one.aspect == "rectangular" and one.verdict == "takes" for one in answers)
             if not wide or detection.verdict(problem.replace(kv=base.kv)) != "takes":
                 continue
-        # A kernel for decoding counts the rows of all heads that share keys.
-        if trial.aspect == "gqa" and detection.verdict(problem) == "refuses":
-            problem = problem.replace(query=1)
         # Of who has no gradients nobody asks for those of another layout.
         graded = any(one.aspect == "backward" and one.verdict == "takes" for one in answers)
         if trial.aspect == "strides" and problem.backward and not graded:
             continue
         detection.ask(trial.aspect, trial.what, problem, trial.question)
         last = detection.result(base).tried[-1]
+        # A kernel for decoding counts the rows of all heads that share keys.
+        if trial.aspect == "gqa" and last.verdict == "refuses":
+            detection.ask("gqa", f"{trial.what}{_ONE_ROW}", problem.replace(query=1))
         if trial.aspect == "causal" and last.verdict == "wrong":
             detection.other_diagonal(_OTHER[trial.changes["mask"].name], base)
         deaths += bool(last.fatal)
@@ -438,6 +443,7 @@ def _try_unclaimed(detection: Detection, base: Problem, device: str) -> None:
             return
 
 
+_ONE_ROW = ", one query"  # behind what is tried
 _OTHER = {"causal": "bottom_right", "causal_bottom_right": "top_left"}
 
 
