@@ -9,7 +9,7 @@ import torch
 from attncheck.core.conditions import Conditions, Rows
 from attncheck.core.judgement import BlindSpot
 from attncheck.judge.allowance import Allowance, Sample
-from attncheck.judge.blind_spot import blind_spot, cut
+from attncheck.judge.blind_spot import blind_spot, cut, first_bits
 
 LN2 = math.log(2.0)
 ROUNDINGS = 64 * 2.0**-52  # a few dozen float64 operations stand between the numbers below
@@ -312,8 +312,8 @@ def test_without_its_slope_a_score_mod_hides_the_scale():
 
 def test_cut_is_toward_zero():
     values = torch.tensor([1.75, -1.75, 3.0, 0.0, 2.0**-300, 5.5], dtype=torch.float64)
-    assert cut(values, 2).tolist() == [1.5, -1.5, 3.0, 0.0, 2.0**-300, 4.0]
-    assert cut(values, 53).tolist() == values.tolist()
+    assert cut(values, first_bits(2)).tolist() == [1.5, -1.5, 3.0, 0.0, 2.0**-300, 4.0]
+    assert cut(values, first_bits(53)).tolist() == values.tolist()
 
 
 def test_accumulator_bits_by_hand():

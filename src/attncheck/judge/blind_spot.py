@@ -46,7 +46,7 @@ from attncheck.core.judgement import BlindSpot
 from attncheck.judge.allowance import Allowance, at_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from torch import Tensor
 
@@ -57,6 +57,8 @@ EXAMINED = 2**23
 each: rows spread evenly where there are more. About a quarter of a second on one core."""
 
 STEP = 16  # products that are added in one step: of 16-bit operands on Hopper
+
+_FEW = 2**17  # sums in every number of bits that are made at once
 
 MOST_BITS = 24  # significant bits of fp32: an accumulator of no fewer is no fault
 
@@ -210,11 +212,20 @@ class _AllowedRows:
         """Relative rounding error of a float64 sum over the keys, of two products and a factor."""
         return (self.weights.shape[-1] + 4) * _UNIT
 
-    def exposes(self, out: Tensor, lse: Tensor) -> bool:
-        """Return whether these results instead of the exact ones would be beyond an allowance."""
+    def exposed(self, out: Tensor, lse: Tensor) -> Tensor:
+        """Return which of these results in place of the exact ones are beyond an allowance.
+
+        Args:
+            out: ``(results, heads, rows, value_dim)``.
+            lse: ``(results, heads, rows)``, or the same of all.
+
+        Returns:
+            Bool, ``(results,)``.
+        """
         known = self.known
         beyond = (out - known.out).abs() > self.out_allowance
-        return bool(beyond.any() or ((lse - known.lse).abs() > self.lse_allowance).any())
+        of_lse = (lse - known.lse).abs() > self.lse_allowance
+        return beyond.flatten(1).any(1) | of_lse.flatten(-2).any(-1)
 
 
 def _softmax(scores: Tensor, seen: Tensor) -> Tensor:
@@ -349,14 +360,23 @@ def _accumulator_bits(rows: _AllowedRows, exposed: int) -> int:
     """
     if rows.known.given_scores:
         return exposed  # nothing is multiplied
+    products = _steps(rows.weights, rows.known.v)
+    scores = None if rows.slope is None else _steps(rows.known.q, rows.known.k.mT)
+
+    def shown(tried: Sequence[int]) -> dict[int, bool]:
+        found = rows.exposed(_cut_sums(products, tried), rows.known.lse)
+        if scores is not None and not bool(found.all()):
+            found = found | _exposed_by_scores(rows, _cut_sums(scores, tried))
+        return dict(zip(tried, found.tolist(), strict=True))
+
     # Bits that show the fault are below all that hide it: halving finds the border.
     hidden = MOST_BITS
     bits = exposed + 1  # most often a later block shows nothing new
-    products = _steps(rows.weights, rows.known.v)
-    scores = None if rows.slope is None else _steps(rows.known.q, rows.known.k.mT)
+    few = rows.known.out.numel() * MOST_BITS <= _FEW
+    known = shown(range(bits, hidden)) if few else {}
     while exposed < bits < hidden:
-        by_values = rows.exposes(_cut_sum(products, bits), rows.known.lse)
-        if by_values or (scores is not None and _scores_expose(rows, _cut_sum(scores, bits))):
+        known = known if bits in known else shown([bits])
+        if known[bits]:
             exposed = bits
         else:
             hidden = bits
@@ -364,12 +384,17 @@ def _accumulator_bits(rows: _AllowedRows, exposed: int) -> int:
     return exposed
 
 
-def cut(values: Tensor, bits: int) -> Tensor:
-    """Return float64 ``values`` cut to their first ``bits`` significant bits.
+def first_bits(bits: int) -> int:
+    """Mask of sign, exponent and the first ``bits`` significant bits of a float64."""
+    return -(1 << (53 - bits))
+
+
+def cut(values: Tensor, kept: int | Tensor) -> Tensor:
+    """Return float64 ``values`` cut to the bits that ``kept`` has (``first_bits``).
 
     Normal numbers; the sign is apart from the significand, so that clearing bits lessens the size.
     """
-    return (values.contiguous().view(torch.int64) & -(1 << (53 - bits))).view(torch.float64)
+    return (values.contiguous().view(torch.int64) & kept).view(torch.float64)
 
 
 def _steps(left: Tensor, right: Tensor) -> Tensor:
@@ -381,16 +406,17 @@ def _steps(left: Tensor, right: Tensor) -> Tensor:
     return left @ right.reshape(right.shape[0], -1, STEP, right.shape[-1]).transpose(0, 1)
 
 
-def _cut_sum(steps: Tensor, bits: int) -> Tensor:
-    """Their sum, cut to ``bits`` significant bits after every step."""
-    total = torch.zeros_like(steps[0])
+def _cut_sums(steps: Tensor, bits: Sequence[int]) -> Tensor:
+    """Their sum, cut to so many significant bits after every step: one sum for each."""
+    total = steps.new_zeros((len(bits), *steps.shape[1:]))
+    kept = torch.tensor([*map(first_bits, bits)], device=steps.device)[:, None, None, None]
     for step in steps:
-        total = cut(total.add_(step), bits)
+        total = cut(total.add_(step), kept)
     return total
 
 
-def _scores_expose(rows: _AllowedRows, total: Tensor) -> bool:
-    """Return whether q·k of ``total`` makes out or LSE beyond what they are allowed.
+def _exposed_by_scores(rows: _AllowedRows, total: Tensor) -> Tensor:
+    """Return for which q·k of ``total`` out or LSE is beyond what it is allowed, bool ``(sums,)``.
 
     Through a score mod to first order, with its slope at the exact products.
     """
@@ -400,4 +426,4 @@ def _scores_expose(rows: _AllowedRows, total: Tensor) -> bool:
     scores = known.scores + rows.slope * (known.scale * total - known.products)
     weights = _softmax(scores, known.seen)
     hidden = torch.where(known.seen, scores, -torch.inf)
-    return rows.exposes(rows.through_values(weights), torch.logsumexp(hidden, -1))
+    return rows.exposed(rows.through_values(weights), torch.logsumexp(hidden, -1))
