@@ -137,8 +137,10 @@ def test_each_cause_has_its_problem(check, tmp_path):
     run = check("faulty.py::two_faults", *names, "-q", cwd=tmp_path)
     lines = run.stdout.splitlines()
     assert lines[0] == "FAIL faulty.py::two_faults: 3 of 3 questions failed"
-    # Of a fault with a size the numbers are told, and no name.
     assert lines[2] == "1 cause explains 1 of 3 failures"
+    # Of a fault with a size its kind is told, and no name.
+    (likely,) = (line for line in lines if line.startswith("  likely"))
+    assert likely.split()[1:3] == ["a", "factor:"]
     assert sorted(line.split()[1:] for line in lines if line.startswith("  failures")) == [
         ["1", "of", "3"],
         ["2", "of", "3"],

@@ -1,12 +1,16 @@
 """``attncheck faults``: scores, exit codes, what it refuses, and a run that goes on."""
 
 import json
+import os
+import types
 from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from attncheck.cli.faults import planted_header
+from attncheck.cli.long_runs import worker_places
 from attncheck.faults.fault_selection import select_from_file
 from attncheck.records.fault_scores import FaultScore
 from attncheck.workers.journal import Journal
@@ -179,3 +183,22 @@ def test_what_mutants_cannot_be_asked_is_said_in_a_line(run, words, message):
     assert done.returncode == 2
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("cores", "gpus", "memory", "count"),
+    [(16, 1, 141, 14), (16, 1, 24, 4), (8, 1, 141, 6), (64, 2, 80, 26), (2, 1, 80, 1)],
+)
+def test_workers_of_a_gpu_are_as_many_as_there_are_cores_and_memory_for(
+    cores, gpus, memory, count, monkeypatch
+):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    card = types.SimpleNamespace(total_memory=memory << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    places = worker_places(None, "cuda")
+    assert len(places) == count
+    assert {place.gpu for place in places} == {str(n) for n in range(min(gpus, count))}
+    assert len(worker_places(3, "cuda")) == 3
+    assert len(worker_places(None, "cpu")) == min(cores, 4)

@@ -5,15 +5,17 @@ import itertools
 import pytest
 import torch
 
-from attncheck.core.mod_spec import Spec
+from attncheck.core.mod_spec import FULL, Spec
 from attncheck.diagnose import diagnosis
-from attncheck.diagnose.confirmation import independent_cases
+from attncheck.diagnose.confirmation import confirm, independent_cases
 from attncheck.diagnose.diagnosis import CauseSearch, diagnose_failure
 from attncheck.diagnose.explanations import explain
 from attncheck.fault_models import FAULT_MODELS
 from attncheck.fault_models.fault_model import FAMILIES
+from attncheck.fault_models.steps import LOG2E, Steps
 from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.ideal import Ideal
+from attncheck.verify.kernel_hosts import executor_of
 from attncheck.verify.run_case import run_case
 
 PLAIN = Problem(query=40, kv=70, heads=2, head_dim=64, dtype="fp16")
@@ -134,5 +136,70 @@ def test_independent_problems_are_others(problem):
     asked = list(independent_cases(case))
     assert case.id not in {one.id for one in asked}
     assert len({one.id for one in asked}) == len(asked) > 4
-    for one, other in itertools.combinations(asked, 2):
-        assert one.problem != other.problem
+    assert len({(one.question, one.problem) for one in asked}) == len(asked)
+    # A second fault in what the problem has not would refute the cause of this one.
+    assert {one.problem.mask.name for one in asked} == {problem.mask.name}
+
+
+def takes_whole_tiles(problem):
+    return problem.query == problem.kv and problem.kv % 16 == 0
+
+
+def test_independent_problems_are_those_that_the_kernel_takes():
+    case = Case(problem=CAUSAL.replace(query=48, kv=48))
+    asked = [one.problem for one in independent_cases(case, takes_whole_tiles)]
+    assert len(asked) > 4
+    assert all(map(takes_whole_tiles, asked))
+    assert len({one.kv for one in asked}) > 2
+
+
+def test_few_answers_confirm_nothing():
+    kernel, case = with_fault("mask-one-key-wider"), Case(problem=CAUSAL)
+    record = run_case(kernel, case, device="cpu")
+    failure = diagnosis._Failure(record, kernel, "cpu", executor_of(kernel))
+    every = confirm(["mask-one-key-wider"], case, failure.ask, seconds=0.0)
+    assert (every.confirmed, every.left) == (True, ("mask-one-key-wider",))
+    number = itertools.count()
+    few = confirm(
+        ["mask-one-key-wider"],
+        case,
+        lambda one: failure.ask(one) if next(number) < 2 else [],
+        seconds=0.0,
+    )
+    assert few.problems == 2
+    assert not few.confirmed
+
+
+def test_a_loop_that_is_wrong_under_a_mask_alone_is_right_without_one():
+    """Planted: what passed without a mask must not contradict it."""
+
+    def without_key_0(problem, device):
+        mask = problem.mask_mod(device)
+        masked = problem.mask.name != "full"
+        return (lambda b, h, i, j: mask(b, h, i, j) & (j > 0)) if masked else None
+
+    kernel = type("Late", (Ideal,), {"name": "late", "steps": Steps(mask=without_key_0)})()
+    passed = [Case(problem=CAUSAL.replace(mask=FULL, seed=seed)) for seed in (3, 4)]
+    assert told(kernel, CAUSAL, passed=passed).ranked[0].model == "edge-key-dropped"
+
+
+def test_nan_of_finite_numbers_is_told(monkeypatch):
+    class Nan(Ideal):
+        name = "nan"
+
+        def normalised(self, out, total):
+            return super().normalised(out, total) * torch.nan
+
+    left_out(monkeypatch, *FAULT_MODELS)
+    found = told(Nan(), PLAIN)
+    assert (found.level, found.family) == ("family", FAMILIES["overflow"])
+
+
+@pytest.mark.parametrize("distribution", ["normal", "negative_logits", "large_logits"])
+def test_weights_of_another_base_are_no_mask_and_no_tile(distribution, monkeypatch):
+    """What is much smaller than it must be looks like keys that do not count."""
+    left_out(monkeypatch, *FAULT_MODELS)
+    steps = Steps(scale=lambda problem: problem.scale / LOG2E)
+    kernel = type("Base", (Ideal,), {"name": "base", "steps": steps})()
+    problem = PLAIN.replace(query=80, kv=80, distribution=distribution, dtype="bf16")
+    assert told(kernel, problem).family not in {FAMILIES["mask"], FAMILIES["tile"]}

@@ -8,8 +8,8 @@ import signal
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
-from msgspec import to_builtins
 
 from attncheck.core.errors import UsageError
 from attncheck.faults import mutant_scoring
@@ -50,6 +50,7 @@ name = "scale"
 code = 'scale or'
 operators = ["flip-operator"]
 models = ["scale-*"]
+kinds = ["factor"]
 """
 
 
@@ -107,33 +108,37 @@ def test_an_argument_excuses_nothing_that_is_caught():
     facts = {"mutant": "m", "kernel": "k", "operator": "o", "line": 1, "diff": "", "tool": "check"}
     caught = MutantScore(**facts, outcome="caught")
     assert mutant_scoring.settled(caught, table) == caught
-    assert mutant_scoring.settled(MutantScore(**facts, outcome="missed"), table).reason == "why"
+    missed = MutantScore(**facts, outcome="missed")
+    assert mutant_scoring.settled(missed, table).outcome == "equivalent"
+    known = mutant_scoring.settled(missed, MutantTable(missed=table.equivalent))
+    assert (known.outcome, known.reason) == ("missed", "why")
 
 
 def test_a_name_is_judged_by_the_table(mine):
     scores = scored(mine, "mine:flip-operator:11:*")
     assert {one["family"] for one in scores} == {"scale"}
-    assert {one["named"] for one in scores if one["outcome"] == "caught"} <= {
-        "right",
-        "none",
-        "wrong",
-    }
+    assert "unjudged" not in {one["named"] for one in scores}
     family = read_table(Path(mine.partition("::")[0]).parent).families[0]
-    score = MutantScore(
-        mutant="m", kernel="k", operator="o", line=1, diff="", tool="check", outcome="caught"
-    )
+    facts = {"mutant": "m", "kernel": "k", "operator": "o", "line": 1, "diff": "", "tool": "check"}
+    score = MutantScore(**facts, outcome="caught", status="fail", level="named", certain=1)
 
-    def judged(models, certain, of=family):
-        facts = {**to_builtins(score), "models": models, "certain": certain}
-        one = mutant_scoring.judged_name(mutant_scoring.msgspec.convert(facts, MutantScore), of)
-        return one.named
+    def judged(of=family, **facts):
+        return mutant_scoring.judged_name(msgspec.structs.replace(score, **facts), of).named
 
-    assert judged(["scale-twice", "mask-ignored"], 1) == "right"
-    assert judged(["mask-ignored", "scale-twice"], 2) == "right"
-    assert judged(["mask-ignored"], 1) == "wrong"
-    assert judged(["mask-ignored"], 0) == judged([], 0) == "none"
-    assert judged(["scale-twice"], 0) == "right"
-    assert judged(["scale-twice"], 1, None) == "unjudged"
+    assert judged(models=("scale-twice", "mask-ignored")) == "right"
+    assert judged(models=("mask-ignored", "scale-twice"), certain=2) == "right"
+    assert judged(models=("mask-ignored",), kind="mask") == "wrong"
+    assert judged(models=("sum-missing",), kind="factor") == "neighbour"
+    assert judged(models=("scale-twice",), of=None) == "unjudged"
+    # What is told without certainty is not told, however it fits.
+    assert judged(models=("scale-twice",), level="unknown", certain=0) == "none"
+    assert judged(models=(), level="family", certain=0, kind="factor") == "family"
+    assert judged(models=(), level="family", certain=0, kind="mask") == "wrong"
+    assert judged(models=(), level="family", certain=0, kind="mask", of=None) == "unjudged"
+    # That LSE alone is wrong is seen; what was proven holds whatever was changed.
+    assert judged(models=(), level="family", certain=0, kind="lse") == "family"
+    assert judged(models=("free-memory-read",), level="proven", of=None) == "proven"
+    assert judged(status="crash") == ""
 
 
 def test_one_that_ends_its_process_or_hangs_is_caught(monkeypatch):

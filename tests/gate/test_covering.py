@@ -16,6 +16,7 @@ from attncheck.cases.covering import (
     SCALES,
     SCORES,
     SHAPES,
+    TOGETHER,
     alone_rows,
     covering_rows,
     row_problem,
@@ -126,5 +127,15 @@ def test_what_leaves_nothing_to_see_has_rows_of_its_own():
     rows = list(alone_rows(ALL_AXES))
     for axis, values in ALONE.items():
         assert {row[axis] for row in rows} >= set(values)
-    for row in rows:
+    for row in rows[: -len(TOGETHER)]:
         assert sum(row[axis] in values for axis, values in ALONE.items()) == 1
+
+
+def test_what_shows_beside_one_another_stands_together():
+    """The distribution is there though there is no time for it elsewhere."""
+    axes = ALL_AXES | {"distribution": ("normal",)}
+    rows = list(alone_rows(axes))[-len(TOGETHER) :]
+    for row, values in zip(rows, TOGETHER, strict=True):
+        assert row.items() >= values.items()
+    forward = list(alone_rows(axes | {"backward": ("",)}))
+    assert not [row for row in forward if row["backward"]]

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from attncheck.core.mod_spec import Spec
 from attncheck.diagnose.reproduce import new_failure
+from attncheck.fault_models.fault_model import FAMILIES
 from attncheck.gate.gate_report import build_report
 from attncheck.gate.gate_worker import GateWorker
 from attncheck.gate.plan import describe_units, replay_units
@@ -87,7 +88,6 @@ def test_a_failure_is_kept_made_smaller_and_asked_again(tmp_path):
     ("kernel", "models"),
     [
         ("sees_the_next_key", {"mask-one-key-wider"}),
-        # What is off by a factor that is fitted has no name of its own.
         ("sees_the_next_key_or_doubles", {"mask-one-key-wider", ""}),
     ],
 )
@@ -97,6 +97,9 @@ def test_each_fault_is_one_cause_that_explains_all_it_does(kernel, models):
     groups = group_by_cause(failed)
     assert {group.model for group in groups} == models
     assert sum(len(group.members) for group in groups) == len(failed) > 5
+    # What is off by a factor that is fitted has no name, and a kind.
+    kinds = {failed[group.members[0]].diagnosis.family for group in groups if not group.model}
+    assert kinds <= {FAMILIES["factor"]}
     for group in groups:
         masks = {problem_of(failed[i]).mask["name"] == "full" for i in group.members}
         # None is explained by a mask that its problem does not have.
@@ -281,3 +284,14 @@ def test_a_plain_function_is_asked_within_its_claims(kernel, causes):
     assert all(one.startswith(cause) for one, cause in zip(found, causes, strict=True))
     passed = [one.record for one in answers(results) if one.record.status == "pass"]
     assert {problem_of(record).dtype for record in passed} == {"fp16"}
+
+
+def test_a_kernel_for_decoding_is_asked_as_much_as_another():
+    """What it refuses by its rows is known before it is asked: nothing of the bounds is lost."""
+    _, results = drive(named("decodes"), stages="bounds")
+    records = [answer.record for answer in answers(results)]
+    shared = [Case.from_json(one.case).problem for one in records if one.status == "pass"]
+    shared = [problem for problem in shared if problem.group > 1]
+    assert len(shared) > 10
+    assert max(problem.query * problem.group for problem in shared) <= 64
+    assert not [one for one in records if one.reason.startswith("ValueError")]

@@ -1,6 +1,7 @@
 """What hand-made problems would and would not have shown, computed by hand or by brute force."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 from attncheck.core.conditions import Conditions, Rows
 from attncheck.core.judgement import BlindSpot
 from attncheck.judge.allowance import Allowance, Sample
-from attncheck.judge.blind_spot import blind_spot, cut
+from attncheck.judge.blind_spot import blind_spot, cut, first_bits
 
 LN2 = math.log(2.0)
 ROUNDINGS = 64 * 2.0**-52  # a few dozen float64 operations stand between the numbers below
@@ -296,10 +297,7 @@ def test_an_allowance_that_is_nan_shows_nothing():
 
 def test_without_its_slope_a_score_mod_hides_the_scale():
     known = random(4, 7, 3)
-    modded = Conditions(
-        **{name: getattr(known, name) for name in Conditions.__dataclass_fields__}
-        | {"has_score_mod": True}
-    )
+    modded = replace(known, has_score_mod=True)
     assert spot(modded, 2.0**-20).scale == math.inf
     asked = allowance(known, 2.0**-20, math.inf)
     for slope in (1.0, 0.5):
@@ -314,8 +312,8 @@ def test_without_its_slope_a_score_mod_hides_the_scale():
 
 def test_cut_is_toward_zero():
     values = torch.tensor([1.75, -1.75, 3.0, 0.0, 2.0**-300, 5.5], dtype=torch.float64)
-    assert cut(values, 2).tolist() == [1.5, -1.5, 3.0, 0.0, 2.0**-300, 4.0]
-    assert cut(values, 53).tolist() == values.tolist()
+    assert cut(values, first_bits(2)).tolist() == [1.5, -1.5, 3.0, 0.0, 2.0**-300, 4.0]
+    assert cut(values, first_bits(53)).tolist() == values.tolist()
 
 
 def test_accumulator_bits_by_hand():

@@ -9,7 +9,7 @@ from attncheck.core.judgement import BlindSpot, Judgement
 from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.problem import Case, Problem
-from attncheck.judge.blind_spot import cut
+from attncheck.judge.blind_spot import cut, first_bits
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Execution, InProcess
@@ -70,7 +70,9 @@ class Cut(Ideal):
         total = torch.zeros((), dtype=torch.float64)
         for start in range(0, rows.shape[-1], 16):
             part = slice(start, start + 16)
-            total = cut(total + rows[..., part].double() @ columns[:, part].double(), self.bits)
+            total = cut(
+                total + rows[..., part].double() @ columns[:, part].double(), first_bits(self.bits)
+            )
         return total.float()
 
 

@@ -9,7 +9,7 @@ import torch
 from attncheck.core.conditions import ScoreModError
 from attncheck.core.declared_arithmetic import AMPERE, HOPPER_FP8, default_arithmetic
 from attncheck.core.formats import DTYPES, FORMATS, round_to
-from attncheck.judge.blind_spot import cut
+from attncheck.judge.blind_spot import cut, first_bits
 from attncheck.judge.deterministic_bound import deterministic_bound
 from attncheck.judge.probabilistic_bound import probabilistic_bound
 from attncheck.judge.score_errors import score_error
@@ -91,7 +91,7 @@ def test_a_row_sum_that_truncates_is_too_small(made):
     )
     weights, total = torch.softmax(known.scores, -1), torch.zeros(1, 8)
     for step in weights.split(HOPPER_FP8.block, -1):
-        total = cut(total + step.sum(-1), HOPPER_FP8.result)
+        total = cut(total + step.sum(-1), first_bits(HOPPER_FP8.result))
     found = bounds(known, arithmetic)
     assert (-torch.log(total) <= found.lse).all()
     assert (1 / total - 1 <= found.out[..., 0]).all()

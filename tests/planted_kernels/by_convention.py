@@ -49,6 +49,8 @@ def attend(q, k, v, seen, scale=None, cap=0.0, bias=0.0, sinks=None, fault=""):
     largest = scores.amax(-1, keepdim=True)
     if sinks is not None and fault != "sinks without the maximum":
         largest = torch.maximum(largest, sinks[:, None, None])
+    if fault == "a maximum above −10⁴":
+        largest = torch.where(largest > -1.0e4, largest, 0.0)
     largest = largest.detach() if fault == "no guard of −∞" else finite(largest).detach()
     weights = (scores - largest).exp()
     total = weights.sum(-1, keepdim=True)
@@ -273,7 +275,11 @@ def sdpa(fault):
 MAKERS = {"flash_attn": flash_attn, "varlen": varlen, "paged": paged, "sdpa": sdpa}
 
 BY_CHECK = {
-    "scale": [("sdpa", "clamped scores"), ("flash_attn", "clamped scores")],
+    "scale": [
+        ("sdpa", "clamped scores"),
+        ("flash_attn", "clamped scores"),
+        ("sdpa", "a maximum above −10⁴"),
+    ],
     "sinks": [
         ("sdpa", "sinks without the maximum"),
         ("flash_attn", "sinks without the maximum"),

@@ -28,6 +28,8 @@ ALSO = (
     "strides_packed",
     "strides_expanded",
     "strides_transposed",
+    "strides_alone",
+    "strides_of_one_column",
     "strides_far",
     "repeat",
     "call_order",

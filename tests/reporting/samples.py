@@ -337,13 +337,15 @@ def mutants():
         seconds=95.0,
         scores=(
             score("mine:drop-term:7:8", "caught", questions=3, seconds=1.5, peers=rules, **wrong),
+            score("mine:drop-term:8:8", "caught", questions=1, seconds=1.0, named="proven"),
+            score("mine:drop-term:8:9", "caught", questions=2, seconds=1.0, named="family"),
             score("mine:drop-term:7:9", "missed", questions=48, seconds=4.5, peers=rules),
             score("mine:transpose:7:8", "missed", questions=48, seconds=4.0, identical=True),
             score("mine:transpose:7:9", "equivalent", reason="it is square"),
             score("mine:off-by-one:7:4", "stillborn", reason="TypeError: no"),
             score("mine:off-by-one:7:6", "harness", reason="its process was lost 2 times"),
         ),
-        curve=(0, 0, 1),
+        curve=(1, 2, 3),
     )
 
 

@@ -1,5 +1,6 @@
 """What a plain function is asked: within what it is right on, and its wrong answers beyond that."""
 
+import msgspec
 import pytest
 
 from attncheck.inputs.problem import Problem
@@ -59,6 +60,13 @@ def heads_inside(q, k, v, causal=False):
 
 def scaled_bhsd(q, k, v, softmax_scale=None):
     return sdpa(q, k, v, scale=softmax_scale)
+
+def decode(q, k, v, softmax_scale=None):
+    if q.shape[1] * (q.shape[2] // k.shape[2]) > 64:
+        raise ValueError("64 rows of all heads that share a key head")
+    with torch.no_grad():
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return sdpa(q, k, v, scale=softmax_scale, enable_gqa=True).transpose(1, 2)
 
 def rows_as_they_are_usual(q, k, v):
     usual = torch.empty(q.shape, device="meta").stride()
@@ -289,3 +297,29 @@ def test_a_wrong_kernel_is_read_as_its_axes_show(find):
 def test_a_convention_that_was_typed_is_kept(find, name, convention):
     _, claims = find(name, convention)
     assert (claims.convention, claims.readings) == (convention, ())
+
+
+def test_heads_that_share_keys_are_tried_with_few_rows_too(find):
+    """A kernel for decoding refuses as many rows of two heads as it takes of one."""
+    subject, claims = find("decode")
+    terms = claims.terms()
+    assert (terms.table.gqa, terms.table.max_query, terms.table.max_rows) == (True, None, 64)
+    assert "at most 64 rows of all heads that share a key head" in terms.limits
+    rows = {4: None, 2: terms.limits}
+    for kv_heads, refusal in rows.items():
+        problem = Problem(query=64, heads=4, kv_heads=kv_heads)
+        assert on_terms(subject, terms).unsupported(problem, "cpu") == refusal
+
+
+def test_who_says_that_there_are_no_gradients_is_asked_for_none(find):
+    """And who has gradients, or does nothing but raise there, is."""
+    subject, claims = find("decode")
+    assert claims.terms().table.backward is False
+    asked = on_terms(subject, claims.terms())
+    assert not asked.concerns(Problem(query=8, backward=True))
+    _, right = find("right")
+    assert right.terms().table is None
+    raising = msgspec.structs.replace(
+        claims, tried=tuple(msgspec.structs.replace(one, verdict="raises") for one in claims.tried)
+    )
+    assert raising.terms().table.backward is None

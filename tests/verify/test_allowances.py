@@ -6,6 +6,8 @@ import math
 import pytest
 import torch
 
+from attncheck.core.conditions import kept_step
+from attncheck.core.declared_arithmetic import AMPERE, default_arithmetic
 from attncheck.core.formats import FORMATS, round_to
 from attncheck.core.judgement import Place
 from attncheck.core.mod_spec import Entry, Spec
@@ -18,7 +20,7 @@ from attncheck.oracles import row_conditions as conditions_room
 from attncheck.oracles.row_conditions import compute_conditions
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify import allowances as room
-from attncheck.verify.allowances import allowance, budget
+from attncheck.verify.allowances import allowances, budget
 from attncheck.verify.evidence_builder import EvidenceBuilder
 
 HALF_THE_DIGITS = 2.0**-26
@@ -41,6 +43,11 @@ def evidence(problem: Problem) -> EvidenceBuilder:
 
 def of_ideal(problem: Problem):
     return Ideal().arithmetic(problem, "cpu")
+
+
+def allowance_of(problem: Problem):
+    (only,) = allowances(evidence(problem).evidence, [of_ideal(problem)])
+    return only
 
 
 def conditions_of(problem: Problem):
@@ -86,10 +93,10 @@ def test_the_ideal_kernel_stays_within_it(problem):
 @pytest.mark.parametrize("problem", PROBLEMS[:5], ids=str)
 def test_pieces_give_what_the_whole_gives(monkeypatch, problem):
     """Each row has its own allowance, in whatever pieces it was computed."""
-    whole = allowance(evidence(problem).evidence, of_ideal(problem))
+    whole = allowance_of(problem)
     assert len(whole.samples) == 1
     monkeypatch.setattr(conditions_room, "_CPU_PAIRS", 13 * problem.kv)
-    parts = allowance(evidence(problem).evidence, of_ideal(problem))
+    parts = allowance_of(problem)
     assert len(parts.samples) > 1
     for one, other in ((parts.out, whole.out), (parts.lse, whole.lse)):
         assert bool(((one - other).abs() <= HALF_THE_DIGITS * other).all())
@@ -101,10 +108,10 @@ def test_pieces_give_what_the_whole_gives(monkeypatch, problem):
 
 def test_of_a_large_problem_every_row_is_bounded_and_some_are_sampled(monkeypatch):
     problem = attention(mask=Spec.of("causal"))
-    whole = allowance(evidence(problem).evidence, of_ideal(problem))
+    whole = allowance_of(problem)
     monkeypatch.setattr(conditions_room, "_CPU_WHOLE", 1)
     monkeypatch.setattr(conditions_room, "_FEWEST_ROWS", 8)
-    some = allowance(evidence(problem).evidence, of_ideal(problem))
+    some = allowance_of(problem)
     assert torch.equal(some.out, whole.out)
     assert torch.equal(some.lse, whole.lse)
     (sample,), (every,) = some.samples, whole.samples
@@ -145,7 +152,7 @@ def test_a_jump_is_counted_and_its_row_allowed_either_side(monkeypatch):
         return own(monkeypatch, mod, f"beyond {least:.17g}")
 
     above, below = (plain.replace(score=at(limit * (1 + side * 2.0**-40))) for side in (-1, 1))
-    allowed = allowance(evidence(above).evidence, of_ideal(above))
+    allowed = allowance_of(above)
     assert allowed.jumps == 1
     differ = [(evidence(above).truth.out - evidence(below).truth.out).abs().flatten(0, 1)]
     differ.append((evidence(above).truth.lse - evidence(below).truth.lse).abs().flatten(0, 1))
@@ -177,7 +184,7 @@ def test_a_key_that_the_mod_may_hide_or_not_makes_its_row_unbounded(monkeypatch)
     )
     monkeypatch.setitem(MASKS, "own mask", entry)
     problem = problem.replace(mask=masked)
-    assert int(allowance(evidence(problem).evidence, of_ideal(problem)).lse.isinf().sum()) == 0
+    assert int(allowance_of(problem).lse.isinf().sum()) == 0
 
 
 def test_what_is_not_finite_is_not_bounded():
@@ -185,7 +192,7 @@ def test_what_is_not_finite_is_not_bounded():
     found = evidence(problem)
     found.inputs.v[0, 1, 4, 2] = math.nan
     found.inputs.k[1, 0, 6, 3] = math.nan
-    allowed = allowance(found.evidence, of_ideal(problem))
+    allowed = allowances(found.evidence, [of_ideal(problem)])[0]
     expected = torch.zeros_like(found.truth.out, dtype=torch.bool)
     expected[0, 2:, 4:, 2] = True
     expected[1, :2, 6:] = True
@@ -199,7 +206,7 @@ def test_a_mod_that_cannot_be_traced_leaves_everything_open(monkeypatch):
         return score + torch.erf(score)
 
     problem = attention(score=own(monkeypatch, mod))
-    allowed = allowance(evidence(problem).evidence, of_ideal(problem))
+    allowed = allowance_of(problem)
     assert bool(allowed.out.isinf().all())
     assert bool(allowed.lse.isinf().all())
     assert allowed.oracle_share == 0
@@ -210,7 +217,7 @@ def test_a_coarse_oracle_would_be_found_out(monkeypatch):
     problem = attention(dtype="fp32")
     coarse = dataclasses.replace(of_ideal(problem), block_kv=1)
     monkeypatch.setattr(room, "FP64_ORACLE", coarse)
-    assert allowance(evidence(problem).evidence, of_ideal(problem)).oracle_share > 0.5
+    assert allowance_of(problem).oracle_share > 0.5
 
 
 def test_an_allowance_is_that_of_the_judge():
@@ -236,7 +243,64 @@ def test_a_score_mod_that_bends_is_as_steep_as_at_likely_errors():
     ]
     assert ((scores[1] - scores[0]).abs() > 3.9).any()  # from one end of the cap to the other
     error = (torch.softmax(scores[1], -1) - torch.softmax(scores[0], -1)) @ v
-    found = allowance(case.evidence, of_ideal(problem))
+    found = allowances(case.evidence, [of_ideal(problem)])[0]
     for sample in found.samples:
         apart = error[0][:, sample.rows.query].abs()
         assert (apart <= sample.probable_out).all()
+
+
+# Each differs from the first in what some steps read and others do not.
+OTHERS = (
+    {},
+    {"divides_each_step": True},
+    {"normalised_weights": True},
+    {"exp2_ulps": 1024.0},
+    {"sums_rounded_weights": True},
+    {"splits": 4},
+    {"tanh_error": 0.0},
+    {"values": AMPERE},
+    {"scores": AMPERE, "scaled_query": FORMATS["fp16"]},
+)
+
+
+@pytest.mark.parametrize("score", ["none", "softcap"])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_several_arithmetics_at_once_have_the_bits_that_each_has_alone(score, sampled, monkeypatch):
+    mods = {} if score == "none" else {"score": Spec.of("softcap", cap=0.5)}
+    problem = Problem(query=48, heads=2, head_dim=16, mask=Spec.of("causal"), **mods)
+    if sampled:
+        monkeypatch.setattr(conditions_room, "_CPU_WHOLE", 1)
+    usual = default_arithmetic(problem.formats)
+    arithmetics = [dataclasses.replace(usual, **other) for other in OTHERS]
+    facts = evidence(problem).evidence
+    together = allowances(facts, arithmetics)
+    for arithmetic, found in zip(arithmetics, together, strict=True):
+        (alone,) = allowances(facts, [arithmetic])
+        assert found.oracle_share == alone.oracle_share
+        assert torch.equal(found.out, alone.out)
+        assert torch.equal(found.lse, alone.lse)
+        for one, other in zip(found.samples, alone.samples, strict=True):
+            for name in ("probable_out", "probable_lse", "sd_out", "sd_lse"):
+                assert torch.equal(getattr(one, name), getattr(other, name)), (arithmetic, name)
+    # And none of them is another's by mistake.
+    assert len({(each.out.sum().item(), each.lse.sum().item()) for each in together}) > 6
+
+
+def test_a_step_is_kept_for_what_it_read_and_no_more():
+    problem = Problem(query=4, head_dim=16)
+    usual, made = default_arithmetic(problem.formats), []
+
+    @kept_step
+    def step(conditions, arithmetic, factor):
+        made.append(arithmetic.exp2_ulps * factor)
+        return made[-1]
+
+    known = conditions_of(problem)
+    other = dataclasses.replace(usual, exp2_ulps=4.0)
+    for arithmetic in (usual, dataclasses.replace(usual, splits=3), other, usual):
+        assert step(known, arithmetic, 3.0) == arithmetic.exp2_ulps * 3
+    assert made == [6.0, 12.0]
+    # Neither for another argument, nor for other rows.
+    assert step(known, usual, 5.0) == 10.0
+    assert step(conditions_of(problem), usual, 3.0) == 6.0
+    assert made == [6.0, 12.0, 10.0, 6.0]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attncheck.cases.check_cases import check_cases
-from attncheck.cases.named_problems import CONTRACT, LONG, tagged
+from attncheck.cases.named_problems import CONTRACT, FP8, LONG, tagged
 from attncheck.fault_models.steps import Steps, round_to_format
 from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.capabilities.subject import Tiling
@@ -128,10 +128,71 @@ def test_the_contract_sees_gradients_summed_in_16_bits(kept, seen, tile):
     assert failures(subject, backward | of_gate(LONG)) == seen
 
 
+@pytest.mark.parametrize(
+    ("tile", "kept", "seen"),
+    [
+        (512, {"out": torch.float16}, "long-sum"),
+        (512, {"total": torch.float16}, "long-sum"),
+        (256, {"dq": torch.bfloat16}, "long sum of dQ"),
+        (512, {"dq": torch.bfloat16}, "long sum of dQ"),
+    ],
+    ids=str,
+)
+def test_what_few_large_tiles_hide_in_bf16_shows_in_fp16(tile, kept, seen):
+    """Or as many splits: a gate asks for long sums in every dtype of 16 bits."""
+    named = {name: case for name, case in of_gate(LONG, "fp16").items() if name == seen}
+    named |= {"short": Case(problem=Problem(query=16, kv=16, dtype="fp16", backward=True))}
+    assert failures(stranger(tile, **kept), named) == [seen]
+    assert failures(stranger(tile, **kept), of_gate(LONG)) == []
+
+
+BITS = 13  # of a tensor core's products, behind the first of the largest of a step
+
+
+def aligned(terms, dim):
+    """The sum of what is left of ``terms`` where the largest one's last bits are."""
+    largest = terms.abs().amax(dim, keepdim=True)
+    unit = torch.ldexp(torch.ones_like(largest), torch.frexp(largest)[1] - 1 - BITS)
+    return (torch.trunc(terms / unit) * unit).sum(dim)
+
+
+class Imprecise(Ideal):
+    """Products of fp8 are summed as on Hopper, 32 at a time; ``of`` says which."""
+
+    of = ("scores", "values")
+
+    def product(self, rows, columns):
+        if ("scores" if columns.shape[-1] == self._tiling.block_kv else "values") not in self.of:
+            return super().product(rows, columns)
+        total = torch.zeros(*rows.shape[:-1], columns.shape[-1])
+        for inner in parts(columns[None], 32):
+            terms = rows[..., inner, None] * columns[..., None, inner, :]
+            total = aligned(torch.cat((terms, total[..., None, :]), -2), -2)
+        return total
+
+
 @pytest.mark.parametrize("dtype", ["e4m3", "e5m2"])
-@pytest.mark.parametrize("tile", [32, 64])
+@pytest.mark.parametrize("of", ["scores", "values"])
+def test_13_bits_of_an_fp8_accumulator_show_in_lse(dtype, of):
+    """Of P·V alone they are less than what P itself loses in fp8, and no fault."""
+    subject = Imprecise(Tiling(block_query=16, block_kv=32))
+    asked = Case(
+        problem=Problem(query=16, kv=512, head_dim=128, dtype=dtype, distribution="uniform")
+    )
+    assert run_case(Ideal(), asked, device="cpu").status == "pass"
+    subject.of = (of,)
+    record = run_case(subject, asked, device="cpu")
+    if of == "scores":
+        assert (record.status, record.judgement.worst.tensor) == ("fail", "lse")
+    else:
+        worst = record.judgement.worst
+        assert abs(worst.got - worst.exact) < worst.allowance
+
+
+@pytest.mark.parametrize("dtype", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("tile", [32, 64, 128])
 def test_sums_of_fp8_products_are_seen(dtype, tile):
-    case = of_check(dtype)["long-sum"]
+    (case,) = (case for name, case in of_gate(FP8, dtype).items() if name == "longer sum")
     for steps, status in (
         (Steps(), "pass"),
         (Steps(kept_out=round_to_format("bf16")), "fail"),

@@ -8,7 +8,11 @@ import pytest
 import torch
 
 from attncheck.diagnose.diagnosis import diagnose_failure
-from attncheck.diagnose.out_of_bounds_reads import misread_strides, out_of_bounds_reads
+from attncheck.diagnose.out_of_bounds_reads import (
+    misread_strides,
+    out_of_bounds_reads,
+    unwritten_memory,
+)
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.relations import relation_named
@@ -216,6 +220,28 @@ def test_of_what_changes_by_itself_nothing_is_said(period):
 def test_a_right_kernel_reads_nothing_beside(question):
     case = Case(problem=ROWS, question=question)
     assert out_of_bounds_reads(case, Ideal(), "cpu", InProcess()) == ""
+    assert unwritten_memory(case, Ideal(), "cpu", InProcess()) == ""
+
+
+class Forgetful(Off):
+    """Leaves what free memory held in every third column of out."""
+
+    def by(self, inputs):
+        held = torch.empty(1, dtype=torch.uint8).double()
+        thirds = torch.arange(inputs.v.shape[-1]) % 3 == 0
+        return ((1.0 + held) * thirds).to(inputs.v.dtype)
+
+
+def test_what_nothing_has_written_is_told():
+    kernel, case = Forgetful(), Case(problem=PROBLEM)
+    assert unwritten_memory(case, kernel, "cpu", InProcess()) == "out"
+    first = told(kernel, case).diagnosis.ranked[0]
+    assert (first.model, first.parameters) == ("free-memory-read", {"of": "out"})
+
+
+@pytest.mark.parametrize("period", [2, 3, 4, 7, 8])
+def test_of_what_changes_by_itself_no_memory_is_told(period):
+    assert unwritten_memory(Case(problem=PROBLEM), Turning(period), "cpu", InProcess()) == ""
 
 
 def test_what_is_read_beside_is_told_before_what_explains_a_part():

@@ -26,13 +26,13 @@ _USUAL_LAYOUTS = ("ragged", "causal")
 # it, from what each question shows of each model. A question that is not there comes after these.
 ORDER = tuple(
     """
-    padding negative decode-empty-rows decode-window causal-tall uniform positive-ragged
-    causal-even isolated-ragged gqa sink decode-one-query large long-sum scale
-    negative-causal decode-causal-wide ones-ragged empty-rows ones-causal ramp-ragged
-    one-key decode-causal-tall decode-padding causal-wide one-hot ragged negative-ragged
-    decode-causal-even two_level-ragged decode-ragged mean-ragged outliers one-query window
-    isolated-causal-2 causal ramp-causal-2 positive-causal two_level-causal-2 plain
-    mean-causal decode-causal decode-gqa
+    window-edge decode-empty-rows padding negative positive-ragged causal-tall uniform
+    decode-causal-even isolated-ragged gqa sink decode-one-query window-wide long-sum large
+    scale ones-ragged empty-rows one-key causal-wide ramp-ragged decode-causal-tall window
+    causal-even decode-padding ragged decode-window negative-ragged outliers decode-gqa
+    decode-causal-wide isolated-causal-2 causal ramp-causal-2 negative-causal two_level-ragged
+    one-query one-hot positive-causal two_level-causal-2 mean-causal decode-causal ones-causal
+    decode-ragged plain mean-ragged
     """.split()  # noqa: SIM905  # as a list it has a line for each of fifty
 )
 _ROUNDS = 2  # of a probe's numbers: decoding is done in one, ramps are fast and slow

@@ -268,6 +268,14 @@ ALONE: dict[str, tuple[str, ...]] = {
 }
 """Values that leave nothing to see of the others: asked in rows of their own."""
 
+TOGETHER: tuple[Fields, ...] = (
+    # All far below −10⁴: a finite number in place of −∞ is above them.
+    {"scale": "huge", "distribution": "negative_logits"},
+    # exp(0 − LSE) of a key that is not there is infinite, and 0 times it NaN.
+    {"backward": "backward", "distribution": "negative_logits"},
+)
+"""Values that show beside one another what none shows beside plain ones: in rows of their own."""
+
 
 def _paged(row: Mapping[str, Any]) -> bool:
     return "paging" in STORED[row["stored"]]
@@ -362,7 +370,7 @@ def row_name(row: Mapping[str, Any]) -> str:
 def alone_rows(axes: Mapping[str, Sequence[Any]]) -> Iterator[Row]:
     """Yield a row for each value of ``ALONE``, where there is one: with shared heads, backward.
 
-    An extent is one of each mask that has it.
+    An extent is one of each mask that has it. Then a row for each of ``TOGETHER``.
     """
     common = {name: values[0] for name, values in axes.items()}
     common["backward"] = axes["backward"][-1]
@@ -379,6 +387,10 @@ def alone_rows(axes: Mapping[str, Sequence[Any]]) -> Iterator[Row]:
                 row |= {"backward": axes["backward"][0]} if excluded else {}
                 if not any(cannot_be(row) for _, cannot_be in EXCLUSIONS):
                     yield row
+    for values in TOGETHER:
+        # Whatever distributions there is time for elsewhere.
+        if all(values[name] in axes[name] for name in values if name != "distribution"):
+            yield common | values
 
 
 Row = dict[str, Any]
@@ -448,7 +460,7 @@ class FewRows:
         return axes
 
     def alone(self) -> Iterator[Row]:
-        """Yield a row for each value that leaves nothing to see of others, of two masks at most."""
+        """Yield ``alone_rows``, of two masks at most."""
         axes = {name: [*values] for name, values in self.axes().items()}
         count: dict[tuple[Any, ...], int] = {}
         for row in alone_rows(axes):

@@ -132,6 +132,23 @@ _TABLE: tuple[NamedProblem, ...] = (
         mask=Spec.of("sliding_window", window=17),
     ),
     _row(
+        "window-wide",
+        "H2 Q150",
+        CHECK,
+        CONTRACT,
+        summary="a window wider than a tile: it does not begin before the keys do",
+        mask=Spec.of("sliding_window", window=100),
+    ),
+    # Row 0 sees the keys 127 to 133: of any usual tile one, and some of the next.
+    _row(
+        "window-edge",
+        "H2 Q17 K150",
+        CHECK,
+        CONTRACT,
+        summary="a window that begins with the last key of a tile",
+        mask=Spec.of("offset", Spec.of("sliding_window", window=7), rows=133),
+    ),
+    _row(
         "padding",
         "B2 Q35 K60 D80",
         CHECK,
@@ -267,6 +284,8 @@ _TABLE: tuple[NamedProblem, ...] = (
         backward=True,
         dcaptured=True,
     ),
+    # Of tiles of 128 those that a long sum has are too few to show beside e5m2's own rounding.
+    _row("longer sum", "H1 Q16 K16384", FP8, distribution="small_terms"),
     # The smallest scale there is: times a descale it is 0, and 0 times a score of −∞ is NaN.
     _row("no scale", "Q4 K70", FP8, mask=_CAUSAL, scale=FORMATS["fp32"].subnormal_spacing),
     # More than the 65 535 places of a grid's second axis. Of so many heads exact attention takes

@@ -88,7 +88,7 @@ class GateOptions:
     jobs: int | None = verb.option(
         "--jobs",
         "N",
-        "Kernels at work at the same time (default: by cores and GPUs, at most 4 for each).",
+        "Kernels at work at the same time (default: by cores, at most 4, or 14 for each GPU).",
         type=click.IntRange(1, 256),
     )
     timeout: str | None = verb.timeout()

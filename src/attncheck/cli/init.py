@@ -81,7 +81,7 @@ def _table(kernel: Entry, detected: DetectedCapabilities, path: Path, name: str)
     proposal, comments = propose_table(detected, entry_from(kernel.entry, path))
     before = kernel.capabilities
     if before is not None:
-        kept = ("arithmetic", "backward", "sources", "max_query", "max_kv", "override")
+        kept = ("arithmetic", "backward", "sources", "max_query", "max_rows", "max_kv", "override")
         proposal = replace(proposal, **{field: getattr(before, field) for field in kept})
     return render_table(proposal, table_header(path, name), comments)
 

@@ -143,7 +143,9 @@ def _say(text: str) -> None:
 JOURNAL = "results.jsonl"
 
 _INTERRUPTED = 130
-_MOST_WORKERS = 4  # that are started unless somebody asks for more
+# Workers that are started unless somebody asks for more: of a CPU, and of a GPU that has memory.
+_MOST_WORKERS, _MOST_OF_A_GPU = 4, 14
+_GPU_MEMORY = 6 << 30  # bytes for a worker and its kernel's process
 
 
 def started_now() -> str:
@@ -160,14 +162,16 @@ def worker_places(jobs: int | None, device: str) -> list[WorkerPlace]:
         return [WorkerPlace(threads=1)] * (jobs or min(cores, _MOST_WORKERS))
     # Those that this process may use, by the names that CUDA_VISIBLE_DEVICES takes.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    gpus = [name.strip() for name in visible if name.strip()]
-    if not gpus:
-        import torch
+    import torch
 
-        gpus = [str(number) for number in range(max(1, torch.cuda.device_count()))]
-    # A compiler works beside the GPU: several workers of one GPU wait for it at the same time.
-    count = jobs or max(1, min(cores // 2, _MOST_WORKERS * len(gpus)))
-    return [WorkerPlace(gpu=gpus[number % len(gpus)], threads=1) for number in range(count)]
+    gpus = [name.strip() for name in visible if name.strip()]
+    gpus = gpus or [str(number) for number in range(max(1, torch.cuda.device_count()))]
+    # Most of a worker's time a compiler works, on a core: the GPU has time for many.
+    if jobs is None:
+        memory = torch.cuda.get_device_properties(0).total_memory
+        of_each = max(_MOST_WORKERS, min(_MOST_OF_A_GPU, memory // _GPU_MEMORY))
+        jobs = max(1, min(cores - 2, of_each * len(gpus)))
+    return [WorkerPlace(gpu=gpus[number % len(gpus)], threads=1) for number in range(jobs)]
 
 
 def existing_journal(directory: str, *, fresh: bool) -> JournalContent | None:

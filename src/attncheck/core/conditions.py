@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import functools
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
+
+    from attncheck.core.declared_arithmetic import Arithmetic
+
+Others = ParamSpec("Others")
+Step = TypeVar("Step")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,6 +57,8 @@ class Conditions:
     given_scores: bool = False
     has_score_mod: bool = False  # whether a score mod stands between products and scores
     has_sink: bool = False  # whether the last key is a sink
+    # What steps of bounds have made of these rows: see ``kept_step``. No other rows' ever.
+    steps: list[_KeptStep] = field(default_factory=list, init=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -105,3 +115,69 @@ class ReadConditions:
     # The score mod's derivative with respect to that number, float64; 0 where not seen.
     slope: torch.Tensor
     error: ScoreModError  # what a kernel's may be off by
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _KeptStep:
+    """The result of a step of a bound, and what it was made from beside the Conditions."""
+
+    function: Callable[..., Any]
+    others: tuple[Any, ...]
+    read: dict[str, Any]  # what it read of the arithmetic
+    result: Any
+
+    def answers(
+        self, function: Callable[..., Any], arithmetic: Arithmetic, others: tuple[Any, ...]
+    ) -> bool:
+        """Return whether the function would make the same again."""
+        return (
+            self.function is function
+            and all(map(_same, self.others, others))
+            and all(getattr(arithmetic, name) == value for name, value in self.read.items())
+        )
+
+
+def _same(one: object, other: object) -> bool:
+    return one is other or (isinstance(one, float) and one == other)
+
+
+class _Read:
+    """An Arithmetic that notes what is read of it."""
+
+    def __init__(self, arithmetic: Arithmetic) -> None:
+        self._arithmetic = arithmetic
+        self.noted: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        value = self.noted[name] = getattr(self._arithmetic, name)
+        return value
+
+
+def kept_step(
+    function: Callable[Concatenate[Conditions, Arithmetic, Others], Step],
+) -> Callable[Concatenate[Conditions, Arithmetic, Others], Step]:
+    """Make ``function`` keep with its Conditions what it returns, as long as those live.
+
+    Kernels of one case differ in little of their arithmetic, and most steps of their bounds read
+    nothing of that: one result is that of all arithmetics in which what was read is equal. Nobody
+    may write to it. Further arguments are taken for the same only where they are the same object.
+    """
+
+    @functools.wraps(function)
+    def kept(
+        conditions: Conditions,
+        arithmetic: Arithmetic,
+        /,
+        *others: Others.args,
+        **named: Others.kwargs,
+    ) -> Step:
+        assert not named, "a kept step is called by position"
+        for step in conditions.steps:
+            if step.answers(function, arithmetic, others):
+                return cast("Step", step.result)
+        reading = _Read(arithmetic)
+        result = function(conditions, cast("Arithmetic", reading), *others, **named)
+        conditions.steps.append(_KeptStep(function, others, reading.noted, result))
+        return result
+
+    return cast("Callable[Concatenate[Conditions, Arithmetic, Others], Step]", kept)

@@ -19,6 +19,7 @@ from attncheck.core.mod_spec import FULL, NONE, Spec
 from attncheck.diagnose.explanations import Asked, form_tiles, form_words, within_twice
 from attncheck.fault_models import FAULT_MODELS
 from attncheck.inputs.problem import USUAL_SCALE, Case
+from attncheck.judge.fault_explanation import FaultPrediction
 from attncheck.verify.evidence_builder import EvidenceBuilder
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from attncheck.fault_models.exact_attention import ExactAttention
     from attncheck.fault_models.fault_model import Family
     from attncheck.inputs.problem import Problem
 
@@ -33,13 +35,24 @@ if TYPE_CHECKING:
     """What the kernel gives in each run of a Case; nothing where it does not take it."""
 
 _FEWEST = 5  # cases that are asked however long they take
+_ENOUGH = 3  # answers, of fewer of which nothing is confirmed
 _LENGTHS = (1, 2, 4, 8, 16, 17, 32, 33, 64, 65, 128, 129)
 _TILE = 16  # keys of the smallest tile that kernels have
 _HALF = 0.5  # of a key, from which it counts
 
 
-def independent_cases(case: Case) -> Iterator[Case]:
-    """Yield cases like ``case`` of other numbers, lengths, heads, scale, head dim and mask."""
+def independent_cases(
+    case: Case, takes: Callable[[Problem], bool] = lambda _problem: True
+) -> Iterator[Case]:
+    """Yield cases like ``case`` of other numbers, lengths, heads, scale and head dim.
+
+    They have what the problem has and no more: of a second fault in what it has not, a mask say,
+    its own cause would be refuted there.
+
+    Args:
+        case: That failed.
+        takes: Whether the kernel takes a Problem; the nearest that it does is asked in its place.
+    """
     problem = case.problem
     seed, dim = problem.seed + 1, 64 if problem.head_dim > 64 else 128
     group = {"heads": 4, "kv_heads": 2} if problem.heads < 4 else {}
@@ -47,10 +60,16 @@ def independent_cases(case: Case) -> Iterator[Case]:
     scale = (
         {"scale": USUAL_SCALE} if problem.scale == problem.replace(scale=USUAL_SCALE).scale else {}
     )
-    square: dict[str, object] = {"query": 150, "kv": 150, "seed": seed}
     changes: list[dict[str, object]] = [
         {"seed": seed},
-        {**square, "scale": problem.scale * 0.75},
+        # What one distribution hides another shows: far below 0 no rescaling leaves anything.
+        {
+            "query": 150,
+            "kv": 150,
+            "seed": seed,
+            "scale": problem.scale * 0.75,
+            "distribution": "normal",
+        },
         # As many rows more than keys, or fewer, as there were: that is what empty rows are of.
         {"query": problem.query + 37, "kv": problem.kv + 37, "seed": seed + 5},
         {"batch": 2, "query": 40, "kv": 124, "seed": seed + 1, **group},
@@ -59,14 +78,25 @@ def independent_cases(case: Case) -> Iterator[Case]:
         # Few keys, of which the largest tiles have no half.
         {"head_dim": dim, "value_dim": dim, "query": 20, "kv": 20, "seed": seed + 3, **scale},
         {"scale": problem.scale * 0.75, "seed": seed + 4},
+        # A kernel may take no other lengths than those that it was asked.
+        {"batch": 2, "heads": 4, "kv_heads": 4, "seed": seed + 6},
+        {"distribution": "normal", "seed": seed + 7},
     ]
-    if problem.mask == FULL:
-        changes.append({**square, "mask": Spec.of("causal")})
+    asked = {problem}
     for change in changes:
         try:
             other = problem.replace(**change)
         except ProblemError:  # a mask may be of so many keys and no more
             continue
+        nearest: Problem | None = other
+        if not takes(other):
+            from attncheck.cases.strategies.problems import nearest_supported  # loads Hypothesis
+
+            nearest = nearest_supported(other, takes, ())
+        if nearest is None or nearest in asked:
+            continue
+        other = nearest
+        asked.add(other)
         yield Case(problem=other, question=case.question, parameters=case.parameters)
         if case.question != "compare" and change["seed"] == seed:
             yield Case(problem=other)
@@ -81,21 +111,29 @@ class Confirmation:
     problems: int
 
 
-def confirm(models: Collection[str], case: Case, ask: Ask, *, seconds: float) -> Confirmation:
+def confirm(
+    models: Collection[str],
+    case: Case,
+    ask: Ask,
+    *,
+    seconds: float,
+    takes: Callable[[Problem], bool] = lambda _problem: True,
+) -> Confirmation:
     """Return those of ``models`` that predict all that the kernel gives on independent cases.
 
-    Nothing is confirmed where it is right on all of them, or NaN throughout.
+    Nothing is confirmed where it is right on all of them, or NaN throughout, or answers few.
 
     Args:
         models: What explains a failure.
         case: Of the failure.
         ask: Calls the kernel.
         seconds: After which no further case is asked, but for the first few.
+        takes: As of ``independent_cases``.
     """
     left: dict[str, set[object] | None] = dict.fromkeys(models)
     telling = number = 0
     end = time.monotonic() + seconds
-    for other in independent_cases(case):
+    for other in independent_cases(case, takes):
         if not left or (number >= _FEWEST and time.monotonic() > end):
             break
         for asked in ask(other):
@@ -104,7 +142,8 @@ def confirm(models: Collection[str], case: Case, ask: Ask, *, seconds: float) ->
             both = {name: _common(left[name], words[name]) for name in left}
             left = {name: some for name, some in both.items() if some is None or some}
             telling += asked.error.proven and _is_telling(asked)
-    return Confirmation(left=tuple(left), confirmed=bool(left and telling), problems=number)
+    confirmed = bool(left and telling and number >= _ENOUGH)
+    return Confirmation(left=tuple(left), confirmed=confirmed, problems=number)
 
 
 def contradicted(
@@ -132,7 +171,11 @@ def contradicted(
             evidence = EvidenceBuilder(case, device)
             evidence.establish(reference_errors=False)
             right = within_twice(evidence, asked.arithmetic)
+            # Which keys a loop visits may be wrong where there is a mask alone.
+            other = case.problem.mask.name != own.mask.name
             for name in models:
+                if other and FAULT_MODELS[name].family in {"mask", "tile"}:
+                    continue
                 says = form_tiles(right, FAULT_MODELS[name]) if left[name] else {}
                 left[name] -= {tile for tile, agrees in says.items() if not agrees}
     return {name for name, of in tiles.items() if any(of.values()) and not left[name]}
@@ -156,7 +199,15 @@ class Observations:
     facts: tuple[str, ...] = ()
 
 
-def observe(asked: Asked, case: Case, ask: Ask, *, varies: bool, seconds: float) -> Observations:
+def observe(
+    asked: Asked,
+    case: Case,
+    ask: Ask,
+    *,
+    varies: bool,
+    seconds: float,
+    takes: Callable[[Problem], bool] = lambda _problem: True,
+) -> Observations:
     """Return where and when a kernel is wrong, and the family of faults that this tells.
 
     Args:
@@ -165,6 +216,7 @@ def observe(asked: Asked, case: Case, ask: Ask, *, varies: bool, seconds: float)
         ask: Calls the kernel.
         varies: Whether it gives something else where memory holds something else.
         seconds: After which no shorter length is asked.
+        takes: As of ``independent_cases``.
     """
     facts = [_place(asked)]
     facts += ["what it gives changes with what free memory holds"] if varies else []
@@ -175,7 +227,7 @@ def observe(asked: Asked, case: Case, ask: Ask, *, varies: bool, seconds: float)
             facts.append(f"{'wrong as well' if wrong else 'right'} {words}")
             needed |= set() if wrong else {name}
     runs = [asked, *_with_few_keys(case, ask)]
-    for other in itertools.islice(independent_cases(case), _FEWEST):
+    for other in itertools.islice(independent_cases(case, takes), _FEWEST):
         runs += ask(other)
     every = [(run, _Counts.of(run)) for run in runs if run.error.proven]
     facts += next((told for _, one in every if one is not None and (told := one.facts())), [])
@@ -203,20 +255,35 @@ def _own_family(run: Asked, *, counts: _Counts | None) -> Family | None:
     error, alive = run.error, run.call.parts.lse > -torch.inf
     if not error.forward:
         return "gradient"
-    beyond = [error.beyond(name) for name in error.wrong]
-    rows = torch.stack([x.any(-1) if x.dim() > alive.dim() else x for x in beyond]).any(0)
+    beyond = {name: error.beyond(name) for name in error.wrong}
+    off = [x.any(-1) if x.dim() > alive.dim() else x for x in beyond.values()]
+    rows = torch.stack(off).any(0)
     if not bool((rows & alive).any()):
         # Where no row sees a key, a mask that is not looked at is wrong alike.
         return "empty rows" if bool(alive.any()) else None
-    # What NaN is from, its numbers do not tell.
-    if not all(bool(error.got[name][alive].isfinite().all()) for name in error.wrong):
-        return None
+    wrong = [error.got[name][off & _rows_of(off, alive)] for name, off in beyond.items()]
+    if not all(bool(x.isfinite().all()) for x in wrong):
+        # NaN that is read is another's: no input has any, and all that is wrong is it.
+        alone = all(not bool(x.isfinite().any()) for x in wrong)
+        return "overflow" if alone and _is_finite(run.call) else None
     if set(error.wrong) == {"lse"}:
         return "lse"
     return None if counts is None else counts.family()
 
 
-_THROUGHOUT: tuple[Family, ...] = ("empty rows", "lse", "gradient")
+def _rows_of(tensor: Tensor, rows: Tensor) -> Tensor:
+    """``rows`` as they broadcast to out, or to LSE."""
+    return rows[..., None] if tensor.dim() > rows.dim() else rows
+
+
+def _is_finite(call: ExactAttention) -> bool:
+    """Return whether no number is NaN or infinite that the kernel may read."""
+    problem, inputs = call.problem, call.inputs.tensors().values()
+    # Pages that are nobody's hold NaN.
+    return problem.paging is None and all(bool(x.isfinite().all()) for x in inputs)
+
+
+_THROUGHOUT: tuple[Family, ...] = ("empty rows", "lse", "gradient", "overflow")
 """What is told by which numbers are right: by all that it gets wrong, or by nothing."""
 
 _TOLD_BY: dict[str, Family] = {
@@ -230,26 +297,29 @@ _TOLD_BY: dict[str, Family] = {
 
 def _plainer(problem: Problem) -> dict[str, tuple[str, dict[str, object]]]:
     """What the problem may be without, in words: what makes the kernel right tells its cause."""
-    changes: dict[str, tuple[str, dict[str, object]]] = {}
     if problem.backward or problem.operation != "attention":
-        return changes
-    if problem.score != NONE:
-        changes["score"] = ("without the score mod", {"score": NONE, "dcaptured": False})
-    if problem.sink:
-        changes["sink"] = ("without the sink", {"sink": False})
-    if problem.mask != FULL:
-        changes["mask"] = ("without the mask", {"mask": FULL})
-    if problem.paging is not None:
-        changes["paging"] = ("without pages", {"paging": None})
-    if problem.batch > 1:
-        changes["batch"] = ("with one sequence alone", {"batch": 1})
-    if problem.kv_heads > 1:
-        changes["heads"] = ("with one head alone", {"heads": 1, "kv_heads": 1})
-    elif problem.heads > 1:
-        changes["group"] = ("with one query head alone", {"heads": 1})
-    if problem.dtype != "fp32" and not problem.formats.scaled:
-        changes["dtype"] = ("in fp32", {"dtype": "fp32"})
-    return changes
+        return {}
+    one_group = problem.kv_heads == 1
+    causal: dict[str, object] = {"mask": Spec.of("causal")}
+    narrow = problem.dtype != "fp32" and not problem.formats.scaled
+    square = problem.mask == FULL and problem.query == problem.kv
+    table: tuple[tuple[bool, str, str, dict[str, object]], ...] = (
+        (
+            problem.score != NONE,
+            "score",
+            "without the score mod",
+            {"score": NONE, "dcaptured": False},
+        ),
+        (problem.sink, "sink", "without the sink", {"sink": False}),
+        (problem.mask != FULL, "mask", "without the mask", {"mask": FULL}),
+        (square, "causal", "with a causal mask", causal),
+        (problem.paging is not None, "paging", "without pages", {"paging": None}),
+        (problem.batch > 1, "batch", "with one sequence alone", {"batch": 1}),
+        (not one_group, "heads", "with one head alone", {"heads": 1, "kv_heads": 1}),
+        (one_group and problem.heads > 1, "group", "with one query head alone", {"heads": 1}),
+        (narrow, "dtype", "in fp32", {"dtype": "fp32"}),
+    )
+    return {name: (words, change) for holds, name, words, change in table if holds}
 
 
 def _asked_with(case: Case, change: dict[str, object], ask: Ask) -> Sequence[Asked]:
@@ -282,14 +352,13 @@ def _with_few_keys(case: Case, ask: Ask) -> Iterator[Asked]:
     if problem.operation != "attention" or problem.backward:
         return
     for dim in dict.fromkeys((problem.value_dim, 128)):
-        length = dim - 1
-        change: dict[str, object] = {
-            "query": length,
-            "kv": length,
-            "head_dim": dim,
-            "value_dim": dim,
-        }
-        yield from _asked_with(case, change, ask)
+        # One short of whole tiles; or as many, for a kernel that takes whole tiles alone.
+        for length in (dim - 1, dim):
+            change: dict[str, object] = {"query": length, "kv": length}
+            runs = _asked_with(case, change | {"head_dim": dim, "value_dim": dim}, ask)
+            yield from runs
+            if runs:
+                break
 
 
 def _place(asked: Asked) -> str:
@@ -335,6 +404,7 @@ class _Counts:
     counts: Tensor
     doubt: Tensor
     seen: Tensor
+    asked: Asked
     with_lse: bool  # without it a tile that is gone looks like another one that weighs more
     other_sum: bool  # whether LSE is wrong, or not there
 
@@ -366,6 +436,7 @@ class _Counts:
             counts=counts,
             doubt=doubt,
             seen=call.seen.expand(counts.shape),
+            asked=asked,
             with_lse=with_lse,
             other_sum="lse" in error.wrong or not with_lse,
         )
@@ -376,7 +447,12 @@ class _Counts:
         near = (self.counts - self.counts.round()).abs() <= self.doubt
         if not bool(sure.any()) or not bool(near[sure].all()):
             return None
-        return torch.where(sure, self.counts.round(), self.seen.double())
+        whole = torch.where(sure, self.counts.round(), self.seen.double()).clamp(min=0.0)
+        # What is small looks like 0: these counts have to give what the kernel gave.
+        call = self.asked.call
+        parts = call.softmax(call.s + whole.log(), sink=call.sink)
+        says = FaultPrediction(name="", tensors=parts.outputs.tensors())
+        return whole if self.asked.error.agrees(says) else None
 
     def facts(self) -> list[str]:
         """Which keys count too often, and which too rarely, in words."""

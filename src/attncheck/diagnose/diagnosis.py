@@ -31,6 +31,7 @@ from attncheck.diagnose.out_of_bounds_reads import (
     changes_between_calls,
     misread_strides,
     out_of_bounds_reads,
+    unwritten_memory,
 )
 from attncheck.fault_models import FAULT_MODELS
 from attncheck.fault_models.fault_model import FAMILIES, MOST_GRID_PLACES, SIGNS
@@ -75,6 +76,7 @@ _FAR = "strides_far"
 _LAYOUTS = tuple(name for name in RELATIONS if name.startswith("strides_"))
 # Of these both runs have the numbers of the plain call: where that is right, it is the layout.
 _SAME_NUMBERS = ("strides_heads_last", "strides_gapped", "strides_packed", "strides_transposed")
+_ALONE = "strides_alone"
 
 
 @contextmanager
@@ -115,6 +117,8 @@ def diagnose_failure(
     # that are left to chance, others may say the same.
     certain = named and findings is not None and findings.finite and not findings.ranking[0].loose
     proof = failure.proof(wrong=findings is not None, explained=certain)
+    if proof is None and not named and findings is not None and findings.varies:
+        proof = failure.of_memory()
     if proof is None and (diagnosis is None or diagnosis.level == "unknown"):
         proof = failure.sign()
     if proof is not None:
@@ -305,10 +309,14 @@ class _Failure:
             if findings is not None:
                 yield findings
 
+    def takes(self, problem: Problem) -> bool:
+        """Return whether it is asked ``problem``."""
+        return self.executor.refusal(self.subject, problem, self.device) is None
+
     def ask(self, case: Case) -> list[Asked]:
         """Return what it gives in each run of ``case``; nothing where it does not take it."""
         with _skip_unfit():
-            if self.executor.refusal(self.subject, case.problem, self.device) is not None:
+            if not self.takes(case.problem):
                 return []
             runs = []
             for number, evidence in self._runs(case):
@@ -349,7 +357,7 @@ class _Failure:
             if models and findings.asked is not None:
                 wrong = contradicted(models, passed, findings.asked, self.device)
             models = [name for name in models if name not in wrong]
-        told = confirm(models, case, self.ask, seconds=_CONFIRMING)
+        told = confirm(models, case, self.ask, seconds=_CONFIRMING, takes=self.takes)
         plain = [name for name in told.left if FAULT_MODELS[name].order < _FITTED]
         left, families = plain or told.left, {FAULT_MODELS[name].family for name in told.left}
         ranking = [one for one in ranking if one.name in left]
@@ -371,6 +379,7 @@ class _Failure:
                     self.ask,
                     varies=findings.varies,
                     seconds=_OBSERVING,
+                    takes=self.takes,
                 )
         if seen is None:
             return diagnosis
@@ -409,14 +418,23 @@ class _Failure:
 
     def _of_layout(self, case: Case) -> Explanation | None:
         """Explain a failing relation of layouts where no input alone is wrong laid out near."""
-        if case.question not in (_FAR, *_SAME_NUMBERS):
+        if case.question not in (_FAR, _ALONE, *_SAME_NUMBERS):
             return None
         status = self.status(case)  # far rows take gibibytes: once more is to do
         if status != "fail":
             return _sign("not-the-same-again") if status == "pass" else None
-        if case.question == _FAR:
-            return _sign("far-offsets-wrap", of=STRIDED_TENSORS[int(case.parameters["tensor"])])
-        return _sign("strides-not-taken", of="k" if case.question == "strides_transposed" else "")
+        of = "k" if case.question == "strides_transposed" else ""
+        if "tensor" in case.parameters:
+            of = STRIDED_TENSORS[int(case.parameters["tensor"])]
+        return _sign("far-offsets-wrap" if case.question == _FAR else "strides-not-taken", of=of)
+
+    def of_memory(self) -> Explanation | None:
+        """Return the sign that it gives what memory held; None where that is not certain."""
+        with _skip_unfit():
+            case = Case.from_json(self.record.case)
+            names = unwritten_memory(case, self.subject, self.device, self.executor)
+            return _sign("free-memory-read", of=names) if names else None
+        return None
 
     def sign(self) -> Explanation | None:
         """Return the sign that calls differ; None where there is none."""

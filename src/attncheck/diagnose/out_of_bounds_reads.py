@@ -1,4 +1,4 @@
-"""Proofs that a kernel reads what is no input, or takes its strides for others."""
+"""Proofs that a kernel reads what is no input, never writes, or takes its strides for others."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from attncheck.core.outputs import Outputs
     from attncheck.subjects.capabilities.subject import Subject
+    from attncheck.verify.memory_patterns import Fill
 
 _AGAIN = 2
 # Pairs of calls: what gives one of two things by chance agrees with 2 · 4 of them once in 128, and
@@ -37,39 +38,49 @@ class _CallComparison:
         self.promised = promised and (subject.promises_gradients or not case.problem.backward)
         self._times = _PAIRS if self.promised else _PAIRS_UNPROMISED
 
-    def execution(self, evidence: EvidenceBuilder, by: Surroundings) -> Execution | None:
+    def execution(
+        self, evidence: EvidenceBuilder, by: Surroundings, fill: Fill = "pattern"
+    ) -> Execution | None:
         # What it allocates holds the same each time: else it would hold what lay beside an input
         # of the call before.
         result = self._executor.run(
             self._subject,
             evidence.inputs,
             origin=self._origin,
-            under=CallConditions(fill="pattern", surroundings=by),
+            under=CallConditions(fill=fill, surroundings=by),
         )
         return result if isinstance(result, Execution) else None
 
-    def differ(self, evidence: EvidenceBuilder, by: Surroundings) -> bool:
-        """Return whether ordinary numbers around it give one thing and ``by`` always another."""
-        sides = Surroundings(), by
-        first = tuple(self._outputs(evidence, side) for side in sides)
-        if not _differ(*first):
-            return False
+    def differ(
+        self, evidence: EvidenceBuilder, by: Surroundings, fill: Fill = "pattern"
+    ) -> tuple[str, ...]:
+        """Return the outputs that are one thing in ordinary conditions, and always another so.
+
+        Args:
+            by: What lies around the inputs.
+            fill: What it allocates holds.
+        """
+        sides: tuple[tuple[Surroundings, Fill], ...] = (Surroundings(), "pattern"), (by, fill)
+        first = tuple(self._outputs(evidence, *side) for side in sides)
+        names = _differ(*first)
         for turn in range(1, self._times):
             # Not in turns alone: what changes from call to call would agree with them.
             order = (1, 0) if turn.bit_count() % 2 else (0, 1)
             for side in order:
-                again = self._outputs(evidence, sides[side])
-                if again is None or _differ(again, first[side]):
-                    return False
-        return True
+                again = self._outputs(evidence, *sides[side])
+                if not names or again is None or _differ(again, first[side]):
+                    return ()
+        return names
 
     def changes(self, evidence: EvidenceBuilder) -> bool:
         """Return whether calls that are alike in all that we decide give other bits."""
         first, *more = (self._outputs(evidence, Surroundings()) for _ in range(1 + self._times))
         return any(_differ(again, first) for again in more)
 
-    def _outputs(self, evidence: EvidenceBuilder, by: Surroundings) -> Outputs | None:
-        result = self.execution(evidence, by)
+    def _outputs(
+        self, evidence: EvidenceBuilder, by: Surroundings, fill: Fill = "pattern"
+    ) -> Outputs | None:
+        result = self.execution(evidence, by, fill)
         return None if result is None else result.outputs
 
 
@@ -112,6 +123,23 @@ def out_of_bounds_reads(case: Case, subject: Subject, device: str, executor: Exe
             # What shows beside all inputs and beside none alone may be chance.
             if alone:
                 return ", ".join(alone)
+    return ""
+
+
+def unwritten_memory(case: Case, subject: Subject, device: str, executor: Executor) -> str:
+    """Return outputs, with commas between, that hold what memory held that nothing has written.
+
+    That is an output's own, or a buffer's between kernels: they change with it, and with nothing
+    else. Empty where none is known. Arguments as of ``out_of_bounds_reads``.
+    """
+    if not _can_repeat(case):
+        return ""
+    for number, evidence in enumerate(_evidence(case, device)):
+        comparison = _CallComparison(
+            subject, executor, Origin(case=case, run=number), evidence.case
+        )
+        if names := comparison.differ(evidence, Surroundings(), "inverse"):
+            return ", ".join(names)
     return ""
 
 
@@ -160,14 +188,16 @@ def _evidence(case: Case, device: str) -> Iterator[EvidenceBuilder]:
         yield EvidenceBuilder(case, device)
 
 
-def _differ(one: Outputs | None, before: Outputs | None) -> bool:
-    """Return whether any number differs; NaN is NaN. Dcaptured is added up in whatever order."""
+def _differ(one: Outputs | None, before: Outputs | None) -> tuple[str, ...]:
+    """Return what differs in any number; NaN is NaN. Dcaptured is added up in whatever order."""
     # A call that failed says nothing of what lies beside its inputs.
     if one is None or before is None:
-        return False
+        return ()
     then = before.tensors()
-    return any(
-        not bool(((x == then[name]) | (x.isnan() & then[name].isnan())).all())
+    return tuple(
+        name
         for name, x in one.tensors().items()
-        if name in then and name != "dcaptured"
+        if name in then
+        and name != "dcaptured"
+        and not bool(((x == then[name]) | (x.isnan() & then[name].isnan())).all())
     )

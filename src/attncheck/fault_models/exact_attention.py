@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ from attncheck.core.outputs import Outputs
 from attncheck.mods.captured_gradients import CapturedSums
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch import Tensor
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from attncheck.mods.signatures import MaskMod, ScoreMod
 
 TRIED_TILES = (16, 32, 64, 128)  # keys of a tile that are tried where a kernel declares none
+_KEY_TILES = (16, 32, 48, 64, 96, 128)  # where rows may be more, or fewer
 
 # What a mod raises that takes 0-d indices alone, or reads a table behind its end.
 _NOT_BROADCAST = (RuntimeError, IndexError, TypeError, ValueError)
@@ -121,6 +123,11 @@ class ExactAttention:
         # A tile that holds all keys is like any larger one.
         small = [size for size in sizes if size < self.problem.kv]
         return tuple(small + sizes[len(small) : len(small) + 1])
+
+    @property
+    def any_tiles(self) -> tuple[tuple[int, int], ...]:
+        """(query rows, keys) of a tile, of which one may be longer than the other."""
+        return self.tiles if len(self.tiles) == 1 else tuple(product(TRIED_TILES, _KEY_TILES))
 
     @property
     def row_tiles(self) -> tuple[int, ...]:
@@ -446,6 +453,7 @@ class ExactGradients:
         dout: Tensor | None = None,
         dp: Tensor | None = None,
         slopes: Tensor | None = None,
+        q: Tensor | None = None,
         k: Tensor | None = None,
     ) -> Outputs:
         """Exact out and LSE with these gradients; each argument in place of the exact one."""
@@ -457,7 +465,7 @@ class ExactGradients:
         # Where P is 0 a derivative that is not finite has no part.
         dx = torch.where(p == 0, 0.0, dz * (self.slopes if slopes is None else slopes))
         dq = _signed_sum(dx, call.k if k is None else k) * call.scale
-        dk = _signed_sum(dx.mT, call.q) * call.scale
+        dk = _signed_sum(dx.mT, call.q if q is None else q) * call.scale
         dv = _signed_sum(p.mT, dout)
         dsink = None
         if call.sink is not None:
@@ -476,6 +484,24 @@ class ExactGradients:
     def seeing(self, seen: Tensor) -> Outputs:
         """The gradients where rows see other keys in the backward."""
         return self.gradients(weights=self.weights(seen=seen))
+
+    def reading(self, read: Mapping[str, Tensor]) -> Outputs:
+        """The gradients where the backward reads others for q, k, v, dout, lse or delta.
+
+        Each ``(batch, heads, …)``, of each query head.
+        """
+        call = self.call
+        q, k, v = (read.get(name, getattr(call, name)) for name in "qkv")
+        dout = read.get("dout", self.dout)
+        s = call.modified(q @ k.mT * call.scale) if {"q", "k"} & {*read} else None
+        return self.gradients(
+            weights=self.weights(s=s, lse=read.get("lse")),
+            delta=read.get("delta"),
+            dout=dout,
+            dp=dout @ v.mT,
+            q=q,
+            k=k,
+        )
 
     def summed_over(self, heads: Tensor) -> dict[str, Tensor]:
         """DK and dV summed over these query heads, ``(kv_heads, any)``."""

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping  # dataclasses
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal
+
+import torch
 
 from attncheck.core.outputs import Outputs
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from attncheck.core.tensor_names import TensorName
     from attncheck.fault_models.exact_attention import ExactAttention
     from attncheck.fault_models.steps import Steps
     from attncheck.inputs.problem import Problem
@@ -62,7 +66,7 @@ FAMILIES: dict[Family, str] = {
     "score": "what is added to scores or done to them: the score mod, softcap, a bias or the sink",
     "mapping": "where numbers are read or written: head, sequence, page, stride or column",
     "memory": "memory that is stale, never written, or not the call's",
-    "overflow": "NaN or infinity: an overflow, 0 · ∞ or ∞ - ∞",
+    "overflow": "NaN or infinity of finite numbers: an overflow, 0 · ∞, 0 / 0 or ∞ - ∞",
     "precision": "lost precision: something is rounded to too few bits",
     "gradient": "a term of the gradients: the forward is right",
 }
@@ -90,6 +94,12 @@ class FaultModel:
 
     def predictions(self, call: ExactAttention) -> Iterator[Prediction]:
         """Yield what ``call`` gives with the fault, in each form that there is."""
+        for one in self._forms(call):
+            yield one
+            if self.of == "backward":
+                yield from _of_one_kernel(one, call.backward.exact)
+
+    def _forms(self, call: ExactAttention) -> Iterator[Prediction]:
         for steps in self.steps:
             for outputs, parameters in call.predict(steps):
                 yield Prediction(outputs=outputs, parameters=parameters)
@@ -100,6 +110,34 @@ class FaultModel:
                 yield Prediction(outputs=form)
             else:
                 yield Prediction(outputs=form[0], parameters=form[1])
+
+
+def _of_one_kernel(whole: Prediction, exact: Outputs) -> Iterator[Prediction]:
+    """Yield what is left where only one of the two kernels that many backwards have has the fault.
+
+    One gives dQ, the other dK and dV.
+    """
+    kernels: dict[str, tuple[TensorName, ...]] = {"dq": ("dq",), "dk, dv": ("dk", "dv")}
+    right = exact.tensors()
+    changed = {n for n, x in whole.outputs.tensors().items() if not torch.equal(x, right[n])}
+    for of, mine in kernels.items():
+        others = {name: right[name] for names in kernels.values() for name in names}
+        others = {name: x for name, x in others.items() if name not in mine}
+        if not changed & {*mine} or not changed & {*others}:
+            continue
+        family = whole.family
+        yield replace(
+            whole,
+            outputs=replace(whole.outputs, **others),
+            parameters={**whole.parameters, "kernel of": of},
+            family=None if family is None else partial(_with_others, family, others),
+        )
+
+
+def _with_others(
+    family: Callable[[float], Outputs], others: dict[TensorName, Tensor], size: float
+) -> Outputs:
+    return replace(family(size), **others)
 
 
 class ModelTable(dict[str, FaultModel]):
@@ -169,6 +207,10 @@ SIGNS: dict[str, str] = {
     "depends-on-the-batch": (
         "what a sequence gives depends on the others of its batch, within rounding: the whole "
         "batch decides into how many parts its keys are cut, or which launch it gets"
+    ),
+    "free-memory-read": (
+        "the result changes with what free memory holds: part of an output, or of a buffer between "
+        "kernels, is never written, or something is read before its start or behind its end"
     ),
     "grid-axis-exceeded": (
         "there are more sequences and heads than the 65 535 places of an axis of the grid: nothing "

@@ -12,7 +12,14 @@ from torch.nn.functional import pad
 from attncheck.fault_models.exact_attention import ExactGradients, sum_group
 from attncheck.fault_models.fault_model import Form, has_mask, has_score
 from attncheck.fault_models.gradient_models import BackwardTable, nan_where
-from attncheck.fault_models.layout_models import contiguous, read_as, wider
+from attncheck.fault_models.layout_models import (
+    INDICES,
+    contiguous,
+    read_as,
+    read_in_place,
+    same_along,
+    wider,
+)
 from attncheck.fault_models.steps import Steps
 from attncheck.mods.captured_gradients import Leaf, captured_tensors, leaf_gradients
 
@@ -228,6 +235,64 @@ def _parts(grad: ExactGradients, rows: int, keys: int) -> Iterator[Tensor]:
         tile = (call.i // rows == row) & (call.j // keys == key)
         for b, h in product(range(problem.batch), range(problem.heads)):
             yield tile & (call.b == b) & (call.h == h)
+
+
+def _whose(grad: ExactGradients) -> dict[str, dict[str, Tensor]]:
+    """What a backward reads, by whom an index is of: each by itself, or rows of a tile together."""
+    call = grad.call
+    each = {name: getattr(call, name) for name in "qkv"} | {"dout": grad.dout}
+    each |= {"lse": call.parts.lse, "delta": grad.delta}
+    groups: list[tuple[str, ...]] = [(name,) for name in each]
+    groups += [("k", "v"), ("q", "dout"), ("lse", "delta"), ("q", "dout", "lse", "delta")]
+    return {", ".join(names): {name: each[name] for name in names} for names in groups}
+
+
+@_model("backward-operand-swapped", "the backward reads one of q, k, v and dO in place of another")
+def _(grad: ExactGradients) -> Iterator[Form]:
+    inputs, call = grad.call.inputs, grad.call
+    for mine, other in permutations(("q", "k", "v", "dout"), 2):
+        own, its = getattr(inputs, mine), getattr(inputs, other)
+        for read, inside in read_in_place(own, its):
+            # What lies behind the other is nobody's to predict.
+            if bool(inside.all()):
+                there = read.double()
+                there = call.by_query_head(there) if mine in "kv" else there
+                yield grad.reading({mine: there}), {"of": f"{other} for {mine}"}
+
+
+@_model(
+    "backward-index-missing",
+    "an index is missing where the backward reads: all that it tells apart get the same numbers",
+)
+def _(grad: ExactGradients) -> Iterator[Form]:
+    for whose, tensors in _whose(grad).items():
+        for name, axes in INDICES.items():
+            if all(axes[-1] < x.dim() for x in tensors.values()):
+                read = {n: same_along(x, axes, 0) for n, x in tensors.items()}
+                yield grad.reading(read), {"of": whose, "index": name}
+
+
+@_model(
+    "backward-first-tile-again",
+    "the backward reads the first tile again in place of every other: its pointer, or index, does "
+    "not move on",
+)
+def _(grad: ExactGradients) -> Iterator[Form]:
+    call = grad.call
+    for whose, tensors in _whose(grad).items():
+        length = next(iter(tensors.values())).shape[2]
+        for size in call.key_tiles:
+            if size < length:
+                place = torch.arange(length) % size
+                read = {name: x[:, :, place] for name, x in tensors.items()}
+                yield grad.reading(read), {"of": whose, "tile": size}
+    # The mask may be asked about the first tile, too: it counts once for each of them.
+    for of, index in {"all of keys": call.j, "all of rows": call.i}.items():
+        for size in call.key_tiles:
+            count = -(-index.numel() // size)
+            if count > 1:
+                weights = count * grad.weights(seen=call.seen & (index < size))
+                yield grad.gradients(weights=weights), {"of": of, "tile": size}
 
 
 @_model("dout-strides", "dO is read with other strides than its own", order=1)

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.fault_models.exact_attention import ExactGradients, sum_group
+from attncheck.fault_models.exact_attention import TRIED_TILES, ExactGradients, sum_group
 from attncheck.fault_models.fault_model import Form, ModelTable, Prediction, has_mask, has_score
 from attncheck.fault_models.mask_models import mask_without
-from attncheck.fault_models.steps import LOG2E, Steps
+from attncheck.fault_models.steps import LOG2E, Steps, round_to_format
+from attncheck.fault_models.tile_models import tile_visibility
 from attncheck.mods import masks
 
 if TYPE_CHECKING:
@@ -98,10 +99,15 @@ for _name, _sentence, _scaled in (
     _model(_name, _sentence, steps=Steps(scaled_gradients=_scaled))
 
 
-@_model("gradient-units", "dQ or dK is off by log2 e, or multiplied by the scale once too often")
+@_model(
+    "gradient-units",
+    "dQ or dK is off by its sign, by log2 e, or multiplied by the scale once too often, or divided "
+    "by it",
+)
 def _(grad: ExactGradients) -> Iterator[Form]:
     # dS in base 2 misses ln 2; the scale may be in q already.
-    factors = (LOG2E, 1.0 / LOG2E, grad.call.scale)
+    scale = grad.call.scale
+    factors = (-1.0, LOG2E, 1.0 / LOG2E, scale, 1.0 / scale**2 if scale else 0.0)
     for names, factor in product((("dq",), ("dk",), ("dq", "dk"), ("dv",)), factors):
         yield grad.times(factor, *names), {"of": ", ".join(names)}
 
@@ -114,9 +120,14 @@ def _(grad: ExactGradients) -> Iterator[Form]:
 
 @_model("backward-mask-ignored", "the backward ignores the mask", has_mask())
 def _(grad: ExactGradients) -> Iterator[Form]:
-    ones = torch.ones_like(grad.call.seen)
+    call = grad.call
+    ones = torch.ones_like(call.seen)
     yield grad.seeing(ones)
-    yield grad.seeing((grad.call.parts.lse > -math.inf)[..., None].expand(grad.call.shape))
+    yield grad.seeing((call.parts.lse > -math.inf)[..., None].expand(call.shape))
+    # Hidden scores may be 0, as of a mask that is multiplied; or hidden in tiles alone.
+    yield grad.gradients(weights=grad.weights(s=torch.where(call.seen, call.s, 0.0), seen=ones))
+    for rows, size in call.tiles:
+        yield grad.seeing(tile_visibility(call, rows, size)[0]), {"tile": size}
     # Or fp32's largest number where exp overflows.
     largest = torch.finfo(torch.float32).max
     yield grad.gradients(weights=grad.weights(seen=ones).clamp(max=largest))
@@ -202,6 +213,15 @@ def _(grad: ExactGradients) -> Iterator[Form]:
         yield grad.gradients(weights=grad.weights(s=call.modified(call.x * factor)))
 
 
+@_model("backward-scores-rounded", "the backward rounds scores to too few bits", order=1)
+def _(grad: ExactGradients) -> Iterator[Form]:
+    call = grad.call
+    # Natural ones, or those to base 2.
+    for name, unit in product(("fp16", "bf16"), (1.0, LOG2E)):
+        s = call.modified(round_to_format(name)(call.x * unit) / unit)
+        yield grad.gradients(weights=grad.weights(s=s)), {"format": name}
+
+
 @_model("dq-tile-dropped", "a tile of keys adds nothing to dQ", order=1)
 def _(grad: ExactGradients) -> Iterator[Form]:
     call, exact = grad.call, grad.exact
@@ -235,6 +255,26 @@ def _(grad: ExactGradients) -> Iterator[Form]:
             yield replace(exact, dk=dropped.dk, dv=dropped.dv), parameters
             yield replace(exact, dk=dropped.dk), parameters
             yield replace(exact, dv=dropped.dv), parameters
+
+
+@_model(
+    "backward-loop-too-short",
+    "a loop of the backward begins too late or ends too early: keys, or rows, have no part",
+    order=1,
+)
+def _(grad: ExactGradients) -> Iterator[Form]:
+    call, step = grad.call, TRIED_TILES[0]
+    for of, index in {"keys": call.j, "rows": call.i}.items():
+        length = index.numel()
+        # The first or the last one alone, or whole tiles.
+        gone = {"the first": index < 1, "the last": index >= length - 1}
+        gone |= {f"from {end}": index >= end for end in range(step, length, step)}
+        gone |= {f"up to {end}": index < end for end in range(step, length, step)}
+        for name, lost in gone.items():
+            word = name if name.startswith("the") else name.split()[0]
+            yield grad.seeing(call.seen & ~lost), {"of": of, "which": word}
+    last = call.i[..., 0] == call.problem.query - 1
+    yield grad.gradients(delta=torch.where(last, 0.0, grad.delta)), {"of": "delta"}
 
 
 @_model("backward-kv-heads", "the backward reads another key head", lambda p: p.kv_heads > 1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from itertools import permutations, product
 from typing import TYPE_CHECKING
 
 import torch
@@ -139,6 +141,104 @@ def _(call: ExactAttention) -> Iterator[Form]:
     yield from with_keys(call, call.k[of], call.v[of])
 
 
+@_model("operand-swapped", "one of q, k and v is read in place of another", applies=is_attention)
+def _(call: ExactAttention) -> Iterator[Form]:
+    for mine, other in permutations("qkv", 2):
+        for read, inside in read_in_place(*(getattr(call.inputs, name) for name in (mine, other))):
+            # What lies behind the other is nobody's to predict.
+            if bool(inside.all()):
+                yield _reading(call, {mine: read}, of=f"{other} for {mine}")
+            elif mine == "q":
+                outputs, parameters = _reading(call, {mine: read}, of=f"{other} for {mine}")
+                behind = ~inside.all(-1)[:, :, call.rows]
+                yield Prediction(outputs=outputs, parameters=parameters, free=behind)
+
+
+def read_in_place(own: Tensor, other: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield what is read of ``other`` where ``own`` was to be, and where that has any.
+
+    Both are taken for contiguous, with heads before rows, or rows before heads.
+    """
+    for axes in ((0, 1, 2, 3), (0, 2, 1, 3)):
+        shape, size = own.permute(axes).shape, other.numel()
+        steps = places(tuple(shape), contiguous(shape))
+        at = sum(steps, torch.zeros((), dtype=torch.int64))
+        values = other.permute(axes).flatten()[at.clamp(max=size - 1)]
+        yield values.permute(axes), (at < size).permute(axes)
+
+
+INDICES: dict[str, tuple[int, ...]] = {
+    "sequence": (0,),
+    "head": (1,),
+    "row": (2,),
+    "column": (3,),
+    "sequence and row": (0, 2),
+    "sequence, head and row": (0, 1, 2),
+}
+"""Axes of q, k and v that an index, or several in one, tells apart; keys are their rows."""
+
+
+def same_along(tensor: Tensor, axes: tuple[int, ...], number: int) -> Tensor:
+    """Return a tensor whose ``number`` along the last of these axes is everywhere."""
+    same = tensor
+    for axis in axes:
+        same = same.narrow(axis, number if axis == axes[-1] else 0, 1)
+    return same.expand(tensor.shape)
+
+
+@_model(
+    "index-missing",
+    "an index is missing where q, k or v is read: all that it tells apart get the same numbers",
+    applies=is_attention,
+)
+def _(call: ExactAttention) -> Iterator[Form]:
+    # Without its number all are the first; where only a stride is left, the second.
+    for number, (names, axes) in product((0, 1), INDICES.items()):
+        for whose in ("q", "k", "v"):
+            own: Tensor = getattr(call, whose)
+            # Keys of the first head, or sequence, are told by models of their own.
+            if whose != "q" and number == 0 and names in {"sequence", "head"}:
+                continue
+            if number < own.shape[axes[-1]]:
+                yield (
+                    attending(call, {whose: same_along(own, axes, number)}),
+                    {
+                        "of": whose,
+                        "index": names,
+                    },
+                )
+
+
+@_model(
+    "first-tile-again",
+    "the first tile is read again in place of every other: its pointer, or index, does not move on",
+    applies=is_attention,
+)
+def _(call: ExactAttention) -> Iterator[Form]:
+    kv, query = call.problem.kv, call.problem.query
+    for size in call.key_tiles:
+        if size < kv:
+            place = torch.arange(kv) % size
+            for names in ("k", "v", "kv"):
+                read = {name: getattr(call, name)[:, :, place] for name in names}
+                yield attending(call, read), {"of": ", ".join(names), "tile": size}
+            # The mask may be asked about the first tile, too: it counts once for each of them.
+            count, there = -(-kv // size), call.j < size
+            again = call.s + math.log(count)
+            yield call.attend(s=again, seen=call.seen & there), {"of": "all", "tile": size}
+    for size in call.row_tiles:
+        if size < query and call.whole:
+            place = torch.arange(query) % size
+            yield attending(call, {"q": call.q[:, :, place]}), {"of": "q", "tile": size}
+
+
+def attending(call: ExactAttention, read: dict[str, Tensor]) -> Outputs:
+    """Return outputs with other q, k or v ``(batch, heads, …)``, of each query head."""
+    q, k = read.get("q", call.q), read.get("k", call.k)
+    x = q @ k.mT * call.scale if {"q", "k"} & {*read} else None
+    return call.attend(x=x, v=read.get("v"))
+
+
 @_model(
     "query-heads-swapped",
     "the output of one head is that of another",
@@ -191,12 +291,14 @@ def _(call: ExactAttention) -> Iterator[Form]:
                 yield _reading(call, {name: read})
 
 
-def _reading(call: ExactAttention, changed: dict[str, Tensor]) -> Form:
+def _reading(
+    call: ExactAttention, changed: dict[str, Tensor], of: str = ""
+) -> tuple[Outputs, dict[str, str]]:
     read = dataclasses.replace(call.inputs, **changed)  # type: ignore[arg-type]  # q, k and v
     q, k, v = read.promoted()
     k, v = call.by_query_head(k), call.by_query_head(v)
     x = q[:, :, call.rows] @ k.mT * call.scale
-    return call.attend(x=x, v=v), {"of": ", ".join(changed)}
+    return call.attend(x=x, v=v), {"of": of or ", ".join(changed)}
 
 
 @_model(

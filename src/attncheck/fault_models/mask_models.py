@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.functional import pad
 
 from attncheck.core.mod_spec import FULL, Dimensions, Spec
 from attncheck.fault_models.fault_model import ModelTable, Parameters, has_mask
 from attncheck.fault_models.steps import Steps, replace_mask_parts
+from attncheck.fault_models.tile_models import tile_visibility
 from attncheck.mods import masks
 from attncheck.mods.library import build_mask
 
@@ -171,14 +173,23 @@ def _padding(more: int) -> Steps:
     )
 
 
+@_model(
+    "window-ignored",
+    "the sliding window is ignored: only what is causal of it is left",
+    applies=has_mask("sliding_window"),
+    steps=mask_without("sliding_window", instead=masks.causal),
+)
+def _(call: ExactAttention) -> Iterator[Rows]:
+    # A loop that begins where the window does visits no more than its tiles.
+    causal = call.visible(masks.causal)
+    for rows, size in call.any_tiles:
+        some, _ = tile_visibility(call, rows, size)
+        yield call.attend(seen=some & causal), {"tile": size, "rows": rows}
+
+
 for _names, _sentence, _steps in (
     ("window-one-wider", "the sliding window is one key too wide on its left", _window(1)),
     ("window-one-narrower", "the sliding window is one key too narrow on its left", _window(-1)),
-    (
-        "window-ignored",
-        "the sliding window is ignored: only what is causal of it is left",
-        mask_without("sliding_window", instead=masks.causal),
-    ),
 ):
     _model(_names, _sentence, applies=has_mask("sliding_window"), steps=_steps)
 
@@ -265,16 +276,30 @@ def _(call: ExactAttention) -> Iterator[Rows]:
         yield call.attend(seen=seen), {"ignored": str(gone)}
 
 
-_model(
+@_model(
     "mask-ignored",
     "the mask is ignored: every row sees every key",
     applies=has_mask(),
     steps=Steps(mask=lambda problem, _: None if problem.mask == FULL else masks.full),
 )
+def _(call: ExactAttention) -> Iterator[Rows]:
+    if call.problem.mask == FULL:
+        return
+    # The end of the keys may be part of what is ignored: padding of the last tile counts.
+    for _, size in call.tiles:
+        count = -call.problem.kv % size
+        if count:
+            z = torch.cat([call.s, call.s.new_zeros((*call.shape[:3], count))], -1)
+            parts = call.softmax(z, pad(call.v, (0, 0, 0, count)), sink=call.sink)
+            yield parts.outputs, {}
 
 
 @_model("causal-always", "a causal mask is applied that nobody asked for")
 def _(call: ExactAttention) -> Iterator[Rows]:
     # Both alignments that published kernels have.
-    for later in dict.fromkeys((0, call.problem.kv - call.problem.query)):
+    corners = [0, call.problem.kv - call.problem.query]
+    # Or one key narrower, so that a row does not see its own: of what is causal that is an edge.
+    if not has_mask(*_CAUSAL)(call.problem):
+        corners += [corner - 1 for corner in corners]
+    for later in dict.fromkeys(corners):
         yield call.attend(seen=call.seen & (call.i + later >= call.j)), {"offset": later}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from itertools import product
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from attncheck.core.formats import FORMATS
 from attncheck.core.outputs import Outputs
 from attncheck.fault_models.fault_model import Form, ModelTable, Prediction, is_attention
 from attncheck.fault_models.steps import LOG2E, Steps, round_to_format
+from attncheck.fault_models.tile_models import tile_visibility
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -57,6 +59,14 @@ def _(call: ExactAttention) -> Iterator[Form]:
     # The scale may be in the weights and not in what rescales, or the reverse.
     for exponent in (call.scale, 1 / call.scale):
         yield from call.predict(Steps(rescale_exponent=exponent))
+    # Or the weights are of another base than all else, the maximum in LSE too.
+    for size, base in product(call.key_tiles, (LOG2E, 1.0 / LOG2E)):
+        if size < call.problem.kv and call.sink is None:
+            outputs = call.online(size, Steps(rescale_exponent=1.0 / base), call.z * base)
+            assert outputs.lse is not None, "as it was made"
+            rest = outputs.lse - call.parts.maximum * base
+            lse = torch.where(call.parts.dead, -math.inf, call.parts.maximum + rest)
+            yield Outputs(outputs.out, lse), {"tile": size, "of": "the weights"}
 
 
 RECURRENCE.add(
@@ -69,6 +79,36 @@ RECURRENCE.add(
     "the running maximum starts at 0: rows whose scores are all far below lose their weights",
     steps=(Steps(first_maximum=0.0), Steps(zero_maximum_when_empty=True)),
 )
+
+
+@RECURRENCE.add(
+    "earlier-tiles-lost",
+    "the output, the row sum or both are those of the last tile alone: what was summed before is "
+    "thrown away",
+)
+def _(call: ExactAttention) -> Iterator[Form]:
+    parts = call.parts
+    for size in call.key_tiles:
+        if size >= call.problem.kv:
+            continue
+        tile = call.j // size
+        # Of each row, or of each of a block of rows that walk together.
+        some = [(call.seen, {"tile": size})]
+        some += [
+            (tile_visibility(call, rows, size)[0], {"tile": size, "rows": rows})
+            for rows, keys in call.tilings
+            if keys == size
+        ]
+        for visited, parameters in some:
+            last = tile == torch.where(visited, tile, -1).amax(-1, keepdim=True)
+            weights = torch.where(last, parts.weights, 0.0)
+            values, total = weights @ call.v, weights.sum(-1)
+            for of, one in {
+                "out": dataclasses.replace(parts, values=values),
+                "sum": dataclasses.replace(parts, total=total),
+                "both": dataclasses.replace(parts, values=values, total=total),
+            }.items():
+                yield one.outputs, {"of": of, **parameters}
 
 
 def _fp8(problem: Problem) -> bool:
@@ -178,6 +218,12 @@ def _(call: ExactAttention) -> Iterator[Form]:
         rounded = round_to_format(name)
         both = Steps(kept_sum=rounded), Steps(summed_weights=rounded, kept_sum=rounded)
         yield from _rounded_steps(call, ((name, steps) for steps in both))
+
+
+@MODELS.add("lse-rounded", "LSE is rounded to too few bits", order=1)
+def _(call: ExactAttention) -> Iterator[Form]:
+    formats = ("fp16", "bf16")
+    yield from _rounded_steps(call, ((f, Steps(lse=round_to_format(f))) for f in formats))
 
 
 @MODELS.add(

@@ -10,6 +10,7 @@ import torch
 from attncheck.core.outputs import Outputs
 from attncheck.fault_models.fault_model import Form, ModelTable, Prediction, has_score, is_attention
 from attncheck.fault_models.steps import LOG2E, Steps, replace_score_parts
+from attncheck.inputs.problem import USUAL_SCALE
 from attncheck.mods import scores
 from attncheck.mods.library import is_additive
 from attncheck.mods.scores import alibi_slopes
@@ -77,12 +78,13 @@ def _(call: ExactAttention) -> Iterator[Form]:
 
 @_model(
     "scale-of-dim",
-    "the scale is 1 / head_dim, without the square root",
+    "the scale is another power of head_dim than 1 / √head_dim: 1 / head_dim, head_dim, or 1",
     applies=is_attention,
     family="factor",
 )
 def _(call: ExactAttention) -> Iterator[Form]:
-    yield from _factor(call, 1.0 / call.problem.head_dim / call.scale)
+    for power in (-1, 1, -2):
+        yield from _factor(call, call.problem.head_dim**power / call.scale)
 
 
 @_model(
@@ -123,6 +125,26 @@ def _(call: ExactAttention) -> Iterator[Form]:
         constant = 1.0 / math.sqrt(dim)
         if any(True for _ in call.predict(fixed_scale(constant))):
             yield from _factor(call, constant / call.scale, scale=constant)
+
+
+def _usual(problem: Problem) -> bool:
+    return is_attention(problem) and problem.scale == problem.replace(scale=USUAL_SCALE).scale
+
+
+@_model(
+    "scale-default",
+    "the scale that is taken where none is given is not 1 / √head_dim",
+    applies=is_attention,
+    family="factor",
+)
+def _(call: ExactAttention) -> Iterator[Form]:
+    dim = call.problem.head_dim
+    # A scale that is given is taken: there it is right.
+    if not _usual(call.problem):
+        yield call.exact, {}
+        return
+    for factor in (1.0, 1.0 / dim, dim, math.sqrt(dim), 1.0 / dim**2, dim**-0.25):
+        yield from _factor(call, factor / call.scale)
 
 
 @_model(

@@ -25,17 +25,35 @@ SINKS = ModelTable("score")  # of sinks: what has a part in the softmax and no v
 
 _model = MODELS.add
 
-# Large numbers of published kernels: 10ⁿ, and the lowest of fp16 and fp32.
-_SENTINELS = (-1e4, -1e5, -1e6, -1e9, -1e10, -1e30, -65504.0, -3.4028234663852886e38)
+# 0, as of a mask that is multiplied; large numbers of published kernels; the lowest of fp16 and
+# fp32.
+_SENTINELS = (0.0, -1e4, -1e5, -1e6, -1e9, -1e10, -1e30, -65504.0, -3.4028234663852886e38)
 
 
 @_model(
     "not-normalised",
-    "the output is not divided by the row sum",
+    "the output is not divided by the row sum, or multiplied by it",
     family="factor",
 )
 def _(call: ExactAttention) -> Iterator[Form]:
-    yield Outputs(call.parts.values, call.parts.lse)
+    parts = call.parts
+    yield Outputs(parts.values, parts.lse)
+    yield Outputs(parts.values * parts.total[..., None], parts.lse), {"of": "multiplied"}
+
+
+@_model(
+    "sum-missing",
+    "nothing is added to the row sum: it is 0, and LSE is that of no key",
+    family="rescaling",
+)
+def _(call: ExactAttention) -> Iterator[Form]:
+    parts = call.parts
+    lse = torch.full_like(parts.total, -math.inf)
+    # What is 0 is divided by all the same, or 1 is in its place.
+    nothing = torch.where(parts.dead[..., None], 0.0, parts.values * math.inf)
+    for out in (parts.values, nothing):
+        for of_none in (lse, parts.maximum):
+            yield Outputs(out, of_none)
 
 
 @_model(
@@ -50,7 +68,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
 
     # Such keys score 0, as products with padding do.
     def at(count: float) -> Outputs:
-        total = parts.total + count * (-base).exp()
+        total = parts.total + max(count, 0.0) * (-base).exp()
         return Outputs(parts.values / total.clamp(min=1e-300)[..., None], base + total.log())
 
     yield Prediction(outputs=at(1.0), family=at, start=1.0, parameter="keys")
@@ -60,7 +78,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
     "sentinel-finite",
     "hidden keys get a finite score: they have weight where all others score lower",
     applies=has_mask(),
-    steps=(Steps(hidden=_SENTINELS[0]), Steps(hidden=_SENTINELS[2])),
+    steps=(Steps(hidden=-1e4), Steps(hidden=-1e6)),
 )
 def _(call: ExactAttention) -> Iterator[Form]:
     # The number is put in place of a score before or after the scale, or in base 2.
@@ -111,7 +129,7 @@ _model(
 
 @_model("lse-finite-of-empty", "LSE of rows that see no key is a finite number", applies=has_mask())
 def _(call: ExactAttention) -> Iterator[Form]:
-    for number in (0.0, *_SENTINELS):
+    for number in _SENTINELS:
         lse = torch.where(call.parts.dead, number, call.parts.lse)
         yield call.with_lse(lse), {"lse": number}
 

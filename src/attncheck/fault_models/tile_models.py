@@ -10,7 +10,14 @@ import torch
 from torch.nn.functional import pad
 
 from attncheck.core.outputs import Outputs
-from attncheck.fault_models.fault_model import Form, ModelTable, has_mask, is_attention
+from attncheck.fault_models.exact_attention import TRIED_TILES
+from attncheck.fault_models.fault_model import (
+    Form,
+    ModelTable,
+    Parameters,
+    has_mask,
+    is_attention,
+)
 from attncheck.fault_models.steps import LOG2E
 
 if TYPE_CHECKING:
@@ -63,12 +70,26 @@ def _(call: ExactAttention) -> Iterator[Form]:
         if count:
             for outputs in with_padding(call, count):
                 yield outputs, {"tile": size}
+            if any(spec.name == "padding" for spec in call.problem.mask.walk()):
+                yield _with_own_padding(call, size), {"tile": size}
             # A causal mask may hide the padding, which comes after every row's own key.
             if has_mask("causal", "causal_bottom_right")(call.problem):
                 yield call.attend(), {"tile": size}
 
 
-def _without(call: ExactAttention, keys: Tensor, **parameters: int) -> Form:
+def _with_own_padding(call: ExactAttention, size: int) -> Outputs:
+    """The same behind the last key of each sequence, of which some are shorter."""
+    (spec,) = (spec for spec in call.problem.mask.walk() if spec.name == "padding")
+    lengths = torch.tensor(spec.values["lengths"]).view(-1, 1, 1)
+    more = (-lengths % size).expand(call.shape[:3]).double()
+    z = torch.cat([call.z, more.log()[..., None]], -1)
+    v = pad(call.v, (0, 0, 0, 1))
+    return call.softmax(z, v, sink=call.sink).outputs
+
+
+def _without(
+    call: ExactAttention, keys: Tensor, **parameters: int | str
+) -> tuple[Outputs, Parameters]:
     """The call without these keys."""
     return call.attend(seen=call.seen & ~keys), parameters
 
@@ -107,6 +128,51 @@ def _of_block(call: ExactAttention, rows: int, seen: Tensor) -> Tensor:
 
 
 @_model(
+    "loop-bounds",
+    "the loop over keys ends too early, or begins too late: what lies outside counts in no row, or "
+    "not in those of its block",
+)
+def _(call: ExactAttention) -> Iterator[Form]:
+    kv = call.problem.kv
+    # By steps of the smallest tile: whole numbers of any. One tile alone less is another fault's.
+    # Where that holds all keys it is right.
+    step = TRIED_TILES[0]
+    for end in range(step, max(kv, 2 * step) + step, step):
+        if not kv - step <= end < kv:
+            yield _without(call, call.j >= end, tile=end)
+    for rows in call.row_tiles:
+        # A loop that begins at a block's own rows, with what it asks for in whole tiles.
+        yield _without(call, call.j < call.i // rows * rows, rows=rows)
+        # A causal loop that ends where the block's own rows begin; a row of no key is NaN, or 0.
+        if has_mask("causal", "causal_bottom_right", "sliding_window")(call.problem):
+            outputs, _ = _without(call, call.j >= call.i // rows * rows)
+            yield outputs, {"rows": rows}
+            assert outputs.lse is not None, "as it was made"
+            lost = (outputs.lse == -math.inf) & ~call.parts.dead
+            out = torch.where(lost[..., None], math.nan, outputs.out)
+            for lse in (outputs.lse, torch.where(lost, math.nan, outputs.lse)):
+                yield Outputs(out, lse), {"rows": rows}
+
+
+@_model(
+    "edge-key-dropped",
+    "one key at an edge does not count: the first or last of all, or of each tile or split",
+)
+def _(call: ExactAttention) -> Iterator[Form]:
+    kv, j = call.problem.kv, call.j
+    yield _without(call, j == 0, of="all", key="first")
+    yield _without(call, j == kv - 1, of="all", key="last")
+    ends = {f"each {size}": j // size for size in call.key_tiles if size < kv}
+    ends |= {f"each of {n}": j // -(-kv // n) for n in _COUNTS if n < kv}
+    for name, part in ends.items():
+        own = part.flatten()
+        apart = own[1:] != own[:-1]
+        edge = torch.ones(1, dtype=torch.bool)
+        yield _without(call, torch.cat([edge, apart]).view(j.shape), of=name, key="first")
+        yield _without(call, torch.cat([apart, edge]).view(j.shape), of=name, key="last")
+
+
+@_model(
     "partial-tile-dropped",
     "tiles that the mask hides a part of are not visited",
     applies=has_mask(),
@@ -124,7 +190,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
     family="mask",
 )
 def _(call: ExactAttention) -> Iterator[Form]:
-    for rows, size in call.tiles:
+    for rows, size in call.any_tiles:
         some, _ = tile_visibility(call, rows, size)
         yield call.attend(seen=some), {"tile": size, "rows": rows}
 

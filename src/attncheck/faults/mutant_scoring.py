@@ -29,14 +29,15 @@ from msgspec.structs import replace
 from attncheck.core.errors import AttncheckError, UsageError
 from attncheck.core.mod_spec import Spec
 from attncheck.core.sanitize_text import one_line
-from attncheck.diagnose.diagnosis import diagnose_failure
+from attncheck.diagnose.diagnosis import CauseSearch
+from attncheck.fault_models.fault_model import FAMILIES
 from attncheck.faults.mutation import Mutant, mutants_of
 from attncheck.faults.peer_rules import MUTANT_RULES, PeerRules, RecordingExecutor
 from attncheck.faults.scoring import GateRun
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.failure_causes import certain_explanations
-from attncheck.records.fault_scores import MutantScore
+from attncheck.records.fault_scores import MutantOutcome, MutantScore, NameWorth
 from attncheck.records.record import FAILED_STATUSES, Diagnosis, Record
 from attncheck.subjects.load import load_subject
 from attncheck.surveys.claims import claimed_questions, find_claims
@@ -74,7 +75,7 @@ _REFERENCE_CHANGES: tuple[dict[str, Any], ...] = (
 
 
 class Argument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Why a mutant is no fault, or none that can be seen here."""
+    """Why a mutant is no fault, or why it is missed."""
 
     mutants: tuple[str, ...]  # patterns of ids
     because: str
@@ -87,23 +88,16 @@ class Family(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     code: str  # a regular expression that the changed line has
     operators: tuple[str, ...] = ()  # none: all
     models: tuple[str, ...]  # patterns of fault models and signs
+    kinds: tuple[str, ...] = ()  # families of fault models that describe it fairly
 
 
 class MutantTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is known of mutants before any is asked."""
 
     kernels: tuple[str, ...] = ()
-    equivalent: tuple[Argument, ...] = ()
+    equivalent: tuple[Argument, ...] = ()  # no faults: such a mutant counts for neither side
+    missed: tuple[Argument, ...] = ()  # faults that are known to be missed: they count as such
     families: tuple[Family, ...] = ()
-
-    def argued(self, mutant: str) -> str:
-        """Return why a mutant counts for neither side; empty of one that does."""
-        reasons = (
-            each.because
-            for each in self.equivalent
-            if any(fnmatch.fnmatchcase(mutant, one) for one in each.mutants)
-        )
-        return next(reasons, "")
 
     def family(self, mutant: Mutant) -> Family | None:
         """Return the first that a mutant is of; None where nobody has decided."""
@@ -241,26 +235,44 @@ class MutantScorer:
 
 
 def settled(score: MutantScore, table: MutantTable) -> MutantScore:
-    """Return the score of one that was missed as an equivalent one's, where the table argues so.
+    """Return the score of one that was missed with the table's reason, if it has one.
 
     One that is caught stays so: its argument is wrong, or attncheck is.
     """
-    argued = table.argued(score.mutant)
-    if score.outcome == "missed" and argued:
-        return replace(score, outcome="equivalent", reason=argued)
+    outcomes: dict[MutantOutcome, tuple[Argument, ...]]
+    outcomes = {"equivalent": table.equivalent, "missed": table.missed}
+    for outcome, arguments in outcomes.items() if score.outcome == "missed" else ():
+        for each in arguments:
+            if any(fnmatch.fnmatchcase(score.mutant, one) for one in each.mutants):
+                return replace(score, outcome=outcome, reason=each.because)
     return score
 
 
 def judged_name(score: MutantScore, family: Family | None) -> MutantScore:
     """Return the score with what its diagnosis is worth, given what it is right to say."""
-    if score.outcome != "caught" or score.tool != TOOLS[0]:
+    if score.outcome != "caught" or score.tool != TOOLS[0] or score.status != "fail":
         return score
+    return replace(score, named=_worth(score, family))
+
+
+_TRUE_KINDS = ("lse", "gradient", "overflow")
+"""Families that say which outputs are wrong, or NaN, and no more: that is what was compared."""
+
+
+def _worth(score: MutantScore, family: Family | None) -> NameWorth:
+    if score.level not in {"named", "proven", "family"}:
+        return "none"
+    told = score.models[: score.certain]
+    if family and any(fnmatch.fnmatchcase(one, each) for one in told for each in family.models):
+        return "right"
+    if score.level == "proven":  # it holds whatever was changed
+        return "proven"
+    fair = score.kind in (*_TRUE_KINDS, *(family.kinds if family else ()))
+    if score.level == "family" and fair:
+        return "family"
     if family is None:
-        return replace(score, named="unjudged")
-    named = score.models[: score.certain] if score.certain else score.models[:1]
-    if any(fnmatch.fnmatchcase(one, each) for one in named for each in family.models):
-        return replace(score, named="right")
-    return replace(score, named="wrong" if score.certain else "none")
+        return "unjudged"
+    return "neighbour" if fair else "wrong"
 
 
 def _in_a_fork(run: Callable[[Callable[..., None]], None]) -> dict[str, Any]:
@@ -367,6 +379,7 @@ class _Job:
         peers, recording = PeerRules(right, MUTANT_RULES), RecordingExecutor()
         named = [(question.name, question.case) for question in questions]
         failed: Record | None = None
+        search = CauseSearch()
         asked, spent = 0, 0.0
         for record in iter_records([subject], named, device="cpu", executor=recording):
             # Peers' rules take time of their own.
@@ -376,6 +389,7 @@ class _Job:
                 failed = record
                 break
             tell(questions=asked, seconds=round(spent, 3))
+            search.note(record)
             peers.apply(Case.from_json(record.case), recording.first_call)
             recording.forget()
             start += time.perf_counter() - began
@@ -383,13 +397,15 @@ class _Job:
         if failed is not None:
             where |= {"first": failed.variant, "status": failed.status}
             where |= {"shown": one_line(_shown(failed))}
-        tell(outcome="caught" if failed else "missed", **where)
+        elif not asked:  # who takes nothing is not said to be right
+            where |= {"status": "unsupported", "shown": "nothing could be asked of it"}
+        tell(outcome="missed" if asked and failed is None else "caught", **where)
         self._rest_for_peers(subject, named, peers, after=failed.variant if failed else "")
         tell(peers={one.rule: one.caught for one in peers.verdicts})
-        if failed is None:
+        if failed is not None:
+            self._name(failed, subject, search, tell)
+        elif asked:
             tell(identical=_identical(subject, right, [case.problem for _, case in named]))
-        else:
-            self._name(failed, subject, tell)
 
     @staticmethod
     def _rest_for_peers(
@@ -407,16 +423,21 @@ class _Job:
                 peers.apply(case, (inputs, executor.run(subject, inputs)))
 
     @staticmethod
-    def _name(failed: Record, subject: Subject, tell: Callable[..., None]) -> None:
+    def _name(
+        failed: Record, subject: Subject, search: CauseSearch, tell: Callable[..., None]
+    ) -> None:
         began = time.perf_counter()
-        record = diagnose_failure(failed, subject, device="cpu")
+        record = search.diagnose(failed, subject, device="cpu")
         found = record.diagnosis
-        ranked = [one.model for one in found.ranked] if isinstance(found, Diagnosis) else []
-        tell(
-            models=ranked,
-            certain=len(certain_explanations(record)),
-            naming=round(time.perf_counter() - began, 3),
-        )
+        said: dict[str, Any] = {"level": "unknown"}
+        if isinstance(found, Diagnosis):
+            proven = found.level == "named" and bool(found.ranked) and not found.tried
+            kinds = [name for name, words in FAMILIES.items() if words == found.family]
+            said["level"] = "proven" if proven else found.level
+            said["kind"] = kinds[0] if kinds else ""
+            said["models"] = [one.model for one in found.ranked]
+        seconds = round(time.perf_counter() - began, 3)
+        tell(certain=len(certain_explanations(record)), naming=seconds, **said)
 
     def _gate(self, kernel: str, tell: Callable[..., None]) -> None:
         unit = Unit(kind="fault", stage="contract", kernel=kernel, device="cpu", tier=self._tool)

@@ -169,7 +169,8 @@ _RELATIONS: dict[Stage, tuple[str, ...]] = {
 }
 # Asked for each value of this parameter: which tensor is read wrongly, and after which call,
 # nobody knows.
-_EACH_VALUE = {"strides_far": "tensor", "call_order": "between"}
+_EACH_VALUE = dict.fromkeys(("strides_alone", "strides_of_one_column", "strides_far"), "tensor")
+_EACH_VALUE["call_order"] = "between"
 # Asked whatever the turn, on problems of their own.
 _ADDITIONAL = {
     "hidden_keys_nan": named_problems.BACKWARD_CAP,

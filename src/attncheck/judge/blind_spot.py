@@ -46,7 +46,7 @@ from attncheck.core.judgement import BlindSpot
 from attncheck.judge.allowance import Allowance, at_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from torch import Tensor
 
@@ -57,6 +57,8 @@ EXAMINED = 2**23
 each: rows spread evenly where there are more. About a quarter of a second on one core."""
 
 STEP = 16  # products that are added in one step: of 16-bit operands on Hopper
+
+_FEW = 2**17  # sums in every number of bits that are made at once
 
 MOST_BITS = 24  # significant bits of fp32: an accumulator of no fewer is no fault
 
@@ -210,11 +212,20 @@ class _AllowedRows:
         """Relative rounding error of a float64 sum over the keys, of two products and a factor."""
         return (self.weights.shape[-1] + 4) * _UNIT
 
-    def exposes(self, out: Tensor, lse: Tensor) -> bool:
-        """Return whether these results instead of the exact ones would be beyond an allowance."""
+    def exposed(self, out: Tensor, lse: Tensor) -> Tensor:
+        """Return which of these results in place of the exact ones are beyond an allowance.
+
+        Args:
+            out: ``(results, heads, rows, value_dim)``.
+            lse: ``(results, heads, rows)``, or the same of all.
+
+        Returns:
+            Bool, ``(results,)``.
+        """
         known = self.known
         beyond = (out - known.out).abs() > self.out_allowance
-        return bool(beyond.any() or ((lse - known.lse).abs() > self.lse_allowance).any())
+        of_lse = (lse - known.lse).abs() > self.lse_allowance
+        return beyond.flatten(1).any(1) | of_lse.flatten(-2).any(-1)
 
 
 def _softmax(scores: Tensor, seen: Tensor) -> Tensor:
@@ -292,8 +303,9 @@ def _farthest(rows: _AllowedRows) -> Tensor:
         other = each.amax(-1, keepdim=True).expand_as(each)
         other = other.scatter(-1, top, each.scatter(-1, top, 0.0).amax(-1, keepdim=True))
         return torch.maximum(_times_allowed(1 - weights, allowance), other)
-    # One dim after the other, so that nothing of the size rows × kv × dim is ever held.
-    values = rows.known.v.mT.contiguous()
+    # A CPU's caches hold one dim at a time; a GPU has more to do at once.
+    step = 1 if rows.weights.device.type == "cpu" else 32
+    values = rows.known.v.mT.contiguous()[:, :, None]
     out, blur, inverse = (
         part.mT[..., None].contiguous()
         for part in (
@@ -303,9 +315,10 @@ def _farthest(rows: _AllowedRows) -> Tensor:
         )
     )
     farthest = torch.zeros_like(rows.weights)
-    for d in range(values.shape[1]):
-        apart = (values[:, d, None] - out[:, d]).abs_().sub_(blur[:, d]).mul_(inverse[:, d])
-        torch.maximum(farthest, apart, out=farthest)
+    for first in range(0, values.shape[1], step):
+        dims = slice(first, first + step)
+        apart = (values[:, dims] - out[:, dims]).abs_().sub_(blur[:, dims]).mul_(inverse[:, dims])
+        torch.maximum(farthest, apart.amax(1), out=farthest)
     return farthest
 
 
@@ -347,11 +360,23 @@ def _accumulator_bits(rows: _AllowedRows, exposed: int) -> int:
     """
     if rows.known.given_scores:
         return exposed  # nothing is multiplied
+    products = _steps(rows.weights, rows.known.v)
+    scores = None if rows.slope is None else _steps(rows.known.q, rows.known.k.mT)
+
+    def shown(tried: Sequence[int]) -> dict[int, bool]:
+        found = rows.exposed(_cut_sums(products, tried), rows.known.lse)
+        if scores is not None and not bool(found.all()):
+            found = found | _exposed_by_scores(rows, _cut_sums(scores, tried))
+        return dict(zip(tried, found.tolist(), strict=True))
+
     # Bits that show the fault are below all that hide it: halving finds the border.
     hidden = MOST_BITS
     bits = exposed + 1  # most often a later block shows nothing new
+    few = rows.known.out.numel() * MOST_BITS <= _FEW
+    known = shown(range(bits, hidden)) if few else {}
     while exposed < bits < hidden:
-        if _values_expose(rows, bits) or (rows.slope is not None and _scores_expose(rows, bits)):
+        known = known if bits in known else shown([bits])
+        if known[bits]:
             exposed = bits
         else:
             hidden = bits
@@ -359,37 +384,46 @@ def _accumulator_bits(rows: _AllowedRows, exposed: int) -> int:
     return exposed
 
 
-def cut(values: Tensor, bits: int) -> Tensor:
-    """Return float64 ``values`` cut to their first ``bits`` significant bits.
+def first_bits(bits: int) -> int:
+    """Mask of sign, exponent and the first ``bits`` significant bits of a float64."""
+    return -(1 << (53 - bits))
+
+
+def cut(values: Tensor, kept: int | Tensor) -> Tensor:
+    """Return float64 ``values`` cut to the bits that ``kept`` has (``first_bits``).
 
     Normal numbers; the sign is apart from the significand, so that clearing bits lessens the size.
     """
-    return (values.contiguous().view(torch.int64) & -(1 << (53 - bits))).view(torch.float64)
+    return (values.contiguous().view(torch.int64) & kept).view(torch.float64)
 
 
-def _values_expose(rows: _AllowedRows, bits: int) -> bool:
-    """Return whether P·V added up in ``bits`` bits is beyond what out is allowed."""
-    weights, values = rows.weights, rows.known.v
-    total = torch.zeros_like(rows.known.out)
-    for start in range(0, weights.shape[-1], STEP):
-        keys = slice(start, start + STEP)
-        total = cut(total + weights[..., keys] @ values[:, keys], bits)
-    return rows.exposes(total, rows.known.lse)
+def _steps(left: Tensor, right: Tensor) -> Tensor:
+    """Products of ``STEP`` columns of ``left`` at a time, ``(steps, heads, rows, columns)``."""
+    extra = -left.shape[-1] % STEP
+    left = torch.nn.functional.pad(left, (0, extra))
+    right = torch.nn.functional.pad(right, (0, 0, 0, extra))
+    left = left.reshape(*left.shape[:-1], -1, STEP).permute(2, 0, 1, 3)
+    return left @ right.reshape(right.shape[0], -1, STEP, right.shape[-1]).transpose(0, 1)
 
 
-def _scores_expose(rows: _AllowedRows, bits: int) -> bool:
-    """Return whether q·k added up in ``bits`` bits makes out or LSE beyond what they are allowed.
+def _cut_sums(steps: Tensor, bits: Sequence[int]) -> Tensor:
+    """Their sum, cut to so many significant bits after every step: one sum for each."""
+    total = steps.new_zeros((len(bits), *steps.shape[1:]))
+    kept = torch.tensor([*map(first_bits, bits)], device=steps.device)[:, None, None, None]
+    for step in steps:
+        total = cut(total.add_(step), kept)
+    return total
+
+
+def _exposed_by_scores(rows: _AllowedRows, total: Tensor) -> Tensor:
+    """Return for which q·k of ``total`` out or LSE is beyond what it is allowed, bool ``(sums,)``.
 
     Through a score mod to first order, with its slope at the exact products.
     """
     known = rows.known
     assert rows.slope is not None
-    total = torch.zeros_like(known.products)
-    for start in range(0, known.q.shape[-1], STEP):
-        dims = slice(start, start + STEP)
-        total = cut(total + known.q[..., dims] @ known.k[..., dims].mT, bits)
     # The mod itself is not called again: the judge has its slope, and no callable.
     scores = known.scores + rows.slope * (known.scale * total - known.products)
     weights = _softmax(scores, known.seen)
     hidden = torch.where(known.seen, scores, -torch.inf)
-    return rows.exposes(rows.through_values(weights), torch.logsumexp(hidden, -1))
+    return rows.exposed(rows.through_values(weights), torch.logsumexp(hidden, -1))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attncheck.core.conditions import kept_step
 from attncheck.judge.score_errors import exponent_errors, may_overflow, running_size
 from attncheck.judge.sum_roundings import half_ulp, steps_with_keys, sum_roundings
 from attncheck.judge.weight_errors import log_sum_terms, part_shares, row_sum_error, weight_errors
@@ -113,17 +114,11 @@ def _value_terms(
     sums: SumError,
 ) -> dict[str, Tensor]:
     """Terms of the bound before out is rounded, by name, each ``(heads, rows, value_dim)``."""
-    values, touched = finite_values(conditions)
+    values, touched = finite_values(conditions, arithmetic)
     size, exact = values.abs(), conditions.out
-    # B10, B12 and B15: what the weights' errors make of out; never beyond the values.
-    spread = torch.maximum(
-        values.amax(-2)[..., None, :] - exact, exact - values.amin(-2)[..., None, :]
-    )
-    by_weights = [
-        weighted_spread(weight, values, exact) for weight in (moved.relative, moved.changed)
-    ]
-    of_weights = torch.fmin(torch.fmin(*by_weights), spread.clamp_min(0))
-    terms = {name: of_weights * share for name, share in part_shares(errors, moved.changed).items()}
+    of_weights = _spread_of_weights(conditions, arithmetic, moved, values)
+    shares = part_shares(conditions, arithmetic, errors, moved.changed)
+    terms = {name: of_weights * share for name, share in shares.items()}
     # B16: P rounded to its format, and V where it is rounded to tf32.
     if arithmetic.weights_error:
         if sums.rounded is None:
@@ -132,18 +127,37 @@ def _value_terms(
             centered = weighted_spread(moved.rounded, values, exact) + sums.rounded * of_weights
             terms[_ROUNDING] = centered / (1 - sums.rounded)
     if arithmetic.operand_error:
-        terms["rounding of V"] = arithmetic.operand_error * _weighted_size(moved, values)
+        size_of_all = _weighted_size(conditions, arithmetic, moved, values)
+        terms["rounding of V"] = arithmetic.operand_error * size_of_all
     terms["accumulation"] = accumulation_error(conditions, arithmetic, moved, values)
     before = sum(terms.values(), torch.zeros_like(exact))
     division = sums.division * (exact.abs() + before)
     unknown = touched | _overflows(conditions, arithmetic, size)
     terms["division"] = torch.where(unknown, torch.inf, division)
-    terms["underflow"] = _underflow(conditions, arithmetic, size, sums)
+    terms["underflow"] = _underflow(conditions, arithmetic, sums)
     return terms
 
 
-def finite_values(conditions: Conditions) -> tuple[Tensor, Tensor]:
+@kept_step
+def _spread_of_weights(
+    conditions: Conditions, arithmetic: Arithmetic, moved: WeightErrors, values: Tensor
+) -> Tensor:
+    """B10, B12 and B15: what the weights' errors make of out; never beyond the values."""
+    del arithmetic
+    exact = conditions.out
+    spread = torch.maximum(
+        values.amax(-2)[..., None, :] - exact, exact - values.amin(-2)[..., None, :]
+    )
+    by_weights = [
+        weighted_spread(weight, values, exact) for weight in (moved.relative, moved.changed)
+    ]
+    return torch.fmin(torch.fmin(*by_weights), spread.clamp_min(0))
+
+
+@kept_step
+def finite_values(conditions: Conditions, arithmetic: Arithmetic) -> tuple[Tensor, Tensor]:
     """V with 0 for what is not finite, and which elements of out see such a value."""
+    del arithmetic
     odd = ~torch.isfinite(conditions.v)
     touched = torch.zeros_like(conditions.out, dtype=torch.bool)
     if not bool(odd.any()):
@@ -169,15 +183,21 @@ def weighted_spread(weight: Tensor, values: Tensor, center: Tensor) -> Tensor:
     return torch.minimum(plain, (total * spread).sqrt())
 
 
-def _underflow(
-    conditions: Conditions, arithmetic: Arithmetic, size: Tensor, sums: SumError
-) -> Tensor:
+@kept_step
+def _size_of_seen(conditions: Conditions, arithmetic: Arithmetic) -> Tensor:
+    """Σ |v| over the seen keys, ``(heads, rows, value_dim)``."""
+    values, _ = finite_values(conditions, arithmetic)
+    total: Tensor = conditions.seen.to(torch.float64) @ values.abs()
+    return total
+
+
+def _underflow(conditions: Conditions, arithmetic: Arithmetic, sums: SumError) -> Tensor:
     """B17: numbers below the normal range taken for 0, of every weight, rescaling and product."""
     smallest = 2.0**arithmetic.computes.min_exponent
     # A flushed weight is lost times its value, a flushed product by itself.
     count = sum_roundings(conditions, arithmetic)
     lag = 2.0**arithmetic.lazy_rescale
-    lost = count * lag * (conditions.seen.to(torch.float64) @ size) + 2 * count + 4
+    lost = count * lag * _size_of_seen(conditions, arithmetic) + 2 * count + 4
     underflow: Tensor = smallest * lost * (1 + sums.division)
     return underflow
 
@@ -188,7 +208,7 @@ def _overflows(conditions: Conditions, arithmetic: Arithmetic, size: Tensor) -> 
     In any tile's frame: before the largest score has come, lesser ones have weights of 1.
     """
     largest = arithmetic.weights_scale * 2.0**arithmetic.lazy_rescale
-    unnormalised = conditions.seen.to(torch.float64) @ size
+    unnormalised = _size_of_seen(conditions, arithmetic)
     too_large: Tensor = 2 * largest * unnormalised > arithmetic.computes.max
     return too_large | may_overflow(size, arithmetic).any(-2)[..., None, :]
 
@@ -197,7 +217,7 @@ def accumulation_error(
     conditions: Conditions, arithmetic: Arithmetic, moved: WeightErrors, values: Tensor
 ) -> Tensor:
     """Largest error of adding up the products, ``(heads, rows, value_dim)``."""
-    size = _weighted_size(moved, values)
+    size = _weighted_size(conditions, arithmetic, moved, values)
     accumulator, count = arithmetic.values, sum_roundings(conditions, arithmetic)
     if not accumulator.coarse:
         return accumulator.det(count, steps_with_keys(conditions, accumulator)) * size
@@ -206,11 +226,16 @@ def accumulation_error(
     return rounded + torch.minimum(_cut_off(conditions, accumulator, moved, values), size)
 
 
-def _weighted_size(moved: WeightErrors, values: Tensor) -> Tensor:
+@kept_step
+def _weighted_size(
+    conditions: Conditions, arithmetic: Arithmetic, moved: WeightErrors, values: Tensor
+) -> Tensor:
     """Σ of what a kernel adds up, in magnitude: the weights sum to 1, and what rounding adds."""
+    del conditions, arithmetic
     size = values.abs()
     exact = torch.fmin(moved.upper @ size, size.amax(-2)[..., None, :])
-    return exact + moved.rounded @ size
+    total: Tensor = exact + moved.rounded @ size
+    return total
 
 
 @dataclass(frozen=True, slots=True, eq=False)

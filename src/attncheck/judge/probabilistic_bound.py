@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.functional import embedding_bag
 
+from attncheck.core.conditions import kept_step
 from attncheck.judge import deterministic_bound, score_errors
 from attncheck.judge.sum_roundings import (
     half_ulp,
@@ -168,6 +170,7 @@ class _ScoreStatistics:
     sigmas: float  # λ
 
 
+@kept_step
 def _score_statistics(
     conditions: Conditions,
     arithmetic: Arithmetic,
@@ -224,10 +227,9 @@ def _out_statistics(
     conditions: Conditions, arithmetic: Arithmetic, scores: _ScoreStatistics, moved: WeightErrors
 ) -> tuple[Tensor, Tensor]:
     """Standard deviation of out's error before it is rounded, and what is systematic of it."""
-    exact, out, alike = moved.exact, conditions.out, _ALIKE * arithmetic.unit
-    values, _ = deterministic_bound.finite_values(conditions)
-    # B22: of the exponents.
-    of_scores = quadrature(exact * scores.deviation, conditions.scores, values, out, alike)
+    exact, out = moved.exact, conditions.out
+    values, _ = deterministic_bound.finite_values(conditions, arithmetic)
+    of_scores = _of_exponents(conditions, arithmetic, scores.deviation, exact)
     # B23: of P rounded to its format, where nearly equal weights round alike, and of V to tf32.
     of_rounding = torch.zeros_like(out)
     steady = torch.zeros_like(out)
@@ -236,10 +238,7 @@ def _out_statistics(
         of_rounding = of_rounding + arithmetic.operand_error**2 / 3 * of_values
     if arithmetic.weights_error:
         center = out if arithmetic.sums_rounded_weights else None
-        log = conditions.scores - conditions.maximum[..., None]
-        widths = (arithmetic.weights_error / 2, alike)
-        rounded = [quadrature(moved.rounded, log, values, center, width) for width in widths]
-        of_rounding = of_rounding + torch.maximum(*rounded) / 3
+        of_rounding = of_rounding + _of_rounded_weights(conditions, arithmetic, moved) / 3
         # B25: weights below half the smallest number of P's format are lost, all of them. Where
         # they are missing in the row sum too, out is a mean of the others.
         steady = _linear(moved.lost, values, torch.zeros_like(out) if center is None else center)
@@ -262,6 +261,30 @@ def _out_statistics(
         of_sum = sum_bias(conditions, arithmetic) * out.abs()
         steady = steady + torch.maximum(of_sum, of_values)
     return (of_scores + of_rounding + of_sums).sqrt(), steady
+
+
+@kept_step
+def _of_exponents(
+    conditions: Conditions, arithmetic: Arithmetic, deviation: Tensor, exact: Tensor
+) -> Tensor:
+    """B22: variance of out by the exponents."""
+    values, _ = deterministic_bound.finite_values(conditions, arithmetic)
+    alike, weight = _ALIKE * arithmetic.unit, exact * deviation
+    return quadrature(weight, conditions.scores, values, conditions.out, alike)
+
+
+@kept_step
+def _of_rounded_weights(
+    conditions: Conditions, arithmetic: Arithmetic, moved: WeightErrors
+) -> Tensor:
+    """B23: three times the variance of out by P's rounding."""
+    values, _ = deterministic_bound.finite_values(conditions, arithmetic)
+    center = conditions.out if arithmetic.sums_rounded_weights else None
+    log = conditions.scores - conditions.maximum[..., None]
+    widths = (arithmetic.weights_error / 2, _ALIKE * arithmetic.unit)
+    return torch.maximum(
+        *(quadrature(moved.rounded, log, values, center, width) for width in widths)
+    )
 
 
 def _linear(weight: Tensor, values: Tensor, center: Tensor) -> Tensor:
@@ -301,22 +324,24 @@ def quadrature(
         values: ``(heads, kv, value_dim)``.
         center: ``(heads, rows, value_dim)``; None for 0.
     """
+    excess = _excess(weight, log, values, center, width)
+    return (_centered_squares(weight, values, center) + excess.clamp_min(0)).clamp_min(0)
+
+
+def _centered_squares(weight: Tensor, values: Tensor, center: Tensor | None) -> Tensor:
+    """Σ (weight_j · (v_j − center))², ``(heads, rows, value_dim)``; of 0 what float64 has left."""
     square = weight.square()
-    total = square @ values.square()
-    if center is not None:
-        total = (
-            total - 2 * center * (square @ values) + center.square() * square.sum(-1, keepdim=True)
-        )
-    return (total + _excess(weight, log, values, center, width).clamp_min(0)).clamp_min(0)
+    total: Tensor = square @ values.square()
+    if center is None:
+        return total
+    return total - 2 * center * (square @ values) + center.square() * square.sum(-1, keepdim=True)
 
 
 def _excess(
     weight: Tensor, log: Tensor, values: Tensor, center: Tensor | None, width: float
 ) -> Tensor:
     """Amount that groups of several keys add to Σ (weight · (v − center))²."""
-    heads, rows, _ = weight.shape
-    dim = values.shape[-1]
-    # Keys that share a group with another, in order of row and group; one number each.
+    heads, rows, keys = weight.shape
     # Weights whose logarithms lie in one interval may be rounded by the same amount.
     interval = torch.where(weight > 0, (log / width).floor(), -torch.inf)
     ordered, by_interval = interval.sort(-1)
@@ -324,24 +349,32 @@ def _excess(
     none = torch.zeros_like(same[..., :1])
     with_previous = torch.cat([none, same], -1)
     several = with_previous | torch.cat([same, none], -1)
+    first = several & ~with_previous
+    # Keys that share a group with another, in order of row and group.
     head, row, place = several.nonzero(as_tuple=True)
-    key, group = by_interval[head, row, place], (~with_previous[head, row, place]).cumsum(0) - 1
-    at_row = head * rows + row
-    sums = values.new_zeros((heads * rows, dim))
-    # Whole rows at a time: the gathered values are rows × keys × dim at worst.
-    most = (_CPU_NUMBERS if values.device.type == "cpu" else _GPU_NUMBERS) // dim
-    for part in _whole_rows(several.sum(-1).flatten().cumsum(0).tolist(), most):
-        term = values[head[part], key[part]]
+    key = by_interval[head, row, place]
+    shared, at_row, at_key = weight[head, row, key], head * rows + row, head * keys + key
+    alone = torch.zeros_like(weight).index_put_((head, row, key), shared)
+    squares = -_centered_squares(alone, values, center).flatten(0, 1)
+    # Where each group begins, and where a row's keys and groups end.
+    begins = first[head, row, place].nonzero()[:, 0]
+    counted = torch.stack([several, first]).sum(-1).flatten(1).cumsum(-1)
+    ends = {0: 0, **dict(counted.T.tolist())}
+    # Whole rows at a time: sums of groups are half as many rows of values as keys at worst.
+    most = 2 * (_CPU_NUMBERS if values.device.type == "cpu" else _GPU_NUMBERS) // values.shape[-1]
+    for part in _whole_rows(list(ends), most):
+        begin = begins[ends[part.start] : ends[part.stop]]
+        bags = {"offsets": begin - part.start, "mode": "sum"}
+        sums = embedding_bag(
+            at_key[part], values.flatten(0, 1), per_sample_weights=shared[part], **bags
+        )
+        of_group = at_row[begin]
         if center is not None:
-            term -= center[head[part], row[part]]
-        term *= weight[head[part], row[part], key[part]][:, None]
-        number = group[part] - group[part.start]
-        # Every group has two keys at least.
-        together = values.new_zeros((len(number) // 2, dim)).index_add_(0, number, term)
-        of_group = at_row.new_zeros(len(together)).index_put_((number,), at_row[part])
-        sums.index_add_(0, of_group, together.square())
-        sums.index_add_(0, at_row[part], term.square_(), alpha=-1)
-    return sums.view(heads, rows, dim)
+            number = torch.arange(part.stop - part.start, device=values.device)
+            together = embedding_bag(number, shared[part, None], **bags)
+            sums.addcmul_(center.flatten(0, 1)[of_group], together, value=-1)
+        squares.index_add_(0, of_group, sums.square_())
+    return squares.view(heads, rows, -1)
 
 
 def _whole_rows(ends: list[int], most: int) -> Iterator[slice]:
@@ -349,6 +382,6 @@ def _whole_rows(ends: list[int], most: int) -> Iterator[slice]:
     start = 0
     while start < ends[-1]:
         fit = bisect.bisect_right(ends, start + most) - 1
-        stop = max(ends[fit] if fit >= 0 else 0, ends[bisect.bisect_right(ends, start)])
+        stop = max(ends[fit], ends[bisect.bisect_right(ends, start)])
         yield slice(start, stop)
         start = stop

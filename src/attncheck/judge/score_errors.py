@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attncheck.core.conditions import kept_step
 from attncheck.judge.sum_roundings import tiles_passed
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class ScoreError:
     bias: Tensor | None = None
 
 
+@kept_step
 def score_error(conditions: Conditions, arithmetic: Arithmetic) -> ScoreError:
     """The error of ``conditions.products`` as a kernel of this arithmetic computes them.
 
@@ -62,7 +64,8 @@ def score_error(conditions: Conditions, arithmetic: Arithmetic) -> ScoreError:
     operands = 2 * u + u * u
     if scaled is not None:
         operands = (1 + operands) * (1 + scaled.unit_roundoff) - 1
-    contracted = contracted * (1 + operands) + operands * scale * size
+    if operands:
+        contracted = contracted * (1 + operands) + operands * scale * size
     radius = _scaled(conditions, arithmetic, contracted, size)
     variance = _variance(conditions, arithmetic, terms, size, cut)
     if conditions.has_sink:
@@ -151,9 +154,11 @@ def _scaled(
         scaled = abs(conditions.scale) * math.log2(math.e) * conditions.q.abs()
         beyond = (scaled > narrow.max).any(-1, keepdim=True)
         radius = radius + torch.where(beyond, torch.inf, below)
-    lost = may_overflow(conditions.q, arithmetic).any(-1)[..., :, None]
-    lost = lost | may_overflow(conditions.k, arithmetic).any(-1)[..., None, :]
-    return _or_infinite(conditions, arithmetic, torch.where(lost, torch.inf, radius))
+    if arithmetic.operand_error:
+        lost = may_overflow(conditions.q, arithmetic).any(-1)[..., :, None]
+        lost = lost | may_overflow(conditions.k, arithmetic).any(-1)[..., None, :]
+        radius = torch.where(lost, torch.inf, radius)
+    return _or_infinite(conditions, arithmetic, radius)
 
 
 def _or_infinite(conditions: Conditions, arithmetic: Arithmetic, radius: Tensor) -> Tensor:
@@ -276,9 +281,12 @@ class ExponentErrors:
     @property
     def total(self) -> Tensor:
         """Largest |error| of a weight's logarithm (B9)."""
-        return self.product + self.own + self.exponent
+        # Without a score mod ``own`` is a single 0, whatever its shape.
+        before = self.product + self.own if any(self.own.stride()) else self.product
+        return before + self.exponent
 
 
+@kept_step
 def exponent_errors(
     conditions: Conditions, arithmetic: Arithmetic, scores: ScoreError, mod: ScoreModError | None
 ) -> ExponentErrors:
@@ -286,12 +294,15 @@ def exponent_errors(
     seen = conditions.seen
     # A score mod replaces the score's error by its own bound of the mod's result.
     radius = scores.radius if mod is None else mod.radius
-    own = torch.zeros_like(radius) if mod is None else mod.own.clamp_max(radius)
     # A score mod may hide a key, or show it, after rounding: its radius is infinite there.
     unknown = ~torch.isfinite(radius) & (seen if mod is None else True)
     unbounded = unknown.any(-1)
     counted = seen & ~unbounded[..., None]
-    radius, own = torch.where(counted, radius, 0.0), torch.where(counted, own, 0.0)
+    product = radius = torch.where(counted, radius, 0.0)
+    own = radius.new_zeros(()).expand_as(radius)  # takes no memory
+    if mod is not None:
+        own = torch.where(counted, mod.own.clamp_max(mod.radius), 0.0)
+        product = radius - own
     maximum = conditions.maximum[..., None]
     below = (maximum - conditions.scores).abs()
     moved = torch.where(counted, radius - below, 0.0).amax(-1, keepdim=True)
@@ -303,7 +314,7 @@ def exponent_errors(
         conditions, arithmetic, 2 * highest, torch.zeros_like(highest), maximum
     )
     return ExponentErrors(
-        product=radius - own,
+        product=product,
         own=own,
         exponent=torch.where(counted, exponent, 0.0),
         arrival=at_top,
@@ -323,12 +334,14 @@ def _exponent_error(
     score = conditions.scores if score is None else score
     own = maximum_of_keys(conditions)
     maximum = torch.maximum(conditions.maximum.abs(), own.abs())[..., None]
-    below = below + (conditions.maximum - own)[..., None]
+    if conditions.has_sink:
+        below = below + (conditions.maximum - own)[..., None]
     tiles = tiles_passed(conditions, arithmetic)
     each = 2 * arithmetic.exp2_ulps + 1
     differences = factor_roundings(arithmetic) + 2
     lag = 2 * math.log(2) * arithmetic.lazy_rescale
-    count = score.abs() + maximum + 2 * shift + differences * (below + shift + lag) + each * tiles
+    apart = below + shift + lag if lag else below + shift
+    count = score.abs() + maximum + 2 * shift + differences * apart + each * tiles
     if arithmetic.splits > 1:
         logarithm = torch.log(conditions.seen.sum(-1, keepdim=True).clamp_min(1).double())
         count = count + 8 * (score.abs() + maximum + shift + logarithm) + 2 * each + 8

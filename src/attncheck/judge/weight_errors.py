@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attncheck.core.conditions import kept_step
 from attncheck.judge.score_errors import ExponentErrors, factor_roundings, maximum_of_keys
 from attncheck.judge.sum_roundings import division_error, nan_from_one, row_sum_rounding
 
@@ -41,6 +42,7 @@ class WeightErrors:
         return torch.where(self.exact < self.floor, self.exact, 0.0)
 
 
+@kept_step
 def weight_errors(
     conditions: Conditions, arithmetic: Arithmetic, errors: ExponentErrors
 ) -> WeightErrors:
@@ -157,7 +159,7 @@ def log_sum_terms(
     """B18: what LSE's bound is made of, each ``(heads, rows)``."""
     terms = {
         name: moved.total_error[..., 0] * share[..., 0]
-        for name, share in part_shares(errors, moved.exact).items()
+        for name, share in part_shares(conditions, arithmetic, errors, moved.exact).items()
     }
     if sums.rounded is not None:
         terms["rounding of P"] = -torch.log1p(-sums.rounded[..., 0])
@@ -180,13 +182,20 @@ def log_sum_base(conditions: Conditions, arithmetic: Arithmetic, before: Tensor)
     return count * (2 if arithmetic.splits > 1 else 1) * arithmetic.unit
 
 
-def part_shares(errors: ExponentErrors, by: Tensor) -> dict[str, Tensor]:
+@kept_step
+def part_shares(
+    conditions: Conditions, arithmetic: Arithmetic, errors: ExponentErrors, by: Tensor
+) -> dict[str, Tensor]:
     """Share that each part of the exponents' errors has of a row's, ``(heads, rows, 1)``.
 
     Args:
+        conditions: The rows.
+        arithmetic: Whatever it is.
+        errors: Those of the exponents.
         by: ``(heads, rows, kv)``, what each key counts.
     """
+    del conditions, arithmetic
     parts = {"scores": errors.product, "score mod": errors.own, "exponent": errors.exponent}
-    weight = {n: (by * p).sum(-1, keepdim=True) for n, p in parts.items() if bool((p != 0).any())}
+    weight = {n: (by * p).sum(-1, keepdim=True) for n, p in parts.items() if bool(p.any())}
     whole = sum(weight.values(), torch.zeros_like(errors.highest))
     return {n: torch.where(whole > 0, w / whole, 0.0) for n, w in weight.items()}

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from attncheck.inputs.problem import Problem
 
 # (row, key) pairs of one piece. A bound holds some twenty float64 arrays of them: 80 MB on a CPU,
-# 2.7 GB on a GPU.
+# 2.7 GB on a GPU; and each further arithmetic up to ten more.
 _CPU_PAIRS, _GPU_PAIRS = 2**19, 2**24
 
 # Multiplications of q·k and P·V up to which all rows are sampled: on a CPU 4 heads of 512 · 512 at
@@ -54,8 +54,10 @@ def compute_conditions(inputs: Inputs, truth: Outputs, rows: Rows) -> Conditions
         scores, by_mask = products, torch.ones_like(products, dtype=torch.bool)
     else:
         q, k, v = _promoted(inputs, rows)
-        products = q @ k.mT * problem.scale
-        scores, by_mask = _scored(inputs, products, rows), mask_visibility(problem, rows)
+        products = (q @ k.mT).mul_(problem.scale)
+        scores, by_mask = products, mask_visibility(problem, rows)
+        if problem.score != NONE:
+            scores = _scored(inputs, products, rows)
         # Rows that see such a number have no finite result and no bound; others must not see it.
         k, v = (torch.where(x.isfinite(), x, 0.0) for x in (k, v))
     # A sink is one key more for the bounds: its q·k and its value are 0.
@@ -64,7 +66,10 @@ def compute_conditions(inputs: Inputs, truth: Outputs, rows: Rows) -> Conditions
         products = torch.nn.functional.pad(products, (0, 1))
         scores = torch.cat([scores, _sinks(inputs.sink, rows)], -1)
     attended = by_mask & ~torch.isneginf(scores)
+    same = scores is products
     scores = torch.where(attended, scores, 0.0)
+    if not same:
+        products = torch.where(by_mask & ~torch.isneginf(products), products, 0.0)
     maximum = torch.where(attended, scores, -math.inf).amax(-1)
     maximum = torch.where(attended.any(-1), maximum, 0.0)
     weights = torch.exp(scores - maximum[..., None]).masked_fill_(~attended, 0.0)
@@ -75,7 +80,7 @@ def compute_conditions(inputs: Inputs, truth: Outputs, rows: Rows) -> Conditions
         k=k,
         v=v,
         scale=problem.scale,
-        products=torch.where(by_mask & ~torch.isneginf(products), products, 0.0),
+        products=scores if same else products,
         scores=scores,
         seen=attended,
         maximum=maximum,

@@ -185,6 +185,15 @@ MutantOutcome = Literal["caught", "missed", "stillborn", "equivalent", "harness"
 table of its kernel, with the reason."""
 
 
+NameWorth = Literal["", "right", "proven", "neighbour", "family", "wrong", "none", "unjudged"]
+"""What a diagnosis is worth, given what it is right to say.
+
+proven: by asking again, in other memory or layouts, whatever was changed. neighbour: a model of a
+family that is right, and none of those that were to be told. wrong: another's name or family, with
+certainty. Empty where there is nothing to name: it raises, or brings its process down.
+"""
+
+
 class MutantScore(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One mutant of somebody's kernel."""
 
@@ -206,8 +215,10 @@ class MutantScore(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     family: str = ""  # what its diagnosis is to say; empty where nobody has decided
     models: tuple[str, ...] = ()  # that it says, the likeliest first
     certain: int = 0  # how many of these, from the first on, it is certain of
-    # wrong: another's name, with certainty.
-    named: Literal["", "right", "wrong", "none", "unjudged"] = ""
+    # How sure the diagnosis is; proven: by asking again, in other memory or layouts.
+    level: Literal["", "named", "proven", "family", "unknown"] = ""
+    kind: str = ""  # the family of fault models that it tells
+    named: NameWorth = ""
     naming: float = 0.0  # seconds of the diagnosis
     peers: dict[str, bool] = {}  # whether another project's rule catches it on these problems
 

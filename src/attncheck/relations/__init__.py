@@ -34,7 +34,7 @@ RELATIONS: dict[str, Relation] = {
         gradients.GQA_REPEAT,
         *(linearity.PAD_HEAD_DIM, linearity.PAD_VALUE_DIM, linearity.SCALED_QUERY),
         # the same numbers
-        *(same.DESCALE, *same.STRIDES, same.STRIDES_FAR, same.PAGES),
+        *(same.DESCALE, *same.STRIDES, *same.STRIDES_ALONE, same.STRIDES_FAR, same.PAGES),
         *(same.REPEAT, same.CALL_ORDER, same.MASK_ORDER),
         parts.ALONE_IN_BATCH,
         same.LAUNCHES,

@@ -313,9 +313,61 @@ STRIDES = (
     ),
 )
 
-_FAR = 2**31  # elements: one more than an int32 counts
 STRIDED_TENSORS = ("q", "k", "v", "dout")
-"""Tensors that the parameter ``tensor`` of ``strides_far`` counts."""
+"""Tensors that the parameter ``tensor`` of ``strides_far`` and others counts."""
+
+
+def _other_layouts(problem: Problem) -> Allowed:
+    rows = dict.fromkeys(("q", "dout"), problem.heads * problem.query)
+    rows |= dict.fromkeys(("k", "v"), problem.kv_heads * problem.kv)
+    columns = dict.fromkeys(("q", "k"), problem.head_dim)
+    columns |= dict.fromkeys(("v", "dout"), problem.value_dim)
+    # Pages lie where the page table says.
+    asked = ("q",) if problem.paging else STRIDED_TENSORS[: 3 + problem.backward]
+    able = (name for name in asked if min(rows[name], columns[name]) > 1)
+    return {"tensor": [STRIDED_TENSORS.index(name) for name in able]}
+
+
+def _alone(name: str, layout_text: str, layout: Callable[[torch.Tensor], torch.Tensor]) -> Relation:
+    """Every bit stays when one tensor's strides change, and no other's, as of ``_strides``.
+
+    A kernel that asks of one tensor how another lies reads other numbers.
+    """
+
+    def runs(inputs: Inputs, parameters: Parameters) -> tuple[Inputs, ...]:
+        tensor = STRIDED_TENSORS[int(parameters["tensor"])]
+        laid_out = inputs.replace(**change_tensors(inputs, layout, tensor))
+        return _each(laid_out, torch.Tensor.contiguous), laid_out
+
+    def unfit(problem: Problem) -> str | None:
+        return None if _other_layouts(problem)["tensor"] else "a vector has no other layout"
+
+    return Relation(
+        name=name,
+        summary=f"`tensor` alone (0 q, 1 k, 2 v, 3 dOut) {layout_text} gives what it gives "
+        "contiguous",
+        runs=runs,
+        promise="layout",
+        unfit=of_attention(unfit, gradients=True),
+        allowed=_other_layouts,
+    )
+
+
+def _heads_innermost(tensor: torch.Tensor) -> torch.Tensor:
+    """(batch, dim, length, heads) in memory: as far from any kernel's own as can be."""
+    return tensor.permute(0, 3, 2, 1).contiguous().permute(0, 3, 2, 1)
+
+
+STRIDES_ALONE = (
+    _alone("strides_alone", "with its heads innermost in memory", _heads_innermost),
+    _alone(
+        "strides_of_one_column",
+        "with one number for all columns of a row, by a stride of 0,",
+        lambda tensor: tensor[..., :1].contiguous().expand(tensor.shape),
+    ),
+)
+
+_FAR = 2**31  # elements: one more than an int32 counts
 
 
 def _tensors_with_rows(problem: Problem) -> Allowed:

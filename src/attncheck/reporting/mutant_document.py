@@ -13,7 +13,7 @@ from attncheck.reporting.record_text import environment_facts
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from attncheck.records.fault_scores import MutantReport, MutantScore
+    from attncheck.records.fault_scores import MutantReport, MutantScore, NameWorth
 
 _STEPS = (1, 2, 3, 5, 10, 20, 50, 100, 200, 500, 1000)  # questions that the curve is shown at
 
@@ -47,8 +47,10 @@ def mutant_document(report: MutantReport) -> Document:
         ),
         (
             "Other projects' rules see every comparison of the check, not only those up to the "
-            "first failure. named: of those caught whose family is decided by the table beside "
-            "the kernels, how many a diagnosis names rightly; wrong: another's, with certainty."
+            "first failure. named: of those caught that give wrong numbers, how many a diagnosis "
+            "names: by a fault model that the table beside the kernels has for that line, or by "
+            "asking again (proven). family: by its kind, or a neighbour of its kind. wrong: "
+            "another name or kind, with certainty. What the table does not decide is not judged."
         ),
     ]
     if report.unfinished:
@@ -86,7 +88,9 @@ def _totals(
         *(Column(name, spare=1) for name in rare),
         *(Column(name, spare=2) for name in ("median s", "questions")),
         *(Column(rule, spare=3) for rule in rules),
-        *map(Column, ("named", "wrong")),
+        Column("named"),
+        Column("proven", spare=1),
+        *map(Column, ("family", "wrong")),
     )
     return Section(title, (Table(columns, tuple(rows)),))
 
@@ -96,7 +100,7 @@ def _total(name: str, scores: Sequence[MutantScore], rules: Sequence[str]) -> Ro
     scored = [score for score in scores if score.outcome in {"caught", "missed"}]
     caught = [score for score in scored if score.outcome == "caught"]
     named = Counter(score.named for score in caught)
-    judged = sum(named[name] for name in ("right", "none", "wrong"))
+    judged = _judged(named)
     # Of what another rule never saw, it is not said that it missed it.
     shown = [score for score in scored if score.peers]
     cells = (
@@ -110,10 +114,16 @@ def _total(name: str, scores: Sequence[MutantScore], rules: Sequence[str]) -> Ro
         Cell(f"{median(score.seconds for score in caught):.1f}" if caught else number_text.NOTHING),
         Cell(f"{median(score.questions for score in caught):g}" if caught else number_text.NOTHING),
         *(Cell(f"{sum(s.peers.get(rule, False) for s in shown)}/{len(shown)}") for rule in rules),
-        Cell(f"{named['right']}/{judged}" if judged else number_text.NOTHING),
+        Cell(f"{named['right'] + named['proven']}/{judged}" if judged else number_text.NOTHING),
+        _number(named["proven"]),
+        _number(named["family"] + named["neighbour"]),
         Cell(str(named["wrong"]), "bad" if named["wrong"] else "dim"),
     )
     return Row(cells)
+
+
+def _judged(named: Counter[NameWorth]) -> int:
+    return sum(number for worth, number in named.items() if worth not in {"", "unjudged"})
 
 
 def _number(number: int) -> Cell:
@@ -140,7 +150,7 @@ def _each(title: str, scores: Sequence[MutantScore]) -> Section:
 
 def _said(score: MutantScore) -> str:
     if score.named == "wrong":
-        return f"{', '.join(score.models[: score.certain])}; it is {score.family}"
+        return f"{', '.join(score.models[: score.certain]) or score.kind}; it is {score.family}"
     return score.reason or f"{score.questions} questions"
 
 
@@ -158,8 +168,9 @@ def _sentence(scores: Sequence[MutantScore]) -> str:
     alike = sum(score.identical for score in scores if score.outcome == "missed")
     parts += [f"{alike} of the {count['missed']} missed give the same bits"] if alike else []
     named = Counter(score.named for score in scores)
-    judged = named["right"] + named["none"] + named["wrong"]
-    parts += [f"{named['right']} of {judged} named"] if judged else []
+    judged, kind = _judged(named), named["family"] + named["neighbour"]
+    parts += [f"{named['right'] + named['proven']} of {judged} named"] if judged else []
+    parts += [f"{kind} by their kind"] if kind else []
     parts += [f"{named['wrong']} wrongly named with certainty"] if named["wrong"] else []
     parts += [f"{count['harness']} could not be scored"] if count["harness"] else []
     return f"{', '.join(parts)}."

@@ -81,7 +81,7 @@ what it gets wrong without a word is one finding."""
 
 CLAIM_TRIALS = 40  # about so many questions are asked: how far it is
 
-_FORM = 4  # of what is kept: another number forgets what an older version kept
+_FORM = 6  # of what is kept: another number forgets what an older version kept
 _SHOWN_LENGTH = 77  # no multiple of any tile
 _SHOWN = f"lengths-{_SHOWN_LENGTH}"
 _USUAL_DTYPES = ("fp32", "fp16", "bf16")
@@ -119,8 +119,12 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             problems: What somebody asks as a whole, and what is so never refused for its claims.
         """
         table, limits = self._table(), self.limits()
-        if table is None or not limits:
+        if table is None or not (limits or self._is_forward_alone()):
             return Terms(convention=self.convention, causal=self.causal)
+        if not limits:
+            table = Capabilities(entry="", backward=False)
+            said = "not asked: it gives no gradients"
+            return Terms(convention=self.convention, causal=self.causal, table=table, limits=said)
         dims = table.head_dims
         table = replace(
             table,
@@ -180,6 +184,7 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         facts = {
             f"lengths of multiples of {table.length_multiple}": table.length_multiple,
             f"at most {table.max_query} queries": table.max_query,
+            f"at most {table.max_rows} rows of all heads that share a key head": table.max_rows,
             "as many queries as keys": square,
             "causal of as many queries as keys": table.override and not square,
             "as many key heads as query heads": table.gqa is False,
@@ -275,7 +280,9 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         )
         table, _ = propose_table(detected, "")
         # One key head for all may be no more than broadcasting.
-        heads = {one.verdict == "takes" for one in tried if one.aspect == "gqa"}
+        heads = [one for one in tried if one.aspect == "gqa"]
+        few = [one for one in heads if one.what.endswith(_ONE_ROW)]
+        shared = all(one.verdict == "takes" for one in few or heads)
         causal = [one for one in tried if one.aspect == "causal"]
         square = Override(when=When(mask=("causal", "causal_bottom_right")), rectangular=False)
         # Who takes any short length and refuses all longer ones is not in need of multiples.
@@ -287,11 +294,21 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         lost = causal and causal[-1].verdict != "takes" and table.rectangular is not False
         return replace(
             table,
-            gqa=all(heads) if heads else None,
+            gqa=shared if heads else None,
+            max_query=None if few and shared else table.max_query,
+            max_rows=(table.max_query or base.query) if few and shared else None,
             lse=None,
             empty_row=None,
             promises=None,
             override=(square,) if lost else (),
+            backward=False if self._is_forward_alone() else None,
+        )
+
+    def _is_forward_alone(self) -> bool:
+        """Return whether it says that it has no gradients; what raises may have been meant to."""
+        return any(
+            (one.aspect, one.what, one.verdict) == ("backward", "out", "refuses")
+            for one in self.tried
         )
 
 
@@ -416,6 +433,9 @@ def _try_unclaimed(detection: Detection, base: Problem, device: str) -> None:
             continue
         detection.ask(trial.aspect, trial.what, problem, trial.question)
         last = detection.result(base).tried[-1]
+        # A kernel for decoding counts the rows of all heads that share keys.
+        if trial.aspect == "gqa" and last.verdict == "refuses":
+            detection.ask("gqa", f"{trial.what}{_ONE_ROW}", problem.replace(query=1))
         if trial.aspect == "causal" and last.verdict == "wrong":
             detection.other_diagonal(_OTHER[trial.changes["mask"].name], base)
         deaths += bool(last.fatal)
@@ -423,6 +443,7 @@ def _try_unclaimed(detection: Detection, base: Problem, device: str) -> None:
             return
 
 
+_ONE_ROW = ", one query"  # behind what is tried
 _OTHER = {"causal": "bottom_right", "causal_bottom_right": "top_left"}
 
 
@@ -435,9 +456,9 @@ def _trials(base: Problem, convention: str, device: str) -> Iterator[Trial]:
             yield trial
     yield from length_trials(base.query)
     yield from rectangular_trials(base)
-    if base.paging is None:  # there are no gradients of pages
-        yield from gradient_trials()
-    yield from stride_trials()
+    paged = base.paging is not None  # there are no gradients of pages
+    yield from () if paged else gradient_trials()
+    yield from (each for each in stride_trials() if not (paged and "backward" in each.changes))
     slopes = {"batch": 2, "mask": Spec.of("causal"), "score": Spec.of("alibi_by_sequence")}
     yield Trial(aspect="slopes", what="2 sequences", changes=slopes)
     yield causal_trials(base)[chosen.bottom_right if isinstance(chosen, Convention) else 0]

@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attncheck.core.conditions import Conditions, ReadConditions, Rows, ScoreModError
+from attncheck.core.conditions import (
+    Conditions,
+    ReadConditions,
+    Rows,
+    ScoreModError,
+    kept_step,
+)
 from attncheck.core.declared_arithmetic import FP64_ORACLE, Arithmetic
 from attncheck.core.outputs import Outputs
 from attncheck.judge.allowance import Allowance, Sample
@@ -37,6 +43,8 @@ from attncheck.oracles.row_conditions import (
 from attncheck.verify.evidence import Evidence, score_analysis
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from attncheck.core.judgement import Place
@@ -45,45 +53,54 @@ if TYPE_CHECKING:
     from attncheck.mods.running_error import RunningError
 
 
-def allowance(evidence: Evidence, arithmetic: Arithmetic) -> Allowance:
-    """Return the largest errors that rounding explains of a kernel of this arithmetic on this Case.
+def allowances(evidence: Evidence, arithmetics: Sequence[Arithmetic]) -> list[Allowance]:
+    """Return the largest errors that rounding explains of kernels of each arithmetic on this Case.
 
-    Infinite where the exact result is not finite, and where the score mod cannot be traced, or may
-    hide another key after rounding: nothing is known there.
+    Of several at once: they share most of what there is to compute of a row. Infinite where the
+    exact result is not finite, and where the score mod cannot be traced, or may hide another key
+    after rounding: nothing is known there.
     """
     problem, device = evidence.case.problem, evidence.inputs.device
-    collected = _Bounds.of(evidence)
+    collected = [_Bounds.of(evidence) for _ in arithmetics]
     whole = samples_all_rows(problem, device)
     # The sampled rows of a small Problem are all rows: they are bounded below, and not twice.
     if not whole:
         for rows in all_rows(problem, device):
-            bounds = _RowBounds.of(evidence, arithmetic, rows)
-            collected.bound(bounds, bounds.deterministic)
+            known = compute_conditions(evidence.inputs, evidence.truth, rows)
+            for each, arithmetic in zip(collected, arithmetics, strict=True):
+                bounds = _RowBounds.of(evidence, arithmetic, known)
+                each.bound(bounds, bounds.deterministic)
     for rows in sampled_rows(problem, device):
-        bounds = _RowBounds.of(evidence, arithmetic, rows)
-        certain = collected.sample(evidence, bounds)
-        if whole:
-            collected.bound(bounds, certain)
-        # A bound is no use where the truth may be off by as much: the judge is told the share.
-        collected.prove(_RowBounds.of(evidence, FP64_ORACLE, rows))
-    return collected.allowance()
+        known = compute_conditions(evidence.inputs, evidence.truth, rows)
+        # Its steps, which no kernel shares, go with the copy.
+        oracle = _RowBounds.of(evidence, FP64_ORACLE, replace(known)).deterministic
+        for each, arithmetic in zip(collected, arithmetics, strict=True):
+            bounds = _RowBounds.of(evidence, arithmetic, known)
+            certain = each.sample(evidence, bounds)
+            if whole:
+                each.bound(bounds, certain)
+            # A bound is no use where the truth may be off by as much: the judge is told the share.
+            each.prove(oracle, known.rows)
+    return [each.allowance() for each in collected]
 
 
 def row_bounds(evidence: Evidence, arithmetic: Arithmetic, rows: Rows) -> tuple[Tensor, Tensor]:
     """Return deterministic bounds: out ``(heads, rows, value_dim)``, LSE ``(heads, rows)``.
 
-    As in ``allowance``: infinite where nothing is known, 0 where a row sees no key.
+    As in ``allowances``: infinite where nothing is known, 0 where a row sees no key.
     """
-    bounds = _RowBounds.of(evidence, arithmetic, rows)
+    known = compute_conditions(evidence.inputs, evidence.truth, rows)
+    bounds = _RowBounds.of(evidence, arithmetic, known)
     certain = bounds.deterministic
     return bounds.allowed(certain.out, certain.lse)
 
 
 def deterministic_bounds(evidence: Evidence, arithmetic: Arithmetic) -> Outputs:
-    """Return the deterministic bounds of every row, as ``allowance`` has them, and nothing else."""
+    """Return the deterministic bounds of every row, as ``allowances`` has them, and no more."""
     collected = _Bounds.of(evidence)
     for rows in all_rows(evidence.case.problem, evidence.inputs.device):
-        bounds = _RowBounds.of(evidence, arithmetic, rows)
+        known = compute_conditions(evidence.inputs, evidence.truth, rows)
+        bounds = _RowBounds.of(evidence, arithmetic, known)
         collected.bound(bounds, bounds.deterministic)
     whole = collected.allowance()
     return Outputs(whole.out, whole.lse)
@@ -97,7 +114,8 @@ def budget(evidence: Evidence, arithmetic: Arithmetic, place: Place) -> dict[str
     """
     head = place.batch * evidence.case.problem.heads + place.head
     rows = Rows(range(head, head + 1), torch.tensor([place.query]))
-    bound = _RowBounds.of(evidence, arithmetic, rows).deterministic
+    known = compute_conditions(evidence.inputs, evidence.truth, rows)
+    bound = _RowBounds.of(evidence, arithmetic, known).deterministic
     if place.dim < 0:
         return {name: float(part[0, 0]) for name, part in bound.lse_terms.items()}
     return {name: float(part[0, 0, place.dim]) for name, part in bound.out_terms.items()}
@@ -113,24 +131,11 @@ class _RowBounds:
     mod: ScoreModError | None
 
     @classmethod
-    def of(cls, evidence: Evidence, arithmetic: Arithmetic, rows: Rows) -> _RowBounds:
-        known = compute_conditions(evidence.inputs, evidence.truth, rows)
+    def of(cls, evidence: Evidence, arithmetic: Arithmetic, known: Conditions) -> _RowBounds:
         scores = score_error(known, arithmetic)
         if not known.has_score_mod:
             return cls(arithmetic, known, scores, None)
-        mod = mod_error(evidence, arithmetic, known, scores)
-        if scores.bias is not None or rounds_operands(arithmetic):
-            mod = replace(mod, falls=score_slopes(evidence.inputs, known) < 0)
-        return cls(arithmetic, known, scores, mod)
-
-    def likely_mod_error(self, evidence: Evidence, sigmas: float) -> ScoreModError | None:
-        """``mod``, with what it makes of errors within ``sigmas`` standard deviations."""
-        # Without a score mod nothing is traced: that would cost more than the bound.
-        analysis = None if self.mod is None else evidence.running_error(self.arithmetic)
-        if self.mod is None or analysis is None:
-            return self.mod
-        scores = replace(self.scores, radius=likely_radius(self.scores, sigmas))
-        return replace(self.mod, likely=_at(analysis, evidence, self.known, scores).radius)
+        return cls(arithmetic, known, scores, _mod_of_rows(known, arithmetic, evidence, scores))
 
     @property
     def deterministic(self) -> DeterministicBound:
@@ -160,6 +165,34 @@ class _RowBounds:
         return out.masked_fill(self.unknown[..., None], math.inf), lse.masked_fill(
             self.unknown, math.inf
         )
+
+
+@kept_step
+def _mod_of_rows(
+    known: Conditions, arithmetic: Arithmetic, evidence: Evidence, scores: ScoreError
+) -> ScoreModError:
+    mod = mod_error(evidence, arithmetic, known, scores)
+    if scores.bias is not None or rounds_operands(arithmetic):
+        mod = replace(mod, falls=score_slopes(evidence.inputs, known) < 0)
+    return mod
+
+
+@kept_step
+def _likely_mod_error(
+    known: Conditions,
+    arithmetic: Arithmetic,
+    evidence: Evidence,
+    scores: ScoreError,
+    mod: ScoreModError | None,
+    sigmas: float,
+) -> ScoreModError | None:
+    """``mod``, with what it makes of errors within ``sigmas`` standard deviations."""
+    # Without a score mod nothing is traced: that would cost more than the bound.
+    analysis = None if mod is None else evidence.running_error(arithmetic)
+    if mod is None or analysis is None:
+        return mod
+    scores = replace(scores, radius=likely_radius(scores, sigmas))
+    return replace(mod, likely=_at(analysis, evidence, known, scores).radius)
 
 
 def mod_error(
@@ -238,9 +271,10 @@ class _Bounds:
     def sample(self, evidence: Evidence, bounds: _RowBounds) -> DeterministicBound:
         """The probabilistic bound of some rows; gives the deterministic one."""
         elements = self.out.numel() + self.lse.numel()
-        known, scores = bounds.known, bounds.scores
-        mod = bounds.likely_mod_error(evidence, sigmas_needed(elements))
-        probable = probabilistic_bound(known, bounds.arithmetic, scores, mod, elements=elements)
+        known, arithmetic, scores = bounds.known, bounds.arithmetic, bounds.scores
+        sigmas = sigmas_needed(elements)
+        mod = _likely_mod_error(known, arithmetic, evidence, scores, bounds.mod, sigmas)
+        probable = probabilistic_bound(known, arithmetic, scores, mod, elements=elements)
         out, lse = bounds.allowed(probable.out, probable.lse)
         self.samples.append(
             Sample(
@@ -254,9 +288,8 @@ class _Bounds:
         )
         return probable.certain
 
-    def prove(self, oracle: _RowBounds) -> None:
+    def prove(self, certain: DeterministicBound, rows: Rows) -> None:
         """The oracle's own bound on some rows that have theirs."""
-        certain, rows = oracle.deterministic, oracle.known.rows
         heads = slice(rows.heads.start, rows.heads.stop)
         for proven, allowed in (
             (certain.out, self.out[heads, rows.query]),

@@ -31,6 +31,7 @@ SERVER = "attncheck.verify.compile_ahead:Compiler"
 _MOST_WORKERS = 8
 _MEMORY = 4 << 30  # bytes of a GPU that one of them may need
 _SECONDS = 5.0  # to take a request, and to end
+_LONGEST = 600.0  # seconds that one may be at work
 # Each compiles by itself: pools of theirs would be more processes than there are cores.
 _ALONE = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
@@ -81,12 +82,14 @@ def compiling_ahead(
     )
     try:
         count = min(free_places(device), len(calls) - 1)  # one alone is no quicker elsewhere
-        workers.extend(Worker(SERVER, environment=_ALONE) for _ in range(count))
+        workers.extend(Worker(SERVER, environment=_ALONE, grace=_LONGEST) for _ in range(count))
         for number, (kernel, problem) in enumerate(calls if workers else ()):
             words = {"kernel": kernel, "problem": problem.to_json(), "device": device}
             # Answers are left in the pipe, where there is room for thousands.
             request = Frame(kind="compile", words=words)
             workers[number % len(workers)].send(request, seconds=_SECONDS)
+        for worker in workers:
+            worker.stop()  # when it has done all it ends, and frees its memory
     except (HostError, OSError):
         pass  # what is not compiled there is compiled here
     try:

@@ -81,7 +81,7 @@ def failure(error: BaseException) -> Failure:
     return Failure(kind="oom" if lacks else "error", message=message, trace=trace)
 
 
-_TIMING_BUDGET = 0.25  # seconds a kernel is called again to find its median time
+_TIMING_BUDGET = 0.125  # seconds a kernel is called again to find its median time
 _MOST_REPEATS = 20
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -174,13 +175,16 @@ def run_on_evidence(
             failure = Failure(kind=execution.notes.rule, message=execution.notes.wrong)
             return without_outputs(record, failure), None
         stage("the verdict")
-        record = replace(record, digest=outputs_digest(execution.outputs))
-        if evidence.case.question in PROBES:
-            record = _judged(record, _probe_judgement(execution, evidence, brief=brief))
-        elif brief:
-            record = _judged(record, judge_outputs(execution, evidence, brief=True))
-        else:
-            record = record_comparison(record, execution, evidence)
+        # Hashing needs no GPU and no lock of Python's.
+        with ThreadPoolExecutor(1) as beside:
+            digest = beside.submit(outputs_digest, execution.outputs)
+            if evidence.case.question in PROBES:
+                record = _judged(record, _probe_judgement(execution, evidence, brief=brief))
+            elif brief:
+                record = _judged(record, judge_outputs(execution, evidence, brief=True))
+            else:
+                record = record_comparison(record, execution, evidence)
+            record = replace(record, digest=digest.result())
         record = second_opinion(with_error_map(record, execution, evidence), evidence.evidence)
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):

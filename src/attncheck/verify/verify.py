@@ -13,10 +13,12 @@ from msgspec.structs import replace
 
 from attncheck.probes import PROBES
 from attncheck.records.record import Report
+from attncheck.subjects.capabilities.named_kernels import BUILTIN
 from attncheck.subjects.capabilities.subject import Subject
 from attncheck.verify.deaths import confirm_death
 from attncheck.verify.environment import environment, fingerprint, prepare
 from attncheck.verify.evidence_builder import EvidenceBuilder
+from attncheck.verify.executor import InProcess
 from attncheck.verify.isolated import IsolatedExecutor
 from attncheck.verify.kernel_hosts import executor_of
 from attncheck.verify.question_fit import COMPARE
@@ -25,6 +27,7 @@ from attncheck.verify.run_case import run_case
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from attncheck.core.declared_arithmetic import Arithmetic
     from attncheck.inputs.problem import Case, Problem
     from attncheck.records.record import Record
     from attncheck.verify.executor import Executor
@@ -123,7 +126,10 @@ def iter_records(  # noqa: PLR0913  # what is asked, and how
         ahead = following and not timed and _calls_once(case) and _calls_once(following)
         chosen = applicable_subjects([case.problem], subjects) if applicable_only else subjects
         # A single kernel needs nothing to share, and may be asked the case in pages.
-        evidence = EvidenceBuilder(case, device) if len(chosen) > 1 else None
+        evidence = None
+        if len(chosen) > 1:
+            expected = _own_arithmetics(chosen, case.problem, device)
+            evidence = EvidenceBuilder(case, device, expected=expected)
         for subject in chosen:
             caller = executor or executor_of(subject)
             if isinstance(caller, IsolatedExecutor):
@@ -142,6 +148,15 @@ def iter_records(  # noqa: PLR0913  # what is asked, and how
                 stage=partial(_tell, stage, f"{subject.name} {name}"),
             )
             yield confirm_death(subject, ask)[0]
+
+
+def _own_arithmetics(
+    subjects: Sequence[Subject], problem: Problem, device: str
+) -> tuple[Arithmetic, ...]:
+    """Return those of attncheck's own kernels that take ``problem``: others run elsewhere."""
+    own = [subject for subject in subjects if subject.name in BUILTIN]
+    taken = [subject for subject in own if not InProcess().refusal(subject, problem, device)]
+    return tuple(dict.fromkeys(subject.arithmetic(problem, device) for subject in taken))
 
 
 def _tell(stage: Callable[[str], None], cell: str, what: str) -> None:

@@ -167,6 +167,8 @@ class Limits(_Strict, frozen=True, kw_only=True):
     length_multiple: Length | None = None
     # max_query, max_kv: longest lengths; not declared: any.
     max_query: Length | None = None
+    # Most rows of all query heads that share a key head, as a kernel for decoding counts them.
+    max_rows: Length | None = None
     max_kv: Length | None = None
     arithmetic: DeclaredArithmetic = DeclaredArithmetic()  # what differs from the convention's
 
@@ -327,7 +329,9 @@ def _answers(limits: Limits, problem: Problem) -> Iterator[str | None]:
     multiple = limits.length_multiple or 1
     uneven = any(length % multiple for length in (problem.query, problem.kv))
     yield f"{lengths}: its table says length_multiple = {multiple}" if uneven else ""
-    for name, length in (("max_query", problem.query), ("max_kv", problem.kv)):
+    longest = {"max_query": problem.query, "max_rows": problem.query * problem.group}
+    longest["max_kv"] = problem.kv
+    for name, length in longest.items():
         most = getattr(limits, name)
         long = most is not None and length > most
         yield f"length {length}: its table says {name} = {most}" if long else ""
@@ -422,8 +426,8 @@ def _struct_at(path: str) -> type[msgspec.Struct]:
 
 _ORDER = (
     *("entry", "convention", "dtypes", "head_dims", "masks", "scores", "gqa", "rectangular"),
-    *("scale", "length_multiple", "max_query", "max_kv", "causal", "lse", "empty_row", "promises"),
-    *("backward", "sources", "arithmetic", "override"),
+    *("scale", "length_multiple", "max_query", "max_rows", "max_kv", "causal", "lse", "empty_row"),
+    *("promises", "backward", "sources", "arithmetic", "override"),
 )
 """Fields in the order in which they are written."""
 

@@ -174,6 +174,21 @@ def _clipped(lengths: tuple[int, ...], last: int) -> list[int]:
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 
+def _packed_rows(tensor: Tensor, kept: list[int]) -> Tensor:
+    """Return the first rows of each sequence as ``(total, heads, dim)``; strides that it has stay.
+
+    Of several sequences the order of the axes in memory.
+    """
+    if len(kept) == 1 and not tensor.is_contiguous():
+        return tensor[0, :, : kept[0]].transpose(0, 1)
+    parts = [row[:, :n] for row, n in zip(tensor, kept, strict=True)]
+    packed = torch.cat(parts, 1).transpose(0, 1)
+    axes = [0, 1, 2]
+    if not tensor.is_contiguous():
+        axes.sort(key=lambda axis: -tensor.stride((2, 1, 3)[axis]))
+    return packed.permute(axes).contiguous().permute([axes.index(axis) for axis in range(3)])
+
+
 def packed_layout(problem: Problem) -> Layout:
     """``(total, heads, dim)``, with LSE ``(heads, total)``, or with total first.
 
@@ -188,10 +203,6 @@ def packed_layout(problem: Problem) -> Layout:
     kept = [sum(kv for _, kv in parts) for parts in packed.segments]
     rows = [part for part, _ in packed.lengths()]
 
-    def keys(k: Tensor) -> Tensor:
-        parts = [row[:, :n] for row, n in zip(k, kept, strict=True)]
-        return torch.cat(parts, 1).transpose(0, 1).contiguous()
-
     def out(packed_out: Tensor) -> Tensor:
         return packed_out.reshape(batch, -1, *packed_out.shape[1:]).transpose(1, 2)
 
@@ -204,8 +215,8 @@ def packed_layout(problem: Problem) -> Layout:
     kept_of = "torch.cat([row[:, :n] for row, n in zip({}, {}, strict=True)], 1)"
     shape = f"{batch}, {problem.query}"
     return Layout(
-        queries=lambda q: q.transpose(1, 2).flatten(0, 1).contiguous(),
-        keys=keys,
+        queries=lambda q: _packed_rows(q, [problem.query] * batch),
+        keys=lambda k: _packed_rows(k, kept),
         out={(total, heads, problem.value_dim): out},
         out_axes="total, heads, dim",
         # The last wins where two shapes are the same: as many rows as heads, say.
