@@ -45,7 +45,7 @@ def test_it_looks_as_it_did(make, matches_snapshot):
 
 def test_a_question_names_all_that_it_asks():
     """Planted: a score mod that is said to be ignored, of a problem that shows none."""
-    problem = Problem(score=Spec("alibi"), backward=True, scale=0.5, head_dim=16)
+    problem = Problem(query=4, kv=4, score=Spec.of("alibi"), backward=True, scale=0.5)
     shown = check_document._problem(SimpleNamespace(case=Case(problem=problem).to_json()))
     assert shown.split()[:3] == ["full", "alibi", "backward"]
     assert shown.endswith("scale 0.5")
