@@ -280,7 +280,7 @@ def _is_finite(call: ExactAttention) -> bool:
     """Return whether no number is NaN or infinite that the kernel may read."""
     problem, inputs = call.problem, call.inputs.tensors().values()
     # Pages that are nobody's hold NaN.
-    return problem.paging is None and all(bool(x.isfinite().all()) for x in inputs)
+    return problem.paging is None and all(bool(x.float().isfinite().all()) for x in inputs)
 
 
 _THROUGHOUT: tuple[Family, ...] = ("empty rows", "lse", "gradient", "overflow")
