@@ -25,6 +25,11 @@ def test_the_nearest_name_is_offered(typed, meant):
     )
 
 
+def test_of_files_the_names_are_compared_and_not_their_suffix():
+    assert did_you_mean("mien.py", ["hostile.py", "mine.py"]) == "did you mean 'mine.py'?"
+    assert did_you_mean("gone.py", ["hostile.py", "mine.py"]) == ""
+
+
 @pytest.mark.parametrize("typed", ["fp64", "bf8", "ragged", "why", "", "x" * 10_000])
 def test_another_word_is_no_slip(typed):
     assert did_you_mean(typed, KNOWN) == ""

@@ -39,5 +39,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """Return the names that there are, those included that nobody has imported yet."""
-    return sorted({*globals(), *_HOMES})
+    """Return the public names, those included that nobody has imported yet."""
+    return __all__

@@ -154,6 +154,21 @@ def test_one_that_ends_its_process_or_hangs_is_caught(monkeypatch):
     assert (found["outcome"], found["status"]) == ("caught", "timeout")
 
 
+def test_one_that_is_killed_leaves_no_folder(mine, tmp_path, monkeypatch):
+    folders = tmp_path / "temporary"
+    folders.mkdir()
+    monkeypatch.setattr(mutant_scoring.tempfile, "tempdir", str(folders))
+
+    def run(_, folder, tell):
+        assert folder.parent == folders
+        tell(questions=1)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(mutant_scoring._Job, "run", run)
+    assert {one["status"] for one in scored(mine, "mine:flip-operator:11:*")} == {"crash"}
+    assert [*folders.iterdir()] == []
+
+
 def test_what_attncheck_raises_is_no_catch():
     """Planted: else a scorer that is broken catches everything."""
 

@@ -43,6 +43,17 @@ def test_what_one_model_explains_is_one_group():
     ]
 
 
+def test_a_wild_write_is_one_cause_however_its_process_died():
+    def wrote(size, died=""):
+        reason = f"out-of-bounds write: 64 bytes after a tensor ({size}) that it allocated{died}"
+        judgement = Judgement(status="fail", rule="memory", reason=reason)
+        return msgspec.structs.replace(made.wrong("mine"), judgement=judgement)
+
+    tail = "; it was asked bf16 full; without guard bands its process died of SIGABRT"
+    assert len(shape(wrote(64, tail), wrote(77))) == 1
+    assert len(shape(wrote(64, " as well"), wrote(77))) == 2
+
+
 def test_what_lies_beyond_the_claims_of_a_kernel_is_one_finding():
     def beyond(what, aspect="head_dims", **changes):
         which = Unclaimed(aspect=aspect, what=what)

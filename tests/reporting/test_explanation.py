@@ -1,6 +1,7 @@
 """One record term by term."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -40,6 +41,14 @@ def test_it_looks_as_it_did(make, matches_snapshot):
         out_over_bound=26.88,
     )
     matches_snapshot("explanation.txt", as_page(record))
+
+
+def test_a_question_names_all_that_it_asks():
+    """Planted: a score mod that is said to be ignored, of a problem that shows none."""
+    problem = Problem(query=4, kv=4, score=Spec.of("alibi"), backward=True, scale=0.5)
+    shown = check_document._problem(SimpleNamespace(case=Case(problem=problem).to_json()))
+    assert shown.split()[:3] == ["full", "alibi", "backward"]
+    assert shown.endswith("scale 0.5")
 
 
 def test_each_part_has_its_share_and_its_meaning_the_largest_first(make):

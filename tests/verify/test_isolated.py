@@ -270,7 +270,7 @@ def test_who_wrote_beside_its_tensors_is_found_when_its_process_dies_later(tmp_p
     assert judgement.reason.startswith(
         "out-of-bounds write: 4 bytes after a tensor (1, 1, 1, 8) of"
     )
-    assert f"when it was asked {problems[1]}; without guard bands its process" in judgement.reason
+    assert f"; it was asked {problems[1]}; without guard bands its process" in judgement.reason
     assert "died of SIGABRT" in judgement.reason
 
 

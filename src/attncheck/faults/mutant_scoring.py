@@ -17,7 +17,7 @@ import signal
 import tempfile
 import time
 import tomllib
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -222,7 +222,10 @@ class MutantScorer:
         )
         start = time.perf_counter()
         job = _Job(mutant, Path(file).absolute(), function, unit.tier)
-        score = settled(replace(score, **_in_a_fork(job.run)), table)
+        # Here and not in the fork, which a mutant may end before it has cleaned up.
+        with tempfile.TemporaryDirectory(prefix="attncheck_mutant_") as folder:
+            told = _in_a_fork(partial(job.run, Path(folder)))
+        score = settled(replace(score, **told), table)
         score = judged_name(score, family)
         seconds = round(time.perf_counter() - start, 3)
         where = environment("cpu")
@@ -328,23 +331,22 @@ class _Job:
         self._mutant, self._file, self._function = mutant, file, function
         self._tool = tool
 
-    def run(self, tell: Callable[..., None]) -> None:
-        """Ask, and tell what is known as soon as it is."""
-        with tempfile.TemporaryDirectory(prefix="attncheck_mutant_") as folder:
-            os.environ["ATTNCHECK_CACHE_DIR"] = folder
-            path = Path(folder) / self._file.name
-            path.write_text(self._mutant.text, encoding="utf-8")
-            kernel = f"{path}::{self._function}"
-            devnull = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(devnull, 1)
-            os.dup2(devnull, 2)
-            reason = self._stillborn(kernel)
-            if reason:
-                tell(outcome="stillborn", reason=reason)
-            elif self._tool == "check":
-                self._check(kernel, tell)
-            else:
-                self._gate(kernel, tell)
+    def run(self, folder: Path, tell: Callable[..., None]) -> None:
+        """Ask, and tell what is known as soon as it is; the mutant is written to ``folder``."""
+        os.environ["ATTNCHECK_CACHE_DIR"] = str(folder)
+        path = folder / self._file.name
+        path.write_text(self._mutant.text, encoding="utf-8")
+        kernel = f"{path}::{self._function}"
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, 1)
+        os.dup2(devnull, 2)
+        reason = self._stillborn(kernel)
+        if reason:
+            tell(outcome="stillborn", reason=reason)
+        elif self._tool == "check":
+            self._check(kernel, tell)
+        else:
+            self._gate(kernel, tell)
 
     def _stillborn(self, kernel: str) -> str:
         """Return what it raises at once, on the plainest problem; empty where it does not."""

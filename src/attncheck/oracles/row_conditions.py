@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from attncheck.inputs.problem import Problem
 
 # (row, key) pairs of one piece. A bound holds some twenty float64 arrays of them: 80 MB on a CPU,
-# 2.7 GB on a GPU.
+# 2.7 GB on a GPU; and each further arithmetic up to ten more.
 _CPU_PAIRS, _GPU_PAIRS = 2**19, 2**24
 
 # Multiplications of q·k and P·V up to which all rows are sampled: on a CPU 4 heads of 512 · 512 at

@@ -115,7 +115,8 @@ def symptom(record: Record) -> Key:
         return record.status, "", _NUMBER.sub("#", record.reason)
     rule = judgement.rule
     if rule in _CALL_RULES:
-        return record.status, rule, _NUMBER.sub("#", judgement.reason)
+        # Behind it how the process died as well, which differs from call to call.
+        return record.status, rule, _NUMBER.sub("#", judgement.reason.partition("; ")[0])
     if rule in _QUESTION_RULES:
         return record.status, rule, str(record.case.get("question", ""))
     backward = judgement.worst is not None and judgement.worst.tensor in GRADIENTS

@@ -77,6 +77,16 @@ class ProblemSummary(msgspec.Struct, frozen=True, kw_only=True):
         return str(self.heads) if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
 
     @property
+    def mod_names(self) -> tuple[str, ...]:
+        """What is asked beside sizes and numbers, by name: ``causal``, ``alibi``, ``backward``."""
+        if self.operation == "softmax":
+            return ("softmax",)
+        mask, score = str(self.mask.get("name", "")), str(self.score.get("name", ""))
+        parts = [mask] + ([score] if score not in {"none", ""} else [])
+        parts += ["sink"] * self.sink + ["paged"] * bool(self.paging)
+        return (*parts, *["backward"] * self.backward)
+
+    @property
     def line(self) -> str:
         """``bf16 · B1 Q24 K24 D8 · heads 2/1 · seed 0``."""
         heads = [] if self.operation == "softmax" else [f"heads {self.head_counts}"]
@@ -93,12 +103,12 @@ class ProblemSummary(msgspec.Struct, frozen=True, kw_only=True):
         mods += [str(Paging.from_json(self.paging))] if self.paging else []
         flags = {"backward": self.backward, "dLSE": self.dlse, "dcaptured": self.dcaptured}
         mods += [name for name, is_set in flags.items() if is_set]
-        scale = "" if self._has_usual_scale else f" scale {self.scale:g}"
+        scale = "" if self.has_usual_scale else f" scale {self.scale:g}"
         parts = [self.dtype, *mods, self.full_shape, self.distribution, f"seed {self.seed}"]
         return " ".join(parts) + scale
 
     @property
-    def _has_usual_scale(self) -> bool:
+    def has_usual_scale(self) -> bool:
         """Return whether the scale is 1/√head_dim in fp32; of a softmax there is none."""
         if self.operation == "softmax":
             return True

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from html import escape
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from attncheck.core.errors import UsageError
 from attncheck.core.judgement import Judgement, Place
+from attncheck.core.sanitize_text import one_line
 from attncheck.core.tensor_names import TensorName
 
 if TYPE_CHECKING:
@@ -258,6 +257,14 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     diagnosis: Diagnosis | msgspec.UnsetType = msgspec.UNSET
     unclaimed: Unclaimed | msgspec.UnsetType = msgspec.UNSET
 
+    def __str__(self) -> str:
+        """``mine.py::f causal: fail: bound: out[0, 3] = 0.41, but …``."""
+        said = self.judgement or ": ".join(filter(None, (self.status, self.reason)))
+        return one_line(f"{' '.join(filter(None, (self.kernel, self.variant)))}: {said}")
+
+    def _repr_pretty_(self, printer: Any, _cycle: bool) -> None:  # noqa: FBT001  (IPython's)
+        printer.text(str(self))
+
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Records with what they share."""
@@ -276,13 +283,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     # Why it ends early, and how far it came; left out where it does not.
     incomplete: str | msgspec.UnsetType = msgspec.UNSET
     records: tuple[Record, ...]
-
-    def _repr_html_(self) -> str:
-        """The page of HTML in a frame of its own, where no text of it can act on the notebook."""
-        # By its name: the rooms above render, and data does not depend on them.
-        rendering = import_module("attncheck.reporting.rendering")
-        page = escape(rendering.render(self, "html"))
-        return f'<iframe sandbox srcdoc="{page}" style="width:100%;height:30em"></iframe>'
 
 
 def join_reports(reports: Sequence[Report]) -> Report:

@@ -222,8 +222,9 @@ def check_outcome(report: Report) -> str:
 
 def _problem(record: Record) -> str:
     problem = problem_of(record)
-    parts = [problem.mask["name"], problem.shape, f"H{problem.head_counts}"]
+    parts = [*problem.mod_names, problem.shape, f"H{problem.head_counts}"]
     parts += [problem.distribution] if record.case.get("question") == "compare" else []
+    parts += [] if problem.has_usual_scale else [f"scale {problem.scale:.3g}"]
     return " ".join(parts)
 
 

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from attncheck.core.judgement import share_text
-from attncheck.records.problem_summary import ProblemSummary, problem_of
+from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import ErrorMap, Record, Status
 from attncheck.reporting import document, number_text
 from attncheck.reporting.gate_verdict import questions, status_sides
@@ -28,7 +28,7 @@ def results_table(report: GateReport, kernel: str) -> document.Table:
     for answer in questions(report):
         if answer.record.kernel == kernel:
             problem = problem_of(answer.record)
-            by_dtype = counts.setdefault(_mods(problem), {})
+            by_dtype = counts.setdefault(" + ".join(problem.mod_names), {})
             by_dtype.setdefault(problem.dtype, Counter())[answer.record.status] += 1
     order = {name: i for i, name in enumerate(_DTYPES)}
     dtypes = {dtype for by_dtype in counts.values() for dtype in by_dtype}
@@ -48,15 +48,6 @@ def results_table(report: GateReport, kernel: str) -> document.Table:
         *map(document.Column, ordered),
     )
     return document.Table(columns, tuple(rows))
-
-
-def _mods(problem: ProblemSummary) -> str:
-    if problem.operation == "softmax":
-        return "softmax"
-    mask, score = str(problem.mask.get("name", "")), str(problem.score.get("name", ""))
-    parts = [mask] + ([score] if score not in {"none", ""} else [])
-    parts += ["sink"] * problem.sink + ["paged"] * bool(problem.paging)
-    return " + ".join(parts + ["backward"] * problem.backward)
 
 
 def _result(
@@ -243,13 +234,13 @@ def _chart(
 
 
 def _line_name(record: Record) -> str:
-    """``causal + softcap D64 large_logits decode``: what points of one line have in common."""
+    """``causal softcap D64 large_logits decode``: what points of one line have in common."""
     problem = problem_of(record)
     dims = f"D{problem.head_dim}"
     if problem.value_dim != problem.head_dim:
         dims += f"/{problem.value_dim}"
     question = str(record.case.get("question", ""))
-    parts = [_mods(problem), dims, problem.distribution, question]
+    parts = [*problem.mod_names, dims, problem.distribution, question]
     return " ".join(part for part in parts if part not in {"compare", "normal"})
 
 

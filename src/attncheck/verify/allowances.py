@@ -72,7 +72,8 @@ def allowances(evidence: Evidence, arithmetics: Sequence[Arithmetic]) -> list[Al
                 each.bound(bounds, bounds.deterministic)
     for rows in sampled_rows(problem, device):
         known = compute_conditions(evidence.inputs, evidence.truth, rows)
-        oracle = _RowBounds.of(evidence, FP64_ORACLE, known).deterministic
+        # Its steps, which no kernel shares, go with the copy.
+        oracle = _RowBounds.of(evidence, FP64_ORACLE, replace(known)).deterministic
         for each, arithmetic in zip(collected, arithmetics, strict=True):
             bounds = _RowBounds.of(evidence, arithmetic, known)
             certain = each.sample(evidence, bounds)

@@ -37,7 +37,7 @@ def processes_ahead(kernel: str, device: str) -> int:
     """
     file, colons, _ = kernel.partition("::")
     text = kernel
-    if colons:
+    if colons and Path(file).is_file():  # a pipe would wait for somebody who writes
         with suppress(OSError):
             text = Path(file).read_text(encoding="utf-8", errors="replace")
     return free_places(device) if "triton" in text else 0

@@ -77,7 +77,7 @@ def _with_wild_write(
         case = Case(problem=problem, question="guards")
         judgement = judge_call(subject, case, subject.executor, device="cpu")
         if isinstance(judgement, Judgement) and judgement.rule == "memory":
-            earlier = "" if problem == own else f" when it was asked {problem}"
+            earlier = "" if problem == own else f"; it was asked {problem}"
             reason = f"{judgement.reason}{earlier}; without guard bands {record.reason}"
             judgement = replace(judgement, reason=reason)
             return replace(record, status="fail", judgement=judgement, reason="")
