@@ -183,7 +183,8 @@ def test_a_loop_that_is_wrong_under_a_mask_alone_is_right_without_one():
     assert told(kernel, CAUSAL, passed=passed).ranked[0].model == "edge-key-dropped"
 
 
-def test_nan_of_finite_numbers_is_told(monkeypatch):
+@pytest.mark.parametrize("dtype", ["fp16", "e4m3"])
+def test_nan_of_finite_numbers_is_told(dtype, monkeypatch):
     class Nan(Ideal):
         name = "nan"
 
@@ -191,7 +192,7 @@ def test_nan_of_finite_numbers_is_told(monkeypatch):
             return super().normalised(out, total) * torch.nan
 
     left_out(monkeypatch, *FAULT_MODELS)
-    found = told(Nan(), PLAIN)
+    found = told(Nan(), PLAIN.replace(dtype=dtype))
     assert (found.level, found.family) == ("family", FAMILIES["overflow"])
 
 
@@ -203,3 +204,17 @@ def test_weights_of_another_base_are_no_mask_and_no_tile(distribution, monkeypat
     kernel = type("Base", (Ideal,), {"name": "base", "steps": steps})()
     problem = PLAIN.replace(query=80, kv=80, distribution=distribution, dtype="bf16")
     assert told(kernel, problem).family not in {FAMILIES["mask"], FAMILIES["tile"]}
+
+
+@pytest.mark.parametrize("first", [16, 48])
+def test_a_tile_that_is_gone_is_not_one_that_is_rescaled(first, monkeypatch):
+    """Planted: keys of low weight are in doubt, and their tile counts 0 times or once."""
+
+    def without_tile(problem, device):
+        mask = problem.mask_mod(device)
+        return lambda b, h, i, j: mask(b, h, i, j) & ((j < first) | (j >= first + 16))
+
+    left_out(monkeypatch, *FAULT_MODELS)
+    kernel = type("Gone", (Ideal,), {"name": "gone", "steps": Steps(mask=without_tile)})()
+    found = told(kernel, PLAIN.replace(dtype="bf16"))
+    assert (found.level, found.family) == ("family", FAMILIES["tile"])

@@ -280,7 +280,7 @@ def _is_finite(call: ExactAttention) -> bool:
     """Return whether no number is NaN or infinite that the kernel may read."""
     problem, inputs = call.problem, call.inputs.tensors().values()
     # Pages that are nobody's hold NaN.
-    return problem.paging is None and all(bool(x.isfinite().all()) for x in inputs)
+    return problem.paging is None and all(bool(x.float().isfinite().all()) for x in inputs)
 
 
 _THROUGHOUT: tuple[Family, ...] = ("empty rows", "lse", "gradient", "overflow")
@@ -447,7 +447,16 @@ class _Counts:
         near = (self.counts - self.counts.round()).abs() <= self.doubt
         if not bool(sure.any()) or not bool(near[sure].all()):
             return None
-        whole = torch.where(sure, self.counts.round(), self.seen.double()).clamp(min=0.0)
+        # Of what is in doubt: as in all other rows, or all others of its tile, where these agree.
+        known = torch.where(sure & self.seen, self.counts.round(), torch.nan)
+        least = self._tiles(known.nan_to_num(nan=torch.inf), torch.inf).amin(-1)
+        most = self._tiles(known.nan_to_num(nan=-torch.inf), -torch.inf).amax(-1)
+        of_tile = torch.where(least == most, least, 1.0).repeat_interleave(_TILE, -1)
+        least = known.nan_to_num(nan=torch.inf).amin(-2, keepdim=True)
+        most = known.nan_to_num(nan=-torch.inf).amax(-2, keepdim=True)
+        alike = torch.where(least == most, least, of_tile[..., : known.shape[-1]])
+        others = torch.where(self.seen, alike, 0.0)
+        whole = torch.where(sure, self.counts.round(), others).clamp(min=0.0)
         # What is small looks like 0: these counts have to give what the kernel gave.
         call = self.asked.call
         parts = call.softmax(call.s + whole.log(), sink=call.sink)
@@ -492,6 +501,8 @@ class _Counts:
         least, most = self._tiles(low, -torch.inf).amax(-1), self._tiles(high, torch.inf).amin(-1)
         apart = least.amax(-1) > most.amin(-1)
         by_tile = bool((least <= most).all() & (most > 0).all()) and bool(apart.any())
+        # What counts a whole number of times is a tile that is gone, or there again.
+        by_tile = by_tile and bool((least.ceil() > most).any())
         return "rescaling" if by_tile and self.with_lse and not hidden else None
 
     def _tiles(self, x: Tensor, fill: float = 0.0) -> Tensor:

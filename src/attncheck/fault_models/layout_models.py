@@ -172,6 +172,7 @@ INDICES: dict[str, tuple[int, ...]] = {
     "head": (1,),
     "row": (2,),
     "column": (3,),
+    "sequence and head": (0, 1),
     "sequence and row": (0, 2),
     "sequence, head and row": (0, 1, 2),
 }
@@ -194,19 +195,14 @@ def same_along(tensor: Tensor, axes: tuple[int, ...], number: int) -> Tensor:
 def _(call: ExactAttention) -> Iterator[Form]:
     # Without its number all are the first; where only a stride is left, the second.
     for number, (names, axes) in product((0, 1), INDICES.items()):
-        for whose in ("q", "k", "v"):
-            own: Tensor = getattr(call, whose)
+        for whose in ("q", "k", "v", "kv"):
+            own: dict[str, Tensor] = {name: getattr(call, name) for name in whose}
             # Keys of the first head, or sequence, are told by models of their own.
             if whose != "q" and number == 0 and names in {"sequence", "head"}:
                 continue
-            if number < own.shape[axes[-1]]:
-                yield (
-                    attending(call, {whose: same_along(own, axes, number)}),
-                    {
-                        "of": whose,
-                        "index": names,
-                    },
-                )
+            if all(number < x.shape[axes[-1]] for x in own.values()):
+                read = {name: same_along(x, axes, number) for name, x in own.items()}
+                yield attending(call, read), {"of": ", ".join(whose), "index": names}
 
 
 @_model(

@@ -99,7 +99,7 @@ def error_before_rounding(
     """Largest relative error of out before it is rounded, where tied keys share a row's weight.
 
     Args:
-        top: Their score, natural log, any shape; float64.
+        top: What the terms of their score add up to without their signs, any shape; float64.
     """
     # An ulp is up to 2u; a key's own weight and the sum of all may be off in opposite directions.
     weights = 6.0 * (top.abs() + math.log(problem.kv) + 1.0) + 4.0 * errors.exp2_ulps

@@ -109,6 +109,9 @@ def iterate_tied_rows(
         top = torch.where(largest.isinf(), 0.0, largest)
         tied = seen & (scores == top)
         others = seen & ~tied
+        # What a score is rounded by follows from its terms, and not from what they add up to.
+        terms = (rows.abs() @ k.mT.abs() * problem.scale).masked_fill(~tied, 0.0)
+        terms = terms.amax(-1, keepdim=True)
         below = (scores - top).masked_fill(~others, -torch.inf)
         some = tied.any(-1)
         if problem.formats.products.significand < FORMATS["fp32"].significand:
@@ -125,11 +128,11 @@ def iterate_tied_rows(
         units = unit[..., None, None]
         exact = sizes <= finest * 2.0**errors.bits
         counts = margins.is_countable(
-            problem, sizes / units, number, top, moved / units, errors, exact=exact
+            problem, sizes / units, number, terms, moved / units, errors, exact=exact
         ).all(-1)
         # Half a unit in the last place of out, and what comes before it.
         divisor = number.clamp(min=1.0)
-        before = (sizes * margins.error_before_rounding(problem, top, errors) + moved) / divisor
+        before = (sizes * margins.error_before_rounding(problem, terms, errors) + moved) / divisor
         half = spacing((sums / divisor).abs() + before, problem.formats.output) * HALF
         power_of_two = apart[..., None] & (torch.frexp(number)[0] == HALF) & exact
         if errors.divides:
