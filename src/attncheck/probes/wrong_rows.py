@@ -124,7 +124,7 @@ def _by_code(row: _WrongRow) -> KeyAndWords | None:
     """The keys that it used, where whole counts and their number agree."""
     if bool((row.values < 0).any()) or not torch.equal(row.values, row.values.round()):
         return None
-    readings: list[KeyAndWords] = []
+    readings: list[tuple[KeyAndWords, torch.Tensor, int]] = []
     near, far = _key_numbers(row)
     for number in (*near, *far):
         counts = row.out * number
@@ -140,12 +140,19 @@ def _by_code(row: _WrongRow) -> KeyAndWords | None:
             result = _larger_keys(row, left, number) or _equal_keys(row, left, number)
         if result is not None and number in near:
             return result
-        if result is not None and result not in readings:
-            readings.append(result)
-    if len(readings) < 2:
-        return readings[0] if readings else None
-    # The first half of the keys may have the mean of them all: nothing tells, without an LSE.
-    several = ", or ".join(words for _, words in readings)
+        if result is not None:
+            readings.append((result, counts.round(), number))
+    if not readings:
+        return None
+    # The first half of the keys may have the very mean of them all: nothing tells, without an LSE.
+    # What only fits less well is no other reading.
+    first, whole, number = readings[0]
+    same = dict.fromkeys(
+        words for (_, words), each, n in readings if torch.equal(each * number, whole * n)
+    )
+    if len(same) == 1:
+        return first
+    several = ", or ".join(same)
     return -1, f"{several}: several numbers of keys have this mean"
 
 
