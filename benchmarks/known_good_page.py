@@ -106,7 +106,10 @@ def _listed(alarms: list[dict[str, Any]]) -> Iterator[str]:
 
 def _short(kernel: str) -> str:
     """Without the folder, which differs from machine to machine."""
-    return kernel.replace("\\", "/").rpartition("/")[2].replace("known_good_kernels.py::", "ideal ")
+    file, _, name = kernel.replace("\\", "/").rpartition("/")[2].partition("::")
+    if file != "known_good_kernels.py":
+        return f"{file}::{name}" if name else file
+    return f"{'ideal' if name.istitle() else 'torch'} {name}"
 
 
 def _once(values: Iterable[Any]) -> list[Any]:

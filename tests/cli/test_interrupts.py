@@ -50,6 +50,12 @@ SWALLOWED = f"""
             except KeyboardInterrupt:
                 pass
 """
+ABORTED = f"""
+            try:
+                {INTERRUPTED}
+            except KeyboardInterrupt:
+                __import__("os").abort()  # as C++ does, which calls Python here and there
+"""
 SLOW = """
 import sys, time
 from attncheck.subjects.ideal import Ideal
@@ -117,6 +123,7 @@ def until(holds):
         ("numpy.linalg", INTERRUPTED),
         ("torch", AS_ANOTHER_ERROR),
         ("torch.nn", SWALLOWED),
+        ("torch.nn", ABORTED),
         ("rich", SWALLOWED),
     ],
 )

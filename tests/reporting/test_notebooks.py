@@ -31,5 +31,13 @@ def test_a_record_is_one_readable_line(make):
     assert printed == [str(right)]
 
 
+def test_a_report_is_a_line_a_record_and_no_markup(make):
+    report = make.report(make.record("<script>alert(1)</script>"), make.record("mine"))
+    shown = report._repr_html_()
+    assert "<script>" not in shown
+    assert html.unescape(shown) == f"<pre>{report}</pre>"
+    assert str(report).splitlines() == [str(record) for record in report.records]
+
+
 def test_the_package_lists_its_names_alone():
     assert dir(attncheck) == sorted(attncheck.__all__)

@@ -32,13 +32,13 @@ from attncheck.cli.probe import probe
 from attncheck.cli.report import report
 from attncheck.cli.repro import repro
 from attncheck.cli.rmse import rmse
-from attncheck.cli.standard_output import Group, Interrupts, discard
+from attncheck.cli.standard_output import INTERRUPTED, Group, Interrupts, discard
 from attncheck.core.errors import AttncheckError, UsageError
 from attncheck.core.sanitize_text import one_line
 
 __all__ = ["main"]
 
-USAGE, INFRASTRUCTURE, INTERRUPTED = 2, 3, 130
+USAGE, INFRASTRUCTURE = 2, 3
 _LONGEST = 1500  # characters of an error; the longest list of names has fewer
 
 # \b: click leaves the lines below it as they are.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from html import escape
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -283,6 +284,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     # Why it ends early, and how far it came; left out where it does not.
     incomplete: str | msgspec.UnsetType = msgspec.UNSET
     records: tuple[Record, ...]
+
+    def __str__(self) -> str:
+        """A line for each Record."""
+        return "\n".join(map(str, self.records))
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
 
 
 def join_reports(reports: Sequence[Report]) -> Report:
