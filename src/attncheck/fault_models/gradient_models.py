@@ -100,6 +100,8 @@ for _name, _sentence, _scaled in (
     ("dq-dk-without-scale", "neither dQ nor dK is multiplied by the scale", ()),
 ):
     _model(_name, _sentence, steps=Steps(scaled_gradients=_scaled))
+# Of one kernel alone it is one of the two before it.
+MODELS["dq-dk-without-scale"] = replace(MODELS["dq-dk-without-scale"], of_one_kernel=False)
 
 
 @_model(
