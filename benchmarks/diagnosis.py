@@ -186,7 +186,12 @@ def hidden(names):
 def scored(fault, record):
     """What was said of a fault, and how right that is."""
     level, said = ("not caught", "") if record is None else answer_of(record)
-    families = sorted({FAULT_MODELS[name].family for name in fault.named if name in FAULT_MODELS})
+    models = [FAULT_MODELS[name] for name in fault.named if name in FAULT_MODELS]
+    families = {model.family for model in models}
+    # These two say what is wrong, and no more: gradients alone, or NaN that no input has.
+    families |= {"gradient" for model in models if model.of == "backward"}
+    families |= {"overflow" for model in models if "nan" in model.id.split("-")}
+    families = sorted(families)
     family = FAULT_MODELS[said].family if said in FAULT_MODELS else said
     score = level
     if level == "named":

@@ -57,6 +57,7 @@ PLANTED = [
     ("lse-plus-infinity-of-empty", EMPTY, "empty rows"),
     ("softcap-times-score", PLAIN.replace(score=Spec.of("softcap", cap=2.0)), "score"),
     ("delta-missing", PLAIN.replace(backward=True), "gradient"),
+    ("dk-without-scale", PLAIN.replace(backward=True), "gradient"),
 ]
 
 

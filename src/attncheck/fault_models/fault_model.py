@@ -87,6 +87,8 @@ class FaultModel:
     # Where several explain as much, the smaller is told first: 0 a plain slip, 1 a slip in one
     # tile or head of several, 2 what has a number to fit.
     order: int
+    # Whether one of a backward's two kernels may have it alone, and no other model is of that.
+    of_one_kernel: bool = True
     # Forms that are steps done otherwise: the first is how it is planted in the ideal kernel.
     steps: tuple[Steps, ...] = ()
     # Other forms of the fault, of a call.
@@ -96,7 +98,7 @@ class FaultModel:
         """Yield what ``call`` gives with the fault, in each form that there is."""
         for one in self._forms(call):
             yield one
-            if self.of == "backward":
+            if self.of == "backward" and self.of_one_kernel:
                 yield from _of_one_kernel(one, call.backward.exact)
 
     def _forms(self, call: ExactAttention) -> Iterator[Prediction]:

@@ -158,6 +158,7 @@ def _reread_packed(rows: Tensor, written: int, read: int) -> Tensor:
     "LSE and delta behind the last row are what the memory holds: NaN in dK and dV, if that is NaN "
     "or makes exp overflow",
     order=1,
+    family="memory",
 )
 def _(grad: ExactGradients) -> Iterator[Form]:
     call, exact = grad.call, grad.exact

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attncheck.core.outputs import Outputs
+    from attncheck.fault_models.fault_model import Family
     from attncheck.inputs.problem import Problem
     from attncheck.mods.signatures import MaskMod
 
@@ -40,6 +41,7 @@ class BackwardTable(ModelTable):
         *,
         steps: Steps | tuple[Steps, ...] = (),
         order: int = 0,
+        family: Family | None = None,
     ) -> Callable[[Callable[[ExactGradients], Iterable[Form]]], None]:
         """Add a model, as ``add``."""
         with_forms = self.add(
@@ -49,6 +51,7 @@ class BackwardTable(ModelTable):
             applies=lambda problem: problem.backward and applies(problem),
             steps=steps,
             order=order,
+            family=family,
         )
         return lambda forms: with_forms(lambda call: forms(call.backward))
 
@@ -97,6 +100,8 @@ for _name, _sentence, _scaled in (
     ("dq-dk-without-scale", "neither dQ nor dK is multiplied by the scale", ()),
 ):
     _model(_name, _sentence, steps=Steps(scaled_gradients=_scaled))
+# Of one kernel alone it is one of the two before it.
+MODELS["dq-dk-without-scale"] = replace(MODELS["dq-dk-without-scale"], of_one_kernel=False)
 
 
 @_model(
