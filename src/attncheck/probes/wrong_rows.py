@@ -124,9 +124,7 @@ def _by_code(row: _WrongRow) -> KeyAndWords | None:
     """The keys that it used, where whole counts and their number agree."""
     if bool((row.values < 0).any()) or not torch.equal(row.values, row.values.round()):
         return None
-    readings: list[tuple[KeyAndWords, torch.Tensor, int]] = []
-    near, far = _key_numbers(row)
-    for number in (*near, *far):
+    for number in _key_numbers(row):
         counts = row.out * number
         if not bool(((counts - counts.round()).abs() < QUARTER).all()):
             continue
@@ -138,22 +136,9 @@ def _by_code(row: _WrongRow) -> KeyAndWords | None:
             result = _equal_keys(row, left, number) or _larger_keys(row, left, number)
         else:  # LSE says that they are others
             result = _larger_keys(row, left, number) or _equal_keys(row, left, number)
-        if result is not None and number in near:
-            return result
         if result is not None:
-            readings.append((result, counts.round(), number))
-    if not readings:
-        return None
-    # The first half of the keys may have the very mean of them all: nothing tells, without an LSE.
-    # What only fits less well is no other reading.
-    first, whole, number = readings[0]
-    same = dict.fromkeys(
-        words for (_, words), each, n in readings if torch.equal(each * number, whole * n)
-    )
-    if len(same) == 1:
-        return first
-    several = ", or ".join(same)
-    return -1, f"{several}: several numbers of keys have this mean"
+            return result
+    return None
 
 
 def _wrong_number(row: _WrongRow, number: int) -> KeyAndWords | None:
@@ -165,14 +150,13 @@ def _wrong_number(row: _WrongRow, number: int) -> KeyAndWords | None:
     return -1, f"{shared} where it should have {row.keys}"
 
 
-def _key_numbers(row: _WrongRow) -> tuple[list[int], list[int]]:
-    """Return how many keys the row may have used, the likeliest first, and then what is a guess."""
+def _key_numbers(row: _WrongRow) -> list[int]:
+    """Return how many keys the row may have used, the likeliest first."""
     most = 2 * len(row.tied)
     by_lse = [round(row.used)] if HALF <= row.used <= most else []
     near = sorted(range(1, most + 1), key=lambda n: abs(n - row.keys))[:_GUESSES]
     far = [] if by_lse else _numbers_by_column(row, most)
-    likely = list(dict.fromkeys([row.keys, *by_lse, *near]))
-    return likely, [number for number in dict.fromkeys(far) if number not in likely]
+    return list(dict.fromkeys([row.keys, *by_lse, *near, *far]))
 
 
 def _numbers_by_column(row: _WrongRow, most: int) -> list[int]:
