@@ -50,9 +50,8 @@ def did_you_mean(name: object, valid: Iterable[str]) -> str:
 
     def nearness(other: str) -> float:
         # Of a key in a table and of a cell (override[0].when.dtyp) the last parts are compared.
-        a, b = (
-            re.split(r"[./]", text.lower().removesuffix(".py"))[-1] for text in (str(name), other)
-        )
+        ends = "/" if other.endswith(".py") else "[./]"  # of a file the whole name
+        a, b = (re.split(ends, text.lower())[-1] for text in (str(name), other))
         if sorted(a) == sorted(b):  # bf61
             return 1.0
         # Who writes fp64 means another number than 16.

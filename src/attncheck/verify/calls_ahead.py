@@ -37,8 +37,8 @@ def processes_ahead(kernel: str, device: str) -> int:
     """
     file, colons, _ = kernel.partition("::")
     text = kernel
-    if colons and Path(file).is_file():  # a pipe would wait for somebody who writes
-        with suppress(OSError):
+    with suppress(OSError, ValueError):  # a name may be too long, or hold a zero
+        if colons and Path(file).is_file():  # a pipe would wait for somebody who writes
             text = Path(file).read_text(encoding="utf-8", errors="replace")
     return free_places(device) if "triton" in text else 0
 
