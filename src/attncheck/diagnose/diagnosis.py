@@ -491,9 +491,12 @@ def _explain_calls(
         findings = tell(result, proven=True)
         each += [] if findings is None else [findings]
     if len(each) > 1:
+        # What predicts one thing, and does not fit each call, is no mistake that is made in each.
+        names = [{one.name for one in findings.ranking} for findings in each]
+        combined = combine_rankings(*(one.ranking for one in each))
         return dataclasses.replace(
             each[0],
-            ranking=combine_rankings(*(one.ranking for one in each)),
+            ranking=[o for o in combined if o.loose or all(o.name in some for some in names)],
             finite=all(one.finite for one in each),
             varies=True,
         )

@@ -296,7 +296,7 @@ def _(grad: ExactGradients) -> Iterator[Form]:
                 yield grad.gradients(weights=weights), {"of": of, "tile": size}
 
 
-@_model("dout-strides", "dO is read with other strides than its own", order=1)
+@_model("dout-strides", "dO is read with other strides than its own", order=1, family="mapping")
 def _(grad: ExactGradients) -> Iterator[Form]:
     dout = grad.call.inputs.dout
     assert dout is not None, "asked of a backward"
