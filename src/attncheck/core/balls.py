@@ -9,7 +9,9 @@ nothing.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,9 +27,6 @@ except ModuleNotFoundError as error:
         "balls need python-flint, which is not installed: pip install 'attncheck[exact]'."
     ) from error
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from contextlib import AbstractContextManager
 
 Ball: TypeAlias = Any  # flint.arb
 BallArray: TypeAlias = NDArray[np.object_]  # balls in the axes of a tensor

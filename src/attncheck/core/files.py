@@ -5,14 +5,11 @@ from __future__ import annotations
 import os
 import secrets
 import tempfile
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from attncheck.core.errors import UsageError
 from attncheck.core.sanitize_text import one_line
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
 
 
 def check_names(

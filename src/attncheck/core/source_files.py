@@ -10,17 +10,15 @@ import linecache
 import re
 import sys
 import traceback
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from types import CodeType, ModuleType
+from typing import Any, TextIO
 
 from attncheck.core.errors import UsageError, did_you_mean
 from attncheck.core.sanitize_text import LONGEST
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import CodeType, ModuleType
 
 _MOST_HELD = 2**16  # characters; more are no usage message
 _COMPILERS_PLACE = re.compile(r"at \d+:\d+:")  # all that the first line of Triton's errors says

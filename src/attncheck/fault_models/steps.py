@@ -7,7 +7,7 @@ and predict in float64 what a kernel with that fault gives (``exact_attention``)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable  # noqa: TC003  # dataclasses have it
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from attncheck.core.conditions import Rows
 from attncheck.core.judgement import Place
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from torch import Tensor
-
-    from attncheck.core.conditions import Rows
-    from attncheck.core.tensor_names import TensorName
+from attncheck.core.tensor_names import TensorName
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

@@ -37,20 +37,15 @@ the steps: this is what tells a truncating accumulator from a rounding one.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from attncheck.core.conditions import Conditions
 from attncheck.core.judgement import BlindSpot
 from attncheck.judge.allowance import Allowance, at_rows
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from torch import Tensor
-
-    from attncheck.core.conditions import Conditions
 
 EXAMINED = 2**23
 """Elements (head, row, key, dim) at most for single keys and accumulators, which take a pass over

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from attncheck.core.conditions import kept_step
-from attncheck.judge.score_errors import exponent_errors, may_overflow, running_size
+from attncheck.core.conditions import Conditions, ScoreModError, kept_step
+from attncheck.core.declared_arithmetic import Accumulator, Arithmetic
+from attncheck.judge.score_errors import (
+    ExponentErrors,
+    ScoreError,
+    exponent_errors,
+    may_overflow,
+    running_size,
+)
 from attncheck.judge.sum_roundings import half_ulp, steps_with_keys, sum_roundings
-from attncheck.judge.weight_errors import log_sum_terms, part_shares, row_sum_error, weight_errors
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
-
-    from attncheck.core.conditions import Conditions, ScoreModError
-    from attncheck.core.declared_arithmetic import Accumulator, Arithmetic
-    from attncheck.judge.score_errors import ExponentErrors, ScoreError
-    from attncheck.judge.weight_errors import SumError, WeightErrors
+from attncheck.judge.weight_errors import (
+    SumError,
+    WeightErrors,
+    log_sum_terms,
+    part_shares,
+    row_sum_error,
+    weight_errors,
+)
 
 OUTPUT = "output rounding"
 _ROUNDING = "rounding of P"

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from attncheck.core.formats import Format, round_to, spacing
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from torch import Tensor
 
 # Where one key takes all the weight, the float64 truth is (w · v) / w: a product, a sum with what
 # is negligible, and a quotient, each rounded once. What is nearer to it than that may be exact.

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from attncheck.core.conditions import GradientConditions, ReadConditions, Rows, ScoreModError
 from attncheck.core.declared_arithmetic import FP32, FP64, Accumulator, Arithmetic
 from attncheck.core.formats import FORMATS, Format
-from attncheck.judge.score_gradient_errors import recompute_weights, score_gradients, zero_elsewhere
+from attncheck.core.tensor_names import TensorName
+from attncheck.judge.score_errors import ScoreError
+from attncheck.judge.score_gradient_errors import (
+    RecomputedWeights,
+    SavedErrors,
+    ScoreGradients,
+    recompute_weights,
+    score_gradients,
+    zero_elsewhere,
+)
 from attncheck.judge.sum_roundings import half_ulp, steps_with_keys
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from torch import Tensor
-
-    from attncheck.core.conditions import GradientConditions, ReadConditions, Rows, ScoreModError
-    from attncheck.core.tensor_names import TensorName
-    from attncheck.judge.score_errors import ScoreError
-    from attncheck.judge.score_gradient_errors import RecomputedWeights, SavedErrors, ScoreGradients
 
 _MOST_GROWTH = 512.0  # e to it is a float64
 

@@ -16,21 +16,16 @@ remains shows what neither measure can.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from attncheck.core.declared_arithmetic import Arithmetic
 from attncheck.core.judgement import Precision
 from attncheck.judge import error_measures
 from attncheck.judge.allowance import Allowance, at_rows
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from torch import Tensor
-
-    from attncheck.core.declared_arithmetic import Arithmetic
 
 FEWEST = 512  # outputs of a head below which its statistics say too little to be judged by
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import bisect
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from attncheck.core.conditions import kept_step
+from attncheck.core.conditions import Conditions, ScoreModError, kept_step
+from attncheck.core.declared_arithmetic import Arithmetic
 from attncheck.judge import deterministic_bound, score_errors
+from attncheck.judge.score_errors import ScoreError
 from attncheck.judge.sum_roundings import (
     half_ulp,
     steps_with_keys,
@@ -21,15 +24,6 @@ from attncheck.judge.sum_roundings import (
     tiles_passed,
 )
 from attncheck.judge.weight_errors import WeightErrors, log_sum_base, weight_errors
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
-
-    from attncheck.core.conditions import Conditions, ScoreModError
-    from attncheck.core.declared_arithmetic import Arithmetic
-    from attncheck.judge.score_errors import ScoreError
 
 # Weights that agree to this many units of fp32 may round alike.
 _ALIKE = 16

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from attncheck.core.conditions import kept_step
+from attncheck.core.conditions import Conditions, ScoreModError, kept_step
+from attncheck.core.declared_arithmetic import Accumulator, Arithmetic
 from attncheck.judge.sum_roundings import tiles_passed
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from attncheck.core.conditions import Conditions, ScoreModError
-    from attncheck.core.declared_arithmetic import Accumulator, Arithmetic
 
 # q·√scale and k·√scale, where a kernel of wide products scales them first: two factors, each
 # rounded itself and multiplied with one rounding.

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from attncheck.core.conditions import Conditions
 from attncheck.core.declared_arithmetic import FP32, FP64, Accumulator, Arithmetic
 from attncheck.core.formats import Format, spacing
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from attncheck.core.conditions import Conditions
 
 
 def half_ulp(size: Tensor, fmt: Format) -> Tensor:

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import msgspec
 import torch
+from torch import Tensor
 
+from attncheck.core.declared_arithmetic import Arithmetic
 from attncheck.core.judgement import BlindSpot, Judgement, Status, Worst
 from attncheck.core.tensor_names import GRADIENTS, TensorName
 from attncheck.judge import verdict_rules as rules
 from attncheck.judge.allowance import Allowance, Share, at_rows, shares
 from attncheck.judge.head_precision import HeadPrecision, measure_heads, measure_precision
 from attncheck.judge.verdict_rules import Compared, Finding
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from torch import Tensor
-
-    from attncheck.core.declared_arithmetic import Arithmetic
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

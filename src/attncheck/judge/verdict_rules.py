@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
+from torch import Tensor
 
+from attncheck.core.declared_arithmetic import Arithmetic
 from attncheck.core.judgement import Place, Precision, Rule, share_text
+from attncheck.core.tensor_names import TensorName
 from attncheck.judge.allowance import (
+    Allowance,
     Share,
     at_rows,
     largest_share,
@@ -22,15 +26,14 @@ from attncheck.judge.allowance import (
     share_of,
     shares,
 )
-from attncheck.judge.head_precision import FAR, RESIDUAL, SPREAD, Z, can_fail_by_precision
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from attncheck.core.declared_arithmetic import Arithmetic
-    from attncheck.core.tensor_names import TensorName
-    from attncheck.judge.allowance import Allowance
-    from attncheck.judge.head_precision import HeadPrecision
+from attncheck.judge.head_precision import (
+    FAR,
+    RESIDUAL,
+    SPREAD,
+    HeadPrecision,
+    Z,
+    can_fail_by_precision,
+)
 
 PROVEN = 0.01
 """Part of an allowance that the exact result's own error may be: the oracle is exact beside it."""

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from attncheck.core.conditions import kept_step
+from attncheck.core.conditions import Conditions, kept_step
+from attncheck.core.declared_arithmetic import Arithmetic
 from attncheck.judge.score_errors import ExponentErrors, factor_roundings, maximum_of_keys
 from attncheck.judge.sum_roundings import division_error, nan_from_one, row_sum_rounding
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from attncheck.core.conditions import Conditions
-    from attncheck.core.declared_arithmetic import Arithmetic
 
 # Errors of exponents up to which the plain forms are used alone: with larger ones the others may be
 # the better ones, and take five exponentials more. All of them are bounds.

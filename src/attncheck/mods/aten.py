@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from attncheck.core.errors import TraceError
 from attncheck.mods.expression import OPERATIONS, Captured, Kind, Node, kind_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 # Their values do not depend on the tensor whose shape, dtype or device they borrow.
 CREATIONS = frozenset({"new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_like"})

@@ -7,13 +7,15 @@ bounded at all comes to a ball that says nothing. Needs python-flint.
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import flint
 import numpy as np
 
 from attncheck.core.balls import (
     NOTHING_KNOWN,
+    Ball,
+    BallArray,
     balls_of,
     each_ball,
     hull,
@@ -24,11 +26,6 @@ from attncheck.core.errors import ProblemError
 from attncheck.mods.captured_reads import NumberSystem
 from attncheck.mods.enclosures import Enclosures, Truth, Values, Whole, elementwise_pair
 from attncheck.mods.expression import Expression, Node, evaluate
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from attncheck.core.balls import Ball, BallArray
 
 _INT64 = (-(2**63), 2**63 - 1)
 

@@ -5,26 +5,21 @@ A kernel skips the empty tiles and applies the mask in the partial ones only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import Self
 
 import torch
+from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 from torch.nn.functional import pad
 
 from attncheck.core.errors import ProblemError, TraceError
+from attncheck.core.mod_spec import Dimensions
 from attncheck.mods.index_ranges import index_parts
+from attncheck.mods.signatures import MaskMod
 from attncheck.mods.trace import trace_mask
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Self
-
-    from torch import Tensor
-
-    from attncheck.core.mod_spec import Dimensions
-    from attncheck.mods.signatures import MaskMod
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 """Kinds of tile: no element is visible; some are; all of a whole tile are."""

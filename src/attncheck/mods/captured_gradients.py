@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from attncheck.core.errors import ProblemError
-
-if TYPE_CHECKING:
-    from attncheck.mods.signatures import ScoreMod
+from attncheck.mods.signatures import ScoreMod
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,15 +7,18 @@ same without a trace, for the oracles.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, fx
 
 from attncheck.core.errors import TraceError
 from attncheck.mods.captured_gradients import captured_tensors
 from attncheck.mods.expression import INDICES, Expression
+from attncheck.mods.signatures import ScoreMod
 from attncheck.mods.torch_tracer import (
     VocabularyInterpreter,
     aten_name,
@@ -25,13 +28,6 @@ from attncheck.mods.torch_tracer import (
     record_operations,
 )
 from attncheck.mods.trace import trace_derivative, trace_index, trace_score
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from numpy.typing import NDArray
-
-    from attncheck.mods.signatures import ScoreMod
 
 _ARGUMENTS = ("score", *INDICES)
 _REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 
 from attncheck.core.errors import ProblemError
 from attncheck.mods.expression import Algebra, Captured, Node
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
 
 Values: TypeAlias = "np.ndarray[Any, Any]"  # bool, int64, or objects that are real numbers
 

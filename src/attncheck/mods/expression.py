@@ -17,19 +17,16 @@ import json
 import math
 import operator
 from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeAlias, TypeVar, get_args
+from typing import Annotated, Any, Generic, Literal, TypeAlias, TypeVar, get_args
 
 import msgspec
 import numpy as np
 import torch
+from torch import Tensor
 
 from attncheck.core.errors import ProblemError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from torch import Tensor
 
 Kind = Literal["bool", "int", "float"]
 Captured: TypeAlias = "Tensor | int | float"

@@ -21,18 +21,15 @@ import itertools
 import math
 import operator
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from attncheck.core.errors import ProblemError
 from attncheck.core.formats import fp32
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from attncheck.core.mod_spec import Dimensions
-    from attncheck.mods.signatures import MaskMod, ScoreMod
+from attncheck.core.mod_spec import Dimensions
+from attncheck.mods.signatures import MaskMod, ScoreMod
 
 _INDICES = ("b", "h", "q_idx", "kv_idx")
 _DEEPEST = 24

@@ -12,12 +12,15 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from attncheck.core.errors import ProblemError
+from attncheck.core.mod_spec import Dimensions
 from attncheck.mods.expression import (
     INDICES,
     Algebra,
@@ -28,13 +31,6 @@ from attncheck.mods.expression import (
     evaluate_nodes,
     torch_algebra,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from torch import Tensor
-
-    from attncheck.core.mod_spec import Dimensions
 
 Range: TypeAlias = tuple[float, float]
 """The smallest and the largest value: whole numbers, or infinite where unknown."""

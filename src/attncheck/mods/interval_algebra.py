@@ -11,23 +11,26 @@ here. ``UNKNOWN`` is a pair of which nothing is known, NaN included: 1/x where x
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from mpmath import libmp
 from mpmath.libmp import libmpi
 
 from attncheck.core.formats import FORMATS, Format
-from attncheck.mods.enclosures import Enclosures, Truth, Whole, elementwise, elementwise_pair
+from attncheck.mods.enclosures import (
+    Enclosures,
+    Truth,
+    Values,
+    Whole,
+    elementwise,
+    elementwise_pair,
+)
 from attncheck.mods.expression import Expression, Node, evaluate, node_dtypes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from attncheck.mods.enclosures import Values
-    from attncheck.mods.operation_errors import Arithmetic
+from attncheck.mods.operation_errors import Arithmetic
 
 Raw: TypeAlias = Any  # an untyped tuple of mpmath's own
 Pair: TypeAlias = tuple[Raw, Raw]

@@ -9,10 +9,12 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from types import ModuleType
+from typing import Any, Literal
 
 import torch
 
@@ -24,11 +26,6 @@ from attncheck.mods.index_ranges import check_index_ranges
 from attncheck.mods.masks import MASKS
 from attncheck.mods.scores import SCORES
 from attncheck.mods.trace import count_disagreements, trace_mask, trace_score
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import ModuleType
-
 
 ModKind = Literal["mask", "score mod"]
 

@@ -8,17 +8,14 @@ float64 oracle calls, may round: an fp32 table times an index is fp32 in torch.)
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from attncheck.mods.captured_reads import NumberSystem
 from attncheck.mods.enclosures import WHOLE_OPERATIONS, Values, captured_array, cast_whole
 from attncheck.mods.expression import OPERATIONS, Algebra, Expression, Node, evaluate
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 _INT64_SMALLEST = -(2**63)
 

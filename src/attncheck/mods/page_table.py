@@ -9,22 +9,17 @@ et al. 2024, arXiv:2412.05496, section 4; torch.nn.attention.experimental.PagedA
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from attncheck.core.draws import Draws
 from attncheck.core.errors import ProblemError
+from attncheck.core.paged_layout import Paging
 from attncheck.mods.block_mask import EMPTY, FULL, PARTIAL, BlockMask
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from attncheck.core.paged_layout import Paging
-    from attncheck.mods.signatures import MaskMod, ScoreMod
+from attncheck.mods.signatures import MaskMod, ScoreMod
 
 _FREE_SHARE = 4  # one page in so many is free, and two more
 

@@ -12,22 +12,25 @@ rounding: ``SLACK`` covers that.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from attncheck.core.conditions import ScoreModError
 from attncheck.core.formats import FORMATS, Format, spacing
-from attncheck.mods.expression import OPERATIONS, Algebra, evaluate, node_dtypes, torch_algebra
+from attncheck.mods.expression import (
+    OPERATIONS,
+    Algebra,
+    Expression,
+    Node,
+    evaluate,
+    node_dtypes,
+    torch_algebra,
+)
 from attncheck.mods.operation_errors import KERNEL_FP32, Arithmetic
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from attncheck.mods.expression import Expression, Node
 
 SLACK = 1 + 2.0**-16
 """Roundings of fp32, and radii that come in, are taken larger by this: 2^12 units of 2^-53 at

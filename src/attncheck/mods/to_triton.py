@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import hashlib
 import linecache
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -26,13 +27,16 @@ import triton.language as tl
 
 from attncheck.core.errors import UsageError
 from attncheck.core.formats import fp32
-from attncheck.mods.expression import OPERATIONS, Algebra, Expression, Node, evaluate
+from attncheck.mods.expression import (
+    OPERATIONS,
+    Algebra,
+    Captured,
+    Expression,
+    Node,
+    Structure,
+    evaluate,
+)
 from attncheck.mods.triton_functions import FUNCTIONS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from attncheck.mods.expression import Captured, Structure
 
 _INT32_LARGEST = 2**31 - 1
 

@@ -6,8 +6,10 @@ import functools
 import inspect
 import linecache
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -22,10 +24,6 @@ from torch.utils._pytree import tree_leaves
 
 from attncheck.core.errors import TraceError
 from attncheck.core.source_files import error_line
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import FrameType
 
 PLACE = "attncheck_place"
 """Key of a node's ``meta``: where in the mod it was recorded (`` at file:line `text```)."""

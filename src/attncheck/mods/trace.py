@@ -5,19 +5,31 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, fx
 
 from attncheck.core.draws import Draws
 from attncheck.core.errors import TraceError
+from attncheck.core.mod_spec import Dimensions
 from attncheck.core.source_files import error_line
 from attncheck.mods.aten import CREATIONS, SAME_VALUE, Graph, Operand, Traced, translate_aten
-from attncheck.mods.expression import INDICES, OPERATIONS, Expression, Node, Structure, kind_of
+from attncheck.mods.expression import (
+    INDICES,
+    OPERATIONS,
+    Captured,
+    Expression,
+    Node,
+    Structure,
+    kind_of,
+)
+from attncheck.mods.signatures import MaskMod, ScoreMod
 from attncheck.mods.torch_tracer import (
     PLACE,
     VocabularyInterpreter,
@@ -27,15 +39,6 @@ from attncheck.mods.torch_tracer import (
     record_gradient,
     record_operations,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from numpy.typing import NDArray
-
-    from attncheck.core.mod_spec import Dimensions
-    from attncheck.mods.expression import Captured
-    from attncheck.mods.signatures import MaskMod, ScoreMod
 
 _SCORE_ARGUMENTS = ("score", *INDICES)
 

@@ -9,9 +9,11 @@ to no key are 0 and −∞. All but ``streaming`` are a Recurrence over ``Float6
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
+from attncheck.core.outputs import Outputs
+from attncheck.inputs.input_tensors import Inputs
 from attncheck.oracles.backward_recurrences import dense_backward, flash2_backward
 from attncheck.oracles.float64_numbers import Float64
 from attncheck.oracles.forward_recurrences import (
@@ -25,12 +27,6 @@ from attncheck.oracles.recurrence_steps import SOFTMAXES as _SOFTMAXES
 from attncheck.oracles.recurrence_steps import Backward, Recurrence
 from attncheck.oracles.streaming_forward import softmax_by_rows, streaming
 from attncheck.oracles.streaming_gradients import streaming_backward
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from attncheck.core.outputs import Outputs
-    from attncheck.inputs.input_tensors import Inputs
 
 __all__ = [
     "BACKWARDS",

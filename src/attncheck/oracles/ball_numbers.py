@@ -10,29 +10,25 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import flint
 import numpy as np
 import torch
+from torch import Tensor
 
 from attncheck.core.balls import BallArray, balls_of, each_ball, error_bound, working_precision
+from attncheck.core.conditions import Rows
 from attncheck.core.errors import UsageError
+from attncheck.core.outputs import Outputs
+from attncheck.inputs.input_tensors import Inputs
+from attncheck.mods.signatures import ScoreMod
 from attncheck.oracles.forward_recurrences import one_head
+from attncheck.oracles.mod_calls import Indices
 from attncheck.oracles.number_system import Captures, Evaluate, ObjectNumbers
 from attncheck.oracles.recurrence_steps import Result
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from attncheck.core.conditions import Rows
-    from attncheck.core.outputs import Outputs
-    from attncheck.inputs.input_tensors import Inputs
-    from attncheck.mods.signatures import ScoreMod
-    from attncheck.oracles.mod_calls import Indices
 
 BITS = 128
 """Of a midpoint: two machine words, which cost no more than one and a bit. A score of 10^6 is known

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Self
 
 import torch
+from torch import Tensor
 
 from attncheck.mods.captured_gradients import CapturedSums
+from attncheck.mods.signatures import ScoreMod
 from attncheck.oracles.mod_calls import Indices, call_score_mod, score_mod_slope
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from typing import Self
-
-    from torch import Tensor
-
-    from attncheck.mods.signatures import ScoreMod
 
 
 @dataclass(frozen=True, slots=True, eq=False)

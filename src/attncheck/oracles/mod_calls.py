@@ -6,20 +6,15 @@ depends on two of the four indices costs two axes only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Self
 
 import torch
+from torch import Tensor
 
 from attncheck.core.errors import ProblemError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Self
-
-    from torch import Tensor
-
-    from attncheck.mods.signatures import MaskMod, ScoreMod
+from attncheck.mods.signatures import MaskMod, ScoreMod
 
 # What torch and Python raise when a callable was written for 0-d indices only.
 _NOT_BROADCAST = (RuntimeError, IndexError, TypeError, ValueError)

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import mpmath
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from attncheck.core.errors import UsageError
+from attncheck.mods.signatures import ScoreMod
+from attncheck.oracles.mod_calls import Indices
 from attncheck.oracles.number_system import Captures, Evaluate, ObjectNumbers
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from attncheck.mods.signatures import ScoreMod
-    from attncheck.oracles.mod_calls import Indices
 
 LEAST_DIGITS = 17  # 60 bits: every float64 is a number of the system
 

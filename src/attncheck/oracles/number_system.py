@@ -10,20 +10,16 @@ Arrays are ``(batch, heads, rows, columns)``. What only selects — masks, "has 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeAlias, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, Protocol, Self, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from attncheck.core.errors import UsageError
+from attncheck.mods.signatures import ScoreMod
 from attncheck.oracles.mod_calls import Indices, is_identity
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from torch import Tensor
-
-    from attncheck.mods.signatures import ScoreMod
 
 
 class Array(Protocol):

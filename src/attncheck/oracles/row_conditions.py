@@ -7,23 +7,18 @@ oracles this holds every key of its rows at once, so rows come in pieces.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from attncheck.core.conditions import Conditions, GradientConditions, Rows
 from attncheck.core.mod_spec import NONE
+from attncheck.core.outputs import Outputs
+from attncheck.inputs.input_tensors import Inputs
+from attncheck.inputs.problem import Problem
 from attncheck.oracles.float64_numbers import Float64
 from attncheck.oracles.mod_calls import Indices, call_mask, call_score_mod
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
-
-    from attncheck.core.outputs import Outputs
-    from attncheck.inputs.input_tensors import Inputs
-    from attncheck.inputs.problem import Problem
 
 # (row, key) pairs of one piece. A bound holds some twenty float64 arrays of them: 80 MB on a CPU,
 # 2.7 GB on a GPU; and each further arithmetic up to ten more.

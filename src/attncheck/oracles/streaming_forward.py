@@ -14,25 +14,20 @@ are never computed. Every number that only speed depends on is in ``Blocks``;
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from attncheck.core.errors import ProblemError
 from attncheck.core.outputs import Outputs
+from attncheck.inputs.input_tensors import Inputs
+from attncheck.inputs.problem import Problem
+from attncheck.mods.signatures import MaskMod
 from attncheck.oracles.float64_numbers import Float64, Nonfinite, nonfinite_sums
 from attncheck.oracles.mod_calls import Indices, call_mask, call_score_mod, is_identity
 from attncheck.oracles.recurrence_steps import safe
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
-
-    from attncheck.inputs.input_tensors import Inputs
-    from attncheck.inputs.problem import Problem
-    from attncheck.mods.signatures import MaskMod
 
 # |score| up to which Σ exp(score)·|v| needs no maximum subtracted: below 2^1022 for 2^32 keys and
 # values up to fp32's 2^128. Downwards exp(−score)·2^−149 (its smallest value) is ≥ 2^−1011: normal.

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
+
+import torch
 
 from attncheck.core.errors import look_up
+from attncheck.inputs.input_tensors import Inputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.inputs.question_parameters import Parameters
 from attncheck.probes.probe_table import ALL_PROBES, Probe
 from attncheck.probes.tied_keys import Finding, VisibleKeys
-
-if TYPE_CHECKING:
-    import torch
-
-    from attncheck.inputs.input_tensors import Inputs
 
 __all__ = [
     "PROBES",

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from attncheck.core.declared_arithmetic import FP32, Accumulator, Arithmetic
 from attncheck.core.formats import FORMATS
-
-if TYPE_CHECKING:
-    from attncheck.inputs.problem import Problem
+from attncheck.inputs.problem import Problem
 
 HALF = 0.5  # a count that is off by this much is nearer to another whole number
 

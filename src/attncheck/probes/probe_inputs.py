@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 
 from attncheck.core.errors import ProblemError
 from attncheck.core.formats import round_to
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.input_tensors import Descale, Inputs
+from attncheck.inputs.problem import Problem
 from attncheck.probes.margins import is_countable
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from attncheck.core.mod_spec import Spec
-    from attncheck.inputs.problem import Problem
 
 # ------------------------------------------------------------------ keys where kernels go wrong
 

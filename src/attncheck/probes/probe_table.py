@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 
 from attncheck.core.draws import Draws
 from attncheck.core.errors import ProblemError
 from attncheck.core.mod_spec import NONE
+from attncheck.core.outputs import Outputs
+from attncheck.inputs.input_tensors import Inputs
+from attncheck.inputs.problem import Problem
 from attncheck.inputs.question_parameters import (
     Allowed,
     Parameters,
@@ -35,13 +39,6 @@ from attncheck.probes.probe_inputs import (
     zero_query_and_keys,
 )
 from attncheck.probes.tied_keys import Finding, VisibleKeys, check_tied_keys
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from attncheck.core.outputs import Outputs
-    from attncheck.inputs.input_tensors import Inputs
-    from attncheck.inputs.problem import Problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

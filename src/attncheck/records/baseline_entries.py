@@ -10,7 +10,9 @@ import hashlib
 import json
 import math
 import re
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import msgspec
 from msgspec.structs import replace
@@ -20,10 +22,6 @@ from attncheck.core.errors import AttncheckError, UsageError
 from attncheck.core.sanitize_text import one_line
 from attncheck.core.tensor_names import TensorName
 from attncheck.records.record import Environment, Record, Status
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-    from pathlib import Path
 
 _SCHEMA = 1
 

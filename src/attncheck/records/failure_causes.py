@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec.structs import replace
 
+from attncheck.core.judgement import Rule
 from attncheck.core.tensor_names import GRADIENTS
 from attncheck.records.record import FAILED_STATUSES, Diagnosis, Explanation, Record
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-    from attncheck.core.judgement import Rule
 
 Key = tuple[str, ...]
 _MOST_NAMED = 3  # of several causes that explain all of a group

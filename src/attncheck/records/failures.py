@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -17,9 +18,6 @@ from attncheck.core.sanitize_text import one_line
 from attncheck.records.json_reports import LARGEST_REPORT, load_report
 from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import FAILED_STATUSES, Environment, Record, Report
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 FAILURE_FOLDER = "failures"  # name of the folder of failures, in that of the reports
 MOST_KEPT = 200  # failures that a folder keeps; the oldest goes when one more comes

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar, get_args
 
 import msgspec
 
@@ -26,11 +28,6 @@ from attncheck.records.survey_reports import (
     ModReport,
     OracleReport,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-    from pathlib import Path
-
 
 LARGEST_REPORT = 2**26  # bytes of the largest report that is read: some 40,000 records
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -11,9 +12,6 @@ from attncheck.core.errors import UsageError
 from attncheck.core.judgement import Judgement, Place
 from attncheck.core.sanitize_text import one_line
 from attncheck.core.tensor_names import TensorName
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = [
     "FAILED_STATUSES",

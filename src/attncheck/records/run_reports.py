@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
 from attncheck.records.record import Environment, Record
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 Stage = Literal["contract", "probes", "bounds", "properties", "memory", "determinism", "baseline"]
 """Questions, in this order."""

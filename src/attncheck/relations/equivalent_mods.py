@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
 from attncheck.core.mod_spec import NONE, Spec
 from attncheck.core.outputs import Outputs
+from attncheck.inputs.input_tensors import Inputs
+from attncheck.inputs.problem import Problem
+from attncheck.inputs.question_parameters import Parameters
 from attncheck.relations.relation import Finding, Relation, Results, compare_outputs, of_attention
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from attncheck.inputs.input_tensors import Inputs
-    from attncheck.inputs.problem import Problem
-    from attncheck.inputs.question_parameters import Parameters
 
 _INT32_LARGEST = 2**31 - 1
 _COMPOSED = {"and", "or", "not"}  # in an offset, rows are others: a number there means another mask

@@ -7,21 +7,18 @@ name for keeps it, since many kernels know masks by name only; other masks becom
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 
 from attncheck.core.errors import ProblemError
 from attncheck.core.mod_spec import FULL, Spec
+from attncheck.core.paged_layout import Paging
 from attncheck.inputs.input_tensors import Descale, Inputs
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from attncheck.core.paged_layout import Paging
-    from attncheck.inputs.problem import Problem
+from attncheck.inputs.problem import Problem
 
 # Score mods that read no index, and those that read heads and the distance of key and row alone.
 _NO_INDEX = {"none", "softcap", "temperature"}

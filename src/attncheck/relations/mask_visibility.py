@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from attncheck.inputs.problem import Problem
+from attncheck.inputs.problem import Problem
 
 _PAIRS_AT_A_TIME = 1 << 22
 _PROBLEMS = 64  # whose rows are remembered: whether a relation applies is decided several times

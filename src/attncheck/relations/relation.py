@@ -5,20 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from attncheck.core.errors import ProblemError
+from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
+from attncheck.core.tensor_names import TensorName
 from attncheck.inputs import question_parameters
-
-if TYPE_CHECKING:
-    from attncheck.core.mod_spec import Spec
-    from attncheck.core.tensor_names import TensorName
-    from attncheck.inputs.input_tensors import Inputs
-    from attncheck.inputs.problem import Problem
+from attncheck.inputs.input_tensors import Inputs
+from attncheck.inputs.problem import Problem
 
 _SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

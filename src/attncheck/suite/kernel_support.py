@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 from attncheck.cases.mask_samples import PLAIN_KIND, SOFTMAX, ProblemKind, sample_problems
 from attncheck.cases.strategies.families import MASK_FAMILIES
 from attncheck.cases.strategies.problems import nearest_supported
+from attncheck.inputs.problem import Problem
 from attncheck.relations import RELATIONS
+from attncheck.subjects.capabilities.subject import Subject
 from attncheck.verify.executor import Executor, Failure
 from attncheck.verify.kernel_hosts import executor_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from attncheck.inputs.problem import Problem
-    from attncheck.subjects.capabilities.subject import Subject
 
 NOT_APPLICABLE = "such problems do not concern it"
 

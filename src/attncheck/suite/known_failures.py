@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -20,11 +21,7 @@ from attncheck.records.record import FAILED_STATUSES
 from attncheck.subjects.capabilities import named_kernels
 from attncheck.suite.pytest_options import MARK
 from attncheck.suite.session import NO_KERNEL, Param, Session
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from attncheck.suite.under_test import UnderTest
+from attncheck.suite.under_test import UnderTest
 
 FILE = "known_failures.toml"  # its name, beside the properties
 

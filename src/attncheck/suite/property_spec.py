@@ -7,13 +7,16 @@ import importlib
 import importlib.util
 import inspect
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
 import pytest
 from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
 
 from attncheck.cases.mask_samples import SOFTMAX, ProblemKind
 from attncheck.cases.strategies.families import family_named
@@ -21,27 +24,19 @@ from attncheck.cases.strategies.problems import problems, softmax_problems
 from attncheck.cases.strategies.sizes import parameters
 from attncheck.cases.strategies.sizes import shapes as any_shapes
 from attncheck.core.errors import AttncheckError, ProblemError, without_recorded
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.distributions import DISTRIBUTIONS
 from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.capabilities import named_kernels
 from attncheck.suite.pytest_options import MARK
 from attncheck.suite.search import search_cases
+from attncheck.suite.under_test import UnderTest
 from attncheck.verify.question_fit import (
     allowed_parameters,
     check_question,
     question_problem,
     unfit_reason,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from types import ModuleType
-
-    from hypothesis.strategies import SearchStrategy
-
-    from attncheck.core.mod_spec import Spec
-    from attncheck.suite.under_test import UnderTest
-
 
 _SEEDS = 1000  # as strategies.problems draws
 

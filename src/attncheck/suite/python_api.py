@@ -6,15 +6,21 @@ import functools
 import inspect
 import itertools
 import warnings
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import hypothesis
+from hypothesis.strategies import SearchStrategy
+from torch import Tensor
 
 from attncheck.cases.check_cases import check_cases, crossed_cases
+from attncheck.core.declared_arithmetic import Arithmetic
 from attncheck.core.errors import OraclesDisagree, UnknownName, UsageError
+from attncheck.core.judgement import BlindSpot, Judgement, Worst
 from attncheck.diagnose.diagnosis import diagnose_failure
 from attncheck.diagnose.user_tensors import UserOutputs
+from attncheck.inputs.input_tensors import Descale, Inputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.record import UNTRUSTED_STATUSES, Record
 from attncheck.reporting.diagnosis_text import explanation_facts, tile_picture
@@ -28,17 +34,6 @@ from attncheck.verify.environment import prepare, usable_device
 from attncheck.verify.kernel_hosts import on_terms
 from attncheck.verify.question_fit import COMPARE
 from attncheck.verify.verify import iter_records
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from hypothesis.strategies import SearchStrategy
-    from torch import Tensor
-
-    from attncheck.core.declared_arithmetic import Arithmetic
-    from attncheck.core.judgement import BlindSpot, Judgement, Worst
-    from attncheck.inputs.input_tensors import Descale, Inputs
-
 
 _USUAL = ("bf16",)
 

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import PurePath
-from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
 from hypothesis import HealthCheck, Phase, event, given, settings, target
 from hypothesis.errors import FailedHealthCheck, Flaky, Unsatisfiable, UnsatisfiedAssumption
+from hypothesis.strategies import SearchStrategy
 
+from attncheck.inputs.problem import Case, Problem
 from attncheck.suite.pytest_options import settings_of
 from attncheck.suite.under_test import UnderTest
 from attncheck.suite.wrong_answers import WrongAnswer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from hypothesis.strategies import SearchStrategy
-
-    from attncheck.inputs.problem import Case, Problem
 
 _TILE = 16  # the smallest that kernels use
 _FLAKY = "It does not fail every time: of the runs of this very case, at least one held."

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -18,7 +18,9 @@ from attncheck.core.errors import UsageError
 from attncheck.core.formats import DTYPES
 from attncheck.subjects.capabilities import named_kernels
 from attncheck.subjects.capabilities.configuration import read_configuration
+from attncheck.subjects.capabilities.subject import Subject
 from attncheck.suite.kernel_support import NOT_APPLICABLE, KernelSupport, is_askable
+from attncheck.suite.property_spec import PropertySpec
 from attncheck.suite.pytest_options import MARK, Options, choose_gpu
 from attncheck.suite.under_test import UnderTest
 from attncheck.surveys.claims import hold_to_claims
@@ -28,12 +30,6 @@ from attncheck.verify.kernel_hosts import open_kernel
 from attncheck.verify.kernel_server import Compiling
 from attncheck.verify.remote_kernel import Deadlines
 from attncheck.workers.process import HostError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from attncheck.subjects.capabilities.subject import Subject
-    from attncheck.suite.property_spec import PropertySpec
 
 NO_KERNEL = "attncheck-asks-nothing"
 """Id of a property that concerns none of the kernels; it is taken out when all is collected."""

@@ -5,28 +5,26 @@ from __future__ import annotations
 import math
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
 from attncheck.cases.tier import TIERS, Tier
 from attncheck.diagnose.diagnosis import diagnose_failure, explain_failure, explained_by
+from attncheck.diagnose.explanations import Findings
+from attncheck.inputs.problem import Case
 from attncheck.judge.fault_explanation import count_equals
 from attncheck.records.failure_causes import symptom
 from attncheck.records.record import UNTRUSTED_STATUSES, Record
 from attncheck.records.run_reports import Tally
+from attncheck.subjects.capabilities.subject import Subject
 from attncheck.suite.kernel_support import KernelSupport
 from attncheck.suite.wrong_answers import WrongAnswer
 from attncheck.verify.deaths import confirm_death
+from attncheck.verify.executor import Executor
 from attncheck.verify.isolated import IsolatedExecutor
 from attncheck.verify.kernel_server import Compiling
 from attncheck.verify.run_case import run_case
-
-if TYPE_CHECKING:
-    from attncheck.diagnose.explanations import Findings
-    from attncheck.inputs.problem import Case
-    from attncheck.subjects.capabilities.subject import Subject
-    from attncheck.verify.executor import Executor
 
 
 class UnderTest(KernelSupport):

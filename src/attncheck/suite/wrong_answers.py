@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
 
 from attncheck.diagnose.reproduce import new_failure
 from attncheck.inputs.problem import Case
 from attncheck.records.failures import keep_failure
+from attncheck.records.record import Record
 from attncheck.reporting.diagnosis_text import diagnosis_text, kept_failure_text
 from attncheck.verify.question_fit import question_summary
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from attncheck.records.record import Record
 
 
 class WrongAnswer(AssertionError):

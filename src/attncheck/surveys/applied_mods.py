@@ -7,10 +7,12 @@ hold small whole numbers over a power of two, so that every q·k is exact in fp3
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from attncheck.core.draws import Draws
@@ -19,17 +21,11 @@ from attncheck.core.mod_spec import NONE, Dimensions, Spec
 from attncheck.inputs.input_tensors import Inputs
 from attncheck.inputs.problem import Problem
 from attncheck.mods import interval_algebra, library
+from attncheck.mods.interval_algebra import Interval
 from attncheck.mods.operation_errors import KERNEL_FP32
+from attncheck.mods.signatures import MaskMod, ScoreMod
+from attncheck.subjects.capabilities.subject import Subject
 from attncheck.verify.executor import Executor, Failure
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    import numpy as np
-
-    from attncheck.mods.interval_algebra import Interval
-    from attncheck.mods.signatures import MaskMod, ScoreMod
-    from attncheck.subjects.capabilities.subject import Subject
 
 _HEAD_DIM = 16  # what compiled flex_attention needs at least
 _COLUMNS = 64  # of V at a time

@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from attncheck.core.declared_arithmetic import Accumulator, Arithmetic
 from attncheck.core.formats import FORMATS, Dtype, Format, dtype_named
-from attncheck.records.survey_reports import DtypeFingerprint, FingerprintReport, Reading
+from attncheck.records.survey_reports import (
+    DtypeFingerprint,
+    FingerprintReport,
+    Reading,
+    ReadingVerdict,
+)
+from attncheck.subjects.capabilities.subject import Subject, Tiling
 from attncheck.surveys import product_readings, step_readings
-from attncheck.surveys.fingerprint_scenes import SceneRunner, blank_inputs, make_scene
+from attncheck.surveys.fingerprint_scenes import (
+    Grid,
+    SceneResult,
+    SceneRunner,
+    blank_inputs,
+    make_scene,
+)
+from attncheck.surveys.product_readings import SmallestWeight
+from attncheck.surveys.step_readings import Exponential, Parts, Sentinel, Tiles
 from attncheck.verify.call_checks import Unanswered
 from attncheck.verify.environment import environment
+from attncheck.verify.executor import Executor
 from attncheck.verify.kernel_hosts import executor_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from attncheck.core.declared_arithmetic import Accumulator, Arithmetic
-    from attncheck.records.survey_reports import ReadingVerdict
-    from attncheck.subjects.capabilities.subject import Subject, Tiling
-    from attncheck.surveys.fingerprint_scenes import Grid, SceneResult
-    from attncheck.surveys.product_readings import SmallestWeight
-    from attncheck.surveys.step_readings import Exponential, Parts, Sentinel, Tiles
-    from attncheck.verify.executor import Executor
 
 _FULL_BITS = FORMATS["fp32"].significand
 _NARROWEST_RANGE = FORMATS["fp32"].min_exponent

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import attncheck
 from attncheck.core.errors import ProblemError, UnknownName, UsageError, without_recorded
@@ -13,12 +13,8 @@ from attncheck.mods.block_mask import EMPTY, FULL, PARTIAL, block_mask
 from attncheck.mods.library import build_mask
 from attncheck.mods.masks import MASKS
 from attncheck.mods.mod_files import load_mask
+from attncheck.mods.signatures import MaskMod
 from attncheck.records.survey_reports import BlockRecord, BlockReport
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from attncheck.mods.signatures import MaskMod
 
 _SIZE = r"([1-9]\d{0,6})"
 _MOST_TILES = 2**24  # some gigabytes while they are sorted

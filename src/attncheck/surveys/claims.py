@@ -13,9 +13,10 @@ import functools
 import hashlib
 import os
 import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -28,6 +29,7 @@ from attncheck.core.mod_spec import Spec
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.record import Unclaimed
 from attncheck.subjects.capabilities.capability_table import ANY, Capabilities, Override, When
+from attncheck.subjects.capabilities.subject import Subject
 from attncheck.subjects.conventions.convention import Convention, ConventionOptions
 from attncheck.subjects.conventions.declarations import CONVENTIONS
 from attncheck.subjects.terms import Terms
@@ -46,16 +48,10 @@ from attncheck.surveys.capability_detection import (
 from attncheck.surveys.proposed_table import propose_table
 from attncheck.verify.deaths import MOST_DEATHS
 from attncheck.verify.environment import environment, fingerprint
-from attncheck.verify.kernel_hosts import executor_of, on_terms
+from attncheck.verify.kernel_hosts import KernelHost, executor_of, on_terms
 from attncheck.verify.kernel_server import loaded_files
 from attncheck.verify.question_fit import COMPARE, adapted_problems
 from attncheck.verify.remote_kernel import RemoteSubject
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from attncheck.subjects.capabilities.subject import Subject
-    from attncheck.verify.kernel_hosts import KernelHost
 
 CLAIMED = {
     "convention": "one problem of 64 or 128 keys, which fits every tile: else it is no kernel",

@@ -7,25 +7,21 @@ with log2 e rounds to 1 exactly. q·k of a whole number is a weight that is a po
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import torch
 
+from attncheck.core.declared_arithmetic import Arithmetic
 from attncheck.core.errors import ProblemError
 from attncheck.core.formats import dtype_named, fp32, round_to
 from attncheck.core.mod_spec import FULL, Spec
 from attncheck.inputs.input_tensors import Descale, Inputs
 from attncheck.inputs.problem import Problem
+from attncheck.subjects.capabilities.subject import Subject, Tiling
 from attncheck.verify.call_checks import Unanswered
 from attncheck.verify.executor import Executor, Failure
 from attncheck.verify.question_fit import adapted_problems
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from attncheck.core.declared_arithmetic import Arithmetic
-    from attncheck.subjects.capabilities.subject import Subject, Tiling
 
 LN2 = fp32(math.log(2.0))
 ROWS, KEYS, DIM = 128, 128, 64

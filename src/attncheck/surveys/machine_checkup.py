@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -12,14 +12,12 @@ import torch
 from attncheck.core.errors import AttncheckError
 from attncheck.core.paged_layout import Paging
 from attncheck.inputs import input_tensors
+from attncheck.inputs.input_tensors import Inputs
 from attncheck.inputs.problem import Problem
 from attncheck.subjects.capabilities import named_kernels
+from attncheck.subjects.capabilities.subject import Subject
 from attncheck.verify.environment import default_device, environment, prepare
 from attncheck.verify.executor import Execution, InProcess
-
-if TYPE_CHECKING:
-    from attncheck.inputs.input_tensors import Inputs
-    from attncheck.subjects.capabilities.subject import Subject
 
 # With q = 0 and V = 1 every weight is 1 and a power of two of them is summed: out is exactly 1 in
 # every format, whatever the order of the sum; of a softmax it is exactly 1/32. A kernel gets

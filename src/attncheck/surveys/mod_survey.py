@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from attncheck.core.mod_spec import Dimensions, Spec
 from attncheck.core.source_files import error_line, import_file, load_attribute
 from attncheck.inputs.problem import Problem
 from attncheck.mods.enclosures import Truth
+from attncheck.mods.expression import Expression
 from attncheck.mods.index_ranges import check_index_ranges
 from attncheck.mods.interval_algebra import Interval, to_interval
 from attncheck.mods.mod_files import (
@@ -35,6 +36,7 @@ from attncheck.mods.operation_errors import KERNEL_FP32, TORCH_FP64
 from attncheck.mods.trace import trace_mask, trace_score
 from attncheck.oracles.mod_calls import Indices, call_mask, call_score_mod
 from attncheck.records.survey_reports import ModAnswer, ModRecord, ModReport
+from attncheck.subjects.capabilities.subject import Subject
 from attncheck.surveys.applied_mods import (
     NotMeasurable,
     ScoreInputs,
@@ -46,10 +48,6 @@ from attncheck.verify.environment import environment
 from attncheck.verify.executor import Executor, InProcess
 from attncheck.verify.kernel_hosts import executor_of
 from attncheck.verify.remote_kernel import RemoteSubject
-
-if TYPE_CHECKING:
-    from attncheck.mods.expression import Expression
-    from attncheck.subjects.capabilities.subject import Subject
 
 DIMENSIONS = Dimensions(batch=2, heads=2, query=32, kv=40)
 """Few programs for an interpreter, but more than one block of keys, the last one short."""

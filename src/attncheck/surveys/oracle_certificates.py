@@ -6,17 +6,21 @@ Beside what the judge allows a kernel. Needs python-flint, the extra ``exact``.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from attncheck import oracles
 from attncheck.core.balls import flint_version
+from attncheck.core.conditions import Rows
 from attncheck.core.declared_arithmetic import FP64_ORACLE, default_arithmetic
 from attncheck.core.errors import UsageError
 from attncheck.core.judgement import Place
+from attncheck.core.outputs import Outputs
+from attncheck.inputs.input_tensors import Inputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.judge.verdict_rules import PROVEN
 from attncheck.mods.ball_algebra import BALLS
@@ -27,15 +31,6 @@ from attncheck.surveys.oracle_survey import ORACLES, check_problem_size, oracle_
 from attncheck.verify.allowances import row_bounds
 from attncheck.verify.environment import environment
 from attncheck.verify.evidence_builder import EvidenceBuilder
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from attncheck.core.conditions import Rows
-    from attncheck.core.outputs import Outputs
-    from attncheck.inputs.input_tensors import Inputs
 
 MOST_CERTIFIED_PRODUCTS = 2**31
 """Products of balls of one Problem: Arb does some 30 million a second."""

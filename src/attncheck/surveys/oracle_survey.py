@@ -9,21 +9,25 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from attncheck import oracles
 from attncheck.cases.variants import SHARP, VARIANTS, Cell, plan_cells
 from attncheck.core.errors import UsageError, require_known
 from attncheck.core.judgement import Place
+from attncheck.core.outputs import Outputs
 from attncheck.inputs import input_tensors
 from attncheck.inputs.distributions import DISTRIBUTIONS
 from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.mpmath_algebra import MPMATH
 from attncheck.oracles.mp_numbers import ManyDigits, Mp
+from attncheck.oracles.recurrence_steps import Result
 from attncheck.records.survey_reports import (
     TRUTH,
     Agreement,
@@ -34,14 +38,6 @@ from attncheck.records.survey_reports import (
     Rows,
 )
 from attncheck.verify.environment import environment
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    from numpy.typing import NDArray
-
-    from attncheck.core.outputs import Outputs
-    from attncheck.oracles.recurrence_steps import Result
 
 ORACLES = {
     TRUTH: "what kernels are compared with",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,14 +15,12 @@ from attncheck.surveys.fingerprint_scenes import (
     ROWS,
     STEPS,
     Grid,
+    SceneRunner,
     blank_inputs,
     coarsest,
     make_scene,
     repeat_elements,
 )
-
-if TYPE_CHECKING:
-    from attncheck.surveys.fingerprint_scenes import SceneRunner
 
 _GONE = -256.0  # log2 of a weight that no format has
 

@@ -7,14 +7,11 @@ is left out.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from attncheck.subjects.capabilities.capability_table import ANY, Capabilities, Override, When
 from attncheck.surveys.capability_detection import HEAD_DIMS, DetectedCapabilities, TrialResult
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
 
 Comments = dict[str, list[str]]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
@@ -18,14 +18,14 @@ from attncheck.surveys.fingerprint_scenes import (
     KEYS,
     LN2,
     ROWS,
+    Grid,
+    SceneResult,
+    SceneRunner,
     blank_inputs,
     make_scene,
     repeat_elements,
 )
 from attncheck.verify.call_checks import Unanswered
-
-if TYPE_CHECKING:
-    from attncheck.surveys.fingerprint_scenes import Grid, SceneResult, SceneRunner
 
 _BITS = FORMATS["fp32"].significand
 _ULP = 2.0**-_BITS  # of fp32 numbers from 1/2 to 1

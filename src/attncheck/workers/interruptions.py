@@ -6,11 +6,8 @@ import os
 import signal
 import threading
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from types import FrameType
-    from typing import Self
+from types import FrameType
+from typing import Any, Self
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

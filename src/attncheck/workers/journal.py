@@ -11,10 +11,12 @@ import os
 import platform
 import re
 import time
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import Any, Self
 
 import msgspec
 
@@ -32,12 +34,6 @@ from attncheck.workers.journal_format import (
     read_journal_file,
 )
 from attncheck.workers.units import Done, Shard, Unit
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-    from types import TracebackType
-    from typing import Self
-
 
 __all__ = [
     "MOST_LOST",

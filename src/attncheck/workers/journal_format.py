@@ -19,8 +19,10 @@ of the SHA-256 of all bytes before it.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -28,11 +30,6 @@ from attncheck.core import json_numbers
 from attncheck.core.errors import AttncheckError
 from attncheck.core.sanitize_text import one_line
 from attncheck.workers.units import Done, Shard, Unit
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-    from typing import BinaryIO
 
 SCHEMA = 1
 

@@ -13,8 +13,9 @@ import contextlib
 import heapq
 import itertools
 import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -28,14 +29,11 @@ from attncheck.workers.worker_pool import (
     LocalPool,
     Work,
     WorkerError,
+    WorkerNews,
     WorkerPlace,
+    WorkerPool,
     WorkerSetup,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    from attncheck.workers.worker_pool import WorkerNews, WorkerPool
 
 __all__ = [
     "Cluster",

@@ -16,18 +16,15 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from attncheck.core.errors import AttncheckError
 from attncheck.core.sanitize_text import one_line
 from attncheck.workers.reaper import MARK, kill_family, new_mark
 from attncheck.workers.transport import KEY, BrokenFrame, Closed, Frame, Receiver, Sender
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
-
 
 KERNEL_SERVER = "attncheck.verify.kernel_server:KernelServer"
 """Server of a worker that runs somebody's kernel; named here, where starting one imports little."""

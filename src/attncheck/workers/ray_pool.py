@@ -9,20 +9,17 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 from attncheck.core.errors import UsageError
 from attncheck.core.sanitize_text import one_line
 from attncheck.workers import worker_pool
+from attncheck.workers.interruptions import Interruptions
 from attncheck.workers.reaper import MARK, Guard, new_mark
 from attncheck.workers.transport import Frame
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from attncheck.workers.interruptions import Interruptions
-    from attncheck.workers.units import Unit
-    from attncheck.workers.worker_pool import Cluster, Limits, WorkerNews, WorkerSetup
+from attncheck.workers.units import Unit
+from attncheck.workers.worker_pool import Cluster, Limits, WorkerNews, WorkerSetup
 
 _POLL = 0.1  # seconds: Ray cannot wait for our interrupts
 _SILENT = {

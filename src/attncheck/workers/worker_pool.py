@@ -9,24 +9,21 @@ from __future__ import annotations
 import selectors
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
 from attncheck.core import json_numbers
 from attncheck.core.errors import AttncheckError, UsageError
 from attncheck.core.sanitize_text import one_line
+from attncheck.workers.interruptions import Interruptions
 from attncheck.workers.process import Died, Worker
 from attncheck.workers.transport import Frame
 from attncheck.workers.units import Done, Unit
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from attncheck.workers.interruptions import Interruptions
 
 M = TypeVar("M", bound=msgspec.Struct)
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from attncheck.core.errors import require_known
-
-if TYPE_CHECKING:
-    from attncheck.subjects.capabilities.subject import Subject
+from attncheck.subjects.capabilities.subject import Subject
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ParamSpec, TypeVar, cast
+from typing import ParamSpec, TypeVar, cast
 
 import torch
+from torch import Tensor
 
 from attncheck.core.formats import FORMATS, Format
 from attncheck.core.mod_spec import FULL, NONE, Dimensions, Spec
+from attncheck.inputs.input_tensors import Inputs
+from attncheck.inputs.problem import Problem
 from attncheck.mods import library
 from attncheck.mods.page_table import PageTable, draw_page_table, pack_pages
 from attncheck.subjects.conventions.layouts import conjuncts
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from attncheck.inputs.input_tensors import Inputs
-    from attncheck.inputs.problem import Problem
 
 P = ParamSpec("P")
 T = TypeVar("T")

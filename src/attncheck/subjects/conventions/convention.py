@@ -9,26 +9,23 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
 from attncheck.core.errors import UnknownName
 from attncheck.core.formats import fp32
 from attncheck.core.mod_spec import NONE
+from attncheck.inputs.input_tensors import Inputs
+from attncheck.inputs.problem import Problem
 from attncheck.mods.library import is_additive
 from attncheck.subjects.capabilities.capability_table import ALIGNMENTS, EMPTY_ROWS, LSE_BASES
 from attncheck.subjects.conventions.call_tensors import attention_bias, sequence_lengths
 from attncheck.subjects.conventions.layouts import Layout, without_padding
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
-
-    from attncheck.inputs.input_tensors import Inputs
-    from attncheck.inputs.problem import Problem
-    from attncheck.subjects.conventions.parse import CallArguments, ParsedCall
+from attncheck.subjects.conventions.parse import CallArguments, ParsedCall
 
 SINKS = ("sinks", "sink", "s_aux", "softmax_sink", "attention_sinks")
 """Names for each head's logit, fp32 ``(heads,)``: those of gpt-oss, of flash-attn's Hopper kernels,

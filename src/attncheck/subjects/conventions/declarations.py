@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attncheck.core.errors import look_up
 from attncheck.subjects.capabilities.subject import Subject
@@ -12,9 +13,6 @@ from attncheck.subjects.conventions.flash_conventions import FLASH_ATTN, PAGED, 
 from attncheck.subjects.conventions.function_subject import FunctionSubject
 from attncheck.subjects.conventions.parse import CallArguments, ParsedCall, UnreadableCall
 from attncheck.subjects.conventions.torch_conventions import FLEX, SDPA
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class _Native:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
 
 import torch
 
 from attncheck.core.declared_arithmetic import default_arithmetic
 from attncheck.core.formats import spacing
+from attncheck.core.outputs import Outputs
+from attncheck.inputs.input_tensors import Inputs
+from attncheck.inputs.problem import Problem
 from attncheck.subjects.capabilities.subject import capability
-
-if TYPE_CHECKING:
-    from attncheck.core.outputs import Outputs
-    from attncheck.inputs.input_tensors import Inputs
-    from attncheck.inputs.problem import Problem
 
 _AT_A_TIME = 2**24  # elements of a mask
 

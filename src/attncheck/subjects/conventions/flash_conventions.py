@@ -9,12 +9,14 @@ https://docs.flashinfer.ai. Keys are in a cache already.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
 from attncheck.core.mod_spec import NONE, Spec
+from attncheck.inputs.input_tensors import Inputs
+from attncheck.inputs.problem import Problem
 from attncheck.mods.page_table import draw_page_table
 from attncheck.mods.scores import alibi_slopes, sequence_slopes
 from attncheck.subjects.conventions import layouts, window_masks
@@ -38,14 +40,8 @@ from attncheck.subjects.conventions.convention import (
     offered,
     spare,
 )
+from attncheck.subjects.conventions.layouts import Lengths
 from attncheck.subjects.conventions.parse import CallArguments, ParsedCall, UnreadableCall
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from attncheck.inputs.input_tensors import Inputs
-    from attncheck.inputs.problem import Problem
-    from attncheck.subjects.conventions.layouts import Lengths
 
 _PARAMETERS = (
     Parameter("dropout", ("dropout_p",), of_result=True),

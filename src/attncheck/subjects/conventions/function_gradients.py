@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from attncheck.core.mod_spec import FULL
 from attncheck.core.outputs import Outputs
+from attncheck.inputs.input_tensors import Inputs
+from attncheck.inputs.problem import Problem
 from attncheck.subjects.capabilities.subject import Refused
 from attncheck.subjects.conventions.convention import ConventionOptions, Parameter, callee
 from attncheck.subjects.conventions.empty_rows import empty_rows
+from attncheck.subjects.conventions.layouts import Layout
 from attncheck.subjects.conventions.results import BrokenResult, Returned
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from attncheck.inputs.input_tensors import Inputs
-    from attncheck.inputs.problem import Problem
-    from attncheck.subjects.conventions.layouts import Layout
 
 _NO_LSE = "it gives no LSE, of which the loss is a function"
 _NO_WINDOW = (-1, -1)

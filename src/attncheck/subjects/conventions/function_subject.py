@@ -4,32 +4,34 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 
+from attncheck.core.declared_arithmetic import Arithmetic
 from attncheck.core.mod_spec import FULL
+from attncheck.core.outputs import Outputs
+from attncheck.inputs.input_tensors import Inputs
+from attncheck.inputs.problem import Problem
+from attncheck.inputs.question_parameters import Promise
 from attncheck.subjects.capabilities.subject import Call, Subject, WrittenCall, memory_refusal
 from attncheck.subjects.conventions import results, torch_arithmetic
-from attncheck.subjects.conventions.convention import MadeArgument, Request
+from attncheck.subjects.conventions.convention import (
+    Convention,
+    ConventionOptions,
+    MadeArgument,
+    Request,
+    Signature,
+)
 from attncheck.subjects.conventions.empty_rows import empty_rows, settle_empty_rows
 from attncheck.subjects.conventions.function_gradients import GradientCall, gradient_refusal
+from attncheck.subjects.conventions.layouts import Layout
 from attncheck.subjects.conventions.render import render_call
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from attncheck.core.declared_arithmetic import Arithmetic
-    from attncheck.core.outputs import Outputs
-    from attncheck.inputs.input_tensors import Inputs
-    from attncheck.inputs.problem import Problem
-    from attncheck.inputs.question_parameters import Promise
-    from attncheck.subjects.conventions.convention import Convention, ConventionOptions, Signature
-    from attncheck.subjects.conventions.layouts import Layout
 
 LEAVES_MODES: ContextVar[bool] = ContextVar("LEAVES_MODES", default=False)
 """Whether a call sets neither grad mode nor TF32 around the function, which hides what it does."""

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import Any
 
+from attncheck.core.mod_spec import Spec
+from attncheck.inputs.problem import Problem
 from attncheck.mods.scores import alibi_slopes, sequence_slopes
 from attncheck.subjects.conventions.convention import MadeArgument
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from attncheck.core.mod_spec import Spec
-    from attncheck.inputs.problem import Problem
-    from attncheck.subjects.conventions.layouts import Layout
+from attncheck.subjects.conventions.layouts import Layout
 
 
 def render_call(

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from attncheck.core.outputs import Outputs
 from attncheck.core.source_files import error_line
+from attncheck.inputs.input_tensors import Inputs
 from attncheck.subjects.capabilities.subject import ContractViolation, Refused
 from attncheck.subjects.conventions.convention import ConventionOptions, MadeArgument
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from attncheck.inputs.input_tensors import Inputs
-    from attncheck.subjects.conventions.layouts import Layout
+from attncheck.subjects.conventions.layouts import Layout
 
 
 @contextmanager

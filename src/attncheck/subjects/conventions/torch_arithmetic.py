@@ -5,17 +5,15 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from attncheck.core.declared_arithmetic import Arithmetic
-    from attncheck.inputs.problem import Problem
+from attncheck.core.declared_arithmetic import Arithmetic
+from attncheck.inputs.problem import Problem
 
 Products = Literal["ieee", "tf32"]
 

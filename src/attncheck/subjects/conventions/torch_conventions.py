@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
 from torch.nn.attention import flex_attention as flex
+from torch.nn.attention.flex_attention import BlockMask
 
 from attncheck.core.mod_spec import FULL, NONE, Spec
+from attncheck.core.outputs import Outputs
+from attncheck.inputs.problem import Problem
 from attncheck.mods.scores import bias
+from attncheck.mods.signatures import ScoreMod
 from attncheck.subjects.conventions.call_tensors import attention_mask
 from attncheck.subjects.conventions.convention import (
     SINKS,
@@ -29,13 +33,6 @@ from attncheck.subjects.conventions.layouts import bhsd, without_padding
 from attncheck.subjects.conventions.parse import CallArguments, ParsedCall, UnreadableCall
 from attncheck.subjects.conventions.render import render_score_mod
 from attncheck.subjects.conventions.window_masks import band_window, mask_band
-
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
-
-    from attncheck.core.outputs import Outputs
-    from attncheck.inputs.problem import Problem
-    from attncheck.mods.signatures import ScoreMod
 
 
 def _check_heads(q: torch.Tensor, k: torch.Tensor, *, grouped: bool) -> None:
