@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from attncheck.core import VERSION
+
 if TYPE_CHECKING:
     from attncheck.cases.strategies.problems import problems
     from attncheck.inputs.capture import capture
@@ -19,7 +21,7 @@ __all__ = [
     "problems",
 ]
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 # Imported on first use: they need torch or Hypothesis, for which ``--help`` must not wait.
 _HOMES = {

@@ -19,7 +19,8 @@ from tests.baseline.planted_losses import (
     lossy,
 )
 
-from attncheck.baseline.comparison import (
+from attncheck.core.mod_spec import Spec
+from attncheck.records.baseline_comparison import (
     FALSE_ALARM,
     ErrorPair,
     compare_answers,
@@ -28,7 +29,6 @@ from attncheck.baseline.comparison import (
     mean_ratio,
     tiling_growth,
 )
-from attncheck.core.mod_spec import Spec
 from attncheck.records.baseline_entries import (
     Baseline,
     baseline_entries,

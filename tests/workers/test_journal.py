@@ -229,7 +229,7 @@ def test_another_run_is_refused_and_what_differs_is_said(two, other, said):
 
 
 def test_another_version_is_another_run(two, monkeypatch):
-    monkeypatch.setattr("attncheck.workers.journal.__version__", "99")
+    monkeypatch.setattr("attncheck.workers.journal.VERSION", "99")
     with pytest.raises(JournalError, match=r"version is '.*' there and '99' here"):
         opened(two)
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import click
 
-from attncheck import __version__
 from attncheck.cli.baseline import baseline
 from attncheck.cli.blocks import blocks
 from attncheck.cli.check import check
@@ -33,6 +32,7 @@ from attncheck.cli.report import report
 from attncheck.cli.repro import repro
 from attncheck.cli.rmse import rmse
 from attncheck.cli.standard_output import INTERRUPTED, Group, Interrupts, discard
+from attncheck.core import VERSION
 from attncheck.core.errors import AttncheckError, UsageError
 from attncheck.core.sanitize_text import one_line
 
@@ -58,7 +58,7 @@ Exit codes:
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog=_EXIT_CODES,
 )
-@click.version_option(__version__, prog_name="attncheck")
+@click.version_option(VERSION, prog_name="attncheck")
 def attncheck() -> None:
     """Is the difference between your attention kernel and exact attention only rounding?"""
 

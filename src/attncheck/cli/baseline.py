@@ -54,7 +54,7 @@ def read_measurements(sources: Sequence[str]) -> Measurements:
     Raises:
         UsageError: for what is no report of attncheck's, or has nothing for a baseline.
     """
-    from attncheck.baseline.comparison import comparable_entries, measurements
+    from attncheck.records.baseline_comparison import comparable_entries, measurements
     from attncheck.records.baseline_entries import environment_id
     from attncheck.records.problem_summary import problem_of
 
@@ -250,7 +250,7 @@ for _verb in (write, diff, accept):
 
 
 def _changes(path: Path, measured: Measurements) -> tuple[Change, ...]:
-    from attncheck.baseline.comparison import compare_runs
+    from attncheck.records.baseline_comparison import compare_runs
     from attncheck.records.baseline_entries import read_baseline
 
     kept = read_baseline(path)
@@ -283,7 +283,7 @@ def _refuses(entries: Iterable[Entry], answers: Iterable[Answer] = ()) -> bool:
 
     Of a kernel that fails whatever else a gate has asked there is no baseline either.
     """
-    from attncheck.baseline.comparison import KEPT_STATUSES
+    from attncheck.records.baseline_comparison import KEPT_STATUSES
     from attncheck.records.record import FAILED_STATUSES
 
     wrong = [(e.kernel, e.case, e.status) for e in entries if e.status not in KEPT_STATUSES]
@@ -302,9 +302,9 @@ def _refuses(entries: Iterable[Entry], answers: Iterable[Answer] = ()) -> bool:
 
 
 def _write(path: Path, entries: Iterable[Entry], environments: dict[str, Environment]) -> None:
-    from attncheck import __version__
+    from attncheck.core import VERSION
     from attncheck.core.files import write_texts
     from attncheck.records.baseline_entries import baseline_text, make_baseline
 
-    text = baseline_text(make_baseline(entries, environments, __version__))
+    text = baseline_text(make_baseline(entries, environments, VERSION))
     write_texts({path.name: text}, path.parent, what="the baseline", instead="--baseline")

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import attncheck
 from attncheck.core.errors import UnknownName, UsageError
 from attncheck.core.source_files import import_file
 from attncheck.faults.catalogue import CATEGORIES, CONTROLS, FAULTS, fault_named
@@ -154,7 +153,7 @@ def priority(unit: Unit) -> tuple[int, ...]:
 def source_digest(file: Path | None) -> str:
     """Return sixteen hexadecimal digits of all that decides a score: attncheck, and the file."""
     digest = hashlib.sha256()
-    root = Path(attncheck.__file__).parent
+    root = Path(__file__).parents[1]
     # Entries are data: a changed patch changes a score like a changed module.
     sources = [*root.rglob("*.py"), *(root / "faults" / "entries").glob("*.toml")]
     for path in [*sorted(sources), *([file] if file else [])]:

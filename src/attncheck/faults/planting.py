@@ -12,7 +12,6 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import attncheck
 from attncheck.faults.catalogue import SHARED_PATCHES
 from attncheck.faults.patching import NotPlanted, apply_patches
 from attncheck.subjects.capabilities import named_kernels
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from attncheck.fault_models.steps import Steps
     from attncheck.faults.fault import Control, Fault, HostName
 
-_ROOT = Path(attncheck.__file__).parent
+_ROOT = Path(__file__).parents[1]
 _SHARED = {"compilation"}  # it prepares Triton, for all kernels alike
 
 COPIED = (

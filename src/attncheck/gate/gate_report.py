@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec.structs import replace
 
-from attncheck.baseline import comparison
-from attncheck.baseline.comparison import measurements, merge_changes
 from attncheck.gate.other_commit import rename_kernels
+from attncheck.records import baseline_comparison
+from attncheck.records.baseline_comparison import measurements, merge_changes
 from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import Environment
 from attncheck.records.run_reports import STAGES, Answer, Change, FailureCause, GateReport, Stage
@@ -167,7 +167,9 @@ def _comparisons(
         names.append(baseline[0])
         # A part of a run cannot tell that a case of the baseline is missing.
         whole = complete and not head.get("shard")
-        changes.append(comparison.compare_runs(baseline[1], answers, environments, complete=whole))
+        changes.append(
+            baseline_comparison.compare_runs(baseline[1], answers, environments, complete=whole)
+        )
     if head.get("against"):
         names.append(f"commit {str(head['against'])[:12]}")
         changes.append(_changes_since_commit(content, answers, environments))
@@ -195,7 +197,7 @@ def _changes_since_commit(
             names.update({answer.record.kernel: here for answer in done.answers})
             missing.update({here: str(done.facts["missing"])} if "missing" in done.facts else {})
     after = [answer for answer in answers if answer.unit in compared]
-    changes = comparison.compare_answers(
+    changes = baseline_comparison.compare_answers(
         rename_kernels(before, names), after, environments, complete=False
     )
     return tuple(

@@ -11,10 +11,11 @@ from msgspec.structs import replace
 from attncheck.cases.mask_samples import sample_problems
 from attncheck.inputs.problem import Case
 from attncheck.suite import property_spec
-from attncheck.suite.kernel_support import NOT_APPLICABLE, compares_launches
+from attncheck.suite.kernel_support import NOT_APPLICABLE
 from attncheck.suite.known_failures import FILE, KnownFailure, read_known_failures
 from attncheck.suite.property_spec import cases as property_cases
 from attncheck.suite.search import DrawingKernel, draw_cases
+from attncheck.verify.question_fit import compares_launches
 from attncheck.workers.units import Unit
 
 if TYPE_CHECKING:

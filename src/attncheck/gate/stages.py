@@ -23,10 +23,14 @@ from attncheck.records.run_reports import Answer, Stage
 from attncheck.relations import RELATIONS
 from attncheck.subjects.capabilities.capability_table import ALIASES
 from attncheck.subjects.capabilities.configuration import read_configuration
-from attncheck.suite.kernel_support import compares_launches
 from attncheck.verify import sanitizer
 from attncheck.verify.call_checks import CHECKS
-from attncheck.verify.question_fit import COMPARE, allowed_parameters, unfit_reason
+from attncheck.verify.question_fit import (
+    COMPARE,
+    allowed_parameters,
+    compares_launches,
+    unfit_reason,
+)
 from attncheck.workers.units import Done, Unit
 
 if TYPE_CHECKING:

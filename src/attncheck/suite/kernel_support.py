@@ -9,10 +9,10 @@ from attncheck.cases.mask_samples import PLAIN_KIND, SOFTMAX, ProblemKind, sampl
 from attncheck.cases.strategies.families import MASK_FAMILIES
 from attncheck.cases.strategies.problems import nearest_supported
 from attncheck.inputs.problem import Problem
-from attncheck.relations import RELATIONS
 from attncheck.subjects.capabilities.subject import Subject
 from attncheck.verify.executor import Executor, Failure
 from attncheck.verify.kernel_hosts import executor_of
+from attncheck.verify.question_fit import compares_launches
 
 NOT_APPLICABLE = "such problems do not concern it"
 
@@ -94,8 +94,3 @@ def is_askable(subject: Subject, questions: Iterable[str]) -> bool:
     """
     # No Problem is needed: before tests are collected there is none.
     return not compares_launches(questions) or subject.has_launches
-
-
-def compares_launches(questions: Iterable[str]) -> bool:
-    """Return whether all of ``questions`` are about other launches of the same kernel."""
-    return all(name in RELATIONS and RELATIONS[name].relaunched for name in questions)

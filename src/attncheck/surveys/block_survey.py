@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 
-import attncheck
+from attncheck.core import VERSION
 from attncheck.core.errors import ProblemError, UnknownName, UsageError, without_recorded
 from attncheck.core.mod_spec import Dimensions, Spec
 from attncheck.mods.block_mask import EMPTY, FULL, PARTIAL, block_mask
@@ -92,7 +92,7 @@ def survey_blocks(
         done()
     return BlockReport(
         command=command,
-        attncheck=attncheck.__version__,
+        attncheck=VERSION,
         mask=mask.to_json(),
         name=str(mask),
         batch=dimensions.batch,

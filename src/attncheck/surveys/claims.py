@@ -21,7 +21,6 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from attncheck import probes
 from attncheck.cases.check_cases import CheckCase, call_cases, check_cases, crossed_cases
 from attncheck.core.errors import UsageError
 from attncheck.core.files import write_texts
@@ -50,7 +49,7 @@ from attncheck.verify.deaths import MOST_DEATHS
 from attncheck.verify.environment import environment, fingerprint
 from attncheck.verify.kernel_hosts import KernelHost, executor_of, on_terms
 from attncheck.verify.kernel_server import loaded_files
-from attncheck.verify.question_fit import COMPARE, adapted_problems
+from attncheck.verify.question_fit import COMPARE, adapted_problems, question_problem
 from attncheck.verify.remote_kernel import RemoteSubject
 
 CLAIMED = {
@@ -251,7 +250,8 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 yield question
                 if question.name == _SHOWN:
                     # Of a tile that is not masked it names the keys.
-                    case = probes.cases("decode", question.case.problem)[0]
+                    problem = question_problem("decode", question.case.problem)
+                    case = Case(problem=problem, question="decode", parameters={"round": 0})
                     yield dataclasses.replace(question, name=f"decode-{_SHOWN}", case=case)
 
     def _base(self) -> Problem | None:

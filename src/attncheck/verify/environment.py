@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 import msgspec
 
-from attncheck import __version__
+from attncheck.core import VERSION
 from attncheck.core.errors import UsageError
 from attncheck.records.record import Environment
 
@@ -63,7 +63,7 @@ def environment(device: str) -> Environment:
         # From its metadata: to import it would settle whether kernels are interpreted.
         triton=_version("triton"),
         numpy=np.__version__,
-        attncheck=__version__,
+        attncheck=VERSION,
         cuda=(torch.version.cuda or "") if gpu else "",
         # Repairs change what interpreted kernels compute: results with others are of another place.
         interpreter=_repairs(),

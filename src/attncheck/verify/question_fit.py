@@ -12,7 +12,7 @@ from attncheck.relations import RELATIONS, Relation
 from attncheck.verify.call_checks import CHECKS, Check
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from attncheck.inputs.problem import Case, Problem
     from attncheck.inputs.question_parameters import Allowed
@@ -53,6 +53,11 @@ def allowed_parameters(question: str, problem: Problem) -> Allowed:
     """Return the numbers that the question may be asked with, by name."""
     check_question(question)
     return {} if question == COMPARE else _definition(question).allowed(problem)
+
+
+def compares_launches(questions: Iterable[str]) -> bool:
+    """Return whether all of ``questions`` are about other launches of the same kernel."""
+    return all(name in RELATIONS and RELATIONS[name].relaunched for name in questions)
 
 
 def _definition(question: str) -> Relation | Probe | Check:

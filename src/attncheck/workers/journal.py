@@ -20,7 +20,7 @@ from typing import Any, Self
 
 import msgspec
 
-from attncheck import __version__
+from attncheck.core import VERSION
 from attncheck.core.errors import UsageError
 from attncheck.core.sanitize_text import one_line
 from attncheck.workers.journal_format import (
@@ -188,9 +188,9 @@ class Journal:
         self.close()
 
     def _begin(self, head: dict[str, Any]) -> None:
-        plan = plan_fingerprint(head, __version__)
+        plan = plan_fingerprint(head, VERSION)
         if not self.content.lines:
-            rest = {"schema": SCHEMA, "version": __version__, "plan": plan, "head": head}
+            rest = {"schema": SCHEMA, "version": VERSION, "plan": plan, "head": head}
             self._write("header", rest, sync=True)
             _sync_folder(self.path)
         elif plan != self.content.plan:
@@ -301,7 +301,7 @@ def _write_error(path: Path, error: OSError) -> JournalError:
 
 def _other_run(path: Path, content: JournalContent, head: Mapping[str, Any]) -> JournalError:
     there: dict[str, Any] = {"version": content.version, **content.head}
-    here = {"version": __version__, **head}
+    here = {"version": VERSION, **head}
     names = [n for n in {**there, **here} if there.get(n) != here.get(n) and n not in VOLATILE]
     differences = [
         f"{n} is {_short(there.get(n))} there and {_short(here.get(n))} here" for n in names

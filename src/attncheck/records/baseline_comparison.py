@@ -2,11 +2,10 @@
 
 Two kernels that round as often and as finely err by different numbers, and their mean squares over
 a Case are two draws of one population: their ratio is one of F's, with as many degrees of freedom
-as there are independent errors. ``docs/how-to/baseline.md`` derives what is computed here.
+as there are independent errors (``docs/how-to/baseline.md`` has the derivation).
 
-Nothing here is a tolerance. Bits are compared first; then what the judge says, in the order of
-``comparable.KINDS``; then errors, by how improbable it is that chance alone made them so much
-larger (``chance``). ``docs/how-to/baseline.md`` has the derivation.
+Nothing here is a tolerance. Bits are compared first; then what the judge says; then errors, by how
+improbable it is that chance alone made them so much larger.
 """
 
 from __future__ import annotations

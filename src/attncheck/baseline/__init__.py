@@ -1,1 +1,0 @@
-"""Baselines: is a kernel still as accurate as it was?"""
