@@ -5,13 +5,11 @@ import json
 
 import msgspec
 import pytest
-from msgspec.structs import replace
 from tests.messages import one_line
 from tests.reporting import samples as made
 
 from attncheck.core.errors import UnknownName, UsageError
 from attncheck.records.json_reports import load_report
-from attncheck.records.run_reports import join_property_reports
 from attncheck.records.survey_reports import Distance, ModAnswer, Rows
 from attncheck.reporting.exit_codes import exit_code
 from attncheck.reporting.rendering import FORMATS, render, show
@@ -288,23 +286,6 @@ def test_what_has_no_score_yet_is_said():
 
 
 # Properties
-
-
-def test_several_runs_are_one_in_which_the_last_outcome_counts():
-    again = made.properties(
-        made.outcome("mine", **{"pass": 4}),
-        processes=9,
-        seconds=1000.0,
-        command="pytest properties -k mine",
-    )
-    joined = join_property_reports([made.MIXED, again])
-    outcomes = {one.kernel: one.outcome for one in joined.outcomes}
-    assert outcomes == {"ideal": "passed", "flex": "known", "mine": "passed"}
-    assert joined.command == "pytest properties && pytest properties -k mine"
-    assert (joined.processes, joined.seconds) == (9, 1002.0)
-    for others in ([made.MIXED, replace(again, tier="pr")], []):
-        with pytest.raises(ValueError, match="of one tier in one environment"):
-            join_property_reports(others)
 
 
 def test_a_refusal_is_no_problem_that_was_answered():

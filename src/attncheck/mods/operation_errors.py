@@ -74,12 +74,9 @@ or interpreted, whichever is larger; an operation that is not here is exact.
 
 Whole-number operands are cast first, which may add a rounding of the operand. Interpreted figures:
 the largest of 4·10^6 arguments or of ``tests/mods/to_triton/test_triton_ulp.py``, on x86-64 with
-AVX-512, NumPy 2.
+AVX-512, NumPy 2. A subnormal operand of log, log2, sin, cos, floor or ceil counts as 0 in parts of
+their code (``.ftz``): their error may be 2^-126 larger, or that of floor and ceil 1.
 """
-
-TRITON_FLUSHED = 2.0**-126
-"""A subnormal operand of log, log2, sin, cos, floor or ceil counts as 0 in parts of their code
-(``.ftz``): their error may be this much larger, or that of floor and ceil 1."""
 
 _IEEE = dict.fromkeys(("add", "sub", "mul", "div", "sqrt", "cast"), 0.5)
 

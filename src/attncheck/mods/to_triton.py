@@ -56,11 +56,8 @@ class TritonMod:
     source: str  # the text of the function
 
 
-def to_triton(expression: Expression, device: str | torch.device | None = None) -> TritonMod:
+def to_triton(expression: Expression) -> TritonMod:
     """Return the expression as a Triton function, and its captured values.
-
-    Args:
-        device: Where the captured tensors are to be (default: where they are).
 
     Raises:
         UsageError: if a captured tensor is too large for 32-bit offsets.
@@ -73,7 +70,7 @@ def to_triton(expression: Expression, device: str | torch.device | None = None) 
             continue
         if value.numel() > _INT32_LARGEST:
             raise UsageError(f"a mod captures {value.numel()} elements: at most {_INT32_LARGEST}.")
-        flat = value.detach().to(device or value.device).reshape(-1).contiguous()
+        flat = value.detach().reshape(-1).contiguous()
         captured += [flat.to(_read_as(flat)), *value.shape]
     return TritonMod(function, tuple(captured), source)
 

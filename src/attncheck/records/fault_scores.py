@@ -20,8 +20,6 @@ FaultOutcome = Literal[
 kernel of ours makes the fault; ``harness``: what was planted does not run, or was asked nothing, so
 that nothing was scored."""
 
-OUTCOMES: tuple[FaultOutcome, ...] = FaultOutcome.__args__  # type: ignore[attr-defined]  # a Literal has them
-
 # What was not asked, or changes no bit, nobody can catch: it counts for neither side.
 SCORED: frozenset[FaultOutcome] = frozenset({"caught", "missed"})
 """Those of faults that a suite was asked about."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -150,31 +149,3 @@ class PropertyReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     seconds: float  # from the first test to the last, collection included
     untaken: dict[str, dict[str, str]]  # kernel → dtype → why it takes nothing of it
     outcomes: tuple[PropertyOutcome, ...]  # in the order of files, tests, kernels
-
-
-def join_property_reports(reports: Sequence[PropertyReport]) -> PropertyReport:
-    """Several runs of one tier on one machine, as one: of a test that ran again its last outcome.
-
-    Raises:
-        ValueError: if there are none, or their tiers or environments differ.
-    """
-    if len({(one.tier, str(one.environment)) for one in reports}) != 1:
-        raise ValueError("reports of one tier in one environment can be joined, and no others.")
-    # A test that was run again after a fix counts as it ended, not as it began.
-    last: dict[tuple[str, ...], PropertyOutcome] = {}
-    untaken: dict[str, dict[str, str]] = {}
-    for report in reports:
-        for one in report.outcomes:
-            last[one.file, one.test, one.kernel, one.dtype, one.family] = one
-        for kernel, of_dtypes in report.untaken.items():
-            untaken.setdefault(kernel, {}).update(of_dtypes)
-    return PropertyReport(
-        command=" && ".join(dict.fromkeys(one.command for one in reports)),
-        environment=reports[0].environment,
-        tier=reports[0].tier,
-        processes=max(one.processes for one in reports),
-        # The runs came one after the other, so their times add up.
-        seconds=sum(one.seconds for one in reports),
-        untaken=untaken,
-        outcomes=tuple(sorted(last.values(), key=lambda one: (one.file, one.test, one.kernel))),
-    )

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from hypothesis import settings
 
 MARK = "attncheck_asks"  # the marker of a test that ``asks`` made
-SOFTMAX = "softmax"  # the family of problems that have no mask: row softmax
 
 
 PROFILES = ("attncheck-dev", "attncheck-ci", "attncheck-nightly")

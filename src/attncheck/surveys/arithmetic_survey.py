@@ -29,7 +29,6 @@ from attncheck.surveys.product_readings import SmallestWeight
 from attncheck.surveys.step_readings import Exponential, Parts, Sentinel, Tiles
 from attncheck.verify.call_checks import Unanswered
 from attncheck.verify.environment import environment
-from attncheck.verify.executor import Executor
 from attncheck.verify.kernel_hosts import executor_of
 
 _FULL_BITS = FORMATS["fp32"].significand
@@ -46,13 +45,11 @@ def survey_arithmetic(
     *,
     device: str,
     command: str,
-    executor: Executor | None = None,
     done: Callable[[str], None] = lambda _: None,
 ) -> FingerprintReport:
     """Read the arithmetic of ``subject`` in each of ``dtypes``.
 
     Args:
-        executor: How it is called; in this process by default.
         done: Called after each dtype, with its name.
 
     Raises:
@@ -60,7 +57,7 @@ def survey_arithmetic(
     """
     records = []
     for dtype in dict.fromkeys(dtypes):
-        records.append(fingerprint_kernel(subject, dtype, device=device, executor=executor))
+        records.append(fingerprint_kernel(subject, dtype, device=device))
         done(dtype)
     return FingerprintReport(
         command=command,
@@ -71,18 +68,14 @@ def survey_arithmetic(
     )
 
 
-def fingerprint_kernel(
-    subject: Subject, dtype: str, *, device: str = "cpu", executor: Executor | None = None
-) -> DtypeFingerprint:
+def fingerprint_kernel(subject: Subject, dtype: str, *, device: str = "cpu") -> DtypeFingerprint:
     """Read the arithmetic of ``subject`` in ``dtype``; never raises for what the kernel does.
 
     Raises:
         UnknownName: for a dtype that there is not.
     """
     dtype_named(dtype)
-    runner = SceneRunner(
-        subject=subject, dtype=dtype, device=device, executor=executor or executor_of(subject)
-    )
+    runner = SceneRunner(subject=subject, dtype=dtype, device=device, executor=executor_of(subject))
     try:
         # All zeros: who does not take these takes no scene of this dtype.
         plain = runner.run(make_scene(dtype, *blank_inputs()))

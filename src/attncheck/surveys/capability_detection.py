@@ -83,12 +83,12 @@ def trial_result(aspect: str, what: str, record: Record, problem: Problem | str)
     )
 
 
-def refused_result(aspect: str, what: str, reply: str | Failure, problem: Problem) -> TrialResult:
+def refused_result(convention: str, reply: str | Failure, problem: Problem) -> TrialResult:
     """Return the answer of a kernel that gave none: it refused, or raised."""
     refuses = isinstance(reply, str) or reply.kind == "refused"
     return TrialResult(
-        aspect=aspect,
-        what=what,
+        aspect="convention",
+        what=convention,
         verdict="refuses" if refuses else "raises",
         reason=reply if isinstance(reply, str) else reply.message,
         problem=str(problem),
@@ -445,7 +445,7 @@ class Detection:
             inputs = input_tensors.draw_inputs(problem, self._device)
             result = executor.run(subject, inputs, origin=Origin(case=Case(problem=problem)))
             answer = result if isinstance(result, Failure) else None
-        return None if answer is None else refused_result("convention", convention, answer, problem)
+        return None if answer is None else refused_result(convention, answer, problem)
 
     def lse(self, base: Problem) -> None:
         """Keep whether it gives LSE, as the first answer has shown."""

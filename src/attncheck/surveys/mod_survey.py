@@ -45,7 +45,7 @@ from attncheck.surveys.applied_mods import (
     lse_interval,
 )
 from attncheck.verify.environment import environment
-from attncheck.verify.executor import Executor, InProcess
+from attncheck.verify.executor import InProcess
 from attncheck.verify.kernel_hosts import executor_of
 from attncheck.verify.remote_kernel import RemoteSubject
 
@@ -117,7 +117,6 @@ def compare_backends(
     *,
     device: str = "cpu",
     dimensions: Dimensions = DIMENSIONS,
-    executor: Executor | None = None,
     path: str = "",
 ) -> list[ModBackends]:
     """Compare each mod on every index tuple: its callable, mpmath, and each kernel.
@@ -128,7 +127,6 @@ def compare_backends(
     Args:
         mods: Callables by name, their tensors on ``device``; or a Python file, imported with
             tensors on ``device``.
-        executor: How to call kernels; each where it is, by default.
         path: Of the file that the callables are of, from which a kernel of another process has
             loaded them too.
 
@@ -153,7 +151,7 @@ def compare_backends(
             except AttncheckError as error:
                 reason = str(error)
         if expression is not None:
-            where = (dimensions, device, executor, path)
+            where = (dimensions, device, path)
             backends = [_backend(each, name, expression, mod, *where) for each in (None, *kernels)]
         results.append(
             ModBackends(
@@ -185,7 +183,6 @@ def _backend(
     mod: Callable[..., Any],
     dimensions: Dimensions,
     device: str,
-    executor: Executor | None,
     path: str,
 ) -> Backend:
     """The kernel's meaning, or mpmath's where there is none; never raises."""
@@ -196,7 +193,7 @@ def _backend(
         # What is allowed is computed on the CPU by NumPy, wherever the kernel runs.
         axes = [axis.numpy() for axis in _indices(dimensions, "cpu").axes]
         allowed = to_interval(expression, KERNEL_FP32)
-        where = (dimensions, device, executor or executor_of(kernel))
+        where = (dimensions, device, executor_of(kernel))
         spec = None
         if isinstance(kernel, RemoteSubject):  # whose process has loaded the file too
             load = load_mask if kind_of_mod(mod) == "mask" else load_score
@@ -224,13 +221,11 @@ def mpmath_backend(
     mod: Callable[..., Any],
     dimensions: Dimensions,
     device: str = "cpu",
-    scores: ScoreInputs | None = None,
 ) -> Backend:
     """Compare the callable in float64 and the expression on mpmath numbers, on every index tuple.
 
     Args:
         device: Where its tensors are.
-        scores: What a score mod gets (default: the same as for kernels).
     """
     import mpmath
 
@@ -244,7 +239,7 @@ def mpmath_backend(
         visible = call_mask(mod, on_device).expand(indices.shape).cpu().numpy()
         expected = exactly(*axes)
         return _compare_mask("mpmath", visible.astype(float), Truth(expected, ~expected))
-    inputs = (scores or ScoreInputs.draw(dimensions)).scores
+    inputs = ScoreInputs.draw(dimensions).scores
     value = call_score_mod(mod, inputs.to(device), on_device).detach().cpu().numpy()
     allowed = to_interval(expression, TORCH_FP64)(inputs.numpy(), *axes)
     assert isinstance(allowed, Interval)

@@ -51,24 +51,24 @@ class Configuration:
         return self.path.parent if self.path else Path.cwd()
 
 
-def read_configuration(start: Path | None = None) -> Configuration:
-    """Read that of the nearest folder from ``start`` (the working directory) upwards that has one.
+def read_configuration() -> Configuration:
+    """Read that of the nearest folder from the working directory upwards that has one.
 
     Raises:
         UsageError: for a file that is no TOML, a key or a name that cannot be, and two files of
             one folder that both name kernels; in one line.
     """
-    path, tables = nearest_tables(start)
+    path, tables = nearest_tables()
     return Configuration(path=path, kernels=read_tables(tables, path) if path else {})
 
 
-def nearest_tables(start: Path | None = None) -> tuple[Path | None, Mapping[str, Any]]:
+def nearest_tables() -> tuple[Path | None, Mapping[str, Any]]:
     """Return the file that ``read_configuration`` reads, and its tables as written.
 
     The file is None where there is none. Raises UsageError as ``read_configuration``, but for what
     is wrong within a table.
     """
-    start = (start or Path.cwd()).absolute()
+    start = Path.cwd().absolute()
     for folder in (start, *start.parents):
         files = [folder / name for name in FILES if (folder / name).is_file()]
         ours = {path: tables for path in files if (tables := tables_of(path)) is not None}
