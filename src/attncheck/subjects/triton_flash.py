@@ -493,9 +493,14 @@ class Flash3(Flash):
         )
 
     def tiling(self, problem: Problem, device: str) -> Tiling | None:
-        """Its own tiles, from the last key to the first."""
+        """Its own tiles, from the last key to the first; of a window none.
+
+        There the tiles at both ends come first, in an order that no Tiling has.
+        """
         del device
-        shape = self._chosen(problem)
+        shape, band = self._chosen(problem), band_of(problem.mask, problem.dimensions)
+        if band is not None and band.within(problem.query, problem.kv).least is not None:
+            return None
         return Tiling(block_query=shape.rows, block_kv=shape.keys, reverse=True)
 
     def _chosen(self, problem: Problem) -> Shape:
