@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from attncheck import probes
 from attncheck.cases.covering import SHAPES, FewRows, plain_row, row_name, row_problem
@@ -12,11 +12,7 @@ from attncheck.cases.variants import check_measured
 from attncheck.core.errors import ProblemError
 from attncheck.core.mod_spec import Spec
 from attncheck.inputs.problem import LARGEST_HEAD_DIM, USUAL_SCALE, Case, Problem
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from attncheck.records.record import Unclaimed
+from attncheck.records.record import Unclaimed
 
 # Decoding tells where each key is, so that it is asked on every layout with a place to confuse;
 # what other probes show does not depend on it.

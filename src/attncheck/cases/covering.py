@@ -11,7 +11,8 @@ import functools
 import itertools
 import math
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
 
 import covertable
 
@@ -21,9 +22,6 @@ from attncheck.core.formats import DTYPES
 from attncheck.core.mod_spec import FULL, NONE, Spec
 from attncheck.core.paged_layout import Paging
 from attncheck.inputs.problem import USUAL_SCALE, Problem
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
 Exclusion = tuple[tuple[str, ...], "Callable[[Mapping[str, Any]], bool]"]
 """Names of axes, and whether values of theirs cannot be together."""

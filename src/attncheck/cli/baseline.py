@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -12,13 +13,9 @@ from attncheck.cli import verb
 from attncheck.cli.standard_output import Group, standard_output
 from attncheck.core.errors import UsageError
 from attncheck.core.sanitize_text import one_line
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from attncheck.records.baseline_entries import Entry, Key
-    from attncheck.records.record import Environment
-    from attncheck.records.run_reports import Answer, Change
+from attncheck.records.baseline_entries import Entry, Key
+from attncheck.records.record import Environment
+from attncheck.records.run_reports import Answer, Change
 
 
 @dataclass(slots=True, kw_only=True)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem, get_completion_class, shell_complete
 
 from attncheck.cli import verb
 from attncheck.cli.standard_output import standard_output
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
 
 _SHELLS = ("bash", "zsh", "fish")
 _VARIABLE = "_ATTNCHECK_COMPLETE"

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import click
 
 from attncheck.cli import verb
 from attncheck.cli.options import typed_command
 from attncheck.cli.standard_output import Interrupts, show_report
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from attncheck.records.survey_reports import CertificateReport, OracleReport
+from attncheck.records.survey_reports import CertificateReport, OracleReport
 
 DEFAULT_SHAPE, CERTIFIED_SHAPE = "1x2/1x24x8", "1x2/1x64x64"
 DEFAULT_DTYPE, CERTIFIED_DTYPE = "bf16", "fp32"

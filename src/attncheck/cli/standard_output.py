@@ -7,20 +7,17 @@ import signal
 import sys
 import traceback
 import warnings
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from types import FrameType
+from typing import Any, NoReturn, TextIO
 
 import click
+import msgspec
 
 from attncheck.core.errors import AttncheckError, UsageError
 from attncheck.core.source_files import DivertedOutput, error_line
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import FrameType
-
-    import msgspec
 
 INTERRUPTED = 130
 _OURS = "attncheck.standard_output"

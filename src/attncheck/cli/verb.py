@@ -9,16 +9,14 @@ The declaration of an option is the default of a parameter, or of a dataclass's 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import field, fields, is_dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import Any, get_type_hints
 
 import click
 
 from attncheck.cli.standard_output import Interrupts, Verb
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def option(flags: str, metavar: str, text: str, default: Any = None, **how: Any) -> Any:

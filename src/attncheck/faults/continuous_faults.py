@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
+from torch import Tensor
 
 from attncheck.core.errors import UnknownName
 from attncheck.core.formats import DTYPES, FORMATS
 from attncheck.fault_models.steps import Steps
 from attncheck.subjects.ideal import Ideal
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
 
 _STEPS_OF_OCTAVE = 4
 _SMALLEST = 30  # octaves below 1: fp32 has 24

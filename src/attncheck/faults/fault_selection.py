@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
 from attncheck.core.errors import UnknownName, UsageError
 from attncheck.core.source_files import import_file
@@ -15,10 +17,6 @@ from attncheck.faults.fault import Control, Fault
 from attncheck.records.fault_scores import ControlScore, FaultScore
 from attncheck.subjects.capabilities.subject import Subject
 from attncheck.workers.units import Unit
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from types import ModuleType
 
 FILE = "file"  # in place of a host: somebody's file has the fault
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -13,15 +14,11 @@ from attncheck.core.errors import AttncheckError
 from attncheck.core.mod_spec import FULL, Spec
 from attncheck.core.outputs import Outputs
 from attncheck.diagnose.user_tensors import UserTensors
+from attncheck.inputs.input_tensors import Inputs
+from attncheck.inputs.problem import Problem
 from attncheck.subjects.capabilities.subject import Refused, Subject
 from attncheck.subjects.conventions.declarations import parse_call
 from attncheck.subjects.conventions.parse import ParsedCall, UnreadableCall
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from attncheck.inputs.input_tensors import Inputs
-    from attncheck.inputs.problem import Problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

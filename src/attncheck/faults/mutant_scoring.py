@@ -17,9 +17,10 @@ import signal
 import tempfile
 import time
 import tomllib
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -39,6 +40,7 @@ from attncheck.inputs.problem import Case, Problem
 from attncheck.records.failure_causes import certain_explanations
 from attncheck.records.fault_scores import MutantOutcome, MutantScore, NameWorth
 from attncheck.records.record import FAILED_STATUSES, Diagnosis, Record
+from attncheck.subjects.capabilities.subject import Subject
 from attncheck.subjects.load import load_subject
 from attncheck.surveys.claims import claimed_questions, find_claims
 from attncheck.verify.environment import environment, fingerprint, prepare
@@ -48,11 +50,6 @@ from attncheck.verify.question_fit import adapted_problems
 from attncheck.verify.remote_kernel import Deadlines
 from attncheck.verify.verify import iter_records
 from attncheck.workers.units import Done, Unit
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from attncheck.subjects.capabilities.subject import Subject
 
 MUTANT = "mutant"
 """In place of a host."""

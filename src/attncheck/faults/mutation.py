@@ -12,13 +12,10 @@ import copy
 import difflib
 import textwrap
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from attncheck.core.errors import UnknownName, UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
 
 _INDEX_CALLS = frozenset({"range", "arange", "cdiv", "minimum", "maximum"})
 _ARITHMETIC = frozenset({"dot", "matmul", "sum", "exp", "exp2", "log", "log2"})

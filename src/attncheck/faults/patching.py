@@ -11,12 +11,10 @@ A patch has hunks with an empty line between, of lines that begin with a mark:
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 from attncheck.core.errors import AttncheckError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
 
 # A comment, where no string follows that could have the mark in it.
 _COMMENT = re.compile(r"\s+# [^\"]*$")

@@ -18,32 +18,28 @@ gpucheck           Akasxh/gpucheck, src/gpucheck/assertions/tolerances.py, _DEFA
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from attncheck import oracles
 from attncheck.core.formats import FORMATS, round_to
 from attncheck.core.mod_spec import NONE
+from attncheck.core.outputs import Outputs
+from attncheck.core.tensor_names import TensorName
+from attncheck.inputs.input_tensors import Inputs
+from attncheck.inputs.problem import Case
 from attncheck.probes import PROBES
 from attncheck.records.fault_scores import PeerVerdict
+from attncheck.subjects.capabilities.subject import Subject
 from attncheck.subjects.conventions.call_tensors import attention_mask
 from attncheck.subjects.conventions.torch_arithmetic import fp32_products
 from attncheck.subjects.ideal import Ideal, Index, slope
 from attncheck.verify.executor import Execution, Failure, InProcess
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from torch import Tensor
-
-    from attncheck.core.outputs import Outputs
-    from attncheck.core.tensor_names import TensorName
-    from attncheck.inputs.input_tensors import Inputs
-    from attncheck.inputs.problem import Case
-    from attncheck.subjects.capabilities.subject import Subject
 
 ALLCLOSE = dict.fromkeys(("fp32", "fp16", "bf16"), (1e-2, 0.0))
 """atol and rtol by the output's dtype."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -22,12 +23,8 @@ from attncheck.records.fault_scores import (
     Total,
 )
 from attncheck.records.record import Environment
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-    from attncheck.workers.journal_format import JournalContent
-    from attncheck.workers.units import Done, Unit
+from attncheck.workers.journal_format import JournalContent
+from attncheck.workers.units import Done, Unit
 
 _DIAGNOSED = 3  # among the first so many a diagnosis is to name the fault
 

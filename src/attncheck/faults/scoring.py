@@ -13,10 +13,11 @@ import re
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec import UNSET, to_builtins
 from msgspec.structs import replace
@@ -36,18 +37,14 @@ from attncheck.gate.property_stage import KnownFailures
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.fault_scores import ControlScore, Detection, FaultScore, WrongAnswer
 from attncheck.records.record import FAILED_STATUSES, Diagnosis, Explanation, Record
+from attncheck.records.run_reports import Answer
 from attncheck.subjects.capabilities.named_kernels import subject_named
+from attncheck.subjects.capabilities.subject import Subject
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.environment import environment, fingerprint, prepare
 from attncheck.verify.remote_kernel import Deadlines
 from attncheck.verify.run_case import run_case
 from attncheck.workers.units import Done, Unit
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from attncheck.records.run_reports import Answer
-    from attncheck.subjects.capabilities.subject import Subject
 
 CATEGORY_OF_FILES = "own"
 

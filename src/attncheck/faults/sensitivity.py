@@ -10,8 +10,8 @@ import dataclasses
 import heapq
 import time
 from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from msgspec.structs import replace
@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from attncheck import oracles
 from attncheck.core.draws import Draws
 from attncheck.core.errors import UsageError
+from attncheck.core.outputs import Outputs
 from attncheck.faults.continuous_faults import ContinuousFault, continuous_fault_named
 from attncheck.faults.peer_rules import FORWARD_RULES, GRADIENT_RULES, PeerReference
 from attncheck.gate.gate_worker import GateWorker
@@ -33,12 +34,7 @@ from attncheck.records.record import FAILED_STATUSES
 from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.run_case import run_case
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from attncheck.core.outputs import Outputs
-    from attncheck.workers.units import Unit
+from attncheck.workers.units import Unit
 
 Question = tuple[str, "Callable[[int], bool]"]
 """What it is called, and whether it sees the fault of a number of the scale: 0 is the largest."""

@@ -19,27 +19,24 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 from msgspec import to_builtins
 
 from attncheck.core.errors import UnknownName, UsageError
 from attncheck.faults.catalogue import fault_named
+from attncheck.faults.fault import HostName
 from attncheck.faults.planting import plant
 from attncheck.faults.replacement_plugin import VARIABLE, Replacement
 from attncheck.records.fault_scores import OwnTestsScore
 from attncheck.subjects.conventions.declarations import READERS
 from attncheck.workers.units import Done, Unit
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from attncheck.faults.fault import HostName
 
 Status = Literal["caught", "missed", "not shown", "not reached", "not scored"]
 

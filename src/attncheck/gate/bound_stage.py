@@ -5,8 +5,9 @@ And stage baseline, which measures some of the same cases.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from copy import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -26,16 +27,12 @@ from attncheck.cases.covering import (
     row_values,
 )
 from attncheck.cases.mask_samples import SOFTMAX, ProblemKind
+from attncheck.gate.planning import Planning
 from attncheck.inputs.problem import SOFTMAX_DTYPES, Case, Problem
 from attncheck.records.baseline_entries import architecture
 from attncheck.suite.kernel_support import NOT_APPLICABLE
 from attncheck.verify.environment import environment
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from attncheck.gate.planning import Planning
-    from attncheck.workers.units import Unit
+from attncheck.workers.units import Unit
 
 # Of an axis with many values the first few, where there is little time: those that find most.
 _FEW = {"score": 6, "stored": 6, "heads": 6, "dims": 4, "distribution": 4}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from attncheck.core.errors import ProblemError
 from attncheck.core.mod_spec import FULL, NONE, Spec
@@ -17,13 +18,9 @@ from attncheck.inputs.problem import USUAL_SCALE, Case, Problem
 from attncheck.records.failure_causes import certain_explanations, symptom
 from attncheck.records.failures import keep_failure
 from attncheck.records.record import FAILED_STATUSES, Record
+from attncheck.verify.kernel_hosts import KernelHost
 from attncheck.verify.question_fit import question_problem, unfit_reason
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from attncheck.verify.kernel_hosts import KernelHost
-    from attncheck.workers.units import Unit
+from attncheck.workers.units import Unit
 
 # A single row, whole tiles, and one row beyond them: the edges where tails begin.
 _LENGTHS = (1, 2, 3, 8, 16, 17, 32, 64, 65)

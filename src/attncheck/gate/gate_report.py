@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -12,18 +13,14 @@ from msgspec.structs import replace
 from attncheck.gate.other_commit import rename_kernels
 from attncheck.records import baseline_comparison
 from attncheck.records.baseline_comparison import measurements, merge_changes
+from attncheck.records.baseline_entries import Baseline
 from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import Environment
 from attncheck.records.run_reports import STAGES, Answer, Change, FailureCause, GateReport, Stage
 from attncheck.reporting.gate_verdict import failing_statuses, failure_groups, policy_of, questions
 from attncheck.verify.environment import fingerprint
+from attncheck.workers.journal_format import JournalContent
 from attncheck.workers.units import Shard, Unit
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-
-    from attncheck.records.baseline_entries import Baseline
-    from attncheck.workers.journal_format import JournalContent
 
 
 def journal_header(

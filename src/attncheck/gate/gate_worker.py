@@ -6,8 +6,9 @@ It is a trusted process: the kernel itself runs in another one.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -33,10 +34,6 @@ from attncheck.verify.remote_kernel import Deadlines
 from attncheck.verify.run_case import run_case
 from attncheck.workers.process import Died, HostError
 from attncheck.workers.units import Done, Unit
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
 
 _UNCLAIMED = "not refused: "  # before the name of a question beyond a kernel's claims
 

@@ -20,20 +20,17 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from msgspec.structs import replace
 
 from attncheck.core.errors import UsageError
 from attncheck.core.sanitize_text import one_line
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-
-    from attncheck.records.run_reports import Answer
+from attncheck.records.run_reports import Answer
 
 _GIT_SECONDS = 300  # that git may take to write the files of a large repository
 # Of a hook that starts us: they would turn our commands on its own index.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from attncheck.core.errors import UsageError
 from attncheck.gate.bound_stage import baseline_units, bound_units
+from attncheck.gate.planning import Planning
 from attncheck.gate.property_stage import property_units
 from attncheck.gate.stages import contract_units, probe_units, surrounding_units
 from attncheck.inputs.problem import Case
@@ -17,11 +18,6 @@ from attncheck.records.failures import MOST_KEPT, KeptFailure, is_id, load_failu
 from attncheck.records.run_reports import STAGES, Stage
 from attncheck.verify.question_fit import COMPARE, allowed_parameters, unfit_reason
 from attncheck.workers.units import Unit
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-
-    from attncheck.gate.planning import Planning
 
 REPLAYED = "failed before"  # variant of a Case that failed in an earlier run
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import Any, Self, cast
 
 from msgspec.structs import replace
 
@@ -16,22 +17,17 @@ from attncheck.cases.tier import Tier, tier_named
 from attncheck.core.errors import ProblemError, UsageError, require_known
 from attncheck.core.formats import DTYPES
 from attncheck.gate.other_commit import CommitTree
+from attncheck.inputs.input_tensors import Inputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.baseline_entries import Baseline, baseline_text
 from attncheck.records.run_reports import STAGES, Answer, Stage
+from attncheck.subjects.capabilities.subject import Subject
 from attncheck.suite.kernel_support import KernelSupport
 from attncheck.verify import question_fit
 from attncheck.verify.call_conditions import PLAIN_CALL, CallConditions
 from attncheck.verify.executor import Execution, Executor, Failure, Origin
 from attncheck.verify.run_case import new_record
 from attncheck.workers.units import Unit
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from attncheck.inputs.input_tensors import Inputs
-    from attncheck.subjects.capabilities.subject import Subject
-
 
 Value = str | int | float | bool
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from attncheck.cases.mask_samples import sample_problems
+from attncheck.gate.planning import Planning
 from attncheck.inputs.problem import Case
+from attncheck.records.record import Record
+from attncheck.records.run_reports import Stage
 from attncheck.suite import property_spec
 from attncheck.suite.kernel_support import NOT_APPLICABLE
 from attncheck.suite.known_failures import FILE, KnownFailure, read_known_failures
@@ -17,13 +20,6 @@ from attncheck.suite.property_spec import cases as property_cases
 from attncheck.suite.search import DrawingKernel, draw_cases
 from attncheck.verify.question_fit import compares_launches
 from attncheck.workers.units import Unit
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from attncheck.gate.planning import Planning
-    from attncheck.records.record import Record
-    from attncheck.records.run_reports import Stage
 
 _STAGE: Stage = "properties"
 Pair = tuple[str, str]

@@ -6,21 +6,17 @@ import hashlib
 import os
 import subprocess
 import tempfile
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from attncheck.core.errors import UsageError
 from attncheck.core.sanitize_text import one_line
 from attncheck.subjects.capabilities import named_kernels
 from attncheck.subjects.capabilities.capability_table import matches_pattern, pattern_files
 from attncheck.subjects.capabilities.configuration import read_configuration
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-
-    from attncheck.workers.journal_format import JournalContent
+from attncheck.workers.journal_format import JournalContent
 
 # Of these another version is another judge, or another kernel.
 _PACKAGES = ("attncheck", "torch", "triton", "numpy")

@@ -7,7 +7,8 @@ nowhere is kept as a refusal (``Planning.refused``). A unit may come twice: a pl
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -19,6 +20,7 @@ from attncheck.core.formats import DTYPES, FORMATS
 from attncheck.core.mod_spec import FULL, Spec
 from attncheck.gate.planning import Planning, move_case
 from attncheck.inputs.problem import Case, Problem
+from attncheck.inputs.question_parameters import Parameters
 from attncheck.records.run_reports import Answer, Stage
 from attncheck.relations import RELATIONS
 from attncheck.subjects.capabilities.capability_table import ALIASES
@@ -32,11 +34,6 @@ from attncheck.verify.question_fit import (
     unfit_reason,
 )
 from attncheck.workers.units import Done, Unit
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from attncheck.inputs.question_parameters import Parameters
 
 # ------------------------------------------------------------ contract
 

@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attncheck.core.errors import ProblemError, require_known
 from attncheck.core.formats import DTYPES, FORMATS, Dtype, dtype_named, fp32
@@ -17,9 +17,7 @@ from attncheck.core.mod_spec import FULL, GENERATOR, NONE, Dimensions, Spec
 from attncheck.core.paged_layout import Paging
 from attncheck.inputs.distributions import DISTRIBUTIONS, distribution_named
 from attncheck.mods import library
-
-if TYPE_CHECKING:
-    from attncheck.mods.library import MaskMod, ScoreMod
+from attncheck.mods.library import MaskMod, ScoreMod
 
 __all__ = [
     "LARGEST_HEAD_DIM",

@@ -6,12 +6,10 @@ Light on purpose: capability tables are read without torch and NumPy.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from attncheck.core.errors import ProblemError
-
-if TYPE_CHECKING:
-    from attncheck.inputs.problem import Problem
+from attncheck.inputs.problem import Problem
 
 Parameters = Mapping[str, int | float]
 Allowed = Mapping[str, Sequence[int]]

@@ -9,12 +9,13 @@ it by LSE: out = Σ e^LSE_i out_i / Σ e^LSE_i, LSE = ln Σ e^LSE_i.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from attncheck.inputs.input_tensors import Descale
 from attncheck.kernels.compilation import sound_assembler
 from attncheck.kernels.launch import COUNTS, LOG2E, KernelPages, Launch, block_dim, scales
 from attncheck.kernels.tile import (
@@ -33,10 +34,7 @@ from attncheck.kernels.tile import (
     visible,
     with_values,
 )
-
-if TYPE_CHECKING:
-    from attncheck.inputs.input_tensors import Descale
-    from attncheck.mods.to_triton import TritonMod
+from attncheck.mods.to_triton import TritonMod
 
 _MERGED_ROWS = 16  # of a program that merges
 

@@ -7,12 +7,11 @@ brings them forward by that block of keys, and writes them back. O is normalised
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 
+from attncheck.inputs.input_tensors import Descale
 from attncheck.kernels.compilation import sound_assembler
 from attncheck.kernels.launch import COUNTS, LOG2E, Launch, block_dim, scales
 from attncheck.kernels.tile import (
@@ -28,10 +27,7 @@ from attncheck.kernels.tile import (
     visible,
     with_values,
 )
-
-if TYPE_CHECKING:
-    from attncheck.inputs.input_tensors import Descale
-    from attncheck.mods.to_triton import TritonMod
+from attncheck.mods.to_triton import TritonMod
 
 
 def flash1_forward(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -11,13 +12,9 @@ from torch.autograd.function import once_differentiable
 from attncheck.core.errors import UsageError
 from attncheck.kernels.flash2_backward import flash2_backward
 from attncheck.kernels.flash2_forward import flash2_forward
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from attncheck.kernels.gradient_terms import CapturedReads
-    from attncheck.kernels.launch import Launch, VisitList
-    from attncheck.mods.to_triton import TritonMod
+from attncheck.kernels.gradient_terms import CapturedReads
+from attncheck.kernels.launch import Launch, VisitList
+from attncheck.mods.to_triton import TritonMod
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

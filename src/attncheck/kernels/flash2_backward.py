@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -42,9 +41,7 @@ from attncheck.kernels.tile import (
     score_gradients,
     weights,
 )
-
-if TYPE_CHECKING:
-    from attncheck.mods.to_triton import TritonMod
+from attncheck.mods.to_triton import TritonMod
 
 # A column of forty names says less than five lines of them.
 # fmt: off

@@ -15,14 +15,24 @@ on a processor, even where all is finite.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from attncheck.inputs.input_tensors import Descale
 from attncheck.kernels.compilation import sound_assembler
-from attncheck.kernels.launch import COUNTS, LOG2E, block_dim, needs_careful_launch, scales
+from attncheck.kernels.launch import (
+    COUNTS,
+    LOG2E,
+    KernelPages,
+    Launch,
+    VisitList,
+    block_dim,
+    needs_careful_launch,
+    scales,
+)
 from attncheck.kernels.tile import (
     advanced,
     all_finite,
@@ -44,11 +54,7 @@ from attncheck.kernels.tile import (
     visible,
     with_values,
 )
-
-if TYPE_CHECKING:
-    from attncheck.inputs.input_tensors import Descale
-    from attncheck.kernels.launch import KernelPages, Launch, VisitList
-    from attncheck.mods.to_triton import TritonMod
+from attncheck.mods.to_triton import TritonMod
 
 # Programs that look for blocks of rows to do again: about one for each multiprocessor of an H200.
 # They take most of its registers, so that one for every block cost 3 % of a window's time there.

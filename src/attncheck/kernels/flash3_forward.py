@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import triton
@@ -34,14 +34,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attncheck.kernels.compilation import on_hopper, sound_assembler
 from attncheck.kernels.flash2_forward import flash2_forward
-from attncheck.kernels.launch import COUNTS, LOG2E, Band, needs_careful_launch
+from attncheck.kernels.launch import COUNTS, LOG2E, Band, Launch, needs_careful_launch
 from attncheck.kernels.tile import number_of, place
-
-if TYPE_CHECKING:
-    from typing import Any
-
-    from attncheck.kernels.launch import Launch
-    from attncheck.mods.to_triton import TritonMod
+from attncheck.mods.to_triton import TritonMod
 
 # Triton 3.8 or so renamed both.
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared

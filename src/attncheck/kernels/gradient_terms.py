@@ -14,7 +14,7 @@ import hashlib
 import linecache
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -22,9 +22,7 @@ import triton.language as tl
 
 from attncheck.kernels.launch import block_dim
 from attncheck.kernels.tile import loaded, loaded_rows, power, score_gradients
-
-if TYPE_CHECKING:
-    from attncheck.mods.to_triton import TritonMod
+from attncheck.mods.to_triton import TritonMod
 
 _ROWS = 1024  # of a program that adds up rows, at a time
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 
 from attncheck.core.errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from attncheck.inputs.input_tensors import Descale
+from attncheck.inputs.input_tensors import Descale
 
 LOG2E = 1.4426950408889634
 # Whether one of these is 1, or a multiple of 16, changes no load of a forward, and each would be

@@ -12,9 +12,9 @@ another document's, and every sum has one order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -37,11 +37,7 @@ from attncheck.kernels.tile import (
     weights,
 )
 from attncheck.kernels.varlen_forward import Causal, program_list
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from attncheck.mods.to_triton import TritonMod
+from attncheck.mods.to_triton import TritonMod
 
 # A column of forty names says less than five lines of them.
 # fmt: off

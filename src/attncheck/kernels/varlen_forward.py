@@ -7,13 +7,15 @@ Algorithm 1; a program owns some rows of one document and walks over that docume
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
 import triton
 import triton.language as tl
 
 from attncheck.core.errors import UsageError
+from attncheck.inputs.input_tensors import Descale
 from attncheck.kernels.compilation import sound_assembler
 from attncheck.kernels.launch import COUNTS, LOG2E, Launch, block_dim, scales
 from attncheck.kernels.tile import (
@@ -32,12 +34,7 @@ from attncheck.kernels.tile import (
     visible,
     with_values,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from attncheck.inputs.input_tensors import Descale
-    from attncheck.mods.to_triton import TritonMod
+from attncheck.mods.to_triton import TritonMod
 
 Causal = Literal["", "top_left", "bottom_right"]
 """A flag that hides from a row the keys after its own within its document; with n rows and m keys

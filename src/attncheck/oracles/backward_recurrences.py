@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
+from torch import Tensor
 
+from attncheck.inputs.input_tensors import Inputs
 from attncheck.oracles.forward_recurrences import attention_inputs, flash2_forward
+from attncheck.oracles.number_system import Array, Numbers
 from attncheck.oracles.recurrence_steps import (
     Gradients,
     Result,
@@ -17,14 +21,6 @@ from attncheck.oracles.recurrence_steps import (
     safe,
     sink_of,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from attncheck.inputs.input_tensors import Inputs
-    from attncheck.oracles.number_system import Array, Numbers
 
 A = TypeVar("A", bound="Array")
 

@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
+from torch import Tensor
 
 from attncheck.core.errors import UsageError
+from attncheck.inputs.input_tensors import Inputs
 from attncheck.oracles.mod_calls import Indices
+from attncheck.oracles.number_system import Array, Numbers
 from attncheck.oracles.recurrence_steps import (
     Result,
     Scores,
+    Softmax,
     initial_maximum_and_sum,
     query_and_key_blocks,
     safe,
     sink_of,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from torch import Tensor
-
-    from attncheck.inputs.input_tensors import Inputs
-    from attncheck.oracles.number_system import Array, Numbers
-    from attncheck.oracles.recurrence_steps import Softmax
 
 A = TypeVar("A", bound="Array")
 

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
+
+from torch import Tensor
 
 from attncheck.core.errors import UsageError
 from attncheck.core.outputs import Outputs
+from attncheck.inputs.input_tensors import Inputs
+from attncheck.inputs.problem import Problem
+from attncheck.mods.signatures import MaskMod, ScoreMod
 from attncheck.oracles.mod_calls import Indices, call_mask
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from attncheck.inputs.input_tensors import Inputs
-    from attncheck.inputs.problem import Problem
-    from attncheck.mods.signatures import MaskMod, ScoreMod
-    from attncheck.oracles.number_system import Array, Numbers
+from attncheck.oracles.number_system import Array, Numbers
 
 A = TypeVar("A", bound="Array")
 

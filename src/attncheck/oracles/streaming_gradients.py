@@ -15,15 +15,19 @@ pass is spent on it.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from attncheck.core.outputs import Outputs
+from attncheck.inputs.input_tensors import Inputs
 from attncheck.mods.captured_gradients import CapturedSums
 from attncheck.oracles.float64_numbers import Nonfinite, nonfinite_sums
 from attncheck.oracles.mod_calls import Indices, call_score_mod_with_slope, is_identity
 from attncheck.oracles.streaming_forward import (
+    Blocks,
+    Heads,
+    Run,
     Visibility,
     all_moderate,
     backward_blocks_for,
@@ -33,12 +37,6 @@ from attncheck.oracles.streaming_forward import (
     streaming,
     with_ones,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from attncheck.inputs.input_tensors import Inputs
-    from attncheck.oracles.streaming_forward import Blocks, Heads, Run
 
 # |score| up to which exp(score) and exp(−LSE) may be factors of their own. Upwards: exp(−LSE)·dO·V,
 # summed over up to 2^16 columns, is below 2^(256 + 128 + 128 + 16). Downwards LSE is at most the

@@ -12,22 +12,24 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from attncheck.core.errors import AttncheckError
+from attncheck.core.tensor_names import TensorName
 from attncheck.inputs.distributions import distribution_named
-from attncheck.records.baseline_entries import baseline_entries, environment_id
+from attncheck.records.baseline_entries import (
+    Baseline,
+    BaselineTensor,
+    Entry,
+    Key,
+    baseline_entries,
+    environment_id,
+)
+from attncheck.records.record import Environment, Record, Status
 from attncheck.records.run_reports import Answer, BaselineStanding, Change, Stage
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    from attncheck.core.tensor_names import TensorName
-    from attncheck.records.baseline_entries import Baseline, BaselineTensor, Entry, Key
-    from attncheck.records.record import Environment, Record, Status
 
 _STEPS = 100  # of a ternary search: each leaves two thirds
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 
@@ -13,20 +13,19 @@ from attncheck.core.formats import FORMATS, round_to
 from attncheck.core.mod_spec import NONE, Spec
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.input_tensors import Inputs, round_inputs
+from attncheck.inputs.problem import Problem
+from attncheck.inputs.question_parameters import Parameters
 from attncheck.relations.mask_visibility import visible_blocks
 from attncheck.relations.relation import (
+    Finding,
     Relation,
+    Results,
     compare_outputs,
     compare_values,
     of_attention,
     replace_where,
     without_sink,
 )
-
-if TYPE_CHECKING:
-    from attncheck.inputs.problem import Problem
-    from attncheck.inputs.question_parameters import Parameters
-    from attncheck.relations.relation import Finding, Results
 
 # ------------------------------------------------------------------ one key's value
 

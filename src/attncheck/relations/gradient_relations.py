@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
+from attncheck.core.tensor_names import TensorName
 from attncheck.inputs.input_tensors import Descale, Inputs
+from attncheck.inputs.problem import Problem
+from attncheck.inputs.question_parameters import Parameters
 from attncheck.relations import relation
-
-if TYPE_CHECKING:
-    from attncheck.core.tensor_names import TensorName
-    from attncheck.inputs.problem import Problem
-    from attncheck.inputs.question_parameters import Parameters
-    from attncheck.relations.relation import Finding, Results
+from attncheck.relations.relation import Finding, Results
 
 # ------------------------------------------------------------------ losses that depend on less
 

@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 
+from attncheck.core.mod_spec import Spec
+from attncheck.core.outputs import Outputs
 from attncheck.inputs.input_tensors import Inputs, draw_inputs
+from attncheck.inputs.problem import Problem
+from attncheck.inputs.question_parameters import Allowed, Parameters, Promise
 from attncheck.relations import mask_visibility
 from attncheck.relations.relation import (
+    Finding,
     Relation,
+    Results,
     compare_outputs,
     compare_values,
     map_outputs,
@@ -20,13 +26,6 @@ from attncheck.relations.relation import (
     replace_where,
     without_sink,
 )
-
-if TYPE_CHECKING:
-    from attncheck.core.mod_spec import Spec
-    from attncheck.core.outputs import Outputs
-    from attncheck.inputs.problem import Problem
-    from attncheck.inputs.question_parameters import Allowed, Parameters, Promise
-    from attncheck.relations.relation import Finding, Results
 
 # ------------------------------------------------------------------ what takes their place
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,9 +13,12 @@ from attncheck.core.mod_spec import NONE, Spec
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.input_tensors import Descale, Inputs, round_inputs
 from attncheck.inputs.problem import LARGEST_HEAD_DIM, Problem
+from attncheck.inputs.question_parameters import Allowed, Parameters
 from attncheck.relations.mask_visibility import rows_without_keys
 from attncheck.relations.relation import (
+    Finding,
     Relation,
+    Results,
     change_tensors,
     compare_outputs,
     compare_within,
@@ -24,12 +27,6 @@ from attncheck.relations.relation import (
     replace_where,
     without_sink,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from attncheck.inputs.question_parameters import Allowed, Parameters
-    from attncheck.relations.relation import Finding, Results
 
 # ------------------------------------------------------------------ V times a power of two
 

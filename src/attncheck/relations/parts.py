@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 
 from attncheck.core.mod_spec import FULL, Spec
 from attncheck.core.outputs import Outputs
+from attncheck.inputs.input_tensors import Inputs
+from attncheck.inputs.problem import Problem
+from attncheck.inputs.question_parameters import Allowed, Parameters
 from attncheck.relations.excerpt import Excerpt, can_excerpt
 from attncheck.relations.relation import (
+    Finding,
     Relation,
+    Results,
     compare_outputs,
     indices_read,
     map_outputs,
     of_attention,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from attncheck.inputs.input_tensors import Inputs
-    from attncheck.inputs.problem import Problem
-    from attncheck.inputs.question_parameters import Allowed, Parameters
-    from attncheck.relations.relation import Finding, Results
 
 # ------------------------------------------------------------------ keys in two parts
 

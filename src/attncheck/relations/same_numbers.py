@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -13,9 +14,13 @@ from attncheck.core import strided_alloc
 from attncheck.core.mod_spec import FULL, Spec
 from attncheck.core.paged_layout import Paging
 from attncheck.inputs.input_tensors import Inputs, draw_inputs
+from attncheck.inputs.problem import Problem
+from attncheck.inputs.question_parameters import Allowed, Parameters
 from attncheck.relations.excerpt import Excerpt, can_excerpt
 from attncheck.relations.relation import (
+    Finding,
     Relation,
+    Results,
     Unfit,
     change_tensors,
     compare_outputs,
@@ -23,13 +28,6 @@ from attncheck.relations.relation import (
     map_outputs,
     of_attention,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from attncheck.inputs.problem import Problem
-    from attncheck.inputs.question_parameters import Allowed, Parameters
-    from attncheck.relations.relation import Finding, Results
 
 # ------------------------------------------------------------------ calls
 

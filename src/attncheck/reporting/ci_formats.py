@@ -6,10 +6,11 @@ import ast
 import hashlib
 import re
 import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 from urllib.parse import quote
 from xml.etree import ElementTree as ET  # its usual name; it only writes
 
@@ -18,6 +19,7 @@ import msgspec
 from attncheck.core.sanitize_text import one_line, shortened
 from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import FAILED_STATUSES, Status
+from attncheck.records.run_reports import Answer, GateReport
 from attncheck.reporting.diagnosis_text import failure_heading
 from attncheck.reporting.gate_document import failure_card, not_covered
 from attncheck.reporting.gate_verdict import (
@@ -41,11 +43,6 @@ from attncheck.reporting.record_text import (
     rule_text,
 )
 from attncheck.reporting.terminal import card_text
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from attncheck.records.run_reports import Answer, GateReport
 
 
 def _failure_lines(report: GateReport, group: FailureGroup) -> list[str]:

@@ -5,23 +5,26 @@ from __future__ import annotations
 import csv
 import io
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import msgspec
 
 from attncheck.core.judgement import BlindSpot, Judgement, Place, Precision, Worst
 from attncheck.core.sanitize_text import for_spreadsheet
 from attncheck.core.tensor_names import GRADIENTS
 from attncheck.records.problem_summary import ProblemSummary, problem_of
-from attncheck.records.record import Environment, GradientErrors, LseErrors, OutErrors
+from attncheck.records.record import (
+    Environment,
+    GradientErrors,
+    LseErrors,
+    OutErrors,
+    Record,
+    Report,
+)
+from attncheck.records.run_reports import GateReport
+from attncheck.reporting.document import Document
 from attncheck.reporting.number_text import quotient
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    import msgspec
-
-    from attncheck.records.record import Record, Report
-    from attncheck.records.run_reports import GateReport
-    from attncheck.reporting.document import Document
 
 _OF_RECORD = ("case_id", "kernel", "variant", "head_arrangement", "status", "reason")
 _OF_ANSWER = ("unit", "stage", "test", "attempts", "smallest_of", "failure", "work_seconds")

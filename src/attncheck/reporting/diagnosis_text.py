@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
+from attncheck.core.judgement import Judgement, Worst
 from attncheck.core.sanitize_text import one_line
 from attncheck.core.tensor_names import AXES
 from attncheck.records.failure_causes import CauseGroup, fault_text
+from attncheck.records.failures import KeptFailure
 from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import Diagnosis, ErrorMap, Explanation, Record, Status, TileMap
 from attncheck.reporting import number_text
 from attncheck.reporting.document import Facts, Section
 from attncheck.reporting.number_text import plural
 from attncheck.reporting.record_text import verdict_remarks
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from attncheck.core.judgement import Judgement, Worst
-    from attncheck.records.failures import KeptFailure
 
 TERMS = {
     "scores": "q·k and its scale: operands as products read them, sums, and what they do to P",

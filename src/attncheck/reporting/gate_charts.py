@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable, Iterable
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from attncheck.core.judgement import share_text
 from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import ErrorMap, Record, Status
+from attncheck.records.run_reports import GateReport
 from attncheck.reporting import document, number_text
 from attncheck.reporting.gate_verdict import questions, status_sides
 from attncheck.reporting.number_text import plural
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from attncheck.records.run_reports import GateReport
 
 _DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2")  # the most exact first
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from attncheck.core.judgement import share_text
 from attncheck.core.sanitize_text import one_line, shortened
 from attncheck.records.problem_summary import problem_of
+from attncheck.records.record import Status
 from attncheck.records.run_reports import STAGES, Answer, Change, GateReport, Stage
 from attncheck.reporting import diagnosis_text, number_text, record_text
 from attncheck.reporting.document import (
+    Block,
     Card,
     Cell,
     Column,
@@ -24,19 +26,13 @@ from attncheck.reporting.document import (
 )
 from attncheck.reporting.gate_charts import charts, heat_map, results_table
 from attncheck.reporting.gate_verdict import (
+    FailureGroup,
     failure_groups,
     gate_verdict,
     questions,
     status_sides,
     untested_kernels,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-
-    from attncheck.records.record import Status
-    from attncheck.reporting.document import Block
-    from attncheck.reporting.gate_verdict import FailureGroup
 
 MOST_ON_TERMINAL = 5  # failures that a terminal shows in full
 MOST_ON_PAGE = 50  # failures that the page of HTML shows

@@ -6,21 +6,17 @@ import itertools
 import math
 import shlex
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from attncheck.core.judgement import Rule
 from attncheck.records.failure_causes import CauseGroup, group_by_cause
 from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import FAILED_STATUSES, Record, Status
+from attncheck.records.run_reports import Answer, Change, GateReport
 from attncheck.reporting.document import Look, Verdict
 from attncheck.reporting.number_text import plural
 from attncheck.reporting.record_text import gradient_shares
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from attncheck.records.run_reports import Answer, Change, GateReport
 
 PASSED, FAILED, INCOMPLETE, UNTESTED = 0, 1, 3, 5  # exit codes
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
 
 from attncheck.core.sanitize_text import for_markdown, markdown_code, shortened
-from attncheck.reporting.document import Card, Chart, Facts, Note, Picture, Table
+from attncheck.reporting.document import (
+    Block,
+    Card,
+    Cell,
+    Chart,
+    Document,
+    Facts,
+    Note,
+    Picture,
+    Table,
+)
 from attncheck.reporting.terminal import card_text
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from attncheck.reporting.document import Block, Cell, Document
 
 _LONGEST_LINE = 2000
 _NUMBER = re.compile(r"[-+]?[0-9][0-9.,:e+×/µ%-]*( ?[mnµ]?s†?)?")

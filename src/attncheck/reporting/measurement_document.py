@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace as replace_struct
 
 from attncheck.core.judgement import share_text
 from attncheck.core.tensor_names import GRADIENTS, TensorName
 from attncheck.records.problem_summary import ProblemSummary, problem_of
+from attncheck.records.record import GradientErrors, OutErrors, Record, Report
 from attncheck.reporting import number_text, record_text
 from attncheck.reporting.document import Cell, Column, Document, Look, Note, Row, Section, Table
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from attncheck.records.record import GradientErrors, OutErrors, Record, Report
 
 HOW_TO_READ = (
     "verdict: whether every error is rounding; why not stands below.",

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
-from typing import TYPE_CHECKING
 
+from attncheck.records.fault_scores import MutantReport, MutantScore, NameWorth
 from attncheck.reporting import number_text
 from attncheck.reporting.document import Cell, Column, Document, Note, Row, Section, Table
 from attncheck.reporting.record_text import environment_facts
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from attncheck.records.fault_scores import MutantReport, MutantScore, NameWorth
 
 _STEPS = (1, 2, 3, 5, 10, 20, 50, 100, 200, 500, 1000)  # questions that the curve is shown at
 

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
 
+from attncheck.core.judgement import BlindSpot, Judgement, Rule
+from attncheck.core.tensor_names import TensorName
 from attncheck.records.problem_summary import problem_of
+from attncheck.records.record import Environment, GradientErrors, Record, Status
 from attncheck.reporting.document import Look, Note
 from attncheck.reporting.number_text import percent, plural
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from attncheck.core.judgement import BlindSpot, Judgement, Rule
-    from attncheck.core.tensor_names import TensorName
-    from attncheck.records.record import Environment, GradientErrors, Record, Status
-
 
 STATUS_LOOKS: dict[Status, Look] = {
     "pass": "good",

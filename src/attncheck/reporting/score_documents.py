@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from attncheck.records import fault_scores
 from attncheck.records.fault_scores import ATTNCHECK_RULE, SCORED
 from attncheck.records.record import FAILED_STATUSES
-from attncheck.records.run_reports import Tally
+from attncheck.records.run_reports import (
+    BaselineComparison,
+    BaselineStanding,
+    Change,
+    PropertyOutcome,
+    PropertyReport,
+    Tally,
+)
 from attncheck.reporting import number_text
 from attncheck.reporting.document import Cell, Column, Document, Look, Note, Row, Section, Table
 from attncheck.reporting.record_text import environment_facts
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from attncheck.records import fault_scores
-    from attncheck.records.run_reports import (
-        BaselineComparison,
-        BaselineStanding,
-        Change,
-        PropertyOutcome,
-        PropertyReport,
-    )
 
 _DASH = Cell(number_text.NOTHING, "dim")
 

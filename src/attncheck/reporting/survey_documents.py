@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
+from attncheck.records import survey_reports
 from attncheck.records.problem_summary import problem_of
 from attncheck.records.survey_reports import EMPTY, FIELDS, FULL, PARTIAL, TRUTH
 from attncheck.reporting import number_text
@@ -21,11 +23,6 @@ from attncheck.reporting.document import (
     Table,
 )
 from attncheck.reporting.record_text import environment_facts
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from attncheck.records import survey_reports
 
 C = TypeVar("C", "survey_reports.OracleRecord", "survey_reports.Certificate")
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
@@ -14,20 +15,19 @@ from rich.text import Text
 from attncheck.core.sanitize_text import one_line, shortened
 from attncheck.reporting.document import (
     STYLES,
+    Block,
     Card,
     Cell,
     Chart,
     Column,
+    Document,
     Facts,
     Note,
     Picture,
+    Section,
     Table,
+    Verdict,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from attncheck.reporting.document import Block, Document, Section, Verdict
 
 PLAIN_WIDTH = 120  # columns where there is no terminal to ask
 

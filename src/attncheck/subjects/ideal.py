@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 
+from attncheck.core.declared_arithmetic import Arithmetic
 from attncheck.core.formats import FORMATS, Format, fp32
 from attncheck.core.mod_spec import NONE
 from attncheck.core.outputs import Outputs
 from attncheck.fault_models.steps import RIGHT
+from attncheck.inputs.input_tensors import Inputs
 from attncheck.inputs.problem import OPERATIONS, Problem
 from attncheck.inputs.question_parameters import PROMISES
 from attncheck.mods.captured_gradients import CapturedSums
+from attncheck.mods.signatures import MaskMod, ScoreMod
 from attncheck.subjects.capabilities.subject import Call, Subject, Tiling, with_full_tanh
 from attncheck.subjects.conventions.torch_arithmetic import fp32_products
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from attncheck.core.declared_arithmetic import Arithmetic
-    from attncheck.inputs.input_tensors import Inputs
-    from attncheck.mods.signatures import MaskMod, ScoreMod
 
 
 def weighted(

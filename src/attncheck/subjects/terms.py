@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from attncheck.core.errors import UsageError
 from attncheck.subjects.capabilities.capability_table import Capabilities
 from attncheck.subjects.capabilities.declared import Declared
+from attncheck.subjects.capabilities.subject import Subject
 from attncheck.subjects.conventions.convention import ConventionOptions
 from attncheck.subjects.conventions.declarations import adopted
 from attncheck.subjects.conventions.function_subject import FunctionSubject
-
-if TYPE_CHECKING:
-    from attncheck.subjects.capabilities.subject import Subject
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -7,19 +7,25 @@ import functools
 import math
 import types
 import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention import flex_attention as flex
+from torch.nn.attention.flex_attention import BlockMask
 
+from attncheck.core.declared_arithmetic import Arithmetic
 from attncheck.core.formats import FORMATS, Format
 from attncheck.core.mod_spec import FULL, NONE
 from attncheck.core.outputs import Outputs
 from attncheck.core.source_files import error_line
+from attncheck.inputs.input_tensors import Inputs
+from attncheck.inputs.problem import Problem
 from attncheck.mods import library
 from attncheck.mods.captured_gradients import captured_tensors
+from attncheck.mods.signatures import ScoreMod
 from attncheck.subjects.capabilities.subject import (
     Call,
     Refused,
@@ -34,16 +40,6 @@ from attncheck.subjects.conventions.torch_conventions import (
     flex_score_mod,
     uncompiled_flex,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from torch.nn.attention.flex_attention import BlockMask
-
-    from attncheck.core.declared_arithmetic import Arithmetic
-    from attncheck.inputs.input_tensors import Inputs
-    from attncheck.inputs.problem import Problem
-    from attncheck.mods.signatures import ScoreMod
 
 _BACKENDS = {
     "math": (SDPBackend.MATH, "unfused: scores and weights in memory"),

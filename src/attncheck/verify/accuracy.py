@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import msgspec
+import torch
 from msgspec.structs import replace
 
+from attncheck.core.outputs import Outputs
+from attncheck.core.tensor_names import TensorName
+from attncheck.inputs.problem import Case, Problem
 from attncheck.judge.error_measures import (
+    ErrorMeasures,
     measure_errors,
     relative_error,
     rounding_squares,
@@ -18,20 +23,10 @@ from attncheck.records.record import FAILED_STATUSES, Accuracy, Record
 from attncheck.subjects.capabilities.subject import Subject, Tiling
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.evidence_builder import EvidenceBuilder, ensemble_tilings
+from attncheck.verify.executor import Execution, Executor
 from attncheck.verify.kernel_hosts import executor_of
 from attncheck.verify.question_fit import not_applicable_reason
 from attncheck.verify.run_case import new_record, run_on_evidence
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import torch
-
-    from attncheck.core.outputs import Outputs
-    from attncheck.core.tensor_names import TensorName
-    from attncheck.inputs.problem import Case, Problem
-    from attncheck.judge.error_measures import ErrorMeasures
-    from attncheck.verify.executor import Execution, Executor
 
 RUNS = 5  # fewest runs of a kernel that may give other bits each time
 

@@ -14,34 +14,35 @@ that nobody wrote, a changed process, what is not given back |
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from attncheck.core.errors import ProblemError, look_up
 from attncheck.core.judgement import Judgement, Rule
+from attncheck.core.outputs import Outputs
+from attncheck.core.tensor_names import TensorName
 from attncheck.inputs import input_tensors
+from attncheck.inputs.input_tensors import Inputs
 from attncheck.inputs.problem import Case, Problem
-from attncheck.inputs.question_parameters import Allowed, check_parameters, fits_all, no_parameters
+from attncheck.inputs.question_parameters import (
+    Allowed,
+    Parameters,
+    check_parameters,
+    fits_all,
+    no_parameters,
+)
+from attncheck.records.run_reports import Stage
 from attncheck.relations import RELATIONS
+from attncheck.subjects.capabilities.subject import Subject
 from attncheck.verify.call_conditions import PLAIN_CALL, CallConditions, CallNotes
 from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Execution, Executor, Failure, Origin, out_of_memory
 from attncheck.verify.judging import judge_outputs
 from attncheck.verify.memory_patterns import junk
 from attncheck.verify.relation_runs import check_relation
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-
-    from attncheck.core.outputs import Outputs
-    from attncheck.core.tensor_names import TensorName
-    from attncheck.inputs.input_tensors import Inputs
-    from attncheck.inputs.question_parameters import Parameters
-    from attncheck.records.run_reports import Stage
-    from attncheck.subjects.capabilities.subject import Subject
 
 # Fewer, with 4, 16 or 64 after the first, where each needs inputs or a stream of its own.
 _CALLS, _FEWER_CALLS = (8, 32, 128), (5, 17, 65)

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import from_dlpack
 
 from attncheck.core import strided_alloc
+from attncheck.core.outputs import Outputs
+from attncheck.core.tensor_names import TensorName
+from attncheck.inputs.input_tensors import Inputs
+from attncheck.inputs.problem import Case
 from attncheck.probes import PROBES
+from attncheck.subjects.capabilities.subject import Call, Subject
 from attncheck.subjects.conventions.function_subject import LEAVES_MODES
 from attncheck.verify.further_calls import compare_bits, repeat_calls
 from attncheck.verify.memory_patterns import (
@@ -20,6 +26,7 @@ from attncheck.verify.memory_patterns import (
     Fill,
     GuardBands,
     Placed,
+    Primed,
     allocator_filled,
     count_bytes,
     pattern,
@@ -27,22 +34,12 @@ from attncheck.verify.memory_patterns import (
     with_tensors,
 )
 from attncheck.verify.process_effects import (
+    State,
     changed_parts,
     process_state,
     resource_leaks,
     restore_process,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from attncheck.core.outputs import Outputs
-    from attncheck.core.tensor_names import TensorName
-    from attncheck.inputs.input_tensors import Inputs
-    from attncheck.inputs.problem import Case
-    from attncheck.subjects.capabilities.subject import Call, Subject
-    from attncheck.verify.memory_patterns import Primed
-    from attncheck.verify.process_effects import State
 
 # Ordinary numbers, others in their place, NaN, or half of a format's largest.
 Contents = Literal["numbers", "others", "nan", "huge"]

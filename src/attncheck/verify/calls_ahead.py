@@ -9,22 +9,18 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from attncheck.core.errors import AttncheckError
 from attncheck.inputs.problem import Case, Problem
+from attncheck.subjects.terms import Terms
 from attncheck.verify.call_conditions import PLAIN_CALL
 from attncheck.verify.compile_ahead import free_places
 from attncheck.verify.kernel_messages import to_fields
 from attncheck.verify.remote_kernel import Deadlines, KernelConnection
 from attncheck.workers.process import KERNEL_SERVER, Worker
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from attncheck.subjects.terms import Terms
 
 _LARGEST_ANSWER = 1 << 28  # bytes: outputs, which nobody reads
 

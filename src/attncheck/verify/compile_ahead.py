@@ -9,22 +9,18 @@ called so: it would run where nobody watches it.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 
 from attncheck.inputs.input_tensors import zero_inputs
 from attncheck.inputs.problem import Problem
 from attncheck.subjects.capabilities.named_kernels import BUILTIN, subject_named
+from attncheck.subjects.capabilities.subject import Subject
 from attncheck.verify.environment import prepare
 from attncheck.workers.process import HostError, Worker
 from attncheck.workers.transport import Frame
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from attncheck.subjects.capabilities.subject import Subject
 
 SERVER = "attncheck.verify.compile_ahead:Compiler"
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from msgspec.structs import replace
 
 from attncheck.core.judgement import Judgement
 from attncheck.inputs.problem import Case, Problem, head_arrangement
 from attncheck.records.record import FAILED_STATUSES, Record, Status
+from attncheck.subjects.capabilities.subject import Subject
 from attncheck.verify.call_checks import judge_call
 from attncheck.verify.remote_kernel import RemoteSubject
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from attncheck.subjects.capabilities.subject import Subject
-    from attncheck.workers.process import Died
+from attncheck.workers.process import Died
 
 DEATHS: frozenset[Status] = frozenset({"crash", "timeout", "oom"})
 """Statuses of a kernel whose process gave no answer."""

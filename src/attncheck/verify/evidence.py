@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from attncheck.core.declared_arithmetic import Arithmetic
 from attncheck.core.errors import TraceError
+from attncheck.core.outputs import Outputs
 from attncheck.inputs.distributions import distribution_named
+from attncheck.inputs.input_tensors import Inputs
+from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.captured_reads import CapturedRead, trace_reads
+from attncheck.mods.expression import Expression
+from attncheck.mods.running_error import RunningError
 from attncheck.probes import PROBES
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from attncheck.core.declared_arithmetic import Arithmetic
-    from attncheck.core.outputs import Outputs
-    from attncheck.inputs.input_tensors import Inputs
-    from attncheck.inputs.problem import Case, Problem
-    from attncheck.mods.expression import Expression
-    from attncheck.mods.running_error import RunningError
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

@@ -5,21 +5,18 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from attncheck.core.outputs import Outputs
+from attncheck.inputs.input_tensors import Inputs
+from attncheck.subjects.capabilities.subject import Call, Subject
 from attncheck.verify.memory_patterns import fill_free
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from attncheck.core.outputs import Outputs
-    from attncheck.inputs.input_tensors import Inputs
-    from attncheck.subjects.capabilities.subject import Call, Subject
 
 _LATE = 40_000_000  # cycles of a GPU, 13 ms or more: far longer than a launch
 _STILL = 0.004  # seconds of this process during which a stream that waits surely does so still

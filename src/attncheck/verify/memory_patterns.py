@@ -8,9 +8,10 @@ import dataclasses
 import functools
 import hashlib
 import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -19,10 +20,6 @@ from torch.utils.dlpack import from_dlpack
 
 from attncheck.core import strided_alloc
 from attncheck.inputs.input_tensors import Descale, Inputs
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
 
 Fill = Literal["", "pattern", "inverse"]
 """Empty for whatever is there; else a pattern, or its inverse, of which every byte differs."""

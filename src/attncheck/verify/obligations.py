@@ -9,17 +9,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from typing import TYPE_CHECKING
 
 import torch
 
 from attncheck.core.declared_arithmetic import Arithmetic
 from attncheck.core.outputs import Outputs
+from attncheck.inputs.input_tensors import Inputs
+from attncheck.inputs.problem import Problem
 from attncheck.mods.captured_gradients import captured_tensors
-
-if TYPE_CHECKING:
-    from attncheck.inputs.input_tensors import Inputs
-    from attncheck.inputs.problem import Problem
 
 DIGITS = 32  # hexadecimal digits: 128 bits, so that two that are equal are no coincidence
 

@@ -12,13 +12,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-if TYPE_CHECKING:
-    from attncheck.subjects.capabilities.subject import Call
+from attncheck.subjects.capabilities.subject import Call
 
 State = Mapping[str, Any]
 """What each part of a process is, by a name a message can say; equal values are equal states."""

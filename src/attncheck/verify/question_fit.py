@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
 
 from attncheck.core.errors import UnknownName, UsageError
 from attncheck.core.paged_layout import Paging
+from attncheck.inputs.problem import Case, Problem
+from attncheck.inputs.question_parameters import Allowed
 from attncheck.probes import PROBES, Probe
 from attncheck.relations import RELATIONS, Relation
+from attncheck.subjects.capabilities.subject import Subject
 from attncheck.verify.call_checks import CHECKS, Check
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from attncheck.inputs.problem import Case, Problem
-    from attncheck.inputs.question_parameters import Allowed
-    from attncheck.subjects.capabilities.subject import Subject
-    from attncheck.verify.executor import Executor
+from attncheck.verify.executor import Executor
 
 COMPARE = "compare"  # the question whether every element is exact attention up to rounding
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 
@@ -11,24 +11,20 @@ from attncheck import oracles, probes
 from attncheck.core import strided_alloc
 from attncheck.core.errors import UsageError
 from attncheck.core.judgement import Judgement, Place, Worst
+from attncheck.core.outputs import Outputs
+from attncheck.core.tensor_names import TensorName
 from attncheck.inputs import input_tensors
+from attncheck.inputs.input_tensors import Inputs
 from attncheck.inputs.problem import Case
 from attncheck.judge.verdict_rules import tile
 from attncheck.relations import RELATIONS, Relation, relation_named
 from attncheck.relations.relation import Finding, compare_outputs, describe_turn
+from attncheck.subjects.capabilities.subject import Subject
 from attncheck.verify.allowances import deterministic_bounds, gradient_allowance
 from attncheck.verify.call_conditions import PLAIN_CALL, CallConditions
 from attncheck.verify.evidence import Evidence
 from attncheck.verify.executor import Execution, Executor, Failure, Origin, failure
 from attncheck.verify.kernel_hosts import executor_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from attncheck.core.outputs import Outputs
-    from attncheck.core.tensor_names import TensorName
-    from attncheck.inputs.input_tensors import Inputs
-    from attncheck.subjects.capabilities.subject import Subject
 
 _UNBOUNDED = "no element of {} has a finite bound: nothing can be said of it"
 _OF_KEYS = ("dk", "dv", "dsink", "dcaptured")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import msgspec
+import torch
 from msgspec.structs import replace
 
 from attncheck.core.judgement import Judgement, Place, Rule
 from attncheck.core.outputs import Outputs
+from attncheck.core.tensor_names import TensorName
 from attncheck.inputs.problem import Case, Problem, head_arrangement
 from attncheck.judge.error_measures import measure_errors
 from attncheck.oracles.mod_calls import Indices, call_mask
@@ -18,6 +20,7 @@ from attncheck.probes.margins import WeightErrors
 from attncheck.probes.wrong_rows import explain_row
 from attncheck.records.record import GradientErrors, LseErrors, OutErrors, Record, Status
 from attncheck.relations import RELATIONS
+from attncheck.subjects.capabilities.subject import Subject, Tiling
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.call_checks import CHECKS, judge_call
 from attncheck.verify.call_conditions import PLAIN_CALL, judged_conditions
@@ -29,14 +32,6 @@ from attncheck.verify.obligations import outputs_digest
 from attncheck.verify.question_fit import adapted_cases, check_question, not_applicable_reason
 from attncheck.verify.relation_runs import judge_relation
 from attncheck.verify.second_opinion import second_opinion
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
-
-    from attncheck.core.tensor_names import TensorName
-    from attncheck.subjects.capabilities.subject import Subject, Tiling
 
 __all__ = [
     "mask_rows",

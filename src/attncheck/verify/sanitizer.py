@@ -15,10 +15,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attncheck.core.errors import require_known
 from attncheck.core.judgement import Judgement
@@ -26,15 +27,10 @@ from attncheck.core.sanitize_text import one_line
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, head_arrangement
 from attncheck.records.record import Record, Status
+from attncheck.subjects.capabilities.subject import Subject
 from attncheck.subjects.load import load_subject
 from attncheck.verify.environment import prepare
 from attncheck.verify.executor import Failure, InProcess
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from attncheck.subjects.capabilities.subject import Subject
-
 
 TOOLS = {
     "memcheck": "no access outside of what was allocated, none that is misaligned",

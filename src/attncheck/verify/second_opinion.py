@@ -13,36 +13,31 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import msgspec
 import numpy as np
 import torch
 from msgspec.structs import replace
+from torch import Tensor
 
 from attncheck.core.conditions import Rows
 from attncheck.core.declared_arithmetic import FP64_ORACLE
 from attncheck.core.judgement import Judgement, Place, Rule
 from attncheck.core.outputs import Outputs
 from attncheck.core.tensor_names import GRADIENTS, TensorName
+from attncheck.inputs.input_tensors import Inputs
+from attncheck.inputs.problem import Problem
 from attncheck.judge.allowance import at_rows, shares
 from attncheck.judge.verdict_rules import element, number
 from attncheck.oracles.backward_recurrences import flash2_backward
 from attncheck.oracles.float64_numbers import Float64
 from attncheck.oracles.forward_recurrences import one_head
 from attncheck.oracles.row_conditions import sampled_rows, samples_all_rows
+from attncheck.records.record import Record
 from attncheck.verify.allowances import deterministic_bounds, gradient_allowance, row_bounds
+from attncheck.verify.evidence import Evidence
 from attncheck.verify.executor import out_of_memory
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
-
-    from attncheck.inputs.input_tensors import Inputs
-    from attncheck.inputs.problem import Problem
-    from attncheck.records.record import Record
-    from attncheck.verify.evidence import Evidence
 
 BY_THE_TRUTH: frozenset[Rule] = frozenset(
     {"finite", "empty rows", "structure", "bound", "improbable", "precision"}

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
+
+from hypothesis.strategies import SearchStrategy
 
 from attncheck.cases.strategies.mask_strategies import NEIGHBORHOODS, PLAIN_MASKS, masks, packings
 from attncheck.cases.strategies.score_strategies import compositions, expressions, offsets
 from attncheck.core.errors import UnknownName
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from hypothesis.strategies import SearchStrategy
-
-    from attncheck.core.mod_spec import Spec
+from attncheck.core.mod_spec import Spec
 
 MaskFamily: TypeAlias = "Callable[..., SearchStrategy[Spec]]"
 """``family(dimensions=…)`` gives masks for these dimensions: ``masks`` of ``problems``."""

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
 
 from attncheck.cases.strategies.sizes import numbers
 from attncheck.core.errors import UnknownName
 from attncheck.core.mod_spec import FULL, Dimensions, Spec
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from hypothesis.strategies import SearchStrategy
 
 Pair = tuple[int, int]
 

@@ -6,9 +6,10 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
 
 from attncheck.cases.strategies.mask_strategies import masks as any_masks
 from attncheck.cases.strategies.sizes import lengths
@@ -16,13 +17,9 @@ from attncheck.cases.strategies.sizes import shapes as any_shapes
 from attncheck.core.errors import ProblemError, UnknownName, UsageError, without_recorded
 from attncheck.core.formats import DTYPES
 from attncheck.core.mod_spec import NONE, Dimensions, Spec
+from attncheck.core.paged_layout import Paging
 from attncheck.inputs.distributions import DISTRIBUTIONS, Sizes
 from attncheck.inputs.problem import SOFTMAX_DTYPES, USUAL_SCALE, Problem
-
-if TYPE_CHECKING:
-    from hypothesis.strategies import SearchStrategy
-
-    from attncheck.core.paged_layout import Paging
 
 Supports = Callable[[Problem], bool]
 

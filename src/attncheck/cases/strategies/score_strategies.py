@@ -6,21 +6,18 @@ Numbers are small: with an index below 2^24 no whole number leaves 32 bits.
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
 
 from attncheck.cases.strategies.mask_strategies import masks
 from attncheck.cases.strategies.sizes import numbers
 from attncheck.core.errors import UnknownName
 from attncheck.core.mod_spec import NONE, Dimensions, Spec
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from hypothesis.strategies import SearchStrategy
 
 
 def scores(*, names: Iterable[str] = ()) -> SearchStrategy[Spec]:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
 
 from attncheck.core.errors import UsageError
 from attncheck.core.paged_layout import LARGEST_PAGE, Paging
 from attncheck.inputs.distributions import Sizes
 from attncheck.inputs.problem import LARGEST_HEAD_DIM
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from hypothesis.strategies import SearchStrategy
 
 TILES = (16, 32, 64, 128)
 """Tile sizes of kernels: a length is interesting at one to three of them, one below, one above."""
