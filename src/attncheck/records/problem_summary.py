@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -11,8 +11,10 @@ from attncheck.core.errors import UsageError
 from attncheck.core.mod_spec import Spec
 from attncheck.core.paged_layout import Paging
 from attncheck.core.sanitize_text import one_line
-from attncheck.records.record import Record
-from attncheck.records.survey_reports import Certificate, OracleRecord
+
+if TYPE_CHECKING:
+    from attncheck.records.record import Record
+    from attncheck.records.survey_reports import Certificate, OracleRecord
 
 
 class ProblemSummary(msgspec.Struct, frozen=True, kw_only=True):

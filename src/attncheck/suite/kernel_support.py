@@ -10,7 +10,7 @@ from attncheck.cases.strategies.families import MASK_FAMILIES
 from attncheck.cases.strategies.problems import nearest_supported
 from attncheck.inputs.problem import Problem
 from attncheck.subjects.capabilities.subject import Subject
-from attncheck.verify.executor import Failure
+from attncheck.verify.executor import Executor, Failure
 from attncheck.verify.kernel_hosts import executor_of
 from attncheck.verify.question_fit import compares_launches
 
@@ -24,9 +24,9 @@ class KernelSupport:
     and its answer says what it raised.
     """
 
-    def __init__(self, subject: Subject, device: str) -> None:
+    def __init__(self, subject: Subject, device: str, executor: Executor | None = None) -> None:
         self.subject, self.device = subject, device
-        self.executor = executor_of(subject)
+        self.executor = executor or executor_of(subject)
         # Why it did not take the last Problem that it did not take; empty if it took all.
         self.reason = ""
         self._refusals: dict[tuple[str, str, ProblemKind], str] = {}

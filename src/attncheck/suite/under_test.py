@@ -21,6 +21,7 @@ from attncheck.subjects.capabilities.subject import Subject
 from attncheck.suite.kernel_support import KernelSupport
 from attncheck.suite.wrong_answers import WrongAnswer
 from attncheck.verify.deaths import confirm_death
+from attncheck.verify.executor import Executor
 from attncheck.verify.isolated import IsolatedExecutor
 from attncheck.verify.kernel_server import Compiling
 from attncheck.verify.run_case import run_case
@@ -48,9 +49,10 @@ class UnderTest(KernelSupport):
         dtype: str = "",
         family: str = "",
         tier: Tier = TIERS["smoke"],
+        executor: Executor | None = None,
         compiling: Compiling | None = None,
     ) -> None:
-        super().__init__(subject, device)
+        super().__init__(subject, device, executor)
         self.name = name
         self.dtype, self.family, self.tier = dtype, family, tier
         self.failed: Record | None = None
