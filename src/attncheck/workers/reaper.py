@@ -12,9 +12,10 @@ import signal
 import sys
 import time
 from contextlib import suppress
-from typing import Self
 
 TYPE_CHECKING = False  # this file is a program too, which starts with every run: it imports little
+if TYPE_CHECKING:
+    from typing import Self
 
 MARK = "ATTNCHECK_WORKER"
 """The environment variable by which a worker and all processes that it starts are known."""

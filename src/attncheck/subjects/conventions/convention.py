@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -109,19 +110,9 @@ class Argument:
 Arguments = dict[str, Argument]  # arguments by meaning
 
 
-def needed(value: Any) -> Argument:
-    """An argument without which the Problem cannot be passed."""
-    return Argument(value, "needed")
-
-
-def offered(value: Any) -> Argument:
-    """An argument that is passed where it is taken."""
-    return Argument(value, "offered")
-
-
-def spare(value: Any) -> Argument:
-    """The default of the convention: passed only where a function has none."""
-    return Argument(value, "required")
+needed = partial(Argument, when="needed")
+offered = partial(Argument, when="offered")
+spare = partial(Argument, when="required")  # the convention's own default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ https://docs.flashinfer.ai. Keys are in a cache already.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -97,9 +97,9 @@ def _bind_band(
         edges = window_masks.band_window(band, sequences, bottom_right=bottom_right, leads=leads)
     if edges is None:
         return f"no causal flag or window_size is the mask {problem.mask} at these lengths"
-    scores = {score.name: score for score in _steps(problem.score)}
+    steps = [part for part in problem.score.walk() if part.name not in {"none", "chain"}]
     # Any other order is another function: slopes that are capped, say.
-    if tuple(score.name for score in _steps(problem.score)) not in _SCORES:
+    if tuple(step.name for step in steps) not in _SCORES:
         return f"neither softcap nor alibi_slopes are the score mod {problem.score}"
     offsets = {
         window_masks.diagonal_offset(lengths, bottom_right=bottom_right) + lead
@@ -108,10 +108,10 @@ def _bind_band(
     }
     # -slope·|i + offset - j| is alibi's slope·(j - i) for j up to i + offset, but for slope·offset:
     # out is the same then, and LSE is not.
-    sloped = any(name in scores for name in _SLOPES)
+    sloped = any(step.name in _SLOPES for step in steps)
     if sloped and not (edges[1] == 0 and offsets <= {0}):
         return "alibi_slopes are -slope·|i + kv - query - j|: not this bias without causal"
-    cap = scores.get("softcap")
+    cap = next((step for step in steps if step.name == "softcap"), None)
     return {
         "dropout": offered(0.0),
         "scale": request.scale(),
@@ -124,16 +124,9 @@ def _bind_band(
     }
 
 
-def _steps(score: Spec) -> Iterator[Spec]:
-    if score.name not in {"none", "chain"}:
-        yield score
-    for part in score.parts:
-        yield from _steps(part)
-
-
 def _slopes(problem: Problem, sequences: Iterable[int]) -> Arguments:
     """fp32 ``(heads,)``; or ``(parts, heads)``, each part's as its sequence's."""
-    names = {score.name for score in _steps(problem.score)}
+    names = {score.name for score in problem.score.walk()}
     if not names & set(_SLOPES):
         return {"alibi_slopes": spare(None)}
     slopes: Sequence[float | list[float]] = alibi_slopes(problem.heads)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from attncheck.core.mod_spec import Spec
@@ -60,20 +60,15 @@ def render_score_mod(problem: Problem) -> str:
     That is so of a learned table and of mods of one's own.
     """
     lines = []
-    for step in _steps(problem.score):
+    for step in problem.score.walk():
+        if step.name == "chain":  # its parts come after it
+            continue
         expression = _score_expression(step, problem)
         if not expression:
             return ""
         lines.append(f"    score = {expression}")
     head = "def score_mod(score, b, h, q_idx, kv_idx):"
     return "\n".join([head, *lines, "    return score"])
-
-
-def _steps(score: Spec) -> Iterator[Spec]:
-    if score.name != "chain":
-        yield score
-    for part in score.parts:
-        yield from _steps(part)
 
 
 def _score_expression(step: Spec, problem: Problem) -> str:
