@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from attncheck.workers import worker_main
 from attncheck.workers.journal import Journal
-from attncheck.workers.pool import WorkerPlace, run_units
+from attncheck.workers.pool import run_units
 from attncheck.workers.units import Done, Unit
+from attncheck.workers.worker_pool import WorkerPlace
 
 if TYPE_CHECKING:
     from attncheck.workers.pool import RunEvent

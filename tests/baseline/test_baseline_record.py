@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from tests.baseline.planted_losses import ENVIRONMENT
 from tests.messages import one_line
 
 from attncheck.core.errors import UsageError
@@ -22,21 +23,13 @@ from attncheck.records.baseline_entries import (
 )
 from attncheck.records.record import Environment
 
-CPU = Environment(
-    device="cpu",
-    machine="x86_64",
-    python="3.12.0",
-    torch="2.11.0",
-    numpy="2.0.0",
-    attncheck="0.1.0",
-)
-GPU = replace(CPU, device="NVIDIA H100", capability="9.0", cuda="13.0")
+GPU = replace(ENVIRONMENT, device="NVIDIA H100", capability="9.0", cuda="13.0")
 HELD = BaselineTensor(
     rmse=1.25e-3, ideal=1.2e-3, floor=1.1e-3, relative=1.01, freedom=512.0, ensemble=(0.99, 1.02)
 )
 
 
-def entry(case: str = "case1", kernel: str = "mine", where: Environment = CPU) -> Entry:
+def entry(case: str = "case1", kernel: str = "mine", where: Environment = ENVIRONMENT) -> Entry:
     return Entry(
         kernel=kernel,
         variant="causal",
@@ -52,7 +45,7 @@ def entry(case: str = "case1", kernel: str = "mine", where: Environment = CPU) -
 
 
 def baseline(*entries: Entry) -> Baseline:
-    known = {environment_id(one): one for one in (CPU, GPU)}
+    known = {environment_id(one): one for one in (ENVIRONMENT, GPU)}
     return make_baseline(entries or (entry(),), known, "0.1.0")
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from msgspec.structs import replace
+from tests.baseline.planted_losses import ENVIRONMENT
 
 from attncheck.cli import attncheck
 from attncheck.core import json_numbers
@@ -14,17 +15,9 @@ from attncheck.core.errors import UsageError
 from attncheck.core.judgement import Judgement
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.baseline_entries import BASELINE_FILE, read_baseline
-from attncheck.records.record import Accuracy, Environment, Record
+from attncheck.records.record import Accuracy, Record
 from attncheck.records.run_reports import Answer, GateReport
 
-ENVIRONMENT = Environment(
-    device="cpu",
-    machine="x86_64",
-    python="3.12.0",
-    torch="2.11.0",
-    numpy="2.0.0",
-    attncheck="0.1.0",
-)
 CASES = tuple(Case(problem=Problem(query=query)) for query in (16, 32))
 
 

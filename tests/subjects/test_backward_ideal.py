@@ -9,7 +9,7 @@ from tests.subjects.plain_gradients import Plain, exact_gradients
 from tests.subjects.sample_mods import MASKS, SCORES
 
 from attncheck.core.formats import DTYPES, fp32, round_to
-from attncheck.core.mod_spec import Spec
+from attncheck.core.mod_spec import Entry, Spec
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
 from attncheck.mods import library
@@ -129,7 +129,7 @@ def test_gradients_of_an_odd_score_mod_are_torchs(monkeypatch):
         "hidden": lambda score, b, h, q_idx, kv_idx: torch.where(kv_idx % 3 == 0, score, -math.inf),
     }
     for name, mod in mods.items():
-        entry = library.Entry(summary="", build=lambda *_, mod=mod: mod)
+        entry = Entry(summary="", build=lambda *_, mod=mod: mod)
         monkeypatch.setitem(library.SCORES, name, entry)
         inputs = draw_inputs(small(dtype="fp32", score=Spec.of(name)))
         inputs.q[:, :, 0] = 0.0

@@ -16,7 +16,7 @@ from tests.subjects.sample_mods import MASKS
 from tests.subjects.sample_mods import SCORES as ALL_SCORES
 
 from attncheck import oracles
-from attncheck.core.mod_spec import Spec
+from attncheck.core.mod_spec import Entry, Spec
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
 from attncheck.mods import library
@@ -165,7 +165,7 @@ def added(bias, monkeypatch) -> Spec:
         del b, h
         return score + bias[q_idx, kv_idx].to(score.dtype)
 
-    entry = library.Entry(summary="a bias", build=lambda *_: biased, additive=True)
+    entry = Entry(summary="a bias", build=lambda *_: biased, additive=True)
     monkeypatch.setitem(library.SCORES, "planted_bias", entry)
     return Spec.of("planted_bias")
 

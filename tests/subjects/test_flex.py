@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import flex_attention
 
 from attncheck.core.formats import fp32
-from attncheck.core.mod_spec import Spec
+from attncheck.core.mod_spec import Entry, Spec
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
 from attncheck.mods import library
@@ -89,7 +89,7 @@ TABLE = torch.arange(57, dtype=torch.float64) / 8
     ids=["a table", "a cast"],
 )
 def test_a_score_mod_that_gives_float64_is_rounded(wide, exact, monkeypatch):
-    monkeypatch.setitem(library.SCORES, "wide", library.Entry(summary="", build=lambda *_: wide))
+    monkeypatch.setitem(library.SCORES, "wide", Entry(summary="", build=lambda *_: wide))
     inputs = draw_inputs(small(kv=57, dtype="bf16", score=Spec.of("wide")))
     outputs = Flex().run(inputs)
     assert (outputs.out.dtype, outputs.lse.dtype) == (torch.bfloat16, torch.float32)

@@ -8,7 +8,7 @@ import torch
 from tests.subjects.sample_mods import MASKS, SCORES
 
 from attncheck.core.formats import DTYPES, FORMATS, fp32, round_to
-from attncheck.core.mod_spec import Spec
+from attncheck.core.mod_spec import Entry, Spec
 from attncheck.inputs.input_tensors import Descale, draw_inputs
 from attncheck.inputs.problem import Problem
 from attncheck.mods import library
@@ -324,7 +324,7 @@ def test_a_score_mod_in_float64_gives_fp32_numbers():
     """Doubling is exact in both."""
 
     def outputs(mod):
-        library.SCORES["doubled"] = library.Entry(summary="", build=lambda *_: mod)
+        library.SCORES["doubled"] = Entry(summary="", build=lambda *_: mod)
         try:
             return Ideal().run(draw_inputs(Problem(query=8, head_dim=8, score=Spec.of("doubled"))))
         finally:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attncheck.core.formats import FORMATS
-from attncheck.core.mod_spec import Dimensions
+from attncheck.core.mod_spec import Dimensions, Entry
 from attncheck.core.outputs import Outputs
 from attncheck.core.source_files import import_file
 from attncheck.mods import library
@@ -51,7 +51,7 @@ class Changed(Ideal):
         self._score, self._lse, self._given = score, lse, out
 
     def prepare(self, inputs):
-        entry = library.Entry(summary="", build=lambda *_: self._score)
+        entry = Entry(summary="", build=lambda *_: self._score)
         changed = {} if self._score is None else {inputs.problem.score.name: entry}
 
         def call():

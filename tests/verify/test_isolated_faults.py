@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.verify import planted_processes as planted
+from tests.workers.planted_servers import runs
 
 from attncheck.inputs.problem import Case, Problem
 from attncheck.verify.isolated import IsolatedKernel
@@ -61,13 +62,6 @@ def host(tmp_path_factory):
 def ask(host, length):
     case = Case(problem=problem(length))
     return run_case(host.subject, case, device="cpu", executor=host.executor, brief=True)
-
-
-def runs(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z"
-    except OSError:
-        return False
 
 
 def test_every_fault_is_asked_about():

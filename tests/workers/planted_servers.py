@@ -4,6 +4,7 @@ import ctypes
 import os
 import sys
 import time
+from pathlib import Path
 
 from attncheck.workers.transport import Frame
 
@@ -64,3 +65,11 @@ class Planted:
 
 def planted() -> Planted:
     return Planted()
+
+
+def runs(pid):
+    """Whether a process is there, and not dead already."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z"
+    except OSError:
+        return False

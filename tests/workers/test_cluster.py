@@ -11,7 +11,8 @@ from tests.workers.stub_work import unit
 from attncheck.core.errors import UsageError
 from attncheck.workers.journal import Journal
 from attncheck.workers.journal_format import read_journal
-from attncheck.workers.pool import Cluster, run_units
+from attncheck.workers.pool import run_units
+from attncheck.workers.worker_pool import Cluster
 
 STUB = "tests.workers.stub_work:work"
 ROOT = Path(__file__).parents[2]
@@ -34,7 +35,8 @@ os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_DISABLE_IMPORT_WARNING="1", P
 sys.path.insert(0, {root!r})
 import ray
 from ray.cluster_utils import Cluster
-from attncheck.workers.pool import Cluster as Nodes, run_units
+from attncheck.workers.pool import run_units
+from attncheck.workers.worker_pool import Cluster as Nodes
 from attncheck.workers.journal import Journal
 from attncheck.workers.journal_format import read_journal as read
 from tests.workers.stub_work import unit

@@ -71,29 +71,27 @@ def test_a_torn_frame_is_none(pipe, length):
         received(pipe, bytes_of(SENT)[:length])
 
 
-def test_who_does_not_know_the_key_sends_no_frame(pipe):
-    with pytest.raises(BrokenFrame, match="checksum"):
-        received(pipe, bytes_of(SENT, key=ANOTHER))
+NO_FRAMES = {
+    "of who does not know the key": (bytes_of(SENT, key=ANOTHER), {}, "checksum"),
+    "that comes again": (bytes_of(SENT) * 2, {"count": 2}, "frame 1 where 2 is the next"),
+    "after one that was left out": (
+        bytes_of(SENT, SENT)[len(bytes_of(SENT)) :],
+        {},
+        "frame 2 where 1 is the next",
+    ),
+    "that was printed": (
+        b"\x1b[31mKernelError: attncheck\x00\x01\n" + b"x" * 100,
+        {},
+        "begins as no frame does",
+    ),
+    "of more bytes than are owed": (bytes_of(SENT), {"most": 17}, "18 bytes, of at most 17"),
+}
 
 
-def test_a_frame_that_comes_again_is_none(pipe):
-    with pytest.raises(BrokenFrame, match="frame 1 where 2 is the next"):
-        received(pipe, bytes_of(SENT) * 2, count=2)
-
-
-def test_a_frame_that_was_left_out_is_missed(pipe):
-    with pytest.raises(BrokenFrame, match="frame 2 where 1 is the next"):
-        received(pipe, bytes_of(SENT, SENT)[len(bytes_of(SENT)) :])
-
-
-def test_what_is_printed_is_no_frame(pipe):
-    with pytest.raises(BrokenFrame, match="begins as no frame does"):
-        received(pipe, b"\x1b[31mKernelError: attncheck\x00\x01\n" + b"x" * 100)
-
-
-def test_more_bytes_than_are_owed_are_not_read(pipe):
-    with pytest.raises(BrokenFrame, match="18 bytes, of at most 17"):
-        received(pipe, bytes_of(SENT), most=17)
+@pytest.mark.parametrize(("raw", "how", "said"), NO_FRAMES.values(), ids=NO_FRAMES)
+def test_what_is_no_frame(pipe, raw, how, said):
+    with pytest.raises(BrokenFrame, match=said):
+        received(pipe, raw, **how)
 
 
 @pytest.mark.parametrize(

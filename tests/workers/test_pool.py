@@ -351,7 +351,8 @@ from pathlib import Path
 sys.path.insert(0, {root!r})
 from tests.workers.stub_work import unit
 from attncheck.workers.journal import Journal
-from attncheck.workers.pool import WorkerPlace, run_units
+from attncheck.workers.pool import run_units
+from attncheck.workers.worker_pool import WorkerPlace
 units = {units}
 with Journal.open({path!r}, {{"command": "test"}}, resume=True) as journal:
     ended = run_units(units, work="tests.workers.stub_work:work", options={{}}, journal=journal,

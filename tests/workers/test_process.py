@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.workers.planted_servers import runs
 
 from attncheck.workers.process import KEPT, Died, Tail, Worker
 from attncheck.workers.transport import Frame
@@ -23,13 +24,6 @@ def worker(**how):
 def ask(one, kind, seconds=LATE, **words):
     frame = Frame(kind=kind, words=words)
     return one.exchange(frame, seconds=seconds, most=0, what="at all").words["value"]
-
-
-def runs(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z"
-    except OSError:
-        return False
 
 
 @pytest.mark.parametrize("ending", ["kill", "end"])

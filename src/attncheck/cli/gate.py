@@ -276,8 +276,8 @@ def run_gate(run: GateRun, options: GateOptions) -> tuple[RunEnd, JournalContent
         UsageError: for a kernel that cannot be loaded.
     """
     from attncheck.gate.plan import priority
-    from attncheck.workers.pool import Cluster
     from attncheck.workers.units import Shard
+    from attncheck.workers.worker_pool import Cluster
 
     if not run.choices.isolated:
         click.echo("attncheck: --in-process: the kernel can end or alter the judge.", err=True)

@@ -11,16 +11,7 @@ import msgspec
 from attncheck.core.sanitize_text import one_line
 from attncheck.core.tensor_names import AXES, TensorName
 
-__all__ = [
-    "BlindSpot",
-    "Judgement",
-    "Place",
-    "Precision",
-    "Rule",
-    "Status",
-    "Worst",
-    "share_text",
-]
+__all__ = ["Judgement"]
 
 _MOST_DIGITS = 17  # that tell every two float64 apart
 

@@ -13,28 +13,7 @@ from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 from attncheck.core.errors import ProblemError, UnknownName, refuse_recorded, without_recorded
 
-__all__ = [
-    "ANY_SEED",
-    "FULL",
-    "GENERATOR",
-    "NONE",
-    "Argument",
-    "Check",
-    "Dimensions",
-    "Entry",
-    "Spec",
-    "Values",
-    "build_entry",
-    "check_spec",
-    "document_lengths",
-    "formula_text",
-    "from_arguments",
-    "lengths_of",
-    "padding_lengths",
-    "positive_number",
-    "rows_and_columns",
-    "whole_number",
-]
+__all__ = ["Spec"]
 
 Argument = int | float | str | tuple[int, ...]
 

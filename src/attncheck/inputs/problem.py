@@ -17,19 +17,9 @@ from attncheck.core.mod_spec import FULL, GENERATOR, NONE, Dimensions, Spec
 from attncheck.core.paged_layout import Paging
 from attncheck.inputs.distributions import DISTRIBUTIONS, distribution_named
 from attncheck.mods import library
-from attncheck.mods.library import MaskMod, ScoreMod
+from attncheck.mods.signatures import MaskMod, ScoreMod
 
-__all__ = [
-    "LARGEST_HEAD_DIM",
-    "OPERATIONS",
-    "SINK_LOGITS",
-    "SOFTMAX_DTYPES",
-    "USUAL_SCALE",
-    "Case",
-    "Problem",
-    "head_arrangement",
-    "short_id",
-]
+__all__ = ["Case", "Problem"]
 
 OPERATIONS = ("attention", "softmax")
 SOFTMAX_DTYPES = ("fp32", "fp16", "bf16", "fp64")

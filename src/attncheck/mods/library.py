@@ -11,33 +11,14 @@ from attncheck.core.errors import ProblemError
 from attncheck.core.formats import fp32
 from attncheck.core.mod_spec import (
     Dimensions,
-    Entry,
     Spec,
     build_entry,
     check_spec,
     positive_number,
 )
 from attncheck.mods.masks import MASKS
-from attncheck.mods.scores import SCORES, alibi_slopes
+from attncheck.mods.scores import SCORES
 from attncheck.mods.signatures import MaskMod, ScoreMod
-
-__all__ = [
-    "BUILT_IN",
-    "MASKS",
-    "SCORES",
-    "Entry",
-    "MaskMod",
-    "ScoreMod",
-    "alibi_slopes",
-    "build_mask",
-    "build_score",
-    "check_captures",
-    "check_mask",
-    "check_score",
-    "in_fp32",
-    "is_additive",
-]
-
 
 BUILT_IN = frozenset({*MASKS, *SCORES})
 """Names that mean the same for good: those of files, recordings and tensors come and go."""

@@ -13,24 +13,7 @@ from attncheck.core.judgement import Judgement, Place
 from attncheck.core.sanitize_text import one_line
 from attncheck.core.tensor_names import TensorName
 
-__all__ = [
-    "FAILED_STATUSES",
-    "UNTRUSTED_STATUSES",
-    "Accuracy",
-    "Diagnosis",
-    "Environment",
-    "ErrorMap",
-    "Explanation",
-    "GradientErrors",
-    "LseErrors",
-    "OutErrors",
-    "Record",
-    "Report",
-    "Status",
-    "TileMap",
-    "Unclaimed",
-    "join_reports",
-]
+__all__ = ["Record"]
 
 Status = Literal[
     "pass",

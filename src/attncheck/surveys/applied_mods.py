@@ -17,12 +17,14 @@ import torch
 
 from attncheck.core.draws import Draws
 from attncheck.core.formats import FORMATS
-from attncheck.core.mod_spec import NONE, Dimensions, Spec
+from attncheck.core.mod_spec import NONE, Dimensions, Entry, Spec
 from attncheck.inputs.input_tensors import Inputs
 from attncheck.inputs.problem import Problem
-from attncheck.mods import interval_algebra, library
+from attncheck.mods import interval_algebra
 from attncheck.mods.interval_algebra import Interval
+from attncheck.mods.masks import MASKS
 from attncheck.mods.operation_errors import KERNEL_FP32
+from attncheck.mods.scores import SCORES
 from attncheck.mods.signatures import MaskMod, ScoreMod
 from attncheck.subjects.capabilities.subject import Subject
 from attncheck.verify.executor import Executor, Failure
@@ -89,7 +91,7 @@ def applied_mask(
     Raises:
         NotMeasurable: where the kernel does not take the problem, or fails.
     """
-    own = _registered(library.MASKS, f"examined {name}", mask)
+    own = _registered(MASKS, f"examined {name}", mask)
     with own if spec is None else nullcontext(spec) as named:
         problem = _problem(dimensions, value_dim=_COLUMNS, mask=named)
         rows = (dimensions.batch, dimensions.heads)
@@ -129,9 +131,9 @@ def applied_score(
 
     applied = torch.empty(scores.scores.shape, dtype=torch.float64)
     row = torch.arange(dimensions.query)
-    own = _registered(library.SCORES, f"examined {name}", score)
+    own = _registered(SCORES, f"examined {name}", score)
     with (
-        _registered(library.MASKS, "one key a row", one_key) as mask,
+        _registered(MASKS, "one key a row", one_key) as mask,
         own if spec is None else nullcontext(spec) as named,
     ):
         problem = _problem(dimensions, value_dim=_HEAD_DIM, mask=mask, score=named)
@@ -204,10 +206,10 @@ def _run(subject: Subject, inputs: Inputs, device: str, executor: Executor) -> A
 
 @contextmanager
 def _registered(
-    entries: dict[str, library.Entry[Any]], name: str, mod: Callable[..., Any]
+    entries: dict[str, Entry[Any]], name: str, mod: Callable[..., Any]
 ) -> Iterator[Spec]:
     """``mod`` in the library for as long as this lasts, for a Problem to hold."""
-    entries[name] = library.Entry(summary=name, build=lambda *_: mod, additive=False)
+    entries[name] = Entry(summary=name, build=lambda *_: mod, additive=False)
     try:
         yield Spec.of(name)
     finally:

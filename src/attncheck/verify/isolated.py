@@ -34,7 +34,7 @@ from attncheck.verify.kernel_messages import (
     unpack_outputs,
 )
 from attncheck.verify.obligations import arithmetic_error, inputs_digest, output_bytes, output_error
-from attncheck.verify.remote_kernel import Deadlines, KernelConnection, RemoteSubject
+from attncheck.verify.remote_kernel import KernelConnection, RemoteSubject
 from attncheck.workers.process import Died, HostError
 
 if TYPE_CHECKING:
@@ -45,13 +45,6 @@ if TYPE_CHECKING:
     from attncheck.subjects.capabilities.subject import Subject
     from attncheck.workers.transport import Frame
 
-__all__ = [
-    "Deadlines",
-    "Died",
-    "HostError",
-    "IsolatedExecutor",
-    "IsolatedKernel",
-]
 
 _MOST_CALLS = 10  # that a question which makes more has time for: most are not as long as allowed
 _FATAL = {"crash", "timeout", "oom"}  # whatever a process says then, the next question has another

@@ -33,14 +33,7 @@ from attncheck.verify.question_fit import adapted_cases, check_question, not_app
 from attncheck.verify.relation_runs import judge_relation
 from attncheck.verify.second_opinion import second_opinion
 
-__all__ = [
-    "mask_rows",
-    "new_record",
-    "record_comparison",
-    "run_case",
-    "run_on_evidence",
-    "without_outputs",
-]
+__all__ = ["run_case"]
 
 # What a kernel did in place of giving outputs, as the rule it broke or the status it has.
 _BROKEN_RULES: dict[str, Rule] = {

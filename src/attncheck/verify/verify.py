@@ -36,14 +36,7 @@ if TYPE_CHECKING:
 
 _MOST_PAIRS_AHEAD = 2**22  # (row, key), of a problem that is called while another is judged
 
-__all__ = [
-    "absence_reasons",
-    "applicable_subjects",
-    "assemble_report",
-    "case_subjects",
-    "iter_records",
-    "verify",
-]
+__all__ = ["iter_records", "verify"]
 
 
 def verify(

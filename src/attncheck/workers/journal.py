@@ -35,19 +35,6 @@ from attncheck.workers.journal_format import (
 )
 from attncheck.workers.units import Done, Shard, Unit
 
-__all__ = [
-    "MOST_LOST",
-    "Disk",
-    "Journal",
-    "JournalContent",
-    "JournalError",
-    "merge_journals",
-    "merged_journal_bytes",
-    "missing_shards",
-    "read_journal",
-]
-
-
 MOST_LOST = 2  # a unit that was begun so often without a result is not begun again
 
 _A_LINE = 100  # units that are queued by one line

@@ -27,28 +27,11 @@ from attncheck.workers.worker_pool import (
     Cluster,
     Limits,
     LocalPool,
-    Work,
-    WorkerError,
     WorkerNews,
     WorkerPlace,
     WorkerPool,
     WorkerSetup,
 )
-
-__all__ = [
-    "Cluster",
-    "Limits",
-    "Option",
-    "RunEnd",
-    "RunEvent",
-    "Schedule",
-    "Why",
-    "Work",
-    "WorkerError",
-    "WorkerPlace",
-    "given_up",
-    "run_units",
-]
 
 
 class Schedule:

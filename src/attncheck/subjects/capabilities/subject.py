@@ -17,18 +17,7 @@ if TYPE_CHECKING:
     from attncheck.inputs.problem import Problem
     from attncheck.inputs.question_parameters import Promise
 
-__all__ = [
-    "Call",
-    "ContractViolation",
-    "Refused",
-    "Subject",
-    "Tiling",
-    "TooLarge",
-    "WrittenCall",
-    "capability",
-    "memory_refusal",
-    "with_full_tanh",
-]
+__all__ = ["Subject"]
 
 
 Call = Callable[[], "Outputs"]
