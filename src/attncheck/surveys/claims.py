@@ -114,12 +114,12 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             problems: What somebody asks as a whole, and what is so never refused for its claims.
         """
         table, limits = self._table(), self.limits()
+        terms = Terms(convention=self.convention, causal=self.causal)
         if table is None or not (limits or self._is_forward_alone()):
-            return Terms(convention=self.convention, causal=self.causal)
+            return terms
         if not limits:
-            table = Capabilities(entry="", backward=False)
-            said = "not asked: it gives no gradients"
-            return Terms(convention=self.convention, causal=self.causal, table=table, limits=said)
+            alone = Capabilities(entry="", backward=False)
+            return replace(terms, table=alone, limits="not asked: it gives no gradients")
         dims = table.head_dims
         table = replace(
             table,
@@ -127,9 +127,8 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             head_dims=(*dims, *head_dims) if isinstance(dims, tuple) else dims,
         )
         admitted = (each.case.problem for each in self.unclaimed(names))
-        return Terms(
-            convention=self.convention,
-            causal=self.causal,
+        return replace(
+            terms,
             table=table,
             limits=f"not asked: it takes {limits}",
             admitted=tuple(each.id for each in (*admitted, *problems)),

@@ -112,57 +112,36 @@ class ModBackends:
 
 
 def compare_backends(
-    mods: str | Path | Mapping[str, Callable[..., Any]],
+    name: str,
+    mod: Callable[..., Any],
     subjects: Iterable[Subject] = (),
     *,
     device: str = "cpu",
     dimensions: Dimensions = DIMENSIONS,
     path: str = "",
-) -> list[ModBackends]:
-    """Compare each mod on every index tuple: its callable, mpmath, and each kernel.
+) -> ModBackends:
+    """Compare a mod on every index tuple: its callable, mpmath, and each kernel.
 
     A mask must be the same everywhere. A score must lie in the interval of the roundings that an
     evaluation of the traced expression may make: in float64 for the callable, in fp32 for a kernel.
 
     Args:
-        mods: Callables by name, their tensors on ``device``; or a Python file, imported with
-            tensors on ``device``.
-        path: Of the file that the callables are of, from which a kernel of another process has
-            loaded them too.
+        mod: Its tensors are on ``device``.
+        path: Of the file that it is of, from which a kernel of another process has loaded it too.
 
-    Raises:
-        UsageError: for a file that cannot be imported. What is wrong with one mod is in its result.
+    Returns:
+        Also of a mod that is wrong in itself: its ``reason`` says how.
     """
-    if not isinstance(mods, Mapping):
-        path = str(mods)
-        with torch.device(device):
-            mods = mods_in(import_file(Path(path), f"mods of {path!r}"))
-    kernels = tuple(subjects)
-    results = []
-    for name, mod in mods.items():
-        kind = kind_of_mod(mod) or ""
-        backends: list[Backend] = []
-        expression, reason = None, ""
-        if not kind:
-            reason = f"{name!r} does not take {_TAKES}."
-        else:
-            try:
-                expression = _checked_expression(name, mod, dimensions, device)
-            except AttncheckError as error:
-                reason = str(error)
-        if expression is not None:
-            where = (dimensions, device, path)
-            backends = [_backend(each, name, expression, mod, *where) for each in (None, *kernels)]
-        results.append(
-            ModBackends(
-                name=name,
-                kind=kind,
-                expression="" if expression is None else str(expression),
-                backends=tuple(backends),
-                reason=reason,
-            )
-        )
-    return results
+    kind = kind_of_mod(mod)
+    if kind is None:
+        return ModBackends(name=name, kind="", reason=f"{name!r} does not take {_TAKES}.")
+    try:
+        expression = _checked_expression(name, mod, dimensions, device)
+    except AttncheckError as error:
+        return ModBackends(name=name, kind=kind, reason=str(error))
+    where = (dimensions, device, path)
+    backends = (_backend(each, name, expression, mod, *where) for each in (None, *subjects))
+    return ModBackends(name=name, kind=kind, expression=str(expression), backends=tuple(backends))
 
 
 def _checked_expression(
@@ -321,9 +300,8 @@ def survey_mods(
     """
     records = []
     for name, mod in mods.items():
-        # One at a time, so that ``done`` can tell of each.
-        (result,) = compare_backends(
-            {name: mod}, subjects, device=device, dimensions=dimensions, path=path
+        result = compare_backends(
+            name, mod, subjects, device=device, dimensions=dimensions, path=path
         )
         # The command has refused such mods before; from Python it is said here.
         if result.reason:
