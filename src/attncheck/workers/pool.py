@@ -88,14 +88,10 @@ class Schedule:
                 todo += result.units[::-1]
             elif self._mine(unit):
                 self.known += 1
-                self._queue(unit)
+                self.queue(unit)
             else:
                 self.elsewhere += 1
         return done
-
-    def again(self, unit: Unit) -> None:
-        """``unit`` was begun and lost."""
-        self._queue(unit)
 
     def peek(self, running: int) -> Unit | None:
         """The unit that is next where so many are running; None where none may be begun now."""
@@ -107,7 +103,8 @@ class Schedule:
         """The unit that ``peek`` showed: it waits no longer."""
         return heapq.heappop(self._waiting or self._suspects)[-1]
 
-    def _queue(self, unit: Unit) -> None:
+    def queue(self, unit: Unit) -> None:
+        """Have ``unit`` wait for its turn, which comes late where it was begun and lost."""
         lost = self._journal.lost(unit)
         if lost >= MOST_LOST:
             self.hopeless.append(unit)
@@ -264,7 +261,7 @@ class _Run:
     def lose(self, unit: Unit, reason: str) -> None:
         times = self.journal.lost(unit)
         if times < MOST_LOST:
-            self.schedule.again(unit)
+            self.schedule.queue(unit)
         else:
             done = self.lost(unit, f"{reason}, {times} times")
             self.settle(unit, msgspec.structs.replace(done, attempts=times), quarantined=True)

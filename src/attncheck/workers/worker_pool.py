@@ -68,12 +68,9 @@ class WorkerPlace:
 
     def environment(self) -> dict[str, str]:
         """Return what is another there than here."""
-        environment = {}
-        if self.gpu:
-            environment["CUDA_VISIBLE_DEVICES"] = self.gpu
-        if self.threads:
-            environment["OMP_NUM_THREADS"] = str(self.threads)
-        return environment
+        threads = str(self.threads) if self.threads else ""
+        named = {"CUDA_VISIBLE_DEVICES": self.gpu, "OMP_NUM_THREADS": threads}
+        return {name: value for name, value in named.items() if value}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,29 +112,6 @@ def from_bytes(raw: bytes | bytearray, kind: type[M]) -> M:
     return msgspec.msgpack.decode(raw, type=kind)
 
 
-def make_work(setup: WorkerSetup) -> tuple[Work | None, WorkerReply]:
-    """Return the Work that a worker is to make, and its reply; None where that says why not."""
-    module, _, function = setup.work.partition(":")
-    try:
-        factory: Callable[..., Work] = getattr(import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        # The caller misspelt it: a further process would fail alike.
-        reason = f"no work {setup.work!r}: {_reason(error)}."
-        return None, WorkerReply(raised=reason, usage=True)
-    try:
-        return factory(**setup.options), WorkerReply()
-    except Exception as error:  # noqa: BLE001  # the other side says it
-        return None, WorkerReply(raised=_reason(error), usage=isinstance(error, UsageError))
-
-
-def do_unit(work: Work, raw: bytes | bytearray) -> WorkerReply:
-    """Return the reply to the message that is a unit."""
-    try:
-        return WorkerReply(done=work.do(from_bytes(raw, Unit)))
-    except BaseException as error:  # noqa: BLE001  # a new worker tries once more, and says it
-        return WorkerReply(raised=_reason(error))
-
-
 def _reason(error: BaseException) -> str:
     """Return what was raised, in one line."""
     text = one_line(str(error))
@@ -155,10 +129,27 @@ class UnitServer:
     def answer(self, request: Frame) -> Frame:
         """Return the reply to a setup or a unit."""
         if self._work is None:
-            self._work, reply = make_work(from_bytes(request.data, WorkerSetup))
+            reply = self._make_work(from_bytes(request.data, WorkerSetup))
         else:
-            reply = do_unit(self._work, request.data)
+            try:
+                reply = WorkerReply(done=self._work.do(from_bytes(request.data, Unit)))
+            except BaseException as error:  # noqa: BLE001  # a new worker tries once more, and says it
+                reply = WorkerReply(raised=_reason(error))
         return Frame(kind="reply", words={}, data=to_bytes(reply))
+
+    def _make_work(self, setup: WorkerSetup) -> WorkerReply:
+        module, _, function = setup.work.partition(":")
+        try:
+            factory: Callable[..., Work] = getattr(import_module(module), function)
+        except (ImportError, AttributeError, ValueError) as error:
+            # The caller misspelt it: a further process would fail alike.
+            reason = f"no work {setup.work!r}: {_reason(error)}."
+            return WorkerReply(raised=reason, usage=True)
+        try:
+            self._work = factory(**setup.options)
+        except Exception as error:  # noqa: BLE001  # the other side says it
+            return WorkerReply(raised=_reason(error), usage=isinstance(error, UsageError))
+        return WorkerReply()
 
     def close(self) -> None:
         """End what the Work has started."""
