@@ -142,11 +142,13 @@ def _cases(
     return Case(problem=problem, question=question, parameters=chosen)
 
 
-def _problems(kernel: UnderTest, spec: PropertySpec, question: str) -> SearchStrategy[Problem]:
-    def fits(problem: Problem) -> bool:
-        return kernel.supports(problem) and spec.fits(question, problem)
+def _takes(kernel: UnderTest, spec: PropertySpec, question: str, problem: Problem) -> bool:
+    return kernel.supports(problem) and spec.fits(question, problem)
 
-    common: dict[str, Any] = {"dtypes": (kernel.dtype,), "supports": fits, **spec.problems}
+
+def _problems(kernel: UnderTest, spec: PropertySpec, question: str) -> SearchStrategy[Problem]:
+    supports = functools.partial(_takes, kernel, spec, question)
+    common: dict[str, Any] = {"dtypes": (kernel.dtype,), "supports": supports, **spec.problems}
     sizes = kernel.tier.lengths_on(kernel.device)
     if kernel.family == SOFTMAX:
         return softmax_problems(longest=sizes["longest"], **common)
@@ -164,14 +166,10 @@ def _problems(kernel: UnderTest, spec: PropertySpec, question: str) -> SearchStr
 
 def _more(kernel: UnderTest, spec: PropertySpec, case: Case) -> Iterator[Case]:
     """Yield what is asked together with ``case``: on a GPU its kernel is compiled by now."""
-
-    def fits(question: str, problem: Problem) -> bool:
-        return kernel.supports(problem) and spec.fits(question, problem)
-
     return variations(
         case,
         kernel.tier.repeats_on(kernel.device) - 1,
-        fits=fits,
+        fits=functools.partial(_takes, kernel, spec),
         # Ours are compiled for any length; what is known of no other kernel.
         lengths=kernel.subject.triton and kernel.name in named_kernels.BUILTIN,
         distributions=spec.problems.get("distributions", ()),

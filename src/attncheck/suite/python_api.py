@@ -72,10 +72,10 @@ def check(
     device = _prepare_device(device)
     subject = _subject(kernel, convention)
     cases = _cases(problem, question, dtypes)
+    name = kernel if isinstance(kernel, str) else _reference(kernel) or subject.name
     claims = None
     if problem is None or isinstance(kernel, str):  # which keeps what was found
-        spec = kernel if isinstance(kernel, str) else _reference(kernel) or subject.name
-        claims = find_claims(subject, kernel=spec, device=device)
+        claims = find_claims(subject, kernel=name, device=device)
     if claims is not None and not claims.timeout:
         asked = [case.problem for case in cases if problem is not None]
         named = () if problem is not None else _names(dtypes)
@@ -89,8 +89,8 @@ def check(
         able = subject_takes(subject, device)
         cases += [one.case for name in _names(dtypes) for one in crossed_cases(name, (), able)]
     records = tuple(iter_records([subject], cases, device=device))
-    _reject_untaken(records)
-    name = kernel if isinstance(kernel, str) else _reference(kernel) or subject.name
+    if hypothesis.currently_in_test_context():  # which draws anew what is not taken
+        hypothesis.assume(any(record.status != "unsupported" for record in records))
     wrong = [
         WrongAnswer(
             record,
@@ -162,12 +162,6 @@ def _names(dtypes: Iterable[str]) -> tuple[str, ...]:
     if not names:
         raise UsageError("dtypes is empty: give at least one, such as 'bf16'.")
     return names
-
-
-def _reject_untaken(records: tuple[Record, ...]) -> None:
-    """Have Hypothesis draw anew what is not taken."""
-    if hypothesis.currently_in_test_context():
-        hypothesis.assume(any(record.status != "unsupported" for record in records))
 
 
 def _reference(kernel: object) -> str:
