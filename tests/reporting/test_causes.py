@@ -4,9 +4,9 @@ import msgspec
 import pytest
 from tests.reporting import gate_reports as made
 
-from attncheck.core.judgement import Judgement
+from attncheck.core.judgement import Judgement, Unclaimed
 from attncheck.records.failure_causes import group_by_cause, symptom
-from attncheck.records.record import Diagnosis, Explanation, Unclaimed
+from attncheck.records.record import Diagnosis, Explanation
 from attncheck.reporting.diagnosis_text import causes_section
 from attncheck.reporting.gate_document import gate_document
 from attncheck.reporting.gate_verdict import failure_groups

@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
+from attncheck.core.judgement import Unclaimed
 from attncheck.inputs.problem import Problem
-from attncheck.records.record import Unclaimed
 from attncheck.subjects.load import load_subject
 from attncheck.surveys import claims as room
 from attncheck.surveys.capability_detection import Detection

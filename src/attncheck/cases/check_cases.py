@@ -10,9 +10,9 @@ from attncheck.cases.covering import SHAPES, FewRows, plain_row, row_name, row_p
 from attncheck.cases.named_problems import CHECK, IN_TURN, PROBED, tagged
 from attncheck.cases.variants import check_measured
 from attncheck.core.errors import ProblemError
+from attncheck.core.judgement import Unclaimed
 from attncheck.core.mod_spec import Spec
 from attncheck.inputs.problem import LARGEST_HEAD_DIM, USUAL_SCALE, Case, Problem
-from attncheck.records.record import Unclaimed
 
 # Decoding tells where each key is, so that it is asked on every layout with a place to confuse;
 # what other probes show does not depend on it.

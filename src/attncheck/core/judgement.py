@@ -1,4 +1,4 @@
-"""The judge's verdict on one kernel and one Case: plain data that Records carry."""
+"""The judge's verdict on one kernel and one Case, and other plain data that Records carry."""
 
 from __future__ import annotations
 
@@ -74,6 +74,13 @@ class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """Return its index in ``tensor``."""
         axes = len(AXES[tensor])
         return (self.head,) if axes == 1 else (self.batch, self.head, self.query, self.dim)[:axes]
+
+
+class Unclaimed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a problem has that nobody says the kernel takes, which is asked apart."""
+
+    aspect: str  # the field of the capability table that it is of; ``lengths`` has none
+    what: str  # the value: ``40``, ``query < kv``
 
 
 class Worst(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -13,10 +13,9 @@ from attncheck.gate.property_stage import property_units
 from attncheck.gate.stages import contract_units, probe_units, surrounding_units
 from attncheck.inputs.problem import Case
 from attncheck.inputs.question_parameters import check_parameters
-from attncheck.probes import PROBES
 from attncheck.records.failures import MOST_KEPT, KeptFailure, is_id, load_failure
 from attncheck.records.run_reports import STAGES, Stage
-from attncheck.verify.question_fit import COMPARE, allowed_parameters, unfit_reason
+from attncheck.verify.question_fit import COMPARE, allowed_parameters, is_probe, unfit_reason
 from attncheck.workers.units import Unit
 
 REPLAYED = "failed before"  # variant of a Case that failed in an earlier run
@@ -143,7 +142,7 @@ def _stage_of(failure: KeptFailure) -> Stage:
     question = str(failure.record.case.get("question"))
     if failure.test:
         return "properties"
-    if question in PROBES:
+    if is_probe(question):
         return "probes"
     # Two stages ask relations; a kept failure does not say which of them it was.
     return "bounds" if question == COMPARE else "memory"

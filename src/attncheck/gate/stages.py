@@ -22,13 +22,13 @@ from attncheck.gate.planning import Planning, move_case
 from attncheck.inputs.problem import Case, Problem
 from attncheck.inputs.question_parameters import Parameters
 from attncheck.records.run_reports import Answer, Stage
-from attncheck.relations import RELATIONS
 from attncheck.subjects.capabilities.capability_table import ALIASES
 from attncheck.subjects.capabilities.configuration import read_configuration
 from attncheck.verify import sanitizer
 from attncheck.verify.call_checks import CHECKS
 from attncheck.verify.question_fit import (
     COMPARE,
+    QUESTIONS,
     allowed_parameters,
     compares_launches,
     unfit_reason,
@@ -161,7 +161,7 @@ _RELATIONS: dict[Stage, tuple[str, ...]] = {
         "hidden_keys_huge",
         "future_keys_nan",
         "future_keys_huge",
-        *(name for name in RELATIONS if name.startswith("strides")),
+        *(name for name in QUESTIONS if name.startswith("strides")),
         "pages",
         "call_order",
         "mask_order",

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from attncheck.core.errors import UsageError
-from attncheck.core.judgement import Judgement, Place
+from attncheck.core.judgement import Judgement, Place, Unclaimed
 from attncheck.core.sanitize_text import one_line
 from attncheck.core.tensor_names import TensorName
 
@@ -178,13 +178,6 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     freedom: float  # degrees of freedom of its square: as how many independent errors they count
     # Other tilings are as right: how far these lie apart is chance.
     ensemble: tuple[float, ...]  # ``relative`` of each of those ideal kernels
-
-
-class Unclaimed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a problem has that nobody says the kernel takes, which is asked apart."""
-
-    aspect: str  # the field of the capability table that it is of; ``lengths`` has none
-    what: str  # the value: ``40``, ``query < kv``
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -24,9 +24,9 @@ from msgspec.structs import replace
 from attncheck.cases.check_cases import CheckCase, call_cases, check_cases, crossed_cases
 from attncheck.core.errors import UsageError
 from attncheck.core.files import write_texts
+from attncheck.core.judgement import Unclaimed
 from attncheck.core.mod_spec import Spec
 from attncheck.inputs.problem import Case, Problem
-from attncheck.records.record import Unclaimed
 from attncheck.subjects.capabilities.capability_table import ANY, Capabilities, Override, When
 from attncheck.subjects.capabilities.subject import Subject
 from attncheck.subjects.conventions.convention import Convention, ConventionOptions

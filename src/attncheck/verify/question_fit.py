@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator
 
-from attncheck.core.errors import UnknownName, UsageError
+from attncheck.core.errors import UsageError, require_known
 from attncheck.core.paged_layout import Paging
 from attncheck.inputs.problem import Case, Problem
 from attncheck.inputs.question_parameters import Allowed
@@ -16,14 +16,14 @@ from attncheck.verify.call_checks import CHECKS, Check
 from attncheck.verify.executor import Executor
 
 COMPARE = "compare"  # the question whether every element is exact attention up to rounding
+QUESTIONS = (COMPARE, *RELATIONS, *PROBES, *CHECKS)
 
 _PAGE_SIZES = (16, 64, 256)  # usual ones: a kernel may take one of them alone
 
 
 def check_question(name: str) -> None:
     """Raise UnknownName for what is neither ``compare`` nor a relation, a probe or a check."""
-    if name != COMPARE and not any(name in known for known in (RELATIONS, PROBES, CHECKS)):
-        raise UnknownName("question", name, (COMPARE, *RELATIONS, *PROBES, *CHECKS))
+    require_known("question", [name], QUESTIONS)
 
 
 def question_summary(question: str) -> str:
@@ -49,6 +49,11 @@ def allowed_parameters(question: str, problem: Problem) -> Allowed:
     """Return the numbers that the question may be asked with, by name."""
     check_question(question)
     return {} if question == COMPARE else _definition(question).allowed(problem)
+
+
+def is_probe(question: str) -> bool:
+    """Return whether a question is a probe, which has inputs of its own."""
+    return question in PROBES
 
 
 def compares_launches(questions: Iterable[str]) -> bool:
