@@ -193,7 +193,7 @@ def test_other_launches_are_other_tiles():
     launches = Flash3().launches(problem, "cuda")
     assert {name: str(each.tiling(problem, "cuda")) for name, each in launches.items()} == {
         "64 keys": "128×64 reverse",
-        "a block a program": "128×128 reverse",
+        "several blocks a program": "128×128 reverse",
     }
 
 

@@ -509,12 +509,12 @@ class Flash3(Flash):
         return self._shape or shape_for(problem.head_dim)
 
     def launches(self, problem: Problem, device: str) -> Mapping[str, Subject]:
-        """With half the keys in a tile, and with one block of rows a program, out of turn."""
+        """With half the keys in a tile, and with several blocks of rows a program, out of turn."""
         del device
         own = self._chosen(problem)
         return {
             f"{own.keys // 2} keys": type(self)(replace(own, keys=own.keys // 2)),
-            "a block a program": type(self)(replace(own, persistent=False, pingpong=False)),
+            "several blocks a program": type(self)(replace(own, persistent=True, pingpong=False)),
         }
 
     def visited(self, problem: Problem, device: torch.device) -> dict[str, Any]:
