@@ -10,6 +10,7 @@ import msgspec
 
 from attncheck.core import json_numbers
 from attncheck.core.errors import UsageError, require_known
+from attncheck.records.bench_report import BenchReport
 from attncheck.records.fault_scores import (
     FaultReport,
     MutantReport,
@@ -47,6 +48,7 @@ def report_json(report: msgspec.Struct) -> str:
 REPORTS: dict[str, type[msgspec.Struct]] = {
     "check": Report,
     "rmse": Report,
+    "bench": BenchReport,
     "gate": GateReport,
     "properties": PropertyReport,
     "baseline": BaselineComparison,
@@ -149,8 +151,8 @@ def load_report(source: Path | str, kind: type[R]) -> R:
         report = msgspec.convert(_with_numbers(data, kind), kind)
     except (msgspec.ValidationError, RecursionError) as error:
         raise refused(str(error)) from None
-    if isinstance(report, OracleReport | CertificateReport):
-        for one in report.records:
+    if isinstance(report, OracleReport | CertificateReport | BenchReport):
+        for one in report.cells if isinstance(report, BenchReport) else report.records:
             problem_of(one)
     elif isinstance(report, Report | GateReport):
         for record in _records(report):

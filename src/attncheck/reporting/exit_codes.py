@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from attncheck.records.bench_report import BenchReport
 from attncheck.records.fault_scores import (
     ATTNCHECK_RULE,
     FaultReport,
@@ -33,8 +34,11 @@ def exit_code(report: msgspec.Struct) -> int:
     """Return what a verb ends with that made ``report``, which is of any kind but a gate's."""
     match report:
         case Report():
-            code = _of_statuses({record.status for record in report.records})
-            code = INCOMPLETE if report.incomplete and code != FAILED else code
+            code = _of_run({record.status for record in report.records}, report.incomplete)
+        case BenchReport():
+            statuses = {row.record.status for cell in report.cells for row in cell.rows}
+            slower: set[Status] = {"fail" for one in report.changes if one.finding == "slower"}
+            code = _of_run(statuses | slower, report.incomplete)
         case FaultReport():
             code = _of_faults(report)
         case MutantReport():
@@ -79,6 +83,11 @@ def _of_statuses(statuses: set[Status]) -> int:
     if statuses & UNTRUSTED_STATUSES:
         return INCOMPLETE
     return PASSED if statuses - {"unsupported"} else UNTESTED
+
+
+def _of_run(statuses: set[Status], incomplete: object) -> int:
+    code = _of_statuses(statuses)
+    return INCOMPLETE if incomplete and code != FAILED else code
 
 
 def _of_faults(report: FaultReport) -> int:

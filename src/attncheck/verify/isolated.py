@@ -15,13 +15,14 @@ the kernel's; once is ``flaky``, and says so.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Self, get_args
 
 import msgspec
 
 from attncheck.subjects.load import Entry
 from attncheck.verify.call_conditions import PLAIN_CALL, CallConditions, judged_conditions
-from attncheck.verify.executor import Execution, Failure, Origin
+from attncheck.verify.executor import Execution, Failure, Origin, Turn
 from attncheck.verify.kernel_messages import (
     RemoteError,
     pack_inputs,
@@ -35,6 +36,7 @@ from attncheck.verify.kernel_messages import (
 )
 from attncheck.verify.obligations import arithmetic_error, inputs_digest, output_bytes, output_error
 from attncheck.verify.remote_kernel import Deadlines, KernelConnection, RemoteSubject
+from attncheck.verify.timing import Clock
 from attncheck.workers.process import Died, HostError
 
 if TYPE_CHECKING:
@@ -118,11 +120,44 @@ class IsolatedExecutor:
         """
         if under.state and not self._connection.new:
             self._connection.end()  # what earlier calls changed there, nobody can surely put right
-        words, data = _run_words(subject, origin, under, timed=timed), b""
-        if origin is None:
+        words = _run_words(subject, origin, under, timed=timed)
+        return self._run(subject, inputs, words, calls=under.calls + under.window + timed)
+
+    def keep(self, subject: Subject, inputs: Inputs, *, graph: bool) -> Execution | Failure:
+        """As ``run`` without an origin; its process keeps the call, and is not replaced by then."""
+        words = _run_words(subject, None, PLAIN_CALL, timed=False) | {"kept": True, "graph": graph}
+        return self._run(subject, inputs, words, calls=2)
+
+    def time(self, problem: Problem) -> Turn | Failure:
+        """One more call there, by its own clock."""
+        limit = self._connection.deadlines.call
+        try:
+            words = {"problem": problem.to_json()}
+            answer = self._connection.ask("time", words, seconds=limit)
+        except Died as error:
+            return Failure(kind=error.kind, message=str(error), trace=error.trace)
+        if answer.kind != "timed":
+            error = remote_error(answer)
+            return Failure(kind=error.kind, message=str(error), trace=error.trace)
+        seconds, clock = read_seconds(answer.words.get("seconds")), answer.words.get("clock")
+        if not seconds or seconds < 0 or clock not in get_args(Clock):
+            return Failure(kind="crash", message="what its process sent is no time")
+        return Turn(seconds=seconds, clock=clock)
+
+    def forget(self) -> None:
+        """Let its process forget what it keeps; one that died has."""
+        if self._connection.pid is not None:
+            with suppress(Died):
+                self._connection.ask("forget", {}, seconds=self._connection.deadlines.call)
+
+    def _run(
+        self, subject: Subject, inputs: Inputs, words: dict[str, Any], *, calls: int
+    ) -> Execution | Failure:
+        data = b""
+        if "case" not in words:
             words["inputs"], data = pack_inputs(inputs)
         self._connection.asked[inputs.problem] = None
-        seconds, limit = self._seconds(subject, inputs, calls=under.calls + under.window + timed)
+        seconds, limit = self._seconds(subject, inputs, calls=calls)
         try:
             most = output_bytes(inputs)
             answer = self._connection.ask("run", words, seconds=seconds, most=most, data=data)
@@ -138,7 +173,8 @@ class IsolatedExecutor:
         # A process that has lost its GPU or its memory would fail the next question for it.
         if isinstance(result, Failure) and result.kind in _FATAL:
             self._connection.kill()
-        self._connection.count_case()
+        if "kept" not in words:  # else a process that has done enough would end with what it keeps
+            self._connection.count_case()
         if isinstance(result, Execution):
             self.compiling += result.compiling
             # It came with the outputs: asked later it would cost a round trip.
