@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import tempfile
-from contextlib import contextmanager, suppress
-from pathlib import Path
+import ctypes
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,12 +13,12 @@ from attncheck.subjects.conventions.torch_arithmetic import fp32_products
 from attncheck.verify.timing import medians
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 _PRODUCT = {"cpu": 1024, "cuda": 8192}  # rows and columns
 _COPIED = {"cpu": 1 << 27, "cuda": 1 << 31}  # bytes
 _ROUNDS = {"cpu": 5, "cuda": 20}
-_EVERY = 100  # ms between two looks at the clock
+_NVML, _SM = "libnvidia-ml.so.1", 1
 
 
 def machine_limits(dtypes: list[str], device: str) -> tuple[dict[str, float], float]:
@@ -53,33 +51,24 @@ def _product(dtype: str, size: int, device: str) -> Callable[[], object]:
     return lambda: scaled(left, right.t(), one, one, out_dtype=torch.bfloat16)
 
 
-@contextmanager
-def watched_clocks(device: str) -> Iterator[Callable[[], tuple[int, int] | None]]:
-    """Yield what gives the lowest and the highest MHz of the GPU since it was last called.
+def sm_clock(device: str) -> Callable[[], int | None]:
+    """Return what reads the MHz of the GPU's multiprocessors now; None where nobody says.
 
-    By ``nvidia-smi``, which looks ten times a second until the end; None where it does not say.
+    By NVIDIA's management library, which comes with the driver: a tenth of a millisecond.
     """
     if device == "cpu":
-        yield lambda: None
-        return
-    uuid = getattr(torch.cuda.get_device_properties(0), "uuid", None)
-    which = [f"--id=GPU-{uuid}"] if uuid else []
-    ask = ["nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits", *which]
-    # Read by another descriptor: one that both share has one place in the file.
-    with tempfile.NamedTemporaryFile("w") as written, Path(written.name).open() as seen:
-        watcher = None
-        with suppress(OSError):
-            watcher = subprocess.Popen(  # noqa: S603  # of our own making, and no shell
-                [*ask, f"--loop-ms={_EVERY}"], stdout=written, stderr=subprocess.DEVNULL
-            )
+        return lambda: None
+    try:
+        library, handle, clock = ctypes.CDLL(_NVML), ctypes.c_void_p(), ctypes.c_uint()
+        # By its name, since CUDA counts those that it is shown, and the driver all.
+        name = f"GPU-{torch.cuda.get_device_properties(0).uuid}".encode()
+        if library.nvmlInit_v2() or library.nvmlDeviceGetHandleByUUID(name, ctypes.byref(handle)):
+            return lambda: None
+    except (OSError, AttributeError):
+        return lambda: None
 
-        def since() -> tuple[int, int] | None:
-            numbers = [int(line) for line in seen.read().split() if line.isdecimal()]
-            return (min(numbers), max(numbers)) if numbers else None
+    def now() -> int | None:
+        failed = library.nvmlDeviceGetClockInfo(handle, _SM, ctypes.byref(clock))
+        return None if failed else clock.value
 
-        try:
-            yield since
-        finally:
-            if watcher is not None:
-                watcher.kill()
-                watcher.wait()
+    return now

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec.structs import replace as replace_struct
 
-from attncheck.bench.machine import watched_clocks
+from attncheck.bench.machine import sm_clock
 from attncheck.bench.work import count_work
 from attncheck.cases.variants import exact_seconds
 from attncheck.core.outputs import Outputs
+from attncheck.core.strided_alloc import release_cached_memory
 from attncheck.inputs.input_tensors import Inputs, quick_inputs
 from attncheck.inputs.problem import Case, Problem, head_arrangement
 from attncheck.records.bench_report import BenchCell, BenchRow, Times
@@ -141,14 +142,15 @@ def time_cells(
     """
     forwards = [one.problem.replace(backward=False, dcaptured=False) for one in plan]
     concerned = case_subjects(forwards, subjects, device)
-    with watched_clocks(device) as clocks:
-        for planned, chosen in zip(plan, concerned, strict=True):
-            entries = [_Entry(subject, executor_of(subject)) for subject in chosen]
-            try:
-                yield _timed(planned, entries, device, rounds, clocks, stage, graph=graph)
-            finally:
-                for entry in entries:
-                    entry.executor.forget()
+    clock = sm_clock(device)
+    for planned, chosen in zip(plan, concerned, strict=True):
+        entries = [_Entry(subject, executor_of(subject)) for subject in chosen]
+        try:
+            yield _timed(planned, entries, device, rounds, clock, stage, graph=graph)
+        finally:
+            for entry in entries:
+                entry.executor.forget()
+            release_cached_memory(device)
 
 
 def _timed(  # one cell, and how it is timed
@@ -156,7 +158,7 @@ def _timed(  # one cell, and how it is timed
     entries: list[_Entry],
     device: str,
     rounds: int,
-    clocks: Callable[[], tuple[int, int] | None],
+    clock: Callable[[], int | None],
     stage: Callable[[str], None],
     *,
     graph: bool,
@@ -168,14 +170,13 @@ def _timed(  # one cell, and how it is timed
     if problem.backward:
         passes["both"] = whole
     work = count_work(problem, device)
-    stage(f"{what}: the exact result")
     verified = _verified(passes, [entry.subject for entry in entries], device)
     for entry in entries:
         stage(f"{entry.subject.name} {what}")
         _verify(entry, planned.variant, passes, verified, device, graph=graph)
     stage(f"{what}: in turns")
-    clocks()
-    _take_turns(entries, {name: inputs.problem for name, inputs in passes.items()}, rounds)
+    problems = {name: inputs.problem for name, inputs in passes.items()}
+    clocks = _take_turns(entries, problems, rounds, clock)
     return BenchCell(
         table=planned.table,
         case_id=problem.id,
@@ -188,7 +189,7 @@ def _timed(  # one cell, and how it is timed
         forward_bytes=work.forward_bytes,
         cache_bytes=work.cache_bytes,
         decoding=work.decoding,
-        clocks=clocks(),
+        clocks=(min(clocks), max(clocks)) if clocks else None,
         rows=tuple(entry.row(verified.text) for entry in entries if entry.records),
     )
 
@@ -216,23 +217,15 @@ def _verified(passes: Mapping[Pass, Inputs], subjects: Sequence[Subject], device
         text = f"sequence 0 of {whole.batch}, rows {at.rows.start:,}–{at.rows.stop - 1:,}"
         text += ": no gradients" if widest.backward else ""
     parts = {name: inputs.forward() if cut else inputs for name, inputs in passes.items()}
-    evidence: dict[Pass, EvidenceBuilder] = {}
-    truth: Outputs | None = None
-    for name in ("both", "forward"):  # the exact result of both holds the forward's
-        if name not in parts:
-            continue
-        inputs = at.inputs(parts[name])
+    evidence = {}
+    for name, part in parts.items():
+        inputs, asked = at.inputs(part), passes[name].problem
         evidence[name] = EvidenceBuilder(
             Case(problem=inputs.problem),
             device,
             inputs=inputs,
-            truth=truth,
-            expected=own_arithmetics(
-                applicable_subjects([passes[name].problem], subjects), passes[name].problem, device
-            ),
+            expected=own_arithmetics(applicable_subjects([asked], subjects), asked, device),
         )
-        exact = evidence[name].truth
-        truth = Outputs(out=exact.out, lse=exact.lse)
     return _Verified(at=at, text=text, evidence=evidence)
 
 
@@ -259,8 +252,17 @@ def _verify(
             entry.seconds[name] = []
 
 
-def _take_turns(entries: list[_Entry], problems: Mapping[Pass, Problem], rounds: int) -> None:
-    """Time each kept call once a round; who begins moves on, and the first round is not kept."""
+def _take_turns(
+    entries: list[_Entry],
+    problems: Mapping[Pass, Problem],
+    rounds: int,
+    clock: Callable[[], int | None],
+) -> list[int]:
+    """Time each kept call once a round; returns the GPU's MHz after each turn.
+
+    Who begins moves on by one; the first round is not kept.
+    """
+    clocks = []
     turns = [(entry, name) for entry in entries for name in entry.seconds]
     for number in range(rounds + 1):
         first = number % len(turns) if turns else 0
@@ -276,3 +278,6 @@ def _take_turns(entries: list[_Entry], problems: Mapping[Pass, Problem], rounds:
             elif number:
                 entry.seconds[name].append(turn.seconds)
                 entry.clock[name] = turn.clock
+                if mhz := clock():
+                    clocks.append(mhz)
+    return clocks

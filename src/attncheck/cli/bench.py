@@ -18,7 +18,7 @@ from attncheck.cli.standard_output import Interrupts, standard_output
 from attncheck.core.errors import UsageError, parse_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from attncheck.bench.tables import BenchPlan
     from attncheck.records.bench_report import BenchCell, BenchReport
@@ -37,6 +37,7 @@ _KERNELS = {
 }
 _BASELINE = "sdpa-flash"
 _ROUNDS, _ROUNDS_AGAINST = 20, 40
+_COMPILING = 300.0  # seconds that compiling ahead may take
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,9 +180,9 @@ def _measured(
     names: dict[str, Worker | None] = workers or dict.fromkeys(_KERNELS[device])
     if options.baseline and options.baseline not in names:
         names |= {options.baseline: start_worker(options.baseline, in_process=options.in_process)}
-    how = {"device": device, "in_process": options.in_process, "seconds": seconds}
     with ExitStack() as stack:
-        hosts = stack.enter_context(open_kernels(names, **how))
+        opened = open_kernels(names, device=device, in_process=options.in_process, seconds=seconds)
+        hosts = stack.enter_context(opened)
         _refuse_interpreted([host.subject for host in hosts.values()], device)
         claims = claimed(
             hosts,
@@ -224,6 +225,7 @@ def _with_other_commit(
     from attncheck.subjects.capabilities.named_kernels import BUILTIN
     from attncheck.verify.isolated import IsolatedKernel
     from attncheck.verify.kernel_hosts import on_terms
+    from attncheck.verify.remote_kernel import RemoteSubject
 
     own = [name for name in names if name not in BUILTIN]
     if not own:
@@ -242,8 +244,8 @@ def _with_other_commit(
         if strayed := tree.strayed(there.files()):
             raise UsageError(f"kernel {name!r}: {strayed}.")
         other = there.subject
-        if terms := getattr(subject, "terms", None):
-            other = on_terms(other, terms)
+        if isinstance(subject, RemoteSubject) and subject.terms is not None:
+            other = on_terms(other, subject.terms)  # what it takes was found of the one here
         other.name = f"{subject.name} @{tree.ref}"
         others[subject.name] = other.name
         all_subjects.append(other)
@@ -270,37 +272,48 @@ def _timed(
     from attncheck.verify.environment import environment
     from attncheck.verify.verify import absence_reasons, case_subjects
 
+    if not options.kernels:
+        subjects = _concerned(subjects, plan, device)
     names = [subject.name for subject in subjects]
     usual = _BASELINE if _BASELINE in names else names[0]
     rounds = options.rounds or (_ROUNDS_AGAINST if others else _ROUNDS)
     problems = [one.problem for one in plan]
-    asked = zip(problems, case_subjects(problems, subjects, device), strict=True)
-    with compiling_ahead(asked, device):
-        matmul, copy = machine_limits(list(dict.fromkeys(p.dtype for p in problems)), device)
-        report = BenchReport(
-            command=typed_command(files=_FILES),
-            environment=environment(device),
-            kernels={subject.name: subject.summary for subject in subjects},
-            absent=absence_reasons(subjects, device),
-            claims=claims,
-            baseline=options.baseline or usual,
-            rounds=rounds,
-            matmul=matmul,
-            copy=copy,
-            against=options.against or "",
+    matmul, copy = machine_limits(list(dict.fromkeys(p.dtype for p in problems)), device)
+    report = BenchReport(
+        command=typed_command(files=_FILES),
+        environment=environment(device),
+        kernels={subject.name: subject.summary for subject in subjects},
+        absent=absence_reasons(subjects, device),
+        claims=claims,
+        baseline=options.baseline or usual,
+        rounds=rounds,
+        matmul=matmul,
+        copy=copy,
+        against=options.against or "",
+    )
+    shown = _Shown(report) if options.fmt == "table" and sys.stdout.isatty() else None
+
+    def cells_of(stage: Callable[[str], None]) -> Iterator[BenchCell]:
+        # Not beside what is timed: what compiles calls kernels on the same GPU.
+        passes = [*problems, *(one.replace(backward=False) for one in problems if one.backward)]
+        asked = zip(passes, case_subjects(passes, subjects, device), strict=True)
+        with compiling_ahead(asked, device) as compilers:
+            for compiler in compilers:
+                stage("kernels are compiled")
+                compiler.await_end(_COMPILING)
+        yield from time_cells(
+            plan, subjects, device=device, rounds=rounds, graph=options.graph, stage=stage
         )
-        shown = _Shown(report) if options.fmt == "table" and sys.stdout.isatty() else None
-        cells, stopped = collect(
-            lambda stage: time_cells(
-                plan, subjects, device=device, rounds=rounds, graph=options.graph, stage=stage
-            ),
-            total=len(plan),
-            what=lambda cell: f"{cell.variant} {cell.table}",
-            show=shown.cell if shown else None,
-            interrupts=interrupts,
-            quiet=options.quiet,
-            max_time=options.max_time,
-        )
+
+    cells, stopped = collect(
+        cells_of,
+        total=len(plan),
+        what=lambda cell: f"{cell.variant} {cell.table}",
+        show=shown.cell if shown else None,
+        interrupts=interrupts,
+        quiet=options.quiet,
+        max_time=options.max_time,
+    )
     report = replace(report, cells=tuple(cells), incomplete=stopped)
     if others:
         changes = time_changes(cells, others)
@@ -308,18 +321,42 @@ def _timed(
     return report, shown
 
 
+def _concerned(subjects: list[Subject], plan: list[BenchPlan], device: str) -> list[Subject]:
+    """Return those that take a forward of the plan; nobody named the others, but it is said.
+
+    Raises:
+        UsageError: where none does.
+    """
+    from attncheck.verify.kernel_hosts import executor_of
+
+    problems = [one.problem.replace(backward=False) for one in plan]
+    taken = [
+        subject
+        for subject in subjects
+        if any(
+            executor_of(subject).concerns(subject, problem)
+            and not executor_of(subject).refusal(subject, problem, device)
+            for problem in problems
+        )
+    ]
+    if others := ", ".join(one.name for one in subjects if one not in taken):
+        click.echo(f"attncheck: takes nothing of this, and so without a row: {others}.", err=True)
+    if not taken:
+        raise UsageError("no kernel takes any of this: name one by --kernel.")
+    return taken
+
+
 class _Shown:
     """A report on a terminal, whose cells are shown as they are timed."""
 
     def __init__(self, report: BenchReport) -> None:
-        from attncheck.reporting.bench_document import bench_facts, cell_section
+        from attncheck.reporting.bench_document import bench_facts
         from attncheck.reporting.document import Document
         from attncheck.reporting.terminal import head_lines
 
         self._report, self._title = report, ""
         self._notes: dict[tuple[str, str], int] = {}
         self._tables: dict[tuple[Any, ...], Table] = {}
-        self._section = cell_section
         head = Document(title="", command=report.command, facts=bench_facts(report))
         self._print(partial(head_lines, head))
 
@@ -327,13 +364,14 @@ class _Shown:
         """Show one more."""
         from msgspec.structs import replace
 
+        from attncheck.reporting.bench_document import cell_table
+        from attncheck.reporting.document import Section
         from attncheck.reporting.terminal import row_lines
 
-        section = self._section(replace(self._report, cells=(cell,)), cell, self._notes)
-        (table,) = section.blocks
-        new = section.title != self._title or table.columns not in self._tables
-        self._title, self._tables[table.columns] = section.title, table
-        self._print(partial(row_lines, section, first=new))
+        title, table = cell_table(replace(self._report, cells=(cell,)), cell, self._notes)
+        new = title != self._title or table.columns not in self._tables
+        self._title, self._tables[table.columns] = title, table
+        self._print(partial(row_lines, Section(title, (table,)), first=new))
 
     def close(self, report: BenchReport) -> None:
         """Show what stands below the cells."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -59,7 +59,7 @@ class BenchCell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     table: str  # which table it is of; ``own`` for shapes that were typed
     case_id: str
-    case: dict[str, object]  # its Problem, as of a Record
+    case: dict[str, Any]  # its Problem, as of a Record
     variant: str  # mask and score mod, by name
     heads: str  # ``MHA``, ``GQA`` or ``MQA``
     pairs: int  # of a query row and a key that it sees, over all heads and sequences
@@ -69,7 +69,7 @@ class BenchCell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     forward_bytes: int  # of q, k, v and out, each once
     cache_bytes: int  # of k and v; the rate of decoding is theirs
     decoding: bool  # whether its rows are so few that k and v decide
-    # MHz of the GPU's multiprocessors while it was timed, lowest and highest; None where unknown.
+    # MHz of the GPU's multiprocessors after each turn, lowest and highest; None where unknown.
     clocks: tuple[int, int] | None = None
     rows: tuple[BenchRow, ...] = ()
 

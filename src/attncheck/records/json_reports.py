@@ -174,6 +174,7 @@ def _with_numbers(data: dict[str, Any], kind: type) -> dict[str, Any]:
     changes: dict[type, dict[str, Callable[[Any], Any]]] = {
         Report: {"records": json_numbers.words_to_record_numbers},
         GateReport: {"answers": _answer, "changes": _change},
+        BenchReport: {"cells": _cell},
     }
     converted = {
         name: [convert(one) for one in data[name]]
@@ -187,6 +188,12 @@ def _answer(answer: Any) -> Any:
     if not isinstance(answer, dict):
         return answer
     return answer | {"record": json_numbers.words_to_record_numbers(answer.get("record"))}
+
+
+def _cell(cell: Any) -> Any:
+    if not (isinstance(cell, dict) and isinstance(cell.get("rows"), list)):
+        return cell
+    return cell | {"rows": [_answer(row) for row in cell["rows"]]}
 
 
 def _change(change: Any) -> Any:

@@ -41,24 +41,17 @@ _WRONG = "wrong: its time counts for nothing"
 def bench_document(report: BenchReport) -> Document:
     """``report`` in reading order: cells as planned, kernels as asked for."""
     notes: dict[tuple[str, str], int] = {}
-    sections: list[Section] = []
+    tables: dict[str, Table] = {}
     for cell in report.cells:
-        section = cell_section(report, cell, notes)
-        (table,) = section.blocks
-        if sections and sections[-1].title == section.title:
-            (before,) = sections[-1].blocks
-            assert isinstance(table, Table)
-            assert isinstance(before, Table)
-            merged = replace(before, rows=before.rows + table.rows)
-            sections[-1] = replace(section, blocks=(merged,))
-        else:
-            sections.append(section)
+        title, table = cell_table(report, cell, notes)
+        before = tables.get(title, replace(table, rows=()))
+        tables[title] = replace(before, rows=before.rows + table.rows)
     closing = bench_closing(report, notes)
     return replace(
         closing,
         command=report.command,
         facts=bench_facts(report),
-        sections=(*sections, *closing.sections),
+        sections=(*(Section(name, (t,)) for name, t in tables.items()), *closing.sections),
     )
 
 
@@ -75,30 +68,24 @@ def bench_facts(report: BenchReport) -> tuple[str, ...]:
     )
 
 
-def cell_section(
+def cell_table(
     report: BenchReport, cell: BenchCell, notes: dict[tuple[str, str], int]
-) -> Section:
-    """One cell under the title of its table; reasons are numbered in ``notes``."""
+) -> tuple[str, Table]:
+    """One cell, and the title of the section that it is of; reasons are numbered in ``notes``."""
     problem = problem_of(cell)
     both = any(row.both for row in report_rows(report, cell))
     beside = next((row for row in cell.rows if row.record.kernel == report.baseline), None)
-    name = report.baseline
     columns = [
         Column("kernel", words=True, cut=True, most=28, least=12),
         Column("verdict", words=True, least=8),
+        _number(f"forward {'TB/s' if cell.decoding else 'TFLOP/s'}", 0),
+        _number("±", 2),
+        _number(f"×{report.baseline}", 3),
+        _number("÷copy" if cell.decoding else "÷matmul", 1),
     ]
-    unit = "TB/s" if cell.decoding else "TFLOP/s"
-    limit = "÷copy" if cell.decoding else "÷matmul"
-    number = {"least": 7}
-    columns += [Column(f"forward {unit}", **number), Column("±", least=5, spare=2)]
-    columns += [Column(f"×{name}", spare=3, **number), Column(limit, spare=1, **number)]
     if both:
-        columns += [
-            Column("backward", spare=4, **number),
-            Column("both", **number),
-            Column("± both", spare=2, least=5),
-            Column("× both", spare=3, **number),
-        ]
+        names = (("backward", 4), ("both", 0), ("± both", 2), ("× both", 3))
+        columns += [_number(heading, spare) for heading, spare in names]
     columns += [Column("time", least=8)]
     group = (cell.variant, f"{problem.batch} × {problem.kv:,}")
     rows = [
@@ -110,8 +97,11 @@ def cell_section(
     title += f"D{problem.head_dim}"
     if problem.value_dim != problem.head_dim:
         title += f"/{problem.value_dim}"
-    table = Table(tuple(columns), tuple(rows), groups=("variant", "batch × length"))
-    return Section(title, (table,))
+    return title, Table(tuple(columns), tuple(rows), groups=("variant", "batch × length"))
+
+
+def _number(heading: str, spare: int) -> Column:
+    return Column(heading, spare=spare, least=7)
 
 
 def report_rows(report: BenchReport, cell: BenchCell) -> Iterator[BenchRow]:
@@ -195,7 +185,7 @@ def _moved(cell: BenchCell) -> str:
 def bench_closing(report: BenchReport, notes: dict[tuple[str, str], int]) -> Document:
     """The page from its cells on: why rows are no pass, what changed, and how to read it."""
     rows = [row for cell in report.cells for row in cell.rows]
-    looks: dict[str, Look] = {**record_text.STATUS_LOOKS}
+    looks: dict[str, Look] = dict(record_text.STATUS_LOOKS.items())
     reasons = [
         Note(f"{number_text.superscript(number)} {status}: {reason}", looks.get(status, "dim"))
         for (status, reason), number in notes.items()

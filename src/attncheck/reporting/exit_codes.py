@@ -33,12 +33,9 @@ PASSED, FAILED, USAGE, INCOMPLETE, UNTESTED, INTERRUPTED = 0, 1, 2, 3, 5, 130
 def exit_code(report: msgspec.Struct) -> int:
     """Return what a verb ends with that made ``report``, which is of any kind but a gate's."""
     match report:
-        case Report():
-            code = _of_run({record.status for record in report.records}, report.incomplete)
-        case BenchReport():
-            statuses = {row.record.status for cell in report.cells for row in cell.rows}
-            slower: set[Status] = {"fail" for one in report.changes if one.finding == "slower"}
-            code = _of_run(statuses | slower, report.incomplete)
+        case Report() | BenchReport():
+            code = _of_statuses(_statuses(report))
+            code = INCOMPLETE if report.incomplete and code != FAILED else code
         case FaultReport():
             code = _of_faults(report)
         case MutantReport():
@@ -85,9 +82,12 @@ def _of_statuses(statuses: set[Status]) -> int:
     return PASSED if statuses - {"unsupported"} else UNTESTED
 
 
-def _of_run(statuses: set[Status], incomplete: object) -> int:
-    code = _of_statuses(statuses)
-    return INCOMPLETE if incomplete and code != FAILED else code
+def _statuses(report: Report | BenchReport) -> set[Status]:
+    """Of what was judged; a kernel that is slower than another commit's has failed."""
+    if isinstance(report, Report):
+        return {record.status for record in report.records}
+    statuses = {row.record.status for cell in report.cells for row in cell.rows}
+    return statuses | {"fail" for one in report.changes if one.finding == "slower"}
 
 
 def _of_faults(report: FaultReport) -> int:

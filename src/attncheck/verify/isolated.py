@@ -16,7 +16,7 @@ the kernel's; once is ``flaky``, and says so.
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Self, get_args
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
@@ -27,6 +27,7 @@ from attncheck.verify.kernel_messages import (
     RemoteError,
     pack_inputs,
     read_arithmetic,
+    read_clock,
     read_notes,
     read_seconds,
     read_tiling,
@@ -36,7 +37,6 @@ from attncheck.verify.kernel_messages import (
 )
 from attncheck.verify.obligations import arithmetic_error, inputs_digest, output_bytes, output_error
 from attncheck.verify.remote_kernel import Deadlines, KernelConnection, RemoteSubject
-from attncheck.verify.timing import Clock
 from attncheck.workers.process import Died, HostError
 
 if TYPE_CHECKING:
@@ -137,12 +137,15 @@ class IsolatedExecutor:
         except Died as error:
             return Failure(kind=error.kind, message=str(error), trace=error.trace)
         if answer.kind != "timed":
-            error = remote_error(answer)
-            return Failure(kind=error.kind, message=str(error), trace=error.trace)
-        seconds, clock = read_seconds(answer.words.get("seconds")), answer.words.get("clock")
-        if not seconds or seconds < 0 or clock not in get_args(Clock):
-            return Failure(kind="crash", message="what its process sent is no time")
-        return Turn(seconds=seconds, clock=clock)
+            raised = remote_error(answer)
+            return Failure(kind=raised.kind, message=str(raised), trace=raised.trace)
+        try:
+            seconds = read_seconds(answer.words.get("seconds"))
+            if seconds and seconds > 0:
+                return Turn(seconds=seconds, clock=read_clock(answer.words.get("clock")))
+        except HostError:
+            self._connection.kill()
+        return Failure(kind="crash", message="what its process sent is no time")
 
     def forget(self) -> None:
         """Let its process forget what it keeps; one that died has."""

@@ -337,10 +337,12 @@ class RemoteSubject(Subject):
         self.connection, self.executor = connection, executor
         self.launch = None if launch is None else {"name": launch[0], "of": launch[1].to_json()}
         self._tilings: dict[tuple[str, str], Tiling | None] = {}
+        self.terms: Terms | None = None  # on which it was asked last
         self._describe(words)
 
     def hold(self, terms: Terms) -> None:
         """Ask it on other terms from now on; raises as ``KernelConnection.hold``."""
+        self.terms = terms
         self._tilings.clear()
         self._describe(self.connection.hold(terms))
 

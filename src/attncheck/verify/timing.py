@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -50,13 +50,14 @@ class Stopwatch:
             start = time.perf_counter()
             self._call()
             return time.perf_counter() - start
-        start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        event: Any = torch.cuda.Event  # torch's own has no types
+        start_event, end_event = (event(enable_timing=True) for _ in range(2))
         _flushed(self._device).zero_()
         start_event.record()
         self._call()
         end_event.record()
         end_event.synchronize()
-        return start_event.elapsed_time(end_event) / 1e3
+        return float(start_event.elapsed_time(end_event)) / 1e3
 
     def median(self) -> float:
         """Median seconds of up to 20 calls in an eighth of a second."""
@@ -83,7 +84,7 @@ def _flushed(device: torch.device) -> torch.Tensor:
 def _captured(call: Callable[[], object]) -> Callable[[], object] | None:
     """``call`` as a CUDA graph; None where it cannot be one."""
     try:
-        side = torch.cuda.Stream()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch's own gap
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(_WARM_UPS):
