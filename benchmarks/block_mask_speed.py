@@ -79,8 +79,6 @@ def measured(problem: Problem, options: argparse.Namespace) -> list[dict[str, An
     for asked in of.values():  # what a graph is to hold has to be compiled before
         Flash2().run(asked.replace(v=torch.full_like(asked.v, torch.nan)))
     named_calls = {"/".join(key): call for key, call in calls.items()}
-    for call in calls.values():
-        call()  # compiled, which cannot be recorded
     seconds = medians(named_calls, device, options.repeats, graph=True)
     taken = {name: 1e3 * each for name, each in seconds.items()}
     rows = []

@@ -109,6 +109,16 @@ def test_another_commit_of_a_kernel_takes_turns_with_this_one(attncheck, mine):
     assert "The chance that any of these is wrong is at most 1%" in run.stdout
 
 
+def test_a_gate_times_its_kernels_in_the_end(attncheck, mine):
+    words = ("mine.py::right", "--stage", "probes", "--dtype", "fp32", "--out", "reports", "-q")
+    run = attncheck("gate", *words, "--tier", "smoke", "--bench", "--device", "cpu", cwd=mine)
+    assert run.returncode == 0, run.stderr
+    assert "attncheck: bench: 4 cells in 20 rounds: 4 pass." in run.stderr
+    assert {row["record"]["kernel"] for cell in report(mine)["cells"] for row in cell["rows"]} == {
+        "mine.py::right"
+    }
+
+
 def test_a_run_that_is_stopped_has_what_it_has(attncheck, mine):
     words = ("--kernel", "mine.py::right", "--variant", "full", "--forward", "--max-time", "6s")
     (mine / "mine.py").write_text(KERNELS.replace("WAIT = 0.0", "WAIT = 0.6"))

@@ -136,7 +136,7 @@ def bench(interrupts: Interrupts, options: BenchOptions) -> int:
     check_plots(options.plots)
     rendering.check_writable(options.directory, "bench")
     interrupts.check()  # the imports above take a while, and may have swallowed one
-    report, shown = _measured(interrupts, options, workers)
+    report, shown = time_kernels(interrupts, options, workers)
     how_far = f", {report.incomplete}" if report.incomplete else ""
     with interrupts.writing(options.directory, f"the report is written{how_far}"):
         rendering.write_report(report, options.directory, "bench")
@@ -154,10 +154,20 @@ def bench(interrupts: Interrupts, options: BenchOptions) -> int:
     return exit_codes.exit_code(report)
 
 
-def _measured(
+def time_kernels(
     interrupts: Interrupts, options: BenchOptions, workers: dict[str, Worker | None]
 ) -> tuple[BenchReport, _Shown | None]:
-    """Load kernels and time them; returns what shows the rows too, where they were shown."""
+    """Load kernels and time them.
+
+    Args:
+        workers: The process that was started for each kernel that is named, or None.
+
+    Returns:
+        The report, and what has shown its rows on a terminal, if anything.
+
+    Raises:
+        UsageError: for what cannot be timed.
+    """
     from attncheck.bench.tables import DEFAULT_TABLE, bench_plan
     from attncheck.verify.environment import prepare, usable_device
 

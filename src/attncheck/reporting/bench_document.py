@@ -212,7 +212,7 @@ def bench_closing(report: BenchReport, notes: dict[tuple[str, str], int]) -> Doc
             *([] if known or "events" not in clocks else [Note("SM clocks are not known.")]),
         ),
         closing=(
-            Note(_counts(report), "plain"),
+            Note(bench_counts(report), "plain"),
             *([Note(f"Incomplete: {report.incomplete}.", "bad")] if report.incomplete else []),
         ),
     )
@@ -254,7 +254,8 @@ def _changes(report: BenchReport) -> Section:
     return Section(f"Beside {report.against}", (table, chance))
 
 
-def _counts(report: BenchReport) -> str:
+def bench_counts(report: BenchReport) -> str:
+    """``16 cells in 20 rounds: 70 pass, 2 unsupported; beside main: 8 same.``."""
     count = Counter(row.record.status for cell in report.cells for row in cell.rows)
     said = ", ".join(f"{count[s]} {s}" for s in record_text.STATUS_LOOKS if count[s])
     found = Counter(change.finding for change in report.changes)
