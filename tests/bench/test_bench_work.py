@@ -70,8 +70,8 @@ def test_every_table_can_be_planned(name, monkeypatch):
     monkeypatch.setattr("attncheck.bench.tables.check_memory", lambda _: None)  # of this machine
     plan = bench_plan([name])
     assert len({p.problem for p in plan}) == len(plan)
-    gradients = TABLES[name].backward
-    assert {p.problem.backward for p in plan} == {gradients}
+    without = {"flash3-fp8", "tutorial-fp8", "decode", "paged"}
+    assert {p.problem.backward for p in plan} == {name not in without}
 
 
 def test_a_selection_takes_the_place_of_a_tables():

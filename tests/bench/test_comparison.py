@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from attncheck.bench.comparison import CHANCE, MARGIN, finding_of, ratio_interval, time_changes
+from attncheck.bench.work import count_work
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.bench_report import BenchCell, BenchRow, Times
 from attncheck.records.record import Record
@@ -35,12 +36,7 @@ def cell(new, old):
         case=Case(problem=PROBLEM).to_json(),
         variant="full",
         heads="MHA",
-        pairs=64,
-        forward_flops=1.0,
-        backward_flops=0.0,
-        forward_bytes=1,
-        cache_bytes=1,
-        decoding=False,
+        work=count_work(PROBLEM, "cpu"),
         rows=(row("mine", new), row("mine @main", old)),
     )
 

@@ -51,8 +51,8 @@ def test_kernels_are_timed_and_judged_forward_and_backward(quick):
     found = report(folder)
     (cell,) = found["cells"]
     pairs = 2 * 2 * 48 * 49 // 2
-    assert (cell["pairs"], cell["forward_flops"]) == (pairs, 4.0 * pairs * 8)
-    assert cell["backward_flops"] == 2.5 * cell["forward_flops"]
+    assert (cell["work"]["pairs"], cell["work"]["forward_flops"]) == (pairs, 4.0 * pairs * 8)
+    assert cell["work"]["backward_flops"] == 2.5 * cell["work"]["forward_flops"]
     for row in cell["rows"]:
         assert row["record"]["status"] == "pass"
         assert row["verified"] == "sequence 0 of 2"

@@ -3,7 +3,7 @@
 from msgspec.structs import replace
 
 from attncheck.core.judgement import Judgement, Place
-from attncheck.records.bench_report import BenchCell, BenchReport, BenchRow, TimeChange, Times
+from attncheck.records.bench_report import BenchCell, BenchReport, BenchRow, TimeChange, Times, Work
 from attncheck.records.fault_scores import (
     ControlScore,
     Detection,
@@ -90,11 +90,12 @@ def timed(kernel="mine", *, forward=(4e-6, 5e-6, 6e-6), both=None, status="pass"
     return BenchRow(record=record, verified="sequence 0 of 4", **given, **changes)
 
 
-def cell(*rows, **changes):
+def cell(*rows, decoding=False, **changes):
     fields = {"table": "main", "case_id": "id", "case": {"problem": PROBLEM}, "variant": "causal"}
-    fields |= {"heads": "GQA", "pairs": 400, "forward_flops": 8e9, "backward_flops": 2e10}
-    fields |= {"forward_bytes": 10**7, "cache_bytes": 10**6, "decoding": False}
-    return BenchCell(**fields | {"rows": rows} | changes)
+    work = {"pairs": 400, "forward_flops": 8e9, "backward_flops": 2e10, "decoding": decoding}
+    work |= {"forward_bytes": 10**7, "cache_bytes": 10**6}
+    fields |= {"heads": "GQA", "work": Work(**work), "rows": rows}
+    return BenchCell(**fields | changes)
 
 
 def bench(*cells, **changes):

@@ -169,7 +169,6 @@ def _timed(  # one cell, and how it is timed
     passes: dict[Pass, Inputs] = {"forward": whole.forward()}
     if problem.backward:
         passes["both"] = whole
-    work = count_work(problem, device)
     verified = _verified(passes, [entry.subject for entry in entries], device)
     for entry in entries:
         stage(f"{entry.subject.name} {what}")
@@ -183,12 +182,7 @@ def _timed(  # one cell, and how it is timed
         case=Case(problem=problem).to_json(),
         variant=planned.variant,
         heads=head_arrangement(problem),
-        pairs=work.pairs,
-        forward_flops=work.forward_flops,
-        backward_flops=work.backward_flops,
-        forward_bytes=work.forward_bytes,
-        cache_bytes=work.cache_bytes,
-        decoding=work.decoding,
+        work=count_work(problem, device),
         clocks=(min(clocks), max(clocks)) if clocks else None,
         rows=tuple(entry.row(verified.text) for entry in entries if entry.records),
     )

@@ -20,27 +20,26 @@ _LONG = (1024, 2048, 4096, 8192, 16384, 32768)
 _SEVEN = tuple(name for name, variant in VARIANTS.items() if variant.mods is not None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class BenchTable:
-    """Every combination of its lengths, dimensions, heads and variants."""
+    """Every combination of its lengths, dimensions, groups, dtypes and variants."""
 
-    summary: str  # what it is, in a line
     lengths: tuple[int, ...]
     dims: tuple[int, ...]
-    variants: tuple[str, ...] = ("full", "causal")
     dtypes: tuple[str, ...] = ("bf16",)
-    backward: bool = False  # whether the backward is timed too
-    tokens: int = 0  # of all sequences: the batch follows from the length
-    batch: int = 1  # where it does not
-    hidden: int = 0  # heads × head_dim: the heads follow from the dimension
-    heads: int = 1  # where they do not
+    backward: bool = True  # whether the backward is timed too, where there is one
+    batch: int = 0  # 0: as many sequences as have ``tokens`` together
+    tokens: int = 16384
+    heads: int = 0  # 0: as many as are ``hidden`` columns wide together
+    hidden: int = 2048
+    variants: tuple[str, ...] = ("full", "causal")
     groups: tuple[int, ...] = (1,)  # query heads that share a key head
 
     def shape(self, length: int, dim: int, group: int) -> Shape:
         """Return the sizes at a length, a dimension and a group."""
-        heads = self.hidden // dim if self.hidden else self.heads
+        heads = self.heads or self.hidden // dim
         return Shape(
-            batch=max(1, self.tokens // length) if self.tokens else self.batch,
+            batch=self.batch or max(1, self.tokens // length),
             heads=heads,
             kv_heads=max(1, heads // group),
             query=length,
@@ -50,93 +49,25 @@ class BenchTable:
         )
 
 
+_SIZES, _ALL = (64, 128), (64, 128, 256)
 TABLES = {
-    "main": BenchTable(
-        summary="two lengths of flash3 in bf16",
-        lengths=(4096, 16384),
-        dims=(64, 128),
-        backward=True,
-        tokens=16384,
-        hidden=2048,
-    ),
-    "flash2": BenchTable(
-        summary="FlashAttention-2: 16k tokens, 2,048 wide",
-        lengths=_LENGTHS,
-        dims=(64, 128),
-        dtypes=("fp16", "bf16"),
-        backward=True,
-        tokens=16384,
-        hidden=2048,
-    ),
-    "flash3": BenchTable(
-        summary="FlashAttention-3: the same with head_dim 256",
-        lengths=_LENGTHS,
-        dims=(64, 128, 256),
-        dtypes=("fp16",),
-        backward=True,
-        tokens=16384,
-        hidden=2048,
-    ),
-    "flash3-fp8": BenchTable(
-        summary="FlashAttention-3: forward in fp8",
-        lengths=_LENGTHS,
-        dims=(64, 128, 256),
-        dtypes=("e4m3",),
-        tokens=16384,
-        hidden=2048,
-    ),
-    "flex": BenchTable(
-        summary="FlexAttention: seven mods, MHA and GQA, 32k tokens",
-        lengths=_LONG,
-        dims=(64,),
-        variants=_SEVEN,
-        backward=True,
-        tokens=32768,
-        heads=16,
-        groups=(1, 8),
-    ),
-    "tutorial": BenchTable(
-        summary="Triton's tutorial: batch 4, 32 heads",
-        lengths=(1024, 2048, 4096, 8192, 16384),
-        dims=(64, 128),
-        dtypes=("fp16",),
-        backward=True,
-        batch=4,
-        heads=32,
-    ),
-    "tutorial-fp8": BenchTable(
-        summary="Triton's tutorial: forward in fp8",
-        lengths=(1024, 2048, 4096, 8192, 16384),
-        dims=(64, 128),
-        dtypes=("e5m2",),
-        batch=4,
-        heads=32,
-    ),
+    "main": BenchTable((4096, 16384), _SIZES),
+    "flash2": BenchTable(_LENGTHS, _SIZES, ("fp16", "bf16")),
+    "flash3": BenchTable(_LENGTHS, _ALL, ("fp16",)),
+    "flash3-fp8": BenchTable(_LENGTHS, _ALL, ("e4m3",)),
+    "flex": BenchTable(_LONG, (64,), tokens=32768, heads=16, variants=_SEVEN, groups=(1, 8)),
+    "tutorial": BenchTable(_LONG[:-1], _SIZES, ("fp16",), batch=4, heads=32),
+    "tutorial-fp8": BenchTable(_LONG[:-1], _SIZES, ("e5m2",), batch=4, heads=32),
     "decode": BenchTable(
-        summary="a decoding step, keys in one piece and in pages",
-        lengths=_LONG,
-        dims=(64, 128),
-        variants=("decode", "paged_decode"),
+        *(_LONG, _SIZES),
+        backward=False,
         batch=16,
         heads=32,
+        variants=("decode", "paged_decode"),
         groups=(1, 8),
     ),
-    "paged": BenchTable(
-        summary="a prefill on keys in pages",
-        lengths=_LONG,
-        dims=(64, 128),
-        variants=("paged",),
-        tokens=32768,
-        heads=16,
-    ),
-    "cpu": BenchTable(
-        summary="small enough for a CPU",
-        lengths=(512, 1024),
-        dims=(64,),
-        dtypes=("fp32", "bf16"),
-        backward=True,
-        heads=4,
-    ),
+    "paged": BenchTable(_LONG, _SIZES, tokens=32768, heads=16, variants=("paged",)),
+    "cpu": BenchTable((512, 1024), (64,), ("fp32", "bf16"), batch=1, heads=4),
 }
 """By name, as typed."""
 
@@ -150,6 +81,11 @@ class BenchPlan:
     table: str
     variant: str
     problem: Problem
+
+    @property
+    def reads_cache(self) -> bool:
+        """Return whether it decodes a step, or its keys are in pages."""
+        return self.problem.paging is not None or self.problem.query < self.problem.kv
 
 
 def bench_plan(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from attncheck.core.mod_spec import FULL
+from attncheck.records.bench_report import Work
 from attncheck.verify.run_case import mask_rows
 
 if TYPE_CHECKING:
@@ -17,18 +17,6 @@ if TYPE_CHECKING:
 
 _PAIRS = {"cpu": 1 << 22, "cuda": 1 << 26}  # of which a mask is evaluated at once
 _MOST_DECODED = 16  # rows up to which reading k and v takes longer than multiplying by them
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """Counts of one call, over all sequences and heads."""
-
-    pairs: int
-    forward_flops: float
-    backward_flops: float  # 0 without a backward
-    forward_bytes: int
-    cache_bytes: int
-    decoding: bool
 
 
 def count_work(problem: Problem, device: str) -> Work:

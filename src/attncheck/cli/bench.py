@@ -31,10 +31,11 @@ _FILES = {"--kernel", "--plot", "--baseline"}
 _KERNELS = {
     "cpu": ("sdpa-math", "sdpa-flash"),
     "cuda": (
-        *("triton-flash2", "triton-flash3", "triton-decode", "triton-paged"),
+        *("triton-flash2", "triton-flash3"),
         *("sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "flex"),
     ),
 }
+_OF_CACHES = ("triton-decode", "triton-paged")  # too, where a step is decoded or keys are in pages
 _BASELINE = "sdpa-flash"
 _ROUNDS, _ROUNDS_AGAINST = 20, 40
 _COMPILING = 300.0  # seconds that compiling ahead may take
@@ -188,6 +189,8 @@ def time_kernels(
         seed=options.seed,
     )
     names: dict[str, Worker | None] = workers or dict.fromkeys(_KERNELS[device])
+    if not workers and device == "cuda" and any(one.reads_cache for one in plan):
+        names |= dict.fromkeys(_OF_CACHES)
     if options.baseline and options.baseline not in names:
         names |= {options.baseline: start_worker(options.baseline, in_process=options.in_process)}
     with ExitStack() as stack:
@@ -282,8 +285,6 @@ def _timed(
     from attncheck.verify.environment import environment
     from attncheck.verify.verify import absence_reasons, case_subjects
 
-    if not options.kernels:
-        subjects = _concerned(subjects, plan, device)
     names = [subject.name for subject in subjects]
     usual = _BASELINE if _BASELINE in names else names[0]
     rounds = options.rounds or (_ROUNDS_AGAINST if others else _ROUNDS)
@@ -329,31 +330,6 @@ def _timed(
         changes = time_changes(cells, others)
         report = replace(report, chance=CHANCE, margin=MARGIN, changes=changes)
     return report, shown
-
-
-def _concerned(subjects: list[Subject], plan: list[BenchPlan], device: str) -> list[Subject]:
-    """Return those that take a forward of the plan; nobody named the others, but it is said.
-
-    Raises:
-        UsageError: where none does.
-    """
-    from attncheck.verify.kernel_hosts import executor_of
-
-    problems = [one.problem.replace(backward=False) for one in plan]
-    taken = [
-        subject
-        for subject in subjects
-        if any(
-            executor_of(subject).concerns(subject, problem)
-            and not executor_of(subject).refusal(subject, problem, device)
-            for problem in problems
-        )
-    ]
-    if others := ", ".join(one.name for one in subjects if one not in taken):
-        click.echo(f"attncheck: takes nothing of this, and so without a row: {others}.", err=True)
-    if not taken:
-        raise UsageError("no kernel takes any of this: name one by --kernel.")
-    return taken
 
 
 class _Shown:

@@ -54,6 +54,22 @@ class BenchRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return statistics.median(both - forward for both, forward in pairs)
 
 
+class Work(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a call has to do at least, over all sequences and heads."""
+
+    pairs: int  # of a query row and a key that it sees
+    # Operations of the products of visible pairs: two products forward, five backward.
+    forward_flops: float
+    backward_flops: float  # 0 without a backward
+    forward_bytes: int  # of q, k, v and out, each once
+    cache_bytes: int  # of k and v; the rate of decoding is theirs
+    decoding: bool  # whether its rows are so few that k and v decide
+
+    def flops(self, *, backward: bool) -> float:
+        """Operations of the forward, or of both."""
+        return self.forward_flops + (self.backward_flops if backward else 0.0)
+
+
 class BenchCell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One problem, and all kernels that were timed on it in turn."""
 
@@ -62,20 +78,10 @@ class BenchCell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     case: dict[str, Any]  # its Problem, as of a Record
     variant: str  # mask and score mod, by name
     heads: str  # ``MHA``, ``GQA`` or ``MQA``
-    pairs: int  # of a query row and a key that it sees, over all heads and sequences
-    # Operations of the products of visible pairs: two products forward, five backward.
-    forward_flops: float
-    backward_flops: float  # 0 without a backward
-    forward_bytes: int  # of q, k, v and out, each once
-    cache_bytes: int  # of k and v; the rate of decoding is theirs
-    decoding: bool  # whether its rows are so few that k and v decide
+    work: Work
     # MHz of the GPU's multiprocessors after each turn, lowest and highest; None where unknown.
     clocks: tuple[int, int] | None = None
     rows: tuple[BenchRow, ...] = ()
-
-    def flops(self, *, backward: bool) -> float:
-        """Operations of the forward, or of both."""
-        return self.forward_flops + (self.backward_flops if backward else 0.0)
 
 
 class TimeChange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

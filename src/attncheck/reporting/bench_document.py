@@ -78,10 +78,10 @@ def cell_table(
     columns = [
         Column("kernel", words=True, cut=True, most=28, least=12),
         Column("verdict", words=True, least=8),
-        _number(f"forward {'TB/s' if cell.decoding else 'TFLOP/s'}", 0),
+        _number(f"forward {'TB/s' if cell.work.decoding else 'TFLOP/s'}", 0),
         _number("±", 2),
         _number(f"×{report.baseline}", 3),
-        _number("÷copy" if cell.decoding else "÷matmul", 1),
+        _number("÷copy" if cell.work.decoding else "÷matmul", 1),
     ]
     if both:
         names = (("backward", 4), ("both", 0), ("± both", 2), ("× both", 3))
@@ -108,7 +108,7 @@ def report_rows(report: BenchReport, cell: BenchCell) -> Iterator[BenchRow]:
     """Rows of all cells that stand in the same section, that of ``cell`` too."""
     yield from cell.rows
     for other in report.cells:
-        if (other.table, other.decoding) == (cell.table, cell.decoding):
+        if (other.table, other.work.decoding) == (cell.table, cell.work.decoding):
             yield from other.rows
 
 
@@ -116,7 +116,9 @@ def rate(cell: BenchCell, times: Times | None, *, both: bool = False) -> float |
     """Operations a second of a kernel's forward, or of both; of decoding bytes a second."""
     if times is None:
         return None
-    return (cell.cache_bytes if cell.decoding else cell.flops(backward=both)) / times.median
+    return (
+        cell.work.cache_bytes if cell.work.decoding else cell.work.flops(backward=both)
+    ) / times.median
 
 
 def _cells(
@@ -139,7 +141,7 @@ def _cells(
     ]
     if row.forward is None:
         return tuple(texts)
-    limit = report.copy if cell.decoding else report.matmul.get(problem_of(cell).dtype)
+    limit = report.copy if cell.work.decoding else report.matmul.get(problem_of(cell).dtype)
     speed = rate(cell, row.forward) or 0.0
     numbers = [
         _rate_text(speed, row.forward),
@@ -150,7 +152,7 @@ def _cells(
     if both:
         backward = row.backward
         numbers += [
-            _rate_text(cell.backward_flops / backward if backward and backward > 0 else None),
+            _rate_text(cell.work.backward_flops / backward if backward and backward > 0 else None),
             _rate_text(rate(cell, row.both, both=True), row.both),
             f"{100 * row.both.spread:.1f}%" if row.both else number_text.NOTHING,
             _beside(row.both, beside.both if beside else None),
@@ -205,7 +207,7 @@ def bench_closing(report: BenchReport, notes: dict[tuple[str, str], int]) -> Doc
         ),
         notes=(
             *(Note(line) for line in _READING),
-            *([Note(_DECODING)] if any(cell.decoding for cell in report.cells) else []),
+            *([Note(_DECODING)] if any(cell.work.decoding for cell in report.cells) else []),
             *(Note(text) for clock, text in _CLOCKS.items() if clock in clocks),
             *([Note(f"compared with the exact result: {compared}")] if compared else []),
             *([Note(_clocks_text(known))] if known else []),

@@ -84,13 +84,13 @@ def _placed(cell: BenchCell, row: BenchRow) -> list[tuple[str, float, float]]:
     """Direction, operations a byte, and operations a second of what was timed."""
     placed = []
     if row.forward is not None:
-        flops = cell.forward_flops
-        placed.append(("forward", flops / cell.forward_bytes, flops / row.forward.median))
+        flops = cell.work.forward_flops
+        placed.append(("forward", flops / cell.work.forward_bytes, flops / row.forward.median))
     if row.both is not None:
-        flops = cell.flops(backward=True)
+        flops = cell.work.flops(backward=True)
         # A backward reads q, k, v, out and dout, and writes as much as it reads of the first three.
         placed.append(
-            ("forward and backward", flops / (3 * cell.forward_bytes), flops / row.both.median)
+            ("forward and backward", flops / (3 * cell.work.forward_bytes), flops / row.both.median)
         )
     return placed
 
