@@ -7,8 +7,8 @@ For each head dim and mask: median milliseconds of the kernel without a mask, of
 over the tiles of the mask's block mask, and the quotient of the two beside the ideal one, which is
 all tiles ÷ visited tiles. Partial tiles cost the mask besides; who starts the long rows first has
 less of an end where few programs run. On a GPU compiled ``flex_attention`` stands beside, with and
-without the same mask, unless ``--alone``. All calls are timed in turn in one process, each several
-times in a CUDA graph between two events. What is skipped must not show: out and LSE are compared
+without the same mask, unless ``--alone``. All calls are timed in turn in one process, each in a
+CUDA graph where it can be captured. What is skipped must not show: out and LSE are compared
 with the same kernel's that visits every tile.
 
 On a CPU kernels are interpreted: the run shows that it works, and its times say nothing.
@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,10 +31,9 @@ from attncheck.inputs.problem import Problem
 from attncheck.subjects.torch_kernels import Flex
 from attncheck.subjects.triton_flash import Flash2
 from attncheck.verify.environment import default_device, environment, prepare
+from attncheck.verify.timing import medians
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from attncheck.subjects.capabilities.subject import Subject
 
 _DOCUMENTS = 8
@@ -66,47 +63,6 @@ def drawn(problem: Problem, device: str) -> Inputs:
     return Inputs(problem=problem, q=q, k=k, v=v)
 
 
-def repeated(call: Callable[[], object], device: str, times: int) -> Callable[[], object]:
-    """``times`` calls in a row; on a GPU as a CUDA graph, so that it never waits for Python."""
-    if device == "cpu":
-        return call
-    call()  # compiled, which cannot be recorded
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(times):
-            call()
-    return graph.replay
-
-
-def seconds(calls: Callable[[], object], device: str, times: int) -> float:
-    """Of one call, where ``calls`` are ``times`` of them."""
-    if device == "cpu":
-        start = time.perf_counter()
-        calls()
-        return time.perf_counter() - start
-    start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start_event.record()
-    calls()
-    end_event.record()
-    end_event.synchronize()
-    return start_event.elapsed_time(end_event) / 1e3 / times
-
-
-def medians(
-    calls: dict[str, Callable[[], object]], device: str, repeats: int, times: int
-) -> dict[str, float]:
-    """Median milliseconds of each, over interleaved repeats after one that is not kept."""
-    taken: dict[str, list[float]] = {name: [] for name in calls}
-    together = {name: repeated(call, device, times) for name, call in calls.items()}
-    for repeat in range(repeats + 1):
-        for name, call in together.items():
-            spent = seconds(call, device, times)
-            if repeat:
-                taken[name].append(spent)
-    return {name: 1e3 * statistics.median(values) for name, values in taken.items()}
-
-
 def measured(problem: Problem, options: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each mask at the sizes of ``problem``."""
     device, named = options.device, masks(problem.kv)
@@ -122,9 +78,9 @@ def measured(problem: Problem, options: argparse.Namespace) -> list[dict[str, An
     }
     for asked in of.values():  # what a graph is to hold has to be compiled before
         Flash2().run(asked.replace(v=torch.full_like(asked.v, torch.nan)))
-    taken = medians(
-        {"/".join(key): call for key, call in calls.items()}, device, options.repeats, options.times
-    )
+    named_calls = {"/".join(key): call for key, call in calls.items()}
+    seconds = medians(named_calls, device, options.repeats, graph=True)
+    taken = {name: 1e3 * each for name, each in seconds.items()}
     rows = []
     for name, asked in of.items():
         every, visited = tiles(asked.problem, device)
@@ -195,7 +151,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, help="default: 16, 1 on a CPU")
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument("--repeats", type=int, help="default: 15, 1 on a CPU")
-    parser.add_argument("--times", type=int, default=3, help="calls between two events")
     parser.add_argument("--alone", action="store_true", help="without flex_attention, a peer")
     parser.add_argument("--json", type=Path, default=Path("reports/block_mask_speed.json"))
     parser.add_argument("--md", type=Path, default=Path("reports/block_mask_speed.md"))

@@ -31,13 +31,13 @@ from oracle_calls import (
     Cell,
     forward_alone,
     matmul,
-    medians,
     peak_bytes,
     sdpa,
     streamed,
 )
 
 from attncheck.oracles.streaming_forward import Blocks, backward_blocks_for, blocks_for
+from attncheck.verify.timing import medians
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -58,7 +58,7 @@ def measure(cell: Cell, device: str, repeats: int) -> Row:
         calls["forward"] = forward_alone(inputs)
     if math_sdpa := sdpa(cell, inputs):
         calls["sdpa"] = math_sdpa
-    taken = medians(calls, repeats, device)
+    taken = medians(calls, device, repeats)
     rates = {name: cell.flops / each for name, each in taken.items() if name != "forward"}
     rates["matmul"] = product_flops / taken["matmul"]
     row: Row = {
@@ -116,7 +116,7 @@ def sweep(cells: list[Cell], device: str, repeats: int) -> Iterator[list[Row]]:
         if cell.backward:
             calls["forward"] = forward_alone(inputs)
         calls |= {str(i): streamed(inputs, blocks) for i, blocks in enumerate(tried)}
-        taken = medians(calls, repeats, device)
+        taken = medians(calls, device, repeats)
         for i in range(len(tried)):
             rate = _backward_rate(cell, taken, str(i))
             ratios[i].append(rate / (flops / taken["matmul"]))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
 
     from attncheck.oracles.streaming_forward import Blocks
 
-__all__ = ["Cell", "forward_alone", "matmul", "medians", "peak_bytes", "sdpa", "streamed"]
+__all__ = ["Cell", "forward_alone", "matmul", "peak_bytes", "sdpa", "streamed"]
 
 # Score matrices that math SDPA holds at once, with room to spare: of both passes their gradients.
 SDPA_COPIES = {False: 4, True: 8}
@@ -115,28 +113,6 @@ def peak_bytes(call: Callable[[], object], device: str) -> int:
     with mode:
         call()
     return mode.peak
-
-
-def seconds(call: Callable[[], object], device: str) -> float:
-    """Wall time of one call, the device idle before and after."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    call()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
-def medians(calls: dict[str, Callable[[], object]], repeats: int, device: str) -> dict[str, float]:
-    """Median seconds of each call over interleaved repeats, after one of each that is not kept."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for repeat in range(repeats + 1):
-        for name, call in calls.items():
-            taken = seconds(call, device)
-            if repeat:
-                times[name].append(taken)
-    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def matmul(device: str) -> tuple[Callable[[], object], float]:

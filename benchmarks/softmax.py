@@ -4,8 +4,8 @@
                                  [--kind online ...] [--sweep] [--json FILE]
 
 Bytes are those read once and written once: 2 · rows · columns · size, for every row of the table.
-Medians; every repeat times all calls in turn, each several times between two events with one more
-ahead of them, so that the GPU never waits for Python. ``--sweep`` times tile sizes and warps
+Medians; every repeat times all calls in turn, each in a CUDA graph, so that the GPU never waits for
+Python. ``--sweep`` times tile sizes and warps
 instead, for ``launch`` in ``attncheck/subjects/softmax.py``, and prints the best, and the best of
 those that walk over a row in several tiles.
 """
@@ -18,9 +18,7 @@ import json
 import math
 import os
 import platform
-import statistics
 import sys
-import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -32,6 +30,7 @@ import torch
 
 from attncheck.core.formats import FORMATS
 from attncheck.kernels.compilation import prepare_triton
+from attncheck.verify.timing import medians
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,35 +72,6 @@ class Cell:
         return torch.randn((self.rows, self.columns), device=device, dtype=dtype)
 
 
-def seconds(call: Callable[[], object], device: str, times: int) -> float:
-    """Of one call, out of ``times`` in a row."""
-    if device == "cpu":
-        start = time.perf_counter()
-        call()
-        return time.perf_counter() - start
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    call()
-    start.record()
-    for _ in range(times):
-        call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3 / times
-
-
-def medians(
-    calls: dict[str, Callable[[], object]], device: str, repeats: int, times: int = 5
-) -> dict[str, float]:
-    """Median seconds of each call over interleaved repeats, after one of each that is not kept."""
-    taken: dict[str, list[float]] = {name: [] for name in calls}
-    for repeat in range(repeats + 1):
-        for name, call in calls.items():
-            spent = seconds(call, device, times)
-            if repeat:
-                taken[name].append(spent)
-    return {name: statistics.median(values) for name, values in taken.items()}
-
-
 def rms_error(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> float:
     """Root mean square of what ``call`` is off the float64 softmax, on the first rows."""
     x = x[:CHECKED_ROWS]
@@ -123,7 +93,8 @@ def measure(cell: Cell, kinds: list[str], device: str, repeats: int) -> dict[str
     chosen = {kind: launch_softmax(kind, cell.columns, cell.dtype, device) for kind in kinds}
     calls = references(x) | {kind: partial(softmax, x, kind, chosen[kind]) for kind in kinds}
     rates = {
-        name: cell.bytes / taken / 1e9 for name, taken in medians(calls, device, repeats).items()
+        name: cell.bytes / taken / 1e9
+        for name, taken in medians(calls, device, repeats, graph=True).items()
     }
     torchs = rms_error(lambda rows: torch.softmax(rows, -1), x)
     return asdict(cell) | {
@@ -198,7 +169,7 @@ def sweep(cell: Cell, kinds: list[str], device: str, repeats: int) -> list[dict[
         calls: dict[str, Callable[[], object]] = {
             str(i): partial(softmax, x, kind, launch) for i, launch in enumerate(tried)
         }
-        taken = medians(references(x) | calls, device, repeats, times=3)
+        taken = medians(references(x) | calls, device, repeats, graph=True)
         lines = [
             asdict(cell)
             | {

@@ -2,7 +2,8 @@
 
 from msgspec.structs import replace
 
-from attncheck.core.judgement import Place
+from attncheck.core.judgement import Judgement, Place
+from attncheck.records.bench_report import BenchCell, BenchReport, BenchRow, TimeChange, Times, Work
 from attncheck.records.fault_scores import (
     ControlScore,
     Detection,
@@ -19,7 +20,7 @@ from attncheck.records.fault_scores import (
     Total,
     WrongAnswer,
 )
-from attncheck.records.record import Environment, Explanation
+from attncheck.records.record import Environment, Explanation, Record
 from attncheck.records.run_reports import (
     BaselineComparison,
     Change,
@@ -65,6 +66,78 @@ PROBLEM = {
     "dtype": "bf16",
     "seed": 3,
 }
+
+
+# Times
+
+
+def timed(kernel="mine", *, forward=(4e-6, 5e-6, 6e-6), both=None, status="pass", **changes):
+    judged = {"pass": Judgement(status="pass", out_over_bound=0.5)}
+    judged["fail"] = Judgement(status="fail", rule="bound", reason="too far")
+    record = Record(
+        case_id="id",
+        case={"problem": PROBLEM},
+        kernel=kernel,
+        variant="causal",
+        heads="GQA",
+        status=status,
+        reason="" if status in judged else "says no",
+        judgement=judged.get(status),
+        environment="",
+    )
+    times = {"forward": forward, "both": both}
+    given = {name: Times(seconds=s, clock="events") for name, s in times.items() if s}
+    return BenchRow(record=record, verified="sequence 0 of 4", **given, **changes)
+
+
+def cell(*rows, decoding=False, **changes):
+    fields = {"table": "main", "case_id": "id", "case": {"problem": PROBLEM}, "variant": "causal"}
+    work = {"pairs": 400, "forward_flops": 8e9, "backward_flops": 2e10, "decoding": decoding}
+    work |= {"forward_bytes": 10**7, "cache_bytes": 10**6}
+    fields |= {"heads": "GQA", "work": Work(**work), "rows": rows}
+    return BenchCell(**fields | changes)
+
+
+def bench(*cells, **changes):
+    names = dict.fromkeys(row.record.kernel for one in cells for row in one.rows)
+    fields = {
+        "command": "attncheck bench",
+        "environment": HERE,
+        "kernels": dict.fromkeys(names, ""),
+    }
+    fields |= {"baseline": "sdpa-flash", "rounds": 3, "matmul": {"bf16": 8e14}, "copy": 4e12}
+    return BenchReport(**fields | {"cells": cells} | changes)
+
+
+BENCH = bench(
+    cell(
+        timed("sdpa-flash", forward=(8e-6, 8e-6, 8e-6), both=(3e-5, 3e-5, 3e-5)),
+        timed(both=(2e-5, 2e-5, 2e-5)),
+        timed("fast", forward=(1e-6, 1e-6, 1e-6), status="fail"),
+        timed("picky", forward=None, status="unsupported"),
+        timed("halfway", lacks="it gives no gradients"),
+        clocks=(1400, 1980),
+    ),
+    cell(timed("mine"), timed("sdpa-flash"), decoding=True, table="decode"),
+    absent={"away": "needs a GPU"},
+    against="main",
+    chance=0.01,
+    margin=0.02,
+    changes=(
+        TimeChange(
+            kernel="mine",
+            cell=0,
+            timed="both",
+            ratio=1.3,
+            interval=(1.2, 1.4),
+            finding="slower",
+        ),
+        TimeChange(
+            kernel="mine", cell=1, timed="forward", ratio=1.0, interval=None, finding="unclear"
+        ),
+    ),
+    incomplete="stopped by --max-time 1s after 2 of 3 cells",
+)
 
 
 # Oracles
@@ -350,6 +423,7 @@ def mutants():
 
 
 SAMPLES = {
+    "bench": BENCH,
     "oracles": oracles(
         oracle("naive"),
         oracle(),

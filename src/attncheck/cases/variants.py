@@ -369,6 +369,13 @@ _RATES = {"cpu": 1e10, "cuda": 1e13}
 _MOST_HOURS = 1.0
 
 
+def exact_seconds(problem: Problem, device: str) -> float:
+    """Return about how long the exact result takes on a ``cpu`` or ``cuda``."""
+    pairs = problem.batch * problem.heads * problem.query * problem.kv
+    work = 2 * pairs * (problem.head_dim + problem.value_dim) * (3 if problem.backward else 1)
+    return work / _RATES[device]
+
+
 def check_work(problem: Problem, device: str) -> None:
     """Raise ProblemError when the exact result would take more than an hour or so.
 
@@ -376,8 +383,7 @@ def check_work(problem: Problem, device: str) -> None:
     time. Of a kernel that does hold them its process says that it had no memory.
     """
     pairs = problem.batch * problem.heads * problem.query * problem.kv
-    work = 2 * pairs * (problem.head_dim + problem.value_dim) * (3 if problem.backward else 1)
-    hours = work / _RATES[device] / 3600
+    hours = exact_seconds(problem, device) / 3600
     if hours > _MOST_HOURS:
         where = "CPU" if device == "cpu" else "GPU"
         raise ProblemError(

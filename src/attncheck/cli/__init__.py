@@ -13,6 +13,7 @@ from pathlib import Path
 import click
 
 from attncheck.cli.baseline import baseline
+from attncheck.cli.bench import bench
 from attncheck.cli.blocks import blocks
 from attncheck.cli.check import check
 from attncheck.cli.completion import complete, completion
@@ -64,8 +65,8 @@ def attncheck() -> None:
 
 
 _VERBS = (
-    *(check, gate, faults, repro, probe, fingerprint, init, config, baseline, rmse, list_, doctor),
-    *(demo, oracles, mods, blocks, merge, report, completion),
+    *(check, gate, faults, repro, probe, fingerprint, init, config, baseline, rmse, bench, list_),
+    *(doctor, demo, oracles, mods, blocks, merge, report, completion),
 )
 for _verb in _VERBS:
     attncheck.add_command(_verb)

@@ -118,6 +118,11 @@ class GateOptions:
         "--sanitizer",
         "A few small problems under NVIDIA's compute-sanitizer too, where it is installed.",
     )
+    timed: bool = verb.flag(
+        "--bench",
+        "In the end time the kernels too, alone, as attncheck bench does: fail where one is wrong, "
+        "or slower than --against.",
+    )
     cluster: str | None = verb.option(
         "--cluster", "ADDRESS", "A Ray cluster to work on: auto, local, or an address."
     )
@@ -180,7 +185,36 @@ def gate(interrupts: Interrupts, options: GateOptions) -> int:
     with _other_commit(options, kernels) as tree:
         run = plan_run(options, kernels, tree=tree, baseline=baseline[1] if baseline else None)
         end, content = run_gate(run, options)
-    return _finish(interrupts, options, end, content, baseline)
+    code = _finish(interrupts, options, end, content, baseline)
+    # A broken gate says more than a time, and who has interrupted wants the end.
+    return code or _time(interrupts, options, kernels) if options.timed and not end.why else code
+
+
+def _time(interrupts: Interrupts, options: GateOptions, kernels: tuple[str, ...]) -> int:
+    """Time the kernels, with nobody else at work; writes that report too, returns its exit code."""
+    from attncheck.cli.bench import BenchOptions, time_kernels
+    from attncheck.reporting import exit_codes, rendering
+    from attncheck.reporting.bench_document import bench_counts
+
+    asked = BenchOptions(
+        kernels=kernels,
+        dtypes=options.dtypes,
+        against=options.against,
+        device=options.device,
+        timeout=options.timeout,
+        in_process=options.in_process,
+        fmt="json",  # standard output has the gate's report
+        quiet=options.quiet,
+    )
+    try:
+        report, _ = time_kernels(interrupts, asked, dict.fromkeys(kernels))
+    except UsageError as error:  # of an interpreted kernel, say: all else has been asked
+        click.echo(f"attncheck: --bench: {one_line(str(error))}", err=True)
+        return exit_codes.INCOMPLETE
+    with interrupts.writing(options.directory):
+        rendering.write_report(report, options.directory, "bench")
+    click.echo(f"attncheck: bench: {bench_counts(report)}", err=True)
+    return exit_codes.exit_code(report)
 
 
 def plan_run(

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import click
 
+from attncheck.core.errors import parse_seconds
 from attncheck.core.sanitize_text import one_line
 
 if TYPE_CHECKING:
+    from attncheck.cli.standard_output import Interrupts
+    from attncheck.verify.kernel_hosts import KernelHost
     from attncheck.workers.journal_format import JournalContent
     from attncheck.workers.pool import RunEnd, RunEvent
     from attncheck.workers.units import Unit
     from attncheck.workers.worker_pool import WorkerPlace
 
+
+T = TypeVar("T")
 
 _SECONDS_BETWEEN_LINES = 10.0
 
@@ -67,6 +74,100 @@ def progress(
             update(count, total, what, f"{count}/{total} cells, {time_left(left)} ({what})")
 
         yield advance
+
+
+BY_HAND = "interrupted"
+
+
+def collect(
+    make: Callable[[Callable[[str], None]], Iterator[T]],
+    *,
+    total: int,
+    what: Callable[[T], str],
+    show: Callable[[T], None] | None,
+    interrupts: Interrupts,
+    quiet: bool,
+    max_time: str | None,
+) -> tuple[list[T], str]:
+    """Return what ``make(stage)`` yields, and why the run was stopped before all of it was there.
+
+    Args:
+        make: Makes one thing after the other; ``stage`` is called with what is done next.
+        total: How many there will be.
+        what: What one of them is called beside the bar.
+        show: Shows one as soon as it is there.
+        max_time: As typed.
+    """
+    stopped, things = "", []
+    try:
+        with (
+            progress(total, quiet=quiet, check=interrupts.check) as advance,
+            _time_limit(parse_seconds(max_time, "--max-time")) as is_up,
+        ):
+            for one in make(partial(advance, done=False)):
+                if is_up():  # what it ended may have become a failure of the kernel's
+                    raise _TimeIsUp  # noqa: TRY301  # as where it came
+                things.append(one)
+                advance(what(one), partial(show, one) if show else None)
+    except _TimeIsUp:
+        if len(things) < total:
+            stopped = f"stopped by --max-time {max_time}"
+    except BaseException as error:
+        # What an interrupt became may be another error.
+        if not things or not (interrupts.raised or isinstance(error, KeyboardInterrupt)):
+            raise
+        interrupts.take()
+        stopped = BY_HAND
+    return things, f"{stopped} after {len(things)} of {total} cells" if stopped else ""
+
+
+class _TimeIsUp(BaseException):
+    """As an interrupt is: nobody's ``except Exception`` is to hold it."""
+
+
+@contextmanager
+def _time_limit(seconds: float | None) -> Iterator[Callable[[], bool]]:
+    """Within, ``_TimeIsUp`` is raised after so many seconds; yields whether it was."""
+    up = False
+
+    def ring(*_: object) -> None:
+        nonlocal up
+        up = True
+        raise _TimeIsUp
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds or 0.0)
+    try:
+        yield lambda: up
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def claimed(
+    hosts: Mapping[str, KernelHost],
+    device: str,
+    *,
+    quiet: bool,
+    check: Callable[[], None],
+    **asked: Any,
+) -> dict[str, tuple[str, ...]]:
+    """Hold plain functions to what they take; lines on it by kernel.
+
+    Args:
+        asked: What was typed, and is asked all the same (``Claims.terms``).
+    """
+    from attncheck.surveys.claims import CLAIM_TRIALS, hold_to_claims
+
+    lines = {}
+    for kernel, host in hosts.items():
+        if not host.subject.conventions:
+            continue
+        with progress(CLAIM_TRIALS, quiet=quiet, check=check) as advance:
+            claims = hold_to_claims(host, kernel=kernel, device=device, advance=advance, **asked)
+        if claims is not None and (said := tuple(claims.lines())):
+            lines[host.subject.name] = said
+    return lines
 
 
 @contextmanager

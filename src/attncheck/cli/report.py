@@ -12,6 +12,7 @@ from attncheck.cli import verb
 from attncheck.cli.standard_output import Interrupts, standard_output
 
 if TYPE_CHECKING:
+    from attncheck.records.bench_report import BenchReport
     from attncheck.records.record import Report
     from attncheck.records.run_reports import GateReport
 
@@ -35,9 +36,9 @@ def report(
 ) -> int:
     """Show again what a run found.
 
-    SOURCE is the journal of a gate (results.jsonl), its gate.json, or the report of attncheck rmse
-    or check (rmse.json, check.json), which are shown as table, json, md, csv or html. No kernel
-    is imported.
+    SOURCE is the journal of a gate (results.jsonl), its gate.json, or the report of attncheck rmse,
+    check or bench (rmse.json, check.json, bench.json), which are shown as table, json, md, csv or
+    html. No kernel is imported.
 
     Exit code 0 however the run went.
     """
@@ -72,10 +73,11 @@ def _print_schema(context: click.Context, kind: str) -> None:
     context.exit()
 
 
-def _loaded(path: Path) -> GateReport | Report:
+def _loaded(path: Path) -> GateReport | Report | BenchReport:
     """Raises UsageError for what is neither, in one line."""
     from attncheck.core import json_numbers
     from attncheck.core.errors import UsageError
+    from attncheck.records.bench_report import BenchReport
     from attncheck.records.json_reports import LARGEST_GATE, load_report
     from attncheck.records.record import Report
     from attncheck.records.run_reports import GateReport
@@ -86,6 +88,8 @@ def _loaded(path: Path) -> GateReport | Report:
     keys = set(data) if isinstance(data, dict) else set()
     if "tier" in keys and "started" in keys:
         return load_report(path, GateReport)
+    if {"cells", "matmul"} <= keys:
+        return load_report(path, BenchReport)
     if "records" in keys:
         return load_report(path, Report)
     fact = "it has neither records nor the answers of a gate"
@@ -118,7 +122,9 @@ def _show_gate(
         show(loaded, fmt)
 
 
-def _show(interrupts: Interrupts, loaded: Report, fmt: str, directory: str | None) -> None:
+def _show(
+    interrupts: Interrupts, loaded: Report | BenchReport, fmt: str, directory: str | None
+) -> None:
     from attncheck.core.errors import require_known
     from attncheck.reporting import rendering
 

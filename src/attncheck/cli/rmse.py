@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import signal
 import sys
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,6 +13,7 @@ import click
 from click.core import ParameterSource
 
 from attncheck.cli import verb
+from attncheck.cli.long_runs import BY_HAND, claimed, collect
 from attncheck.cli.options import not_applicable, open_kernels, start_worker, typed_command
 from attncheck.cli.standard_output import Interrupts, standard_output
 from attncheck.core.errors import parse_seconds
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from attncheck.verify.kernel_hosts import KernelHost
     from attncheck.workers.process import Died, Worker
 
-_INTERRUPTED = "interrupted"
 # Options that take a file: reports name it without its folder.
 _FILES = {"--kernel", "--mask", "--score", "--inputs", "--plot", "--from"}
 # What says what is measured, which a report that is there has said.
@@ -175,7 +173,7 @@ def rmse(interrupts: Interrupts, options: RmseOptions) -> int:
         else:
             page = rows.closing(report)
             print_lines(partial(document_lines, page, before=rows.tables.values()), sys.stdout)
-    if report.incomplete and report.incomplete.startswith(_INTERRUPTED):
+    if report.incomplete and report.incomplete.startswith(BY_HAND):
         raise KeyboardInterrupt
     return exit_codes.exit_code(report)
 
@@ -223,33 +221,6 @@ def _measured(
         return _measured_kernels(interrupts, options, hosts, died, device)
 
 
-def _claims(
-    interrupts: Interrupts,
-    options: RmseOptions,
-    hosts: Mapping[str, KernelHost],
-    cells: list[Cell],
-    device: str,
-) -> dict[str, tuple[str, ...]]:
-    """Hold plain functions to what they take, but for what was typed; lines on it by kernel."""
-    from attncheck.cli.long_runs import progress
-    from attncheck.surveys.claims import CLAIM_TRIALS, hold_to_claims
-
-    typed = options.shapes or options.recording
-    asked: dict[str, Any] = {
-        "dtypes": options.dtypes,
-        "problems": [each.problem for each in cells if typed],
-    }
-    lines = {}
-    for kernel, host in hosts.items():
-        if not host.subject.conventions:
-            continue
-        with progress(CLAIM_TRIALS, quiet=options.quiet, check=interrupts.check) as advance:
-            claims = hold_to_claims(host, kernel=kernel, device=device, advance=advance, **asked)
-        if claims is not None and (said := tuple(claims.lines())):
-            lines[host.subject.name] = said
-    return lines
-
-
 def _measured_kernels(
     interrupts: Interrupts,
     options: RmseOptions,
@@ -264,7 +235,15 @@ def _measured_kernels(
     from attncheck.verify.verify import applicable_subjects, assemble_report
 
     cells = _cells(options, device)
-    claims = _claims(interrupts, options, hosts, cells, device)
+    typed = options.shapes or options.recording
+    claims = claimed(
+        hosts,
+        device,
+        quiet=options.quiet,
+        check=interrupts.check,
+        dtypes=options.dtypes,
+        problems=[cell.problem for cell in cells if typed],
+    )
     subjects = [host.subject for host in hosts.values()]
     if options.kernels:
         _refuse_not_applicable(cells, subjects)
@@ -313,80 +292,41 @@ def _with_records(
     """Return ``report`` with all Records, or those that there are when the run is stopped."""
     from msgspec.structs import replace
 
-    from attncheck.cli.long_runs import progress
-    from attncheck.inputs.problem import Case
     from attncheck.verify.compile_ahead import compiling_ahead
     from attncheck.verify.environment import default_device
-    from attncheck.verify.verify import case_subjects, iter_records
+    from attncheck.verify.verify import case_subjects
 
     # Every Record of one run is of this machine.
     (key,) = report.environments
     device = options.device or default_device()
     rows = _shown_head(report) if options.fmt == "table" else None
-    seconds = parse_seconds(options.max_time, "--max-time")
-    stopped, records = "", []
     # Not every kernel is for every cell: progress counts what will be asked.
     problems = [cell.problem for cell in cells]
     asked = case_subjects(problems, subjects, device)
-    total = sum(map(len, asked))
-    try:
-        with (
-            progress(total, quiet=options.quiet, check=interrupts.check) as advance,
-            _time_limit(seconds) as is_up,
-            compiling_ahead(zip(problems, asked, strict=True), device),
-        ):
-            for record in report.records:
-                _show_row(rows, record) if rows else None
-            for record in iter_records(
-                subjects,
-                [(cell.variant, Case(problem=cell.problem)) for cell in cells],
-                device=device,
-                environment_key=key,
-                applicable_only=True,
-                timed=True,
-                stage=partial(advance, done=False),
-            ):
-                if is_up():  # what it ended may have become a failure of the kernel's
-                    raise _TimeIsUp  # noqa: TRY301  # as where it came
-                records.append(record)
-                show = partial(_show_row, rows, record) if rows else None
-                advance(f"{record.kernel} {record.variant} {record.heads}", show)
-    except _TimeIsUp:
-        if len(records) < total:
-            stopped = f"stopped by --max-time {options.max_time}"
-    except BaseException as error:
-        # What an interrupt became may be another error.
-        if not records or not (interrupts.raised or isinstance(error, KeyboardInterrupt)):
-            raise
-        interrupts.take()
-        stopped = _INTERRUPTED
+    for record in report.records:
+        _show_row(rows, record) if rows else None
+    with compiling_ahead(zip(problems, asked, strict=True), device):
+        records, stopped = collect(
+            partial(_records, subjects=subjects, cells=cells, device=device, environment_key=key),
+            total=sum(map(len, asked)),
+            what=lambda record: f"{record.kernel} {record.variant} {record.heads}",
+            show=partial(_show_row, rows) if rows else None,
+            interrupts=interrupts,
+            quiet=options.quiet,
+            max_time=options.max_time,
+        )
     report = replace(report, records=(*report.records, *records))
-    if stopped:
-        report = replace(report, incomplete=f"{stopped} after {len(records)} of {total} cells")
-    return report, rows
+    return replace(report, incomplete=stopped) if stopped else report, rows
 
 
-class _TimeIsUp(BaseException):
-    """As an interrupt is: nobody's ``except Exception`` is to hold it."""
+def _records(
+    stage: Callable[[str], None], *, subjects: list[Subject], cells: list[Cell], **how: Any
+) -> Iterator[Record]:
+    from attncheck.inputs.problem import Case
+    from attncheck.verify.verify import iter_records
 
-
-@contextmanager
-def _time_limit(seconds: float | None) -> Iterator[Callable[[], bool]]:
-    """Within, ``_TimeIsUp`` is raised after so many seconds; yields whether it was."""
-    up = False
-
-    def ring(*_: object) -> None:
-        nonlocal up
-        up = True
-        raise _TimeIsUp
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds or 0.0)
-    try:
-        yield lambda: up
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
+    cases = [(cell.variant, Case(problem=cell.problem)) for cell in cells]
+    return iter_records(subjects, cases, applicable_only=True, timed=True, stage=stage, **how)
 
 
 def _shown_head(report: Report) -> RowsAsMeasured | None:

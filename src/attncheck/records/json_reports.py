@@ -12,6 +12,7 @@ import msgspec
 
 from attncheck.core import json_numbers
 from attncheck.core.errors import UsageError, require_known
+from attncheck.records.bench_report import BenchReport
 from attncheck.records.fault_scores import (
     FaultReport,
     MutantReport,
@@ -44,6 +45,7 @@ def report_json(report: msgspec.Struct) -> str:
 REPORTS: dict[str, type[msgspec.Struct]] = {
     "check": Report,
     "rmse": Report,
+    "bench": BenchReport,
     "gate": GateReport,
     "properties": PropertyReport,
     "baseline": BaselineComparison,
@@ -146,8 +148,8 @@ def load_report(source: Path | str, kind: type[R]) -> R:
         report = msgspec.convert(_with_numbers(data, kind), kind)
     except (msgspec.ValidationError, RecursionError) as error:
         raise refused(str(error)) from None
-    if isinstance(report, OracleReport | CertificateReport):
-        for one in report.records:
+    if isinstance(report, OracleReport | CertificateReport | BenchReport):
+        for one in report.cells if isinstance(report, BenchReport) else report.records:
             problem_of(one)
     elif isinstance(report, Report | GateReport):
         for record in _records(report):
@@ -169,6 +171,7 @@ def _with_numbers(data: dict[str, Any], kind: type) -> dict[str, Any]:
     changes: dict[type, dict[str, Callable[[Any], Any]]] = {
         Report: {"records": json_numbers.words_to_record_numbers},
         GateReport: {"answers": _answer, "changes": _change},
+        BenchReport: {"cells": _cell},
     }
     converted = {
         name: [convert(one) for one in data[name]]
@@ -182,6 +185,12 @@ def _answer(answer: Any) -> Any:
     if not isinstance(answer, dict):
         return answer
     return answer | {"record": json_numbers.words_to_record_numbers(answer.get("record"))}
+
+
+def _cell(cell: Any) -> Any:
+    if not (isinstance(cell, dict) and isinstance(cell.get("rows"), list)):
+        return cell
+    return cell | {"rows": [_answer(row) for row in cell["rows"]]}
 
 
 def _change(change: Any) -> Any:

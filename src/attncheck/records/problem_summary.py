@@ -13,6 +13,7 @@ from attncheck.core.paged_layout import Paging
 from attncheck.core.sanitize_text import one_line
 
 if TYPE_CHECKING:
+    from attncheck.records.bench_report import BenchCell
     from attncheck.records.record import Record
     from attncheck.records.survey_reports import Certificate, OracleRecord
 
@@ -117,7 +118,7 @@ class ProblemSummary(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.scale == usual)
 
 
-def problem_of(record: Record | OracleRecord | Certificate) -> ProblemSummary:
+def problem_of(record: Record | OracleRecord | Certificate | BenchCell) -> ProblemSummary:
     """Return the Problem of ``record``; raises UsageError when its Case holds none."""
     # msgspec ignores what it does not know: a Problem of a later version is still listed.
     try:

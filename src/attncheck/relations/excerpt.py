@@ -23,6 +23,7 @@ from attncheck.inputs.problem import Problem
 # Score mods that read no index, and those that read heads and the distance of key and row alone.
 _NO_INDEX = {"none", "softcap", "temperature"}
 _DISTANCE = {"alibi", "relative_bias"}
+_OF_ROWS = {"dout", "dlse"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +78,7 @@ class Excerpt:
         """Its tensors, contiguous and in memory of their own; raises as ``problem``."""
         b, rows, keys = (slice(r.start, r.stop) for r in (self.sequences, self.rows, self.keys))
         scales = whole.descale
+        loss = {n: x[b, :, rows].clone() for n, x in whole.tensors().items() if n in _OF_ROWS}
         return Inputs(
             problem=self.problem(whole.problem),
             q=whole.q[b, :, rows].clone(memory_format=torch.contiguous_format),
@@ -84,6 +86,7 @@ class Excerpt:
             v=whole.v[b, :, keys].clone(memory_format=torch.contiguous_format),
             descale=scales and Descale(q=scales.q[b], k=scales.k[b], v=scales.v[b]),
             sink=whole.sink,
+            **loss,
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from attncheck.records.bench_report import BenchReport
 from attncheck.records.fault_scores import (
     ATTNCHECK_RULE,
     FaultReport,
@@ -32,8 +33,8 @@ PASSED, FAILED, USAGE, INCOMPLETE, UNTESTED, INTERRUPTED = 0, 1, 2, 3, 5, 130
 def exit_code(report: msgspec.Struct) -> int:
     """Return what a verb ends with that made ``report``, which is of any kind but a gate's."""
     match report:
-        case Report():
-            code = _of_statuses({record.status for record in report.records})
+        case Report() | BenchReport():
+            code = _of_statuses(_statuses(report))
             code = INCOMPLETE if report.incomplete and code != FAILED else code
         case FaultReport():
             code = _of_faults(report)
@@ -79,6 +80,14 @@ def _of_statuses(statuses: set[Status]) -> int:
     if statuses & UNTRUSTED_STATUSES:
         return INCOMPLETE
     return PASSED if statuses - {"unsupported"} else UNTESTED
+
+
+def _statuses(report: Report | BenchReport) -> set[Status]:
+    """Of what was judged; a kernel that is slower than another commit's has failed."""
+    if isinstance(report, Report):
+        return {record.status for record in report.records}
+    statuses = {row.record.status for cell in report.cells for row in cell.rows}
+    return statuses | {"fail" for one in report.changes if one.finding == "slower"}
 
 
 def _of_faults(report: FaultReport) -> int:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from attncheck.core.errors import UsageError, require_known
 from attncheck.core.files import check_names, write_texts
 from attncheck.core.sanitize_text import one_line
+from attncheck.records.bench_report import BenchReport
 from attncheck.records.fault_scores import (
     FaultReport,
     MutantReport,
@@ -26,6 +27,7 @@ from attncheck.records.survey_reports import (
     OracleReport,
 )
 from attncheck.reporting import ci_formats, score_documents, survey_documents
+from attncheck.reporting.bench_document import bench_document
 from attncheck.reporting.csv_text import document_csv, gate_csv, report_csv
 from attncheck.reporting.gate_document import gate_document, gate_page
 from attncheck.reporting.html import html_text
@@ -52,6 +54,7 @@ SCRIPTS = "repro"  # folder of standalone scripts, beside a gate's reports
 
 _DOCUMENTS: dict[type, Callable[[Any], Document]] = {
     Report: measurement_document,
+    BenchReport: bench_document,
     GateReport: gate_document,
     FaultReport: score_documents.fault_document,
     MutantReport: mutant_document,

@@ -192,8 +192,8 @@ def _column(
 
 # Okabe and Ito's colours, told apart by colour-blind readers; yellow, which white paper hides, is
 # left out. Seven colours and nine shapes have no common divisor: 63 kernels look different.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
-_SHAPES = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+SHAPES = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 _FAILED, _FLOOR, _IDEAL, _BAND = "#C00000", "#404040", "#8A8A8A", "#F3F3F3"
 
 _WIDTH, _LEAST_HEIGHT = 16.0, 9.0  # inches
@@ -240,8 +240,7 @@ def figure(report: Report) -> Any:
         gridspec_kw={**frame.grid(), "wspace": _APART, "width_ratios": widths},
     )
     looks = {
-        k: (_COLOURS[i % len(_COLOURS)], _SHAPES[i % len(_SHAPES)])
-        for i, k in enumerate(shown.kernels)
+        k: (COLOURS[i % len(COLOURS)], SHAPES[i % len(SHAPES)]) for i, k in enumerate(shown.kernels)
     }
     for row, panel in zip(rows, shown.panels, strict=True):
         row[0].set_title(panel.title, loc="left", fontsize=10, fontweight="bold", pad=4)

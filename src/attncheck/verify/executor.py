@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import statistics
-import time
 import traceback
 import warnings
 from dataclasses import dataclass
@@ -35,9 +33,10 @@ from attncheck.verify.obligations import (
     written_input,
 )
 from attncheck.verify.process_effects import State, process_state
+from attncheck.verify.timing import Clock, Stopwatch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from attncheck.core.declared_arithmetic import Arithmetic
     from attncheck.inputs.input_tensors import Inputs
@@ -81,10 +80,6 @@ def failure(error: BaseException) -> Failure:
     return Failure(kind="oom" if lacks else "error", message=message, trace=trace)
 
 
-_TIMING_BUDGET = 0.125  # seconds a kernel is called again to find its median time
-_MOST_REPEATS = 20
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
     """The source of inputs, so that another process draws the same."""
@@ -105,6 +100,14 @@ class Execution:
     # ``obligations.inputs_digest`` of what it read, afterwards; empty where nobody asked.
     left: str = ""
     compiling: float = 0.0  # seconds of its calls that compilers took; 0 where nobody listened
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One call of several kernels' that take turns."""
+
+    seconds: float
+    clock: Clock
 
 
 class Executor(Protocol):
@@ -146,6 +149,26 @@ class Executor(Protocol):
         ...
 
 
+class KeepingExecutor(Executor, Protocol):
+    """An executor that keeps calls, so that those of several kernels can take turns."""
+
+    def keep(self, subject: Subject, inputs: Inputs, *, graph: bool) -> Execution | Failure:
+        """As ``run``; its call is kept for ``time`` until ``forget``.
+
+        Args:
+            graph: Whether it is timed in a CUDA graph, if it can be captured.
+        """
+        ...
+
+    def time(self, problem: Problem) -> Turn | Failure:
+        """One more call of what is kept of ``problem``."""
+        ...
+
+    def forget(self) -> None:
+        """Keep no call any more, and nothing that it holds."""
+        ...
+
+
 _NO_CAPTURED = "it gives no gradients of the tensors that a score mod reads"
 
 
@@ -161,6 +184,7 @@ class InProcess:
         self._digests = digests
         self._first: dict[str, State] = {}  # by device: before the first call that was made here
         self._earlier = EarlierCalls()
+        self._watches: dict[Problem, Stopwatch] = {}
 
     def absence(self, subject: Subject, device: str) -> str | None:
         """Return why ``subject`` can run nothing here; what asking raises, ``refusal`` says."""
@@ -215,6 +239,42 @@ class InProcess:
         What it warns of is no failure, also where the caller made errors of warnings.
         """
         del origin
+
+        def time(call: Call) -> float | None:
+            return Stopwatch(call, inputs.device).median() if timed else None
+
+        return self._run(subject, inputs, under, time)
+
+    def keep(self, subject: Subject, inputs: Inputs, *, graph: bool) -> Execution | Failure:
+        """As ``run``; its call is kept for ``time`` until ``forget``."""
+
+        def kept(call: Call) -> None:
+            watch = Stopwatch(call, inputs.device, graph=graph)
+            self._watches[inputs.problem] = watch
+
+        return self._run(subject, inputs, PLAIN_CALL, kept)
+
+    def time(self, problem: Problem) -> Turn | Failure:
+        """One more call of what is kept of ``problem``."""
+        try:
+            watch = self._watches[problem]
+            return Turn(seconds=watch.seconds(), clock=watch.clock)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001  # foreign code may raise anything
+            return failure(error)
+
+    def forget(self) -> None:
+        """Keep no call any more, and nothing that it holds."""
+        self._watches.clear()
+
+    def _run(
+        self,
+        subject: Subject,
+        inputs: Inputs,
+        under: CallConditions,
+        time: Callable[[Call], float | None],
+    ) -> Execution | Failure:
         device = inputs.device
         if device.type not in self._first:
             self._first[device.type] = process_state(device)
@@ -237,7 +297,7 @@ class InProcess:
                     tensors = outputs.tensors().items()
                     outputs = Outputs(**{name: tensor.clone() for name, tensor in tensors})
                     outputs = around.again(subject, call, inputs, outputs)
-                seconds = _median_seconds(call, device) if timed and not broken else None
+                seconds = None if broken else time(call)
                 tiling = subject.tiling(inputs.problem, device.type)
                 arithmetic = subject.arithmetic(inputs.problem, device.type)
         except KeyboardInterrupt:
@@ -291,20 +351,6 @@ def _harmless_warnings() -> Iterator[None]:
             shown = "default" if action == "error" else action
             warnings.filters.insert(0, (shown, *rest))  # type: ignore[attr-defined]  # it is a list
         yield
-
-
-def _median_seconds(call: Call, device: torch.device) -> float:
-    """Median seconds of further calls, the device's work included.
-
-    The call before them, which may have compiled and imported, does not count.
-    """
-    seconds: list[float] = []
-    while len(seconds) < _MOST_REPEATS and sum(seconds) < _TIMING_BUDGET:
-        start = time.perf_counter()
-        call()
-        _synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
 
 
 def _synchronize(device: torch.device) -> None:

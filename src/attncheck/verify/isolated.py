@@ -15,17 +15,19 @@ the kernel's; once is ``flaky``, and says so.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
 from attncheck.subjects.load import Entry
 from attncheck.verify.call_conditions import PLAIN_CALL, CallConditions, judged_conditions
-from attncheck.verify.executor import Execution, Failure, Origin
+from attncheck.verify.executor import Execution, Failure, Origin, Turn
 from attncheck.verify.kernel_messages import (
     RemoteError,
     pack_inputs,
     read_arithmetic,
+    read_clock,
     read_notes,
     read_seconds,
     read_tiling,
@@ -111,11 +113,47 @@ class IsolatedExecutor:
         """
         if under.state and not self._connection.new:
             self._connection.end()  # what earlier calls changed there, nobody can surely put right
-        words, data = _run_words(subject, origin, under, timed=timed), b""
-        if origin is None:
+        words = _run_words(subject, origin, under, timed=timed)
+        return self._run(subject, inputs, words, calls=under.calls + under.window + timed)
+
+    def keep(self, subject: Subject, inputs: Inputs, *, graph: bool) -> Execution | Failure:
+        """As ``run`` without an origin; its process keeps the call, and is not replaced by then."""
+        words = _run_words(subject, None, PLAIN_CALL, timed=False) | {"kept": True, "graph": graph}
+        return self._run(subject, inputs, words, calls=2)
+
+    def time(self, problem: Problem) -> Turn | Failure:
+        """One more call there, by its own clock."""
+        limit = self._connection.deadlines.call
+        try:
+            words = {"problem": problem.to_json()}
+            answer = self._connection.ask("time", words, seconds=limit)
+        except Died as error:
+            return Failure(kind=error.kind, message=str(error), trace=error.trace)
+        if answer.kind != "timed":
+            raised = remote_error(answer)
+            return Failure(kind=raised.kind, message=str(raised), trace=raised.trace)
+        try:
+            seconds = read_seconds(answer.words.get("seconds"))
+            if seconds and seconds > 0:
+                return Turn(seconds=seconds, clock=read_clock(answer.words.get("clock")))
+        except HostError:
+            self._connection.kill()
+        return Failure(kind="crash", message="what its process sent is no time")
+
+    def forget(self) -> None:
+        """Let its process forget what it keeps; one that died has."""
+        if self._connection.pid is not None:
+            with suppress(Died):
+                self._connection.ask("forget", {}, seconds=self._connection.deadlines.call)
+
+    def _run(
+        self, subject: Subject, inputs: Inputs, words: dict[str, Any], *, calls: int
+    ) -> Execution | Failure:
+        data = b""
+        if "case" not in words:
             words["inputs"], data = pack_inputs(inputs)
         self._connection.asked[inputs.problem] = None
-        seconds, limit = self._seconds(subject, inputs, calls=under.calls + under.window + timed)
+        seconds, limit = self._seconds(subject, inputs, calls=calls)
         try:
             most = output_bytes(inputs)
             answer = self._connection.ask("run", words, seconds=seconds, most=most, data=data)
@@ -131,7 +169,8 @@ class IsolatedExecutor:
         # A process that has lost its GPU or its memory would fail the next question for it.
         if isinstance(result, Failure) and result.kind in _FATAL:
             self._connection.kill()
-        self._connection.count_case()
+        if "kept" not in words:  # else a process that has done enough would end with what it keeps
+            self._connection.count_case()
         if isinstance(result, Execution):
             self.compiling += result.compiling
             # It came with the outputs: asked later it would cost a round trip.

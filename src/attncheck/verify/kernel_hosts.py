@@ -14,7 +14,7 @@ from attncheck.core.errors import UsageError
 from attncheck.subjects.capabilities.named_kernels import BUILTIN
 from attncheck.subjects.load import Entry, load_kernel
 from attncheck.subjects.terms import Terms, subject_on_terms
-from attncheck.verify.executor import Executor, InProcess
+from attncheck.verify.executor import Executor, InProcess, KeepingExecutor
 from attncheck.verify.isolated import IsolatedKernel
 from attncheck.verify.remote_kernel import Deadlines, RemoteSubject, load_mods
 from attncheck.workers.process import Died, Worker
@@ -137,6 +137,6 @@ def try_mods(mods: Mapping[str, str], worker: Worker, *, device: str) -> None:
         worker.kill(limits.close)
 
 
-def executor_of(subject: Subject) -> Executor:
+def executor_of(subject: Subject) -> KeepingExecutor:
     """Return what calls ``subject`` where it is: in its process, or in this one."""
     return subject.executor if isinstance(subject, RemoteSubject) else InProcess()

@@ -24,6 +24,7 @@ from attncheck.inputs.input_tensors import Descale, Inputs
 from attncheck.inputs.problem import Problem
 from attncheck.subjects.capabilities.subject import Subject, Tiling
 from attncheck.verify.call_conditions import CallNotes
+from attncheck.verify.timing import Clock
 from attncheck.workers.process import HostError
 
 if TYPE_CHECKING:
@@ -239,6 +240,14 @@ def read_notes(words: Any) -> CallNotes:
     """Return the notes that came; raises HostError for what are none."""
     notes: CallNotes = _read(CallNotes, words)
     return notes
+
+
+def read_clock(value: Any) -> Clock:
+    """Return the clock that came; raises HostError for what is none."""
+    if value not in get_args(Clock):
+        raise HostError("a clock that is none.")
+    clock: Clock = value
+    return clock
 
 
 def read_seconds(value: Any) -> float | None:

@@ -113,6 +113,8 @@ class KernelServer:
             "hold": self._hold,
             "ask": self._ask,
             "run": self._run,
+            "time": self._time,
+            "forget": self._forget,
         }
 
     def close(self) -> None:
@@ -219,13 +221,13 @@ class KernelServer:
             inputs = draw_case_inputs(origin, self._device)
         # Before the call, which may write to them.
         before, compiled = inputs_digest(inputs), self._compiling.seconds
-        result = self._executor.run(
-            kernel,
-            inputs,
-            origin=origin,
-            timed=words["timed"],
-            under=from_fields(CallConditions, words["under"]),
-        )
+        if words.get("kept"):
+            result = self._executor.keep(kernel, inputs, graph=words["graph"])
+        else:
+            under = from_fields(CallConditions, words["under"])
+            result = self._executor.run(
+                kernel, inputs, origin=origin, timed=words["timed"], under=under
+            )
         problem = inputs.problem
         if any(map(strided_alloc.has_far_rows, inputs.tensors().values())):
             del inputs  # gibibytes, which the next question of another process may need
@@ -239,6 +241,18 @@ class KernelServer:
             return _failed(result)
         compiling = self._compiling.seconds - compiled
         return _ran(result, problem, drawn=before, compiling=compiling)
+
+    def _time(self, words: dict[str, Any]) -> Frame:
+        turn = self._executor.time(Problem.from_json(words["problem"]))
+        if isinstance(turn, Failure):
+            return _failed(turn)
+        return Frame(kind="timed", words={"seconds": turn.seconds, "clock": turn.clock})
+
+    def _forget(self, words: dict[str, Any]) -> Frame:
+        del words
+        self._executor.forget()
+        strided_alloc.release_cached_memory(self._device)
+        return Frame(kind="forgot", words={})
 
     def _one(self, launch: dict[str, Any] | None) -> Subject:
         """The kernel, or a launch of it."""

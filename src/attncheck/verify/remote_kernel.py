@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
     from attncheck.subjects.terms import Terms
-    from attncheck.verify.executor import Executor
+    from attncheck.verify.executor import KeepingExecutor
 
 _MOST_CASES = 500  # then a process is replaced: what a kernel leaves behind adds up
 _MOST_GROWTH = 4 << 30  # bytes of memory that a process may hold beyond what it held at first
@@ -42,6 +42,8 @@ _REQUESTS = {
     "hold": "what the kernel is, on other terms",
     "ask": "a question about a problem",
     "run": "with outputs",
+    "time": "how long a call took",
+    "forget": "that it keeps no call",
 }
 
 
@@ -329,16 +331,18 @@ class RemoteSubject(Subject):
         self,
         connection: KernelConnection,
         words: dict[str, Any],
-        executor: Executor,
+        executor: KeepingExecutor,
         launch: tuple[str, Problem] | None = None,
     ) -> None:
         self.connection, self.executor = connection, executor
         self.launch = None if launch is None else {"name": launch[0], "of": launch[1].to_json()}
         self._tilings: dict[tuple[str, str], Tiling | None] = {}
+        self.terms: Terms | None = None  # on which it was asked last
         self._describe(words)
 
     def hold(self, terms: Terms) -> None:
         """Ask it on other terms from now on; raises as ``KernelConnection.hold``."""
+        self.terms = terms
         self._tilings.clear()
         self._describe(self.connection.hold(terms))
 

@@ -121,7 +121,7 @@ def iter_records(  # noqa: PLR0913  # what is asked, and how
         # A single kernel needs nothing to share, and may be asked the case in pages.
         evidence = None
         if len(chosen) > 1:
-            expected = _own_arithmetics(chosen, case.problem, device)
+            expected = own_arithmetics(chosen, case.problem, device)
             evidence = EvidenceBuilder(case, device, expected=expected)
         for subject in chosen:
             caller = executor or executor_of(subject)
@@ -143,7 +143,7 @@ def iter_records(  # noqa: PLR0913  # what is asked, and how
             yield confirm_death(subject, ask)[0]
 
 
-def _own_arithmetics(
+def own_arithmetics(
     subjects: Sequence[Subject], problem: Problem, device: str
 ) -> tuple[Arithmetic, ...]:
     """Return those of attncheck's own kernels that take ``problem``: others run elsewhere."""

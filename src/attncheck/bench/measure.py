@@ -1,0 +1,277 @@
+"""The loop: kernels take turns on each problem, and what the timed calls gave is judged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from msgspec.structs import replace as replace_struct
+
+from attncheck.bench.machine import sm_clock
+from attncheck.bench.work import count_work
+from attncheck.cases.variants import exact_seconds
+from attncheck.core.outputs import Outputs
+from attncheck.core.strided_alloc import release_cached_memory
+from attncheck.inputs.input_tensors import Inputs, quick_inputs
+from attncheck.inputs.problem import Case, Problem, head_arrangement
+from attncheck.records.bench_report import BenchCell, BenchRow, Times
+from attncheck.records.record import FAILED_STATUSES, Record
+from attncheck.relations.excerpt import Excerpt, can_excerpt
+from attncheck.verify.evidence_builder import EvidenceBuilder
+from attncheck.verify.executor import Execution, Failure, KeepingExecutor
+from attncheck.verify.kernel_hosts import executor_of
+from attncheck.verify.run_case import new_record, run_on_evidence, without_outputs
+from attncheck.verify.verify import applicable_subjects, case_subjects, own_arithmetics
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from attncheck.bench.tables import BenchPlan
+    from attncheck.subjects.capabilities.subject import Subject
+
+    Pass = Literal["forward", "both"]
+
+_MOST_SECONDS = 3.0  # that the exact result of one cell may take, about
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Verified:
+    """Which part of a problem is compared with the exact result, and its evidence by pass."""
+
+    at: Excerpt
+    text: str
+    evidence: Mapping[Pass, EvidenceBuilder]
+
+
+class _Whole:
+    """An executor that is asked of a part, calls the kernel on the whole, and keeps that call."""
+
+    def __init__(self, keeping: KeepingExecutor, whole: Inputs, at: Excerpt, *, graph: bool):
+        self._keeping, self._whole, self._at, self._graph = keeping, whole, at, graph
+
+    def absence(self, subject: Subject, device: str) -> str | None:
+        return self._keeping.absence(subject, device)
+
+    def concerns(self, subject: Subject, problem: Problem) -> bool:
+        del problem
+        return self._keeping.concerns(subject, self._whole.problem)
+
+    def refusal(self, subject: Subject, problem: Problem, device: str) -> str | Failure | None:
+        del problem
+        return self._keeping.refusal(subject, self._whole.problem, device)
+
+    def launches(
+        self, subject: Subject, problem: Problem, device: str
+    ) -> Mapping[str, Subject] | Failure:
+        return self._keeping.launches(subject, problem, device)
+
+    def run(self, subject: Subject, inputs: Inputs, **under: Any) -> Execution | Failure:
+        del under
+        result = self._keeping.keep(subject, self._whole, graph=self._graph)
+        if isinstance(result, Failure):
+            return result
+        b, rows, given = self._at.sequences, self._at.rows, result.outputs.tensors()
+        # Of fewer rows only what belongs to a row is compared, and no gradients are asked for.
+        names = given if inputs.problem.backward else given.keys() & {"out", "lse"}
+        part = {n: given[n][b.start : b.stop] for n in names if given[n].dim() > 2}
+        part |= {n: given[n] for n in names if given[n].dim() <= 2}
+        for name in part.keys() & {"out", "lse", "dq"}:
+            part[name] = part[name][:, :, rows.start : rows.stop]
+        return Execution(
+            outputs=Outputs(**part),
+            seconds=None,
+            tiling=result.tiling,
+            arithmetic=result.arithmetic,
+            notes=result.notes,
+        )
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A kernel in one cell, in the making."""
+
+    subject: Subject
+    executor: KeepingExecutor
+    records: dict[Pass, Record] = field(default_factory=dict)
+    seconds: dict[Pass, list[float]] = field(default_factory=dict)
+    clock: dict[Pass, Any] = field(default_factory=dict)
+
+    def row(self, verified: str) -> BenchRow:
+        """What is known of it; of two passes the worse verdict."""
+        record = max(self.records.values(), key=_badness)
+        both = self.records.get("both")
+        refused = both is not None and both.status == "unsupported"
+        return BenchRow(
+            record=record,
+            verified=verified if record.judgement else "",
+            forward=self._times("forward"),
+            both=self._times("both"),
+            lacks=both.reason if both and refused and record is not both else "",
+        )
+
+    def _times(self, name: Pass) -> Times | None:
+        seconds = self.seconds.get(name)
+        return Times(seconds=tuple(seconds), clock=self.clock[name]) if seconds else None
+
+
+def _badness(record: Record) -> int:
+    if record.status in FAILED_STATUSES:
+        return 3
+    return {"pass": 1, "unsupported": 0}.get(record.status, 2)
+
+
+def time_cells(
+    plan: Sequence[BenchPlan],
+    subjects: Sequence[Subject],
+    *,
+    device: str,
+    rounds: int,
+    graph: bool = False,
+    stage: Callable[[str], None] = lambda _: None,
+) -> Iterator[BenchCell]:
+    """Yield each problem's cell as soon as it is timed and judged.
+
+    Args:
+        plan: Problems, in their order.
+        subjects: Kernels; those that can run nothing here, and those that a problem does not
+            concern, have no row.
+        device: ``cpu`` or ``cuda``.
+        rounds: In which each call has one turn, after one round that is not kept.
+        graph: Whether calls are timed in CUDA graphs, where they can be captured.
+        stage: Called with what is done next.
+    """
+    forwards = [one.problem.replace(backward=False, dcaptured=False) for one in plan]
+    concerned = case_subjects(forwards, subjects, device)
+    clock = sm_clock(device)
+    for planned, chosen in zip(plan, concerned, strict=True):
+        entries = [_Entry(subject, executor_of(subject)) for subject in chosen]
+        try:
+            yield _timed(planned, entries, device, rounds, clock, stage, graph=graph)
+        finally:
+            for entry in entries:
+                entry.executor.forget()
+            release_cached_memory(device)
+
+
+def _timed(  # one cell, and how it is timed
+    planned: BenchPlan,
+    entries: list[_Entry],
+    device: str,
+    rounds: int,
+    clock: Callable[[], int | None],
+    stage: Callable[[str], None],
+    *,
+    graph: bool,
+) -> BenchCell:
+    problem = planned.problem
+    what = f"{planned.variant} {problem.dtype} {problem.shape}"
+    whole = quick_inputs(problem, device)
+    passes: dict[Pass, Inputs] = {"forward": whole.forward()}
+    if problem.backward:
+        passes["both"] = whole
+    verified = _verified(passes, [entry.subject for entry in entries], device)
+    for entry in entries:
+        stage(f"{entry.subject.name} {what}")
+        _verify(entry, planned.variant, passes, verified, device, graph=graph)
+    stage(f"{what}: in turns")
+    problems = {name: inputs.problem for name, inputs in passes.items()}
+    clocks = _take_turns(entries, problems, rounds, clock)
+    return BenchCell(
+        table=planned.table,
+        case_id=problem.id,
+        case=Case(problem=problem).to_json(),
+        variant=planned.variant,
+        heads=head_arrangement(problem),
+        work=count_work(problem, device),
+        clocks=(min(clocks), max(clocks)) if clocks else None,
+        rows=tuple(entry.row(verified.text) for entry in entries if entry.records),
+    )
+
+
+def _verified(passes: Mapping[Pass, Inputs], subjects: Sequence[Subject], device: str) -> _Verified:
+    """Choose the part whose exact result is affordable, and compute that.
+
+    One sequence, since none knows of the others; where that takes too long its last rows alone,
+    which see most, or its first where a mod cannot be said of the last: then without gradients,
+    which are sums over all rows.
+    """
+    whole = passes["forward"].problem
+    widest = passes.get("both", passes["forward"]).problem
+    # The gradient of a sink is a sum over all sequences.
+    of = range(whole.batch if whole.sink and widest.backward else 1)
+    share = len(of) / whole.batch
+    at, cut = Excerpt.of(whole, sequences=of), exact_seconds(widest, device) * share > _MOST_SECONDS
+    text = f"sequence 0 of {whole.batch}" if len(of) < whole.batch else "everything"
+    if cut:
+        forward = exact_seconds(whole, device) / whole.batch
+        count = min(whole.query, max(1, int(whole.query * _MOST_SECONDS / forward)))
+        ends = range(whole.query - count, whole.query), range(count)
+        last, early = (Excerpt.of(whole, sequences=range(1), rows=rows) for rows in ends)
+        at = last if can_excerpt(whole, last) else early
+        text = f"sequence 0 of {whole.batch}, rows {at.rows.start:,}–{at.rows.stop - 1:,}"
+        text += ": no gradients" if widest.backward else ""
+    parts = {name: inputs.forward() if cut else inputs for name, inputs in passes.items()}
+    evidence = {}
+    for name, part in parts.items():
+        inputs, asked = at.inputs(part), passes[name].problem
+        evidence[name] = EvidenceBuilder(
+            Case(problem=inputs.problem),
+            device,
+            inputs=inputs,
+            expected=own_arithmetics(applicable_subjects([asked], subjects), asked, device),
+        )
+    return _Verified(at=at, text=text, evidence=evidence)
+
+
+def _verify(
+    entry: _Entry,
+    variant: str,
+    passes: Mapping[Pass, Inputs],
+    verified: _Verified,
+    device: str,
+    *,
+    graph: bool,
+) -> None:
+    """Call a kernel once in each pass, keep those calls, and judge what they gave."""
+    for name, inputs in passes.items():
+        executor = _Whole(entry.executor, inputs, verified.at, graph=graph)
+        if not executor.concerns(entry.subject, inputs.problem):
+            continue
+        case = Case(problem=inputs.problem)
+        record = new_record(entry.subject, case, device=device, variant=variant, environment="")
+        entry.records[name], given = run_on_evidence(
+            record, entry.subject, verified.evidence[name], executor, brief=True
+        )
+        if given is not None:
+            entry.seconds[name] = []
+
+
+def _take_turns(
+    entries: list[_Entry],
+    problems: Mapping[Pass, Problem],
+    rounds: int,
+    clock: Callable[[], int | None],
+) -> list[int]:
+    """Time each kept call once a round; returns the GPU's MHz after each turn.
+
+    Who begins moves on by one; the first round is not kept.
+    """
+    clocks = []
+    turns = [(entry, name) for entry in entries for name in entry.seconds]
+    for number in range(rounds + 1):
+        first = number % len(turns) if turns else 0
+        for entry, name in [*turns[first:], *turns[:first]]:
+            if name not in entry.seconds:  # it failed in an earlier round
+                continue
+            turn = entry.executor.time(problems[name])
+            if isinstance(turn, Failure):
+                entry.records[name] = without_outputs(
+                    replace_struct(entry.records[name], judgement=None), turn
+                )
+                del entry.seconds[name]
+            elif number:
+                entry.seconds[name].append(turn.seconds)
+                entry.clock[name] = turn.clock
+                if mhz := clock():
+                    clocks.append(mhz)
+    return clocks

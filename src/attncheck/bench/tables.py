@@ -1,0 +1,144 @@
+"""The benchmark tables of papers, by name: which problems, in which dtypes and passes."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from attncheck.cases.variants import FURTHER, VARIANTS, Shape, check_memory
+from attncheck.core.errors import UsageError, require_known
+from attncheck.core.formats import DTYPES
+from attncheck.inputs.problem import Problem
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+_LONG = (1024, 2048, 4096, 8192, 16384, 32768)
+# Those of the FlexAttention paper: none, causal, ALiBi, a window, a prefix, a softcap, documents.
+_SEVEN = tuple(name for name, variant in VARIANTS.items() if variant.mods is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchTable:
+    """Every combination of its lengths, dimensions, groups, dtypes and variants."""
+
+    lengths: tuple[int, ...]
+    dims: tuple[int, ...]
+    dtypes: tuple[str, ...] = ("bf16",)
+    backward: bool = True  # whether the backward is timed too, where there is one
+    batch: int = 0  # 0: as many sequences as have ``tokens`` together
+    tokens: int = 16384
+    heads: int = 0  # 0: as many as are ``hidden`` columns wide together
+    hidden: int = 2048
+    variants: tuple[str, ...] = ("full", "causal")
+    groups: tuple[int, ...] = (1,)  # query heads that share a key head
+
+    def shape(self, length: int, dim: int, group: int) -> Shape:
+        """Return the sizes at a length, a dimension and a group."""
+        heads = self.heads or self.hidden // dim
+        return Shape(
+            batch=self.batch or max(1, self.tokens // length),
+            heads=heads,
+            kv_heads=max(1, heads // group),
+            query=length,
+            kv=length,
+            head_dim=dim,
+            value_dim=dim,
+        )
+
+
+_SIZES, _ALL = (64, 128), (64, 128, 256)
+TABLES = {
+    "main": BenchTable((4096, 16384), _SIZES),
+    "flash2": BenchTable(_LENGTHS, _SIZES, ("fp16", "bf16")),
+    "flash3": BenchTable(_LENGTHS, _ALL, ("fp16",)),
+    "flash3-fp8": BenchTable(_LENGTHS, _ALL, ("e4m3",)),
+    "flex": BenchTable(_LONG, (64,), tokens=32768, heads=16, variants=_SEVEN, groups=(1, 8)),
+    "tutorial": BenchTable(_LONG[:-1], _SIZES, ("fp16",), batch=4, heads=32),
+    "tutorial-fp8": BenchTable(_LONG[:-1], _SIZES, ("e5m2",), batch=4, heads=32),
+    "decode": BenchTable(
+        *(_LONG, _SIZES),
+        backward=False,
+        batch=16,
+        heads=32,
+        variants=("decode", "paged_decode"),
+        groups=(1, 8),
+    ),
+    "paged": BenchTable(_LONG, _SIZES, tokens=32768, heads=16, variants=("paged",)),
+    "cpu": BenchTable((512, 1024), (64,), ("fp32", "bf16"), batch=1, heads=4),
+}
+"""By name, as typed."""
+
+DEFAULT_TABLE = {"cpu": "cpu", "cuda": "main"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchPlan:
+    """A problem of a table; its backward is timed where the Problem has one."""
+
+    table: str
+    variant: str
+    problem: Problem
+
+    @property
+    def reads_cache(self) -> bool:
+        """Return whether it decodes a step, or its keys are in pages."""
+        return self.problem.paging is not None or self.problem.query < self.problem.kv
+
+
+def bench_plan(
+    tables: Sequence[str],
+    *,
+    shapes: Sequence[str] = (),
+    dtypes: Sequence[str] = (),
+    variants: Sequence[str] = (),
+    lengths: Sequence[int] = (),
+    dims: Sequence[int] = (),
+    backward: bool | None = None,
+    seed: int = 0,
+) -> list[BenchPlan]:
+    """Return the problems of tables, or of typed shapes, in the order in which they are timed.
+
+    Args:
+        tables: Names of ``TABLES``.
+        shapes: As typed (``Shape.parse``), in place of tables; MHA where kv heads are left open.
+        dtypes: In place of a table's.
+        variants: The same.
+        lengths: The same; a decoding step's are its keys.
+        dims: The same.
+        backward: Whether the backward is timed; as the table says where it is None.
+
+    Raises:
+        UnknownName, ProblemError: for what cannot be, before anything is measured.
+        UsageError: where nothing is left to be timed.
+    """
+    require_known("table", tables, TABLES)
+    known = VARIANTS | FURTHER
+    require_known("variant", variants, known)
+    require_known("dtype", dtypes, [name for name, dtype in DTYPES.items() if dtype.measured])
+    asked = []
+    for name in () if shapes else tables:
+        table = TABLES[name]
+        sizes = [
+            table.shape(*one)
+            for one in itertools.product(lengths or table.lengths, dims or table.dims, table.groups)
+        ]
+        wanted = table.backward if backward is None else backward
+        asked.append((name, sizes, dtypes or table.dtypes, variants or table.variants, wanted))
+    if shapes:
+        sizes = list(map(Shape.parse, shapes))
+        usual = ("full", "causal")
+        asked.append(("own", sizes, dtypes or ("bf16",), variants or usual, backward is not False))
+    plan = []
+    for name, sizes, of_dtypes, of_variants, wanted in asked:
+        for dtype, shape, variant in itertools.product(of_dtypes, sizes, of_variants):
+            has = known[variant].exists(dtype, "normal", backward=True) and not DTYPES[dtype].scaled
+            if known[variant].mods is None:
+                raise UsageError("bench times attention: softmax is none.")
+            fields = known[variant].fields(shape, shape.kv_heads or shape.heads)
+            problem = Problem(**fields, dtype=dtype, seed=seed, backward=wanted and has)
+            check_memory(problem)
+            plan.append(BenchPlan(table=name, variant=variant, problem=problem))
+    return list(dict.fromkeys(plan))

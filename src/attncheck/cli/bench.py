@@ -1,0 +1,375 @@
+"""``attncheck bench``: how fast is each kernel, and is what it gives right?"""
+
+from __future__ import annotations
+
+import math
+import sys
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from attncheck.cli import verb
+from attncheck.cli.long_runs import BY_HAND, claimed, collect
+from attncheck.cli.options import open_kernels, start_worker, typed_command
+from attncheck.cli.standard_output import Interrupts, standard_output
+from attncheck.core.errors import UsageError, parse_seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from attncheck.bench.tables import BenchPlan
+    from attncheck.records.bench_report import BenchCell, BenchReport
+    from attncheck.reporting.document import Table
+    from attncheck.subjects.capabilities.subject import Subject
+    from attncheck.workers.process import Worker
+
+_FILES = {"--kernel", "--plot", "--baseline"}
+# Unless others are named: on a CPU those that no interpreter runs.
+_KERNELS = {
+    "cpu": ("sdpa-math", "sdpa-flash"),
+    "cuda": (
+        *("triton-flash2", "triton-flash3"),
+        *("sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "flex"),
+    ),
+}
+_OF_CACHES = ("triton-decode", "triton-paged")  # too, where a step is decoded or keys are in pages
+_BASELINE = "sdpa-flash"
+_ROUNDS, _ROUNDS_AGAINST = 20, 40
+_COMPILING = 300.0  # seconds that compiling ahead may take
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions:
+    """Options as typed."""
+
+    kernels: tuple[str, ...] = verb.several(
+        "--kernel",
+        "NAME",
+        "A kernel of `attncheck list`, or FILE.py::NAME (repeatable; default: our attention "
+        "kernels and torch's, on a cpu torch's).",
+    )
+    tables: tuple[str, ...] = verb.several(
+        "--table",
+        "NAME",
+        "main, flash2, flash3, flash3-fp8, flex, tutorial, tutorial-fp8, decode, paged or cpu "
+        "(repeatable; default: main, on a cpu cpu).",
+    )
+    dtypes: tuple[str, ...] = verb.several(
+        "--dtype", "NAME", "In place of the table's: fp32, tf32, fp16, bf16, e4m3 or e5m2."
+    )
+    variants: tuple[str, ...] = verb.several(
+        "--variant", "NAME", "In place of the table's: a mask and score mod of `attncheck list`."
+    )
+    lengths: tuple[int, ...] = verb.several(
+        "--length", "N", "In place of the table's.", type=click.IntRange(1)
+    )
+    dims: tuple[int, ...] = verb.several(
+        "--head-dim", "N", "In place of the table's.", type=click.IntRange(1, 256)
+    )
+    shapes: tuple[str, ...] = verb.several(
+        "--shape", "BxHxLxD", "In place of a table: sizes as of `attncheck rmse`."
+    )
+    backward: bool | None = verb.option(
+        "--backward/--forward",
+        "",
+        "Whether the backward is timed too (default: as the table says).",
+        is_flag=True,
+    )
+    baseline: str = verb.option(
+        "--baseline", "NAME", f"The kernel that others are beside (default: {_BASELINE}).", ""
+    )
+    against: str | None = verb.option(
+        "--against",
+        "REF",
+        "Time the --kernel of a file as of another commit too, and say whether it is faster, "
+        "slower or the same.",
+    )
+    rounds: int | None = verb.option(
+        "--rounds",
+        "N",
+        f"In which kernels take turns (default: {_ROUNDS}, with --against {_ROUNDS_AGAINST}).",
+        type=click.IntRange(1, 10_000),
+    )
+    graph: bool = verb.flag(
+        "--graph", "Time calls in CUDA graphs, without launches, where they can be captured."
+    )
+    seed: int = verb.seed()
+    device: str | None = verb.device("Where kernels run (default: cuda where there is a GPU).")
+    timeout: str | None = verb.timeout()
+    in_process: bool = verb.in_process()
+    fmt: str = verb.fmt()
+    directory: str = verb.out("bench.json, bench.md and bench.csv")
+    plots: tuple[str, ...] = verb.several(
+        "--plot",
+        "FILE",
+        "Also draw a roofline, to FILE.png or FILE.svg (repeatable; needs attncheck[plot]).",
+    )
+    max_time: str | None = verb.option(
+        "--max-time", "TIME", "Stop then, such as 10m, with what there is."
+    )
+    quiet: bool = verb.quiet()
+
+
+@verb.command
+def bench(interrupts: Interrupts, options: BenchOptions) -> int:
+    """Time kernels in turns, and judge what the timed calls gave.
+
+    The tables of the FlashAttention and FlexAttention papers and of Triton's tutorial, or shapes of
+    your own: TFLOP/s forward, backward and both, of decoding TB/s, beside a kernel and beside what
+    this machine does at best, a large matmul and a large copy measured in the same run.
+
+    A fast wrong kernel is `fail`. On a CPU Triton kernels are interpreted and their times mean
+    nothing: torch's kernels and functions of its operations are timed there, and no others.
+
+    A run that is stopped, by Ctrl-C or --max-time, writes and shows the cells that it has.
+
+    Exit code 1 when a verdict is fail, a kernel raised, or one is slower than --against, 3 when
+    --max-time was too short, 5 when nothing could be timed, 130 after Ctrl-C.
+    """
+    workers = {each: start_worker(each, in_process=options.in_process) for each in options.kernels}
+    from attncheck.reporting import exit_codes, rendering
+    from attncheck.reporting.image_files import check_plots, write_plots
+
+    rendering.check_format(options.fmt)
+    check_plots(options.plots)
+    rendering.check_writable(options.directory, "bench")
+    interrupts.check()  # the imports above take a while, and may have swallowed one
+    report, shown = time_kernels(interrupts, options, workers)
+    how_far = f", {report.incomplete}" if report.incomplete else ""
+    with interrupts.writing(options.directory, f"the report is written{how_far}"):
+        rendering.write_report(report, options.directory, "bench")
+        if options.plots and any(row.forward for cell in report.cells for row in cell.rows):
+            write_plots(report, options.plots)
+        elif options.plots:
+            click.echo("attncheck: nothing was timed: no plot is drawn.", err=True)
+    with standard_output():
+        if shown is None:
+            rendering.show(report, options.fmt)
+        else:
+            shown.close(report)
+    if report.incomplete.startswith(BY_HAND):
+        raise KeyboardInterrupt
+    return exit_codes.exit_code(report)
+
+
+def time_kernels(
+    interrupts: Interrupts, options: BenchOptions, workers: dict[str, Worker | None]
+) -> tuple[BenchReport, _Shown | None]:
+    """Load kernels and time them.
+
+    Args:
+        workers: The process that was started for each kernel that is named, or None.
+
+    Returns:
+        The report, and what has shown its rows on a terminal, if anything.
+
+    Raises:
+        UsageError: for what cannot be timed.
+    """
+    from attncheck.bench.tables import DEFAULT_TABLE, bench_plan
+    from attncheck.verify.environment import prepare, usable_device
+
+    parse_seconds(options.max_time, "--max-time")
+    seconds = parse_seconds(options.timeout, "--timeout") or math.inf
+    device = usable_device(options.device)
+    prepare(device)
+    if options.shapes and (options.tables or options.lengths or options.dims):
+        raise UsageError("--shape stands in place of --table, --length and --head-dim.")
+    plan = bench_plan(
+        options.tables or (DEFAULT_TABLE[device],),
+        shapes=options.shapes,
+        dtypes=options.dtypes,
+        variants=options.variants,
+        lengths=options.lengths,
+        dims=options.dims,
+        backward=options.backward,
+        seed=options.seed,
+    )
+    names: dict[str, Worker | None] = workers or dict.fromkeys(_KERNELS[device])
+    if not workers and device == "cuda" and any(one.reads_cache for one in plan):
+        names |= dict.fromkeys(_OF_CACHES)
+    if options.baseline and options.baseline not in names:
+        names |= {options.baseline: start_worker(options.baseline, in_process=options.in_process)}
+    with ExitStack() as stack:
+        opened = open_kernels(names, device=device, in_process=options.in_process, seconds=seconds)
+        hosts = stack.enter_context(opened)
+        _refuse_interpreted([host.subject for host in hosts.values()], device)
+        claims = claimed(
+            hosts,
+            device,
+            quiet=options.quiet,
+            check=interrupts.check,
+            dtypes=options.dtypes,
+            problems=[one.problem.replace(backward=False) for one in plan if options.shapes],
+        )
+        subjects = [host.subject for host in hosts.values()]
+        others: dict[str, str] = {}
+        if options.against is not None:
+            subjects, others = _with_other_commit(options, subjects, names, stack, device)
+        return _timed(interrupts, options, plan, subjects, others, claims, device)
+
+
+def _refuse_interpreted(subjects: list[Subject], device: str) -> None:
+    """Raises UsageError for a kernel whose time would mean nothing."""
+    for subject in subjects if device == "cpu" else ():
+        if subject.triton:
+            raise UsageError(
+                f"kernel {subject.name!r} is interpreted on a CPU, where its time means nothing: "
+                "bench times torch's kernels there."
+            )
+
+
+def _with_other_commit(
+    options: BenchOptions,
+    subjects: list[Subject],
+    names: dict[str, Worker | None],
+    stack: ExitStack,
+    device: str,
+) -> tuple[list[Subject], dict[str, str]]:
+    """Return each kernel of a file followed by that of the other commit, and their names.
+
+    Raises:
+        UsageError: where there is no such commit, or a kernel is not in it.
+    """
+    from attncheck.gate.other_commit import commit_tree
+    from attncheck.subjects.capabilities.named_kernels import BUILTIN
+    from attncheck.verify.isolated import IsolatedKernel
+    from attncheck.verify.kernel_hosts import on_terms
+    from attncheck.verify.remote_kernel import RemoteSubject
+
+    own = [name for name in names if name not in BUILTIN]
+    if not own:
+        raise UsageError("--against compares kernels of a repository: name one by --kernel.")
+    tree = stack.enter_context(commit_tree(str(options.against)))
+    all_subjects, others = [], {}
+    for name, subject in zip(names, subjects, strict=True):
+        all_subjects.append(subject)
+        if name not in own:
+            continue
+        side = tree.kernel(name)
+        if side.missing:
+            raise UsageError(f"kernel {name!r}: {side.missing}.")
+        there = IsolatedKernel(side.kernel, device=device, folder=side.folder, paths=side.paths)
+        stack.enter_context(closing(there))
+        if strayed := tree.strayed(there.files()):
+            raise UsageError(f"kernel {name!r}: {strayed}.")
+        other = there.subject
+        if isinstance(subject, RemoteSubject) and subject.terms is not None:
+            other = on_terms(other, subject.terms)  # what it takes was found of the one here
+        other.name = f"{subject.name} @{tree.ref}"
+        others[subject.name] = other.name
+        all_subjects.append(other)
+    return all_subjects, others
+
+
+def _timed(
+    interrupts: Interrupts,
+    options: BenchOptions,
+    plan: list[BenchPlan],
+    subjects: list[Subject],
+    others: dict[str, str],
+    claims: dict[str, tuple[str, ...]],
+    device: str,
+) -> tuple[BenchReport, _Shown | None]:
+    """Measure the machine, then cell by cell; a run that is stopped has those that there are."""
+    from msgspec.structs import replace
+
+    from attncheck.bench.comparison import CHANCE, MARGIN, time_changes
+    from attncheck.bench.machine import machine_limits
+    from attncheck.bench.measure import time_cells
+    from attncheck.records.bench_report import BenchReport
+    from attncheck.verify.compile_ahead import compiling_ahead
+    from attncheck.verify.environment import environment
+    from attncheck.verify.verify import absence_reasons, case_subjects
+
+    names = [subject.name for subject in subjects]
+    usual = _BASELINE if _BASELINE in names else names[0]
+    rounds = options.rounds or (_ROUNDS_AGAINST if others else _ROUNDS)
+    problems = [one.problem for one in plan]
+    matmul, copy = machine_limits(list(dict.fromkeys(p.dtype for p in problems)), device)
+    report = BenchReport(
+        command=typed_command(files=_FILES),
+        environment=environment(device),
+        kernels={subject.name: subject.summary for subject in subjects},
+        absent=absence_reasons(subjects, device),
+        claims=claims,
+        baseline=options.baseline or usual,
+        rounds=rounds,
+        matmul=matmul,
+        copy=copy,
+        against=options.against or "",
+    )
+    shown = _Shown(report) if options.fmt == "table" and sys.stdout.isatty() else None
+
+    def cells_of(stage: Callable[[str], None]) -> Iterator[BenchCell]:
+        # Not beside what is timed: what compiles calls kernels on the same GPU.
+        passes = [*problems, *(one.replace(backward=False) for one in problems if one.backward)]
+        asked = zip(passes, case_subjects(passes, subjects, device), strict=True)
+        with compiling_ahead(asked, device) as compilers:
+            for compiler in compilers:
+                stage("kernels are compiled")
+                compiler.await_end(_COMPILING)
+        yield from time_cells(
+            plan, subjects, device=device, rounds=rounds, graph=options.graph, stage=stage
+        )
+
+    cells, stopped = collect(
+        cells_of,
+        total=len(plan),
+        what=lambda cell: f"{cell.variant} {cell.table}",
+        show=shown.cell if shown else None,
+        interrupts=interrupts,
+        quiet=options.quiet,
+        max_time=options.max_time,
+    )
+    report = replace(report, cells=tuple(cells), incomplete=stopped)
+    if others:
+        changes = time_changes(cells, others)
+        report = replace(report, chance=CHANCE, margin=MARGIN, changes=changes)
+    return report, shown
+
+
+class _Shown:
+    """A report on a terminal, whose cells are shown as they are timed."""
+
+    def __init__(self, report: BenchReport) -> None:
+        from attncheck.reporting.bench_document import bench_facts
+        from attncheck.reporting.document import Document
+        from attncheck.reporting.terminal import head_lines
+
+        self._report, self._title = report, ""
+        self._notes: dict[tuple[str, str], int] = {}
+        self._tables: dict[tuple[Any, ...], Table] = {}
+        head = Document(title="", command=report.command, facts=bench_facts(report))
+        self._print(partial(head_lines, head))
+
+    def cell(self, cell: BenchCell) -> None:
+        """Show one more."""
+        from msgspec.structs import replace
+
+        from attncheck.reporting.bench_document import cell_table
+        from attncheck.reporting.document import Section
+        from attncheck.reporting.terminal import row_lines
+
+        title, table = cell_table(replace(self._report, cells=(cell,)), cell, self._notes)
+        new = title != self._title or table.columns not in self._tables
+        self._title, self._tables[table.columns] = title, table
+        self._print(partial(row_lines, Section(title, (table,)), first=new))
+
+    def close(self, report: BenchReport) -> None:
+        """Show what stands below the cells."""
+        from attncheck.reporting.bench_document import bench_closing
+        from attncheck.reporting.terminal import document_lines
+
+        page = bench_closing(report, self._notes)
+        self._print(partial(document_lines, page, before=self._tables.values()))
+
+    @staticmethod
+    def _print(lines: Callable[[int], Any]) -> None:
+        from attncheck.reporting.terminal import print_lines
+
+        with standard_output():
+            print_lines(lines, sys.stdout)

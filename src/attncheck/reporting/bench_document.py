@@ -1,0 +1,267 @@
+"""The page of ``attncheck bench``: rates of kernels that took turns, cell by cell."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from attncheck.records.problem_summary import problem_of
+from attncheck.reporting import number_text, record_text
+from attncheck.reporting.document import Cell, Column, Document, Look, Note, Row, Section, Table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from attncheck.records.bench_report import BenchCell, BenchReport, BenchRow, Finding, Times
+
+_READING = (
+    "verdict: on what the timed calls themselves gave.",
+    "TFLOP/s: 4·D operations a visible pair forward, 10·D backward, ÷ the median time.",
+    "backward: the time of both less the forward's, by round.",
+    "±: half of what lies between the quartiles. Kernels took turns; who begins moved on.",
+)
+_DECODING = "TB/s: k and v, read once, ÷ the median time."
+_CLOCKS = {
+    "cpu": "Times are of a CPU. Triton kernels are interpreted there and their times mean nothing: "
+    "none is timed.",
+    "events": "Timed between CUDA events, L2 overwritten before each call; launches count.",
+    "graph": "g: timed in a CUDA graph, without launches.",
+}
+_MOVED = 0.02  # of a clock, from which on it is said to have moved
+_LOOKS: dict[Finding, Look] = {
+    "faster": "good",
+    "slower": "bad",
+    "same": "plain",
+    "unclear": "notable",
+}
+_WRONG = "wrong: its time counts for nothing"
+
+
+def bench_document(report: BenchReport) -> Document:
+    """``report`` in reading order: cells as planned, kernels as asked for."""
+    notes: dict[tuple[str, str], int] = {}
+    tables: dict[str, Table] = {}
+    for cell in report.cells:
+        title, table = cell_table(report, cell, notes)
+        before = tables.get(title, replace(table, rows=()))
+        tables[title] = replace(before, rows=before.rows + table.rows)
+    closing = bench_closing(report, notes)
+    return replace(
+        closing,
+        command=report.command,
+        facts=bench_facts(report),
+        sections=(*(Section(name, (t,)) for name, t in tables.items()), *closing.sections),
+    )
+
+
+def bench_facts(report: BenchReport) -> tuple[str, ...]:
+    """Where it was measured, and what that machine does at best."""
+    products = [
+        f"matmul {dtype} {rate / 1e12:,.3g} TFLOP/s" for dtype, rate in report.matmul.items()
+    ]
+    copied = [f"copy {report.copy / 1e12:.3g} TB/s"] if report.copy else []
+    measured = "; ".join(products + copied)
+    return (
+        record_text.environment_facts(report.environment),
+        *([f"measured here: {measured}"] if measured else []),
+    )
+
+
+def cell_table(
+    report: BenchReport, cell: BenchCell, notes: dict[tuple[str, str], int]
+) -> tuple[str, Table]:
+    """One cell, and the title of the section that it is of; reasons are numbered in ``notes``."""
+    problem = problem_of(cell)
+    both = any(row.both for row in report_rows(report, cell))
+    beside = next((row for row in cell.rows if row.record.kernel == report.baseline), None)
+    columns = [
+        Column("kernel", words=True, cut=True, most=28, least=12),
+        Column("verdict", words=True, least=8),
+        _number(f"forward {'TB/s' if cell.work.decoding else 'TFLOP/s'}", 0),
+        _number("±", 2),
+        _number(f"×{report.baseline}", 3),
+        _number("÷copy" if cell.work.decoding else "÷matmul", 1),
+    ]
+    if both:
+        names = (("backward", 4), ("both", 0), ("± both", 2), ("× both", 3))
+        columns += [_number(heading, spare) for heading, spare in names]
+    columns += [Column("time", least=8)]
+    group = (cell.variant, f"{problem.batch} × {problem.kv:,}")
+    rows = [
+        Row(_cells(report, cell, row, beside, notes, both=both), group=group) for row in cell.rows
+    ]
+    if rows and (moved := _moved(cell)):
+        rows[-1] = replace(rows[-1], remarks=(Note(moved, "notable"),))
+    title = f"{cell.table} · {problem.dtype} · {cell.heads} {problem.head_counts} · "
+    title += f"D{problem.head_dim}"
+    if problem.value_dim != problem.head_dim:
+        title += f"/{problem.value_dim}"
+    return title, Table(tuple(columns), tuple(rows), groups=("variant", "batch × length"))
+
+
+def _number(heading: str, spare: int) -> Column:
+    return Column(heading, spare=spare, least=7)
+
+
+def report_rows(report: BenchReport, cell: BenchCell) -> Iterator[BenchRow]:
+    """Rows of all cells that stand in the same section, that of ``cell`` too."""
+    yield from cell.rows
+    for other in report.cells:
+        if (other.table, other.work.decoding) == (cell.table, cell.work.decoding):
+            yield from other.rows
+
+
+def rate(cell: BenchCell, times: Times | None, *, both: bool = False) -> float | None:
+    """Operations a second of a kernel's forward, or of both; of decoding bytes a second."""
+    if times is None:
+        return None
+    return (
+        cell.work.cache_bytes if cell.work.decoding else cell.work.flops(backward=both)
+    ) / times.median
+
+
+def _cells(
+    report: BenchReport,
+    cell: BenchCell,
+    row: BenchRow,
+    beside: BenchRow | None,
+    notes: dict[tuple[str, str], int],
+    *,
+    both: bool,
+) -> tuple[Cell, ...]:
+    record = row.record
+    reason = record_text.footnote(record) or (f"no backward: {row.lacks}" if row.lacks else "")
+    number = notes.setdefault((record.status, reason), len(notes) + 1) if reason else 0
+    mark = f" {number_text.superscript(number)}" if number else ""
+    wrong = record.status == "fail"
+    texts: list[Cell] = [
+        Cell(record.kernel, code=True),
+        Cell(f"{record.status}{mark}", record_text.STATUS_LOOKS[record.status]),
+    ]
+    if row.forward is None:
+        return tuple(texts)
+    limit = report.copy if cell.work.decoding else report.matmul.get(problem_of(cell).dtype)
+    speed = rate(cell, row.forward) or 0.0
+    numbers = [
+        _rate_text(speed, row.forward),
+        f"{100 * row.forward.spread:.1f}%",
+        _beside(row.forward, beside.forward if beside else None),
+        number_text.ratio(speed, limit) if limit else number_text.NOTHING,
+    ]
+    if both:
+        backward = row.backward
+        numbers += [
+            _rate_text(cell.work.backward_flops / backward if backward and backward > 0 else None),
+            _rate_text(rate(cell, row.both, both=True), row.both),
+            f"{100 * row.both.spread:.1f}%" if row.both else number_text.NOTHING,
+            _beside(row.both, beside.both if beside else None),
+        ]
+    numbers.append(number_text.duration((row.both or row.forward).median))
+    look: Look = "bad" if wrong else "plain"
+    return (*texts, *(Cell(text, look, spoken=_WRONG if wrong else "") for text in numbers))
+
+
+def _rate_text(rate: float | None, times: Times | None = None) -> str:
+    if rate is None:
+        return number_text.NOTHING
+    graph = " g" if times is not None and times.clock == "graph" else ""
+    return f"{rate / 1e12:.3g}{graph}"
+
+
+def _beside(times: Times | None, other: Times | None) -> str:
+    if times is None or other is None:
+        return number_text.NOTHING
+    return number_text.ratio(other.median, times.median)
+
+
+def _moved(cell: BenchCell) -> str:
+    if cell.clocks is None:
+        return ""
+    low, high = cell.clocks
+    if high - low <= _MOVED * high:
+        return ""
+    return f"the SM clock moved: {low:,}–{high:,} MHz"
+
+
+def bench_closing(report: BenchReport, notes: dict[tuple[str, str], int]) -> Document:
+    """The page from its cells on: why rows are no pass, what changed, and how to read it."""
+    rows = [row for cell in report.cells for row in cell.rows]
+    looks: dict[str, Look] = dict(record_text.STATUS_LOOKS.items())
+    reasons = [
+        Note(f"{number_text.superscript(number)} {status}: {reason}", looks.get(status, "dim"))
+        for (status, reason), number in notes.items()
+    ]
+    for kernel, lines in report.claims.items():
+        reasons += [Note(f"{kernel}: {line}") for line in lines]
+    reasons += [Note(f"{kernel} is absent: {why}") for kernel, why in report.absent.items()]
+    verified = Counter(row.verified for row in rows if row.verified)
+    compared = ", ".join(f"{what} ({number_text.plural(n, 'row')})" for what, n in verified.items())
+    clocks = {t.clock for row in rows for t in (row.forward, row.both) if t}
+    known = [cell.clocks for cell in report.cells if cell.clocks]
+    return Document(
+        title="Times of attention kernels",
+        sections=(
+            *([Section("", tuple(reasons))] if reasons else []),
+            *([_changes(report)] if report.changes else []),
+        ),
+        notes=(
+            *(Note(line) for line in _READING),
+            *([Note(_DECODING)] if any(cell.work.decoding for cell in report.cells) else []),
+            *(Note(text) for clock, text in _CLOCKS.items() if clock in clocks),
+            *([Note(f"compared with the exact result: {compared}")] if compared else []),
+            *([Note(_clocks_text(known))] if known else []),
+            *([] if known or "events" not in clocks else [Note("SM clocks are not known.")]),
+        ),
+        closing=(
+            Note(bench_counts(report), "plain"),
+            *([Note(f"Incomplete: {report.incomplete}.", "bad")] if report.incomplete else []),
+        ),
+    )
+
+
+def _clocks_text(known: list[tuple[int, int]]) -> str:
+    low, high = min(one for one, _ in known), max(one for _, one in known)
+    moved = " (they moved)" if high - low > _MOVED * high else ""
+    return f"SM clocks while timed: {low:,}–{high:,} MHz{moved}"
+
+
+def _changes(report: BenchReport) -> Section:
+    rows = []
+    for change in report.changes:
+        cell = report.cells[change.cell]
+        problem = problem_of(cell)
+        interval = number_text.NOTHING
+        if change.interval is not None:
+            interval = "–".join(f"{end:.3f}" for end in change.interval)
+        rows.append(
+            Row(
+                (
+                    Cell(change.kernel, code=True),
+                    Cell(f"{cell.variant} {problem.dtype} {problem.full_shape}"),
+                    Cell(change.timed),
+                    Cell(change.finding, _LOOKS[change.finding]),
+                    Cell(f"{change.ratio:.3f}"),
+                    Cell(interval),
+                )
+            )
+        )
+    words = ("kernel", "problem", "timed", "finding")
+    columns = [Column(one, words=True, cut=one == "kernel", most=28) for one in words]
+    table = Table((*columns, Column("time ÷ theirs"), Column("interval")), tuple(rows))
+    chance = Note(
+        f"The chance that any of these is wrong is at most {report.chance:.0%}, if rounds are "
+        f"independent; within {report.margin:.0%} is the same; too wide to say is unclear."
+    )
+    return Section(f"Beside {report.against}", (table, chance))
+
+
+def bench_counts(report: BenchReport) -> str:
+    """``16 cells in 20 rounds: 70 pass, 2 unsupported; beside main: 8 same.``."""
+    count = Counter(row.record.status for cell in report.cells for row in cell.rows)
+    said = ", ".join(f"{count[s]} {s}" for s in record_text.STATUS_LOOKS if count[s])
+    found = Counter(change.finding for change in report.changes)
+    beside = ", ".join(f"{found[one]} {one}" for one in _LOOKS if found[one])
+    cells = number_text.plural(len(report.cells), "cell")
+    text = f"{cells} in {number_text.plural(report.rounds, 'round')}: {said or 'no row'}"
+    return f"{text}; beside {report.against}: {beside}." if beside else f"{text}."

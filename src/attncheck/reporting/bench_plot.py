@@ -1,0 +1,105 @@
+"""The roofline plot of ``attncheck bench``: rates over operations a byte, below what can be."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from attncheck.core.errors import UsageError
+from attncheck.core.sanitize_text import one_line
+from attncheck.records.problem_summary import problem_of
+from attncheck.reporting.bench_document import bench_facts
+from attncheck.reporting.rmse_plot import COLOURS, SHAPES
+
+if TYPE_CHECKING:
+    from attncheck.records.bench_report import BenchCell, BenchReport, BenchRow
+
+_Points = dict[str, list[tuple[float, float, bool]]]  # of a kernel: intensity, rate, wrong
+
+
+def bench_figure(report: BenchReport) -> Any:
+    """A ``matplotlib.figure.Figure``: a panel for each dtype and direction, on two log axes.
+
+    A point is one kernel in one cell, at its operations a byte of q, k, v and out; a circle around
+    it means that it is wrong. Lines are the copy and the product that were measured in the run.
+
+    Raises:
+        UsageError: where nothing was timed.
+    """
+    from matplotlib.figure import Figure
+
+    panels = _panels(report)
+    if not panels:
+        raise UsageError("nothing was timed: there is nothing to plot.")
+    fig = Figure(figsize=(6.4 * len(panels) + 2.4, 5.6), layout="constrained")
+    kernels = list(dict.fromkeys(name for points in panels.values() for name in points))
+    looks = {
+        name: (COLOURS[i % len(COLOURS)], SHAPES[i % len(SHAPES)]) for i, name in enumerate(kernels)
+    }
+    row = fig.subplots(1, len(panels), squeeze=False)[0]
+    for ax, ((dtype, direction), points) in zip(row, panels.items(), strict=True):
+        ax.set_xscale("log", base=2)
+        ax.set_yscale("log")
+        ax.set_title(f"{dtype} · {direction}", loc="left", fontsize=10, fontweight="bold")
+        ax.set_xlabel("operations a byte of q, k, v and out")
+        ax.set_ylabel("TFLOP/s")
+        ax.grid(color="#DDDDDD", linewidth=0.6)
+        _draw_roof(ax, points, report.matmul.get(dtype, math.inf), report.copy or math.inf)
+        for name, those in points.items():
+            colour, shape = looks[name]
+            xs, ys = [x for x, _, _ in those], [y for _, y, _ in those]
+            ax.scatter(xs, ys, s=26, c=colour, marker=shape, label=one_line(name), zorder=3)
+            wrong = [(x, y) for x, y, is_wrong in those if is_wrong]
+            if wrong:
+                ax.scatter(
+                    *zip(*wrong, strict=True),
+                    s=120,
+                    facecolors="none",
+                    edgecolors="#C00000",
+                    linewidths=1.6,
+                    zorder=4,
+                    gid="wrong",
+                )
+    handles: dict[str, Any] = {}
+    for ax in row:
+        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    fig.legend(handles.values(), handles.keys(), loc="outside right upper", frameon=False)
+    fig.suptitle("\n".join(bench_facts(report)), x=0.01, ha="left", fontsize=8)
+    return fig
+
+
+def _panels(report: BenchReport) -> dict[tuple[str, str], _Points]:
+    panels: dict[tuple[str, str], _Points] = {}
+    for cell in report.cells:
+        for row in cell.rows:
+            for direction, x, y in _placed(cell, row):
+                of_dtype = panels.setdefault((problem_of(cell).dtype, direction), {})
+                point = (x, y / 1e12, row.record.status == "fail")
+                of_dtype.setdefault(row.record.kernel, []).append(point)
+    return panels
+
+
+def _placed(cell: BenchCell, row: BenchRow) -> list[tuple[str, float, float]]:
+    """Direction, operations a byte, and operations a second of what was timed."""
+    placed = []
+    if row.forward is not None:
+        flops = cell.work.forward_flops
+        placed.append(("forward", flops / cell.work.forward_bytes, flops / row.forward.median))
+    if row.both is not None:
+        flops = cell.work.flops(backward=True)
+        # A backward reads q, k, v, out and dout, and writes as much as it reads of the first three.
+        placed.append(
+            ("forward and backward", flops / (3 * cell.work.forward_bytes), flops / row.both.median)
+        )
+    return placed
+
+
+def _draw_roof(ax: Any, points: _Points, matmul: float, copy: float) -> None:
+    xs = [x for those in points.values() for x, _, _ in those]
+    ends = [min(xs) / 2, max(xs) * 2]
+    if math.isfinite(matmul / copy) and ends[0] < matmul / copy < ends[1]:
+        ends.insert(1, matmul / copy)
+    roof = [min(copy * x, matmul) / 1e12 for x in ends]
+    if all(map(math.isfinite, roof)):
+        ax.plot(ends, roof, color="#404040", linewidth=1.4, label="measured limit", gid="roof")

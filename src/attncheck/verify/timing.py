@@ -1,0 +1,100 @@
+"""The time of a call, and calls that take turns: the one clock of every measurement.
+
+On a GPU a call is timed between two CUDA events, its L2 cache overwritten before: what a caller in
+Python gets, launches included where they take longer than the kernels. In a CUDA graph it is timed
+without them. On a CPU it is wall time.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+Clock = Literal["cpu", "events", "graph"]
+"""Wall time on a CPU; CUDA events around the call; the same around a graph of it."""
+
+_FLUSHED = 1 << 28  # bytes: more than any L2, as Triton's own do_bench overwrites
+_BUDGET = 0.125  # seconds in which a call's median is found
+_MOST_REPEATS = 20
+_WARM_UPS = 3  # calls before one is captured: allocators and libraries set themselves up
+
+
+class Stopwatch:
+    """A call and its clock.
+
+    Args:
+        call: What is timed; it was called before, so that nothing is compiled any more.
+        device: Where it runs.
+        graph: Whether it is captured into a CUDA graph, if it lets itself be.
+    """
+
+    def __init__(
+        self, call: Callable[[], object], device: torch.device, *, graph: bool = False
+    ) -> None:
+        self._call, self._device = call, device
+        self.clock: Clock = "events" if device.type == "cuda" else "cpu"
+        if graph and self.clock == "events":
+            captured = _captured(call)
+            self._call, self.clock = (captured, "graph") if captured else (call, "events")
+
+    def seconds(self) -> float:
+        """Seconds of one more call, the device's work included."""
+        if self.clock == "cpu":
+            start = time.perf_counter()
+            self._call()
+            return time.perf_counter() - start
+        event: Any = torch.cuda.Event  # torch's own has no types
+        start_event, end_event = (event(enable_timing=True) for _ in range(2))
+        _flushed(self._device).zero_()
+        start_event.record()
+        self._call()
+        end_event.record()
+        end_event.synchronize()
+        return float(start_event.elapsed_time(end_event)) / 1e3
+
+    def median(self) -> float:
+        """Median seconds of up to 20 calls in an eighth of a second."""
+        seconds: list[float] = []
+        while len(seconds) < _MOST_REPEATS and sum(seconds) < _BUDGET:
+            seconds.append(self.seconds())
+        return statistics.median(seconds)
+
+
+def medians(
+    calls: Mapping[str, Callable[[], object]], device: str, rounds: int, *, graph: bool = False
+) -> dict[str, float]:
+    """Median seconds of each call over rounds in which they take turns, after one not kept."""
+    watches = {name: Stopwatch(c, torch.device(device), graph=graph) for name, c in calls.items()}
+    taken = [{name: watch.seconds() for name, watch in watches.items()} for _ in range(rounds + 1)]
+    return {name: statistics.median(one[name] for one in taken[1:]) for name in calls}
+
+
+@functools.cache
+def _flushed(device: torch.device) -> torch.Tensor:
+    return torch.empty(_FLUSHED, dtype=torch.int8, device=device)
+
+
+def _captured(call: Callable[[], object]) -> Callable[[], object] | None:
+    """``call`` as a CUDA graph; None where it cannot be one."""
+    try:
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch's own gap
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(_WARM_UPS):
+                call()
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+    except RuntimeError:  # it waits for the device, say, which ends the capture
+        torch.cuda.synchronize()
+        return None
+    return graph.replay

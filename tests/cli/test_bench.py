@@ -1,0 +1,204 @@
+"""``attncheck bench`` on a CPU, at tiny sizes: what is timed, what is wrong, what is left."""
+
+import csv
+import json
+import subprocess
+
+import pytest
+
+KERNELS = """
+import time
+
+import torch
+import torch.nn.functional as F
+
+WAIT = 0.0
+
+
+def right(q, k, v, is_causal=False, scale=None):
+    time.sleep(WAIT)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale)
+
+
+def fast(q, k, v, is_causal=False, scale=None):
+    if q.shape[2] < 40:
+        return right(q, k, v, is_causal=is_causal, scale=scale)
+    return torch.zeros_like(q) + v[:, :, :1].repeat_interleave(q.shape[1] // v.shape[1], 1)
+"""
+QUICK = ("--shape", "2x2x48x8", "--variant", "causal", "--dtype", "fp32", "-q", "--rounds", "3")
+TORCH = ("--kernel", "sdpa-math", "--kernel", "sdpa-flash")
+
+
+@pytest.fixture
+def mine(tmp_path):
+    (tmp_path / "mine.py").write_text(KERNELS)
+    return tmp_path
+
+
+def report(folder):
+    return json.loads((folder / "reports" / "bench.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory, fresh):
+    folder = tmp_path_factory.mktemp("quick")
+    return fresh("bench", *TORCH, *QUICK, "--plot", "bench.svg", cwd=folder), folder
+
+
+def test_kernels_are_timed_and_judged_forward_and_backward(quick):
+    run, folder = quick
+    assert (run.returncode, run.stderr) == (0, "")
+    found = report(folder)
+    (cell,) = found["cells"]
+    pairs = 2 * 2 * 48 * 49 // 2
+    assert (cell["work"]["pairs"], cell["work"]["forward_flops"]) == (pairs, 4.0 * pairs * 8)
+    assert cell["work"]["backward_flops"] == 2.5 * cell["work"]["forward_flops"]
+    for row in cell["rows"]:
+        assert row["record"]["status"] == "pass"
+        assert row["verified"] == "sequence 0 of 2"
+        assert [len(row[name]["seconds"]) for name in ("forward", "both")] == [3, 3]
+        assert row["forward"]["clock"] == "cpu"
+    assert found["matmul"]["fp32"] > 0
+    assert found["copy"] > 0
+    assert found["baseline"] == "sdpa-flash"
+
+
+def test_every_file_tells_the_same(quick):
+    run, folder = quick
+    assert "interpreted" in run.stdout
+    assert "÷matmul" in run.stdout
+    rows = list(csv.reader((folder / "reports" / "bench.csv").read_text().splitlines()))
+    assert {"sdpa-math", "sdpa-flash"} <= {row[2] for row in rows if len(row) > 2}
+    assert "sdpa-flash" in (folder / "reports" / "bench.md").read_text()
+    image = (folder / "bench.svg").read_text()
+    assert "forward and backward" in image
+    assert "measured limit" in image
+
+
+def test_the_report_is_shown_again(attncheck, quick):
+    run, folder = quick
+    again = attncheck("report", "reports/bench.json", cwd=folder)
+    assert (again.returncode, again.stdout) == (0, run.stdout)
+
+
+def test_a_fast_wrong_kernel_is_wrong(attncheck, mine):
+    words = ("--kernel", "mine.py::fast", "--kernel", "sdpa-flash", "--forward")
+    run = attncheck("bench", *QUICK, *words, cwd=mine)
+    assert run.returncode == 1, run.stderr
+    (cell,) = report(mine)["cells"]
+    statuses = {row["record"]["kernel"]: row["record"]["status"] for row in cell["rows"]}
+    assert statuses == {"mine.py::fast": "fail", "sdpa-flash": "pass"}
+    assert cell["rows"][0]["forward"] is not None
+    assert "fail ¹" in run.stdout
+
+
+def test_another_commit_of_a_kernel_takes_turns_with_this_one(attncheck, mine):
+    for words in ("init -q", "add mine.py", "commit -qm first"):
+        who = ("-c", "user.name=x", "-c", "user.email=x@x")
+        subprocess.run(["git", *who, *words.split()], cwd=mine, check=True)
+    (mine / "mine.py").write_text(KERNELS.replace("WAIT = 0.0", "WAIT = 0.005"))
+    words = ("--kernel", "mine.py::right", "--against", "HEAD", "--forward", "--rounds", "12")
+    run = attncheck("bench", *QUICK, *words, cwd=mine)
+    assert run.returncode == 1, run.stderr
+    found = report(mine)
+    (change,) = found["changes"]
+    assert (change["kernel"], change["finding"]) == ("mine.py::right", "slower")
+    assert change["ratio"] > 2
+    names = [row["record"]["kernel"] for row in found["cells"][0]["rows"]]
+    assert names == ["mine.py::right", "mine.py::right @HEAD"]
+    assert "The chance that any of these is wrong is at most 1%" in run.stdout
+
+
+def test_a_gate_times_its_kernels_in_the_end(attncheck, mine):
+    words = ("mine.py::right", "--stage", "probes", "--dtype", "fp32", "--out", "reports", "-q")
+    run = attncheck("gate", *words, "--tier", "smoke", "--bench", "--device", "cpu", cwd=mine)
+    assert run.returncode == 0, run.stderr
+    assert "attncheck: bench: 4 cells in 20 rounds: 4 pass." in run.stderr
+    assert {row["record"]["kernel"] for cell in report(mine)["cells"] for row in cell["rows"]} == {
+        "mine.py::right"
+    }
+
+
+def test_a_run_that_is_stopped_has_what_it_has(attncheck, mine):
+    words = ("--kernel", "mine.py::right", "--variant", "full", "--forward", "--max-time", "6s")
+    (mine / "mine.py").write_text(KERNELS.replace("WAIT = 0.0", "WAIT = 0.6"))
+    run = attncheck("bench", *QUICK, *words, "--variant", "alibi", "--rounds", "7", cwd=mine)
+    found = report(mine)
+    assert found["incomplete"].startswith("stopped by --max-time 6s after ")
+    assert len(found["cells"]) < 3
+    assert run.returncode == (3 if found["cells"] else 5)
+    assert "Incomplete" in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--kernel", "triton-flash2"), "is interpreted on a CPU, where its time means nothing"),
+        (("--table", "flash4"), "table 'flash4' is not known: choose from"),
+        (("--table", "main"), "--shape stands in place of --table"),
+        (("--variant", "softmax"), "bench times attention"),
+        (("--against", "HEAD"), "--against compares kernels of a repository"),
+        (("--plot", "x.pdf"), "does not end in .png or .svg"),
+    ],
+)
+def test_what_cannot_be_is_one_line(attncheck, tmp_path, words, says):
+    run = attncheck("bench", *QUICK, "--device", "cpu", *words, cwd=tmp_path)
+    assert run.returncode == 2
+    assert says in run.stderr
+    assert run.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_only_rows_at_the_end_are_compared_where_all_take_too_long(monkeypatch):
+    from attncheck.bench import measure
+    from attncheck.bench.tables import bench_plan
+    from attncheck.subjects.torch_kernels import Sdpa
+
+    monkeypatch.setattr(measure, "_MOST_SECONDS", 1e-6)
+    (planned,) = bench_plan((), shapes=["2x2x64x8"], variants=["causal"], dtypes=["fp32"])
+
+    class LastRow(Sdpa):
+        name = "last row"
+
+        def prepare(self, inputs):
+            call = super().prepare(inputs)
+
+            def wrong():
+                given = call()
+                given.out[:, :, -1] = 0
+                return given
+
+            return wrong
+
+    subjects = [Sdpa("math"), LastRow("math")]
+    (cell,) = measure.time_cells([planned], subjects, device="cpu", rounds=1)
+    right, wrong = cell.rows
+    assert (right.record.status, wrong.record.status) == ("pass", "fail")
+    assert right.verified.startswith("sequence 0 of 2, rows ")
+    assert right.verified.endswith("63: no gradients")
+
+
+def test_a_kernel_that_fails_in_its_turn_is_no_longer_timed():
+    from attncheck.bench.measure import time_cells
+    from attncheck.bench.tables import bench_plan
+    from attncheck.subjects.torch_kernels import Sdpa
+
+    class Tires(Sdpa):
+        name = "tires"
+
+        def prepare(self, inputs):
+            call, left = super().prepare(inputs), iter(range(3))
+
+            def tired():
+                if next(left, None) is None:
+                    raise RuntimeError("tired")
+                return call()
+
+            return tired
+
+    (planned,) = bench_plan((), shapes=["1x1x16x8"], variants=["full"], backward=False)
+    (cell,) = time_cells([planned], [Tires("math"), Sdpa("math")], device="cpu", rounds=5)
+    tires, other = cell.rows
+    assert (tires.record.status, tires.record.reason) == ("error", "RuntimeError: tired")
+    assert tires.forward is None
+    assert len(other.forward.seconds) == 5
