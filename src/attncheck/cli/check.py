@@ -58,6 +58,12 @@ def check(
     names: tuple[str, ...] = verb.several(
         "--question", "NAME", "Ask this one alone, by the name it has in the report (repeatable)."
     ),
+    recording: str | None = verb.option(
+        "--inputs",
+        "FILE",
+        "Ask the calls that attncheck.capture() or attncheck model recorded (safetensors), and "
+        "nothing else.",
+    ),
     last_failed: bool = verb.flag(
         "--last-failed",
         "Ask what failed in the last report of this kernel alone; all where nothing did.",
@@ -107,8 +113,14 @@ def check(
     interrupts.check()  # the imports above take a while, and may have swallowed one
     rendering.check_format(fmt)
     device = usable_device(device)
-    questions = _questions(dtypes, head_dims, names)
-    count = 0 if in_process else processes_ahead(spec, device)
+    options: dict[str, Any] = {"dtypes": dtypes, "head_dims": head_dims, "names": names}
+    if recording is None:
+        questions, mods = _questions(dtypes, head_dims, names), {}
+    else:
+        questions, mods = _recorded(recording, dtypes, names), {"recording": recording}
+        options["problems"] = [question.case.problem for question in questions]
+    # Those processes draw what they are asked: they have no recording.
+    count = 0 if in_process or mods else processes_ahead(spec, device)
     ahead = CallsAhead(spec, convention=convention or "", device=device, processes=count)
     click.get_current_context().call_on_close(ahead.close)
     prepare(device)  # before the file's own Triton functions are decorated
@@ -121,6 +133,7 @@ def check(
             isolated=False if in_process else None,
             deadlines=Deadlines.of(deadline),
             worker=worker,
+            mods=mods,
         )
     except Died as error:
         asked = (one for one in questions if one.name in (names or (one.name,)))
@@ -130,7 +143,6 @@ def check(
         with closing(host):
             rendering.check_writable(directory, "check")
             report = assemble_report([host.subject], (), device=device, command=command)
-            options: dict[str, Any] = {"dtypes": dtypes, "head_dims": head_dims, "names": names}
             report = _checked(
                 interrupts,
                 report,
@@ -211,6 +223,8 @@ def _checked(
         report = replace(report, kernels={subject.name: subject.summary})
 
     def chosen(names: tuple[str, ...]) -> list[CheckCase]:
+        if "problems" in options:  # a recording's calls, and nothing beside them
+            return questions
         how: dict[str, Any] = {"device": device, **options, "names": names}
         if claims is None:
             return subject_questions(subject, questions, **how)
@@ -317,6 +331,22 @@ def _changes(folder: Path) -> dict[str, int]:
         with suppress(OSError):  # an editor may just be replacing it
             times[path.name] = path.stat().st_mtime_ns
     return times
+
+
+def _recorded(file: str, dtypes: tuple[str, ...], names: tuple[str, ...]) -> list[CheckCase]:
+    """A recording's calls; raises UnknownName for a name that none of them has."""
+    from attncheck.cases.check_cases import CheckCase
+    from attncheck.cases.variants import recorded_cells
+    from attncheck.core.errors import require_known
+    from attncheck.inputs.problem import Case
+
+    cells = recorded_cells(file, dtypes)
+    require_known("question", names, {cell.variant for cell in cells})
+    return [
+        CheckCase(name=cell.variant, summary=f"call of {file}", case=Case(problem=cell.problem))
+        for cell in cells
+        if cell.variant in (names or (cell.variant,))
+    ]
 
 
 def _questions(

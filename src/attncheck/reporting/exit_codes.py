@@ -12,6 +12,7 @@ from attncheck.records.fault_scores import (
     OwnTestsReport,
     SensitivityReport,
 )
+from attncheck.records.model_report import ModelReport
 from attncheck.records.record import FAILED_STATUSES, UNTRUSTED_STATUSES, Report, Status
 from attncheck.records.survey_reports import (
     CertificateReport,
@@ -32,9 +33,8 @@ PASSED, FAILED, USAGE, INCOMPLETE, UNTESTED, INTERRUPTED = 0, 1, 2, 3, 5, 130
 def exit_code(report: msgspec.Struct) -> int:
     """Return what a verb ends with that made ``report``, which is of any kind but a gate's."""
     match report:
-        case Report():
-            code = _of_statuses({record.status for record in report.records})
-            code = INCOMPLETE if report.incomplete and code != FAILED else code
+        case Report() | ModelReport():
+            code = _of_records(report)
         case FaultReport():
             code = _of_faults(report)
         case MutantReport():
@@ -70,6 +70,13 @@ def check_exit_code(report: Report) -> int:
 def record_exit_code(status: Status) -> int:
     """Return what ``attncheck repro`` ends with."""
     return _of_statuses({status})
+
+
+def _of_records(report: Report | ModelReport) -> int:
+    if isinstance(report, ModelReport):
+        return _of_statuses({record.status for record in report.records if not record.beside})
+    code = _of_statuses({record.status for record in report.records})
+    return INCOMPLETE if report.incomplete and code != FAILED else code
 
 
 def _of_statuses(statuses: set[Status]) -> int:
