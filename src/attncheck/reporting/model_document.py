@@ -190,8 +190,8 @@ def _layers(record: ModelRecord) -> Section:
 def _notes(report: ModelReport) -> Iterator[str]:
     yield (
         "prefill, decode: ‖difference‖ ÷ ‖exact‖ of logits, or of the state after a layer; exact "
-        "is the same model in fp64. KL: of the next word's distribution, nats. gradients, training: "
-        "of a step's parameters."
+        "is the same model in fp64. KL: of the next word's distribution, nats. gradients: of a step"
+        "of training."
     )
     yield (
         f"×floor: ÷ the median of {report.right} right kernels, ideal ones of several tilings; "

@@ -180,7 +180,7 @@ class _Kernel:
         file = f"{re.sub(r'[^A-Za-z0-9.-]+', '-', Path(file).name).strip('-.')}.safetensors"
         recording = _recording(file, place, inputs)
         folder.mkdir(parents=True, exist_ok=True)
-        names = ("q", "k", "v", "sink", "dout")
+        names = ("q", "k", "v", "mask", "sink", "dout")
         tensors = {name: getattr(recording, name) for name in names}
         there = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         write_calls(folder / file, [(recording.call, there)])
