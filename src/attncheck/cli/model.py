@@ -14,6 +14,7 @@ from attncheck.cli.standard_output import Interrupts, standard_output
 from attncheck.core.errors import parse_seconds
 
 if TYPE_CHECKING:
+    from attncheck.records.model_report import ModelRecord
     from attncheck.subjects.capabilities.subject import Subject
 
 _COUNT = click.IntRange(min=1)
@@ -114,7 +115,7 @@ def model(
     beside: list[Subject] = [subject_named(name) for name in names if name not in asked]
     total = len(specs) * (1 + right + len(asked) + len(beside))
     seconds = parse_seconds(timeout, "--timeout") or math.inf
-    records = []
+    records: list[ModelRecord] = []
     with (
         open_kernels(asked, device=device, in_process=in_process, seconds=seconds) as hosts,
         progress(total, quiet=quiet, check=interrupts.check) as advance,

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 _ANSWERS: tuple[tuple[str, Phase, str], ...] = (
     ("prefill", "prefill", "logits"),
     ("decode", "decode", "logits"),
-    ("KL", "prefill", "KL"),
     ("gradients", "training", "gradients"),
 )
 _PHASES: tuple[Phase, ...] = ("prefill", "decode", "training")
@@ -102,23 +101,25 @@ def _summary(records: list[ModelRecord], report: ModelReport) -> Table:
         Column("kernel", words=True, cut=True, most=40),
         Column("verdict", words=True),
         *(Column(text) for name, *_ in _ANSWERS for text in (name, "×floor")),
+        Column("KL"),
         Column("words"),
         Column("chance"),
     )
     rows = []
-    known = next((record for record in records if record.drifts), None)
-    if known is not None:
-        cells = [Cell("right kernels", "dim"), Cell(f"{report.right} ideal", "dim")]
+    known = max(records, key=lambda record: len(record.drifts), default=None)
+    if known is not None and known.drifts:
+        cells = [Cell(f"{report.right} right kernels", "dim"), Cell("")]
         for drift in _answers(known):
-            floor = number_text.NOTHING if drift is None else number_text.scientific(drift.floor)
-            cells += [Cell(floor, "dim"), Cell("")]
-        rows.append(Row((*cells, Cell(_words(known.right_diverge), "dim"))))
+            cells += [_floor(drift), Cell("")]
+        words = Cell(_words(known.right_diverge), "dim")
+        rows.append(Row((*cells, _floor(_drift(known, "prefill", "KL")), words)))
     for record in records:
         name = Cell(record.kernel, "dim" if record.beside else "plain")
         cells = [name, Cell(*_status(record))]
         for drift in _answers(record):
             cells += _drift_cells(drift, report.right)
         if record.drifts:
+            cells.append(_drift_cells(_drift(record, "prefill", "KL"), report.right)[0])
             chance = number_text.NOTHING if record.chance is None else f"{record.chance:.2f}"
             cells += [Cell(_words(record.diverges)), Cell(chance)]
         rows.append(Row(tuple(cells), tuple(_remarks(record))))
@@ -126,8 +127,18 @@ def _summary(records: list[ModelRecord], report: ModelReport) -> Table:
 
 
 def _answers(record: ModelRecord) -> list[Drift | None]:
-    by_place = {(drift.phase, drift.where): drift for drift in record.drifts}
-    return [by_place.get((phase, where)) for _, phase, where in _ANSWERS]
+    return [_drift(record, phase, where) for _, phase, where in _ANSWERS]
+
+
+def _drift(record: ModelRecord, phase: Phase, where: str) -> Drift | None:
+    places = (drift for drift in record.drifts if (drift.phase, drift.where) == (phase, where))
+    return next(places, None)
+
+
+def _floor(drift: Drift | None) -> Cell:
+    return Cell(
+        number_text.NOTHING if drift is None else number_text.scientific(drift.floor), "dim"
+    )
 
 
 def _drift_cells(drift: Drift | None, right: int) -> list[Cell]:
@@ -163,7 +174,6 @@ def _remarks(record: ModelRecord) -> Iterator[Note]:
 
 
 def _layers(record: ModelRecord) -> Section:
-    by_place = {(drift.phase, drift.where): drift for drift in record.drifts}
     columns = (
         Column("layer"),
         *(Column(text) for phase in _PHASES for text in (phase, "×floor")),
@@ -175,8 +185,7 @@ def _layers(record: ModelRecord) -> Section:
     for call in record.calls:
         cells = [Cell(str(call.layer))]
         for phase in _PHASES:
-            drift = by_place.get((phase, f"layer {call.layer}"))
-            cells += _drift_cells(drift, 1)
+            cells += _drift_cells(_drift(record, phase, f"layer {call.layer}"), 1)
         share = call.over_bound
         cells += [
             Cell(str(call.calls)),
@@ -190,8 +199,8 @@ def _layers(record: ModelRecord) -> Section:
 def _notes(report: ModelReport) -> Iterator[str]:
     yield (
         "prefill, decode: ‖difference‖ ÷ ‖exact‖ of logits, or of the state after a layer; exact "
-        "is the same model in fp64. KL: of the next word's distribution, nats. gradients: of a step"
-        "of training."
+        "is the same model in fp64. KL: of the next word's distribution, in nats. gradients: of "
+        "one step of training."
     )
     yield (
         f"×floor: ÷ the median of {report.right} right kernels, ideal ones of several tilings; "

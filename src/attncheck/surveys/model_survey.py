@@ -210,8 +210,8 @@ class _Kernel:
             module=place.module,
             step=place.step,
             backward=place.backward,
-            batch=at and at.batch,
-            head=at and at.head,
+            batch=at.batch if at else None,
+            head=at.head if at else None,
             position=row if at else None,
             reason=record.reason or (record.judgement.reason if record.judgement else ""),
             id=failed.id,
@@ -273,8 +273,8 @@ def _distances(run: ModelRun, exact: ModelRun) -> Distances:
             sums = squares.setdefault(where, [0.0, 0.0])
             sums[0] += float(error)
             sums[1] += float(size)
-    for where, (error, size) in squares.items():
-        found["training", where] = (error / size) ** 0.5
+    for where, (off, whole) in squares.items():
+        found["training", where] = math.sqrt(off / whole)
     return found
 
 
@@ -362,7 +362,7 @@ class _Compared:
 
 
 def _norm(run: ModelRun) -> float:
-    return sum(float(one.square().sum()) for one in run.gradients.values()) ** 0.5
+    return math.sqrt(sum(float(one.square().sum()) for one in run.gradients.values()))
 
 
 # ------------------------------------------------------------------ the survey

@@ -200,11 +200,11 @@ def exact_model(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model).double()
 
 
-class _StayDouble(TorchDispatchMode):
+class _StayDouble(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     """Within, nothing becomes float32: norms, positions and softmaxes upcast to it by name."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.on = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -256,7 +256,8 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, swap: _Swap, place: CallPlace, problem: Problem, *tensors: Any) -> Any:
         ctx.save_for_backward(*tensors)
         ctx.called = swap, place, problem
-        return swap.outputs(place, problem, tensors, None).out
+        # A copy: autograd marks what is returned, and who keeps the output judges it later.
+        return swap.outputs(place, problem, tensors, None).out.clone()
 
     @staticmethod
     def backward(ctx: Any, dout: Any) -> Any:
@@ -265,7 +266,7 @@ class _Attention(torch.autograd.Function):
         tensors = ctx.saved_tensors
         given = swap.outputs(place, problem.replace(backward=True), tensors, dout)
         of_each = (given.dq, given.dk, given.dv, given.dsink)[: len(tensors)]
-        gradients = (one.to(tensor.dtype) for one, tensor in zip(of_each, tensors, strict=True))  # type: ignore[union-attr]  # asked for
+        gradients = (one.to(tensor.dtype) for one, tensor in zip(of_each, tensors, strict=True))
         return None, None, None, *gradients
 
 
@@ -369,7 +370,7 @@ def run_model(
             model.zero_grad()
             out = model(input_ids=prompt, output_hidden_states=True, use_cache=causal, **cache)
             if backward:
-                _loss(out.logits, prompt, causal=causal).backward()
+                _loss(out.logits, prompt, causal=causal).backward()  # type: ignore[no-untyped-call]
         run.states["prefill"] = _states(out)
         run.gradients = {
             name: parameter.grad.double()
