@@ -108,13 +108,16 @@ def test_a_backward_is_judged_layer_by_layer(tmp_path):
 
 
 def test_a_right_kernel_passes_beside_others(tmp_path):
-    found = records(Ideal(), tmp_path, "mistral", beside=[Sdpa("math")])
+    # One of those that it is compared with: it cannot be further than all of them.
+    kernel = Ideal(right_tilings(SMALL.length, 1)[0])
+    found = records(kernel, tmp_path, "mistral", beside=[Sdpa("math")])
     assert [(one.kernel, one.beside, one.status) for one in found] == [
         ("ideal", False, "pass"),
         ("sdpa-math", True, "pass"),
     ]
     mine = found[0]
     assert mine.fault is None
+    assert mine.chance > 1 / 3
     assert not list(tmp_path.iterdir())
     # The prompt, two steps and a backward.
     assert [(call.calls, call.failed) for call in mine.calls] == [(4, 0)] * 2

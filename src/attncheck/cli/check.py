@@ -412,10 +412,12 @@ def _flexed(
     assert mod is not None, "else nothing says what to ask"
     if "::" not in mod:
         module, _, name = mod.partition(":")
-        found = find_spec(module) if module and "." not in module else None
-        if found is None or found.origin is None or not name:
+        here = Path(*module.split(".")).with_suffix(".py")
+        found = None if here.is_file() or "." in module or not module else find_spec(module)
+        origin = str(here) if here.is_file() else found and found.origin
+        if not origin or not name:
             raise UsageError(f"mod {mod!r} is neither FILE.py::NAME nor MODULE:NAME.")
-        mod = f"{found.origin}::{name}"
+        mod = f"{origin}::{name}"
     trial = start_worker(mod, in_process=False, echo=False)
     assert trial is not None, "a file's name is no kernel's"
     try_mods({"file": mod.partition("::")[0]}, trial, device=device)

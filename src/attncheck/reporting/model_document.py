@@ -112,16 +112,16 @@ def _summary(records: list[ModelRecord], report: ModelReport) -> Table:
         for drift in _answers(known):
             cells += [_floor(drift), Cell("")]
         words = Cell(_words(known.right_diverge), "dim")
-        rows.append(Row((*cells, _floor(_drift(known, "prefill", "KL")), words)))
+        kl = _floor(_drift(known, "prefill", "KL"))
+        rows.append(Row((*cells, kl, words, Cell(""))))
     for record in records:
         name = Cell(record.kernel, "dim" if record.beside else "plain")
         cells = [name, Cell(*_status(record))]
         for drift in _answers(record):
             cells += _drift_cells(drift, report.right)
-        if record.drifts:
-            cells.append(_drift_cells(_drift(record, "prefill", "KL"), report.right)[0])
-            chance = number_text.NOTHING if record.chance is None else f"{record.chance:.2f}"
-            cells += [Cell(_words(record.diverges)), Cell(chance)]
+        cells.append(_drift_cells(_drift(record, "prefill", "KL"), report.right)[0])
+        chance = number_text.NOTHING if record.chance is None else f"{record.chance:.2f}"
+        cells += [Cell(_words(record.diverges)), Cell(chance)]
         rows.append(Row(tuple(cells), tuple(_remarks(record))))
     return Table(columns, tuple(rows), keys=2)
 
