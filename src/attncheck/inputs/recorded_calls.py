@@ -173,13 +173,16 @@ class Recording:
         """
         # Of the bits, not of the values: −0 and 0 are different inputs.
         digest = hashlib.sha256()
-        for name in ("q", "k", "v", "mask", "sink", "dout"):
-            tensor = getattr(self, name)
-            if tensor is None:
-                continue
+        for name, tensor in self.tensors().items():
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
             digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
         return f"{self.file}:{self.call.name}@{digest.hexdigest()[:8]}"
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return those that it has, by name."""
+        names = ("q", "k", "v", "mask", "sink", "dout")
+        named = ((name, getattr(self, name)) for name in names)
+        return {name: tensor for name, tensor in named if tensor is not None}
 
     def problem(self, dtype: str | None = None) -> Problem:
         """The call as a Problem.

@@ -154,18 +154,13 @@ class _Kernel:
     def _record(
         self, case: Case, inputs: Inputs, result: Execution | Failure, *, brief: bool = True
     ) -> Record:
-        record = new_record(
-            self.subject, case, device=self.device, variant="", environment=self._environment
-        )
+        here = fingerprint(environment(self.device))
+        record = new_record(self.subject, case, device=self.device, variant="", environment=here)
         if isinstance(result, Failure):
             return without_outputs(record, result)
         evidence = EvidenceBuilder(case, self.device, inputs)
         replay = cast("Executor", _Replay(result))
         return run_on_evidence(record, self.subject, evidence, replay, brief=brief)[0]
-
-    @property
-    def _environment(self) -> str:
-        return fingerprint(environment(self.device))
 
     def kept(self, folder: Path, *, model: str, kernel: str, length: int) -> ModelFault | None:
         """Keep the first call that failed: its tensors, and the failure that ``repro`` asks again.
@@ -176,14 +171,10 @@ class _Kernel:
         if self.failed is None:
             return None
         place, inputs, result = self.failed
-        file = f"{model}-{kernel}".replace("::", "-")
-        file = f"{re.sub(r'[^A-Za-z0-9.-]+', '-', Path(file).name).strip('-.')}.safetensors"
+        file = re.sub(r"[^A-Za-z0-9.-]+", "-", f"{model}-{Path(kernel).name}") + ".safetensors"
         recording = _recording(file, place, inputs)
         folder.mkdir(parents=True, exist_ok=True)
-        names = ("q", "k", "v", "mask", "sink", "dout")
-        tensors = {name: getattr(recording, name) for name in names}
-        there = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        write_calls(folder / file, [(recording.call, there)])
+        write_calls(folder / file, [(recording.call, recording.tensors())])
         recording.register()
         case = Case(problem=recording.problem())
         record = self._record(case, inputs.replace(problem=case.problem), result)
@@ -273,8 +264,7 @@ def _distances(run: ModelRun, exact: ModelRun) -> Distances:
             sums = squares.setdefault(where, [0.0, 0.0])
             sums[0] += float(error)
             sums[1] += float(size)
-    for where, (off, whole) in squares.items():
-        found["training", where] = math.sqrt(off / whole)
+    found |= {("training", where): math.sqrt(a / b) for where, (a, b) in squares.items() if b}
     return found
 
 
