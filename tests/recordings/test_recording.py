@@ -322,6 +322,9 @@ def test_the_file_is_what_the_schema_says(recorded, tmp_path):
                 "mask": "bool",
                 "scale": None,
                 "dropout": 0.25,
+                "softcap": None,
+                "sink": False,
+                "backward": False,
             }
         ],
     }
