@@ -354,7 +354,7 @@ def _asked_kernel(
     if shapes and flex is None:
         raise UsageError("--shape is of --flex: the questions of a check have their own.")
     if spec is None and flex is None:
-        raise UsageError("SPEC is missing: FILE.py::NAME, or a kernel of attncheck list.")
+        raise UsageError("Missing argument 'SPEC'.")
     return spec or "flex"
 
 
