@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 
 from attncheck.cli import verb
 from attncheck.cli.options import open_kernels, start_worker, typed_command
@@ -100,6 +101,7 @@ def model(
     prepare(device)  # before Triton is imported: transformers does
     version = transformers_version()
     rendering.check_writable(directory, "model")
+    _refuse_sizes(specs)
     size = ModelSize(
         layers=layers,
         hidden=hidden,
@@ -143,3 +145,15 @@ def model(
     with standard_output():
         rendering.show(report, fmt)
     return exit_codes.exit_code(report)
+
+
+def _refuse_sizes(specs: tuple[str, ...]) -> None:
+    """Raise UsageError where a size is typed for a model that has its own."""
+    from attncheck.core.errors import UsageError
+    from attncheck.surveys.swapped_model import SHAPES
+
+    source = click.get_current_context().get_parameter_source
+    typed = [one for one in ("layers", "hidden") if source(one) is ParameterSource.COMMANDLINE]
+    own = [spec for spec in specs if spec not in SHAPES]
+    if own and typed:
+        raise UsageError(f"--{typed[0]} is of built-in models: {own[0]!r} has its own.")
