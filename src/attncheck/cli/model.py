@@ -94,7 +94,8 @@ def model(
     rendering.check_format(fmt)
     from attncheck.cli.long_runs import progress
     from attncheck.subjects.capabilities.named_kernels import subject_named
-    from attncheck.surveys.model_survey import hold_to_conventions, names_beside, survey_model
+    from attncheck.surveys.claims import hold_to_convention
+    from attncheck.surveys.model_survey import names_beside, survey_model
     from attncheck.verify.environment import environment, prepare, usable_device
 
     device = usable_device(device)
@@ -122,7 +123,8 @@ def model(
         open_kernels(asked, device=device, in_process=in_process, seconds=seconds) as hosts,
         progress(total, quiet=quiet, check=interrupts.check) as advance,
     ):
-        hold_to_conventions(hosts, device)
+        for kernel, host in hosts.items():
+            hold_to_convention(host, kernel=kernel, device=device)
         folder = Path(directory) / FAILURE_FOLDER
         for spec in specs:
             records += survey_model(

@@ -80,11 +80,9 @@ def repro(
     spec, convention = kernel or kept.kernel, convention or kept.convention
     worker = start_worker(spec, in_process=in_process) if spec else None
     from attncheck.diagnose.reproduce import run_again
-    from attncheck.subjects.terms import Terms
-    from attncheck.surveys.claims import find_claims
+    from attncheck.surveys.claims import hold_to_convention
     from attncheck.verify.deaths import death_record
     from attncheck.verify.environment import prepare
-    from attncheck.verify.kernel_hosts import on_terms
     from attncheck.workers.process import Died
 
     interrupts.check()  # the imports above take a while, and may have swallowed one
@@ -102,11 +100,8 @@ def repro(
     else:
         with closing(host):
             # Its convention alone: a diagnosis asks problems that nobody was found to claim.
-            claims = find_claims(host.subject, kernel=spec, device=device)
-            if claims is not None and not claims.timeout:
-                how["convention"] = claims.convention
-                terms = Terms(convention=claims.convention, causal=claims.causal)
-                host.subject = on_terms(host.subject, terms)
+            found = hold_to_convention(host, kernel=spec, device=device)
+            how["convention"] = found or convention
             record = run_again(host.subject, case, device=device)
             if script is not None and record.status != "unsupported":
                 write_script(Path(script), host.subject, case, record, kernel=spec, **how)

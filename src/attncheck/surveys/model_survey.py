@@ -32,8 +32,6 @@ from attncheck.records.model_report import Drift, ModelCall, ModelFault, ModelRe
 from attncheck.records.record import FAILED_STATUSES, UNTRUSTED_STATUSES
 from attncheck.subjects.capabilities.subject import Refused, Tiling
 from attncheck.subjects.ideal import Ideal
-from attncheck.subjects.terms import Terms
-from attncheck.surveys.claims import find_claims
 from attncheck.surveys.swapped_model import (
     CallPlace,
     ModelRun,
@@ -47,7 +45,6 @@ from attncheck.surveys.swapped_model import (
 from attncheck.verify.environment import environment, fingerprint
 from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Execution, Failure, InProcess
-from attncheck.verify.kernel_hosts import on_terms
 from attncheck.verify.question_fit import question_summary
 from attncheck.verify.run_case import new_record, run_on_evidence, without_outputs
 
@@ -82,15 +79,6 @@ def names_beside(device: str) -> tuple[str, ...]:
     """
     own = ("sdpa-cudnn", "sdpa-efficient") if device == "cuda" else ("flex",)
     return ("sdpa-math", "sdpa-flash", *own)
-
-
-def hold_to_conventions(hosts: Mapping[str, KernelHost], device: str) -> None:
-    """Have plain functions called by the convention that they are found to follow."""
-    for kernel, host in hosts.items():
-        claims = find_claims(host.subject, kernel=kernel, device=device)
-        if claims is not None and not claims.timeout:
-            terms = Terms(convention=claims.convention, causal=claims.causal)
-            host.subject = on_terms(host.subject, terms)
 
 
 def right_tilings(length: int, count: int) -> list[Tiling]:
