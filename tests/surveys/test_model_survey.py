@@ -15,7 +15,7 @@ from attncheck.inputs.problem import Case
 from attncheck.records.failures import find_reproduction
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.torch_kernels import Sdpa
-from attncheck.surveys import swapped_model
+from attncheck.surveys import model_survey, swapped_model
 from attncheck.surveys.model_survey import _distances, drift_chance, right_tilings, survey_model
 from attncheck.surveys.swapped_model import SHAPES, ModelSize, draw_tokens, make_model, run_model
 from attncheck.verify.environment import prepare
@@ -190,6 +190,14 @@ def test_without_transformers_it_is_said_how_to_have_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(UsageError, match=r"pip install 'attncheck\[model\]'"):
         make_model("llama", SMALL)
+
+
+def test_attention_that_is_not_swapped_is_no_pass(tmp_path, monkeypatch):
+    made = make_model("llama", SMALL)
+    made.config._attn_implementation = "sdpa"
+    monkeypatch.setattr(model_survey, "make_model", lambda *_: made)
+    with pytest.raises(UsageError, match="none of its attention goes through"):
+        records(Ideal(), tmp_path)
 
 
 def test_a_kernel_that_raises_is_told_with_its_layer(tmp_path):

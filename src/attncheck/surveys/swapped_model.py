@@ -13,7 +13,7 @@ import inspect
 import os
 import re
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,7 +107,7 @@ def make_model(spec: str, size: ModelSize) -> nn.Module:
     if spec in SHAPES:
         config = transformers.AutoConfig.for_model(SHAPES[spec][0], **_shape(spec, size))
     elif Path(spec, "config.json").is_file():
-        config = _on_disk(spec, transformers.AutoConfig.from_pretrained)
+        config = _made(spec, transformers.AutoConfig.from_pretrained, spec, local_files_only=True)
     else:
         require_known("model", [spec], SHAPES) if "/" not in spec else None
         raise UsageError(f"model {spec!r} is no folder with a config.json.")
@@ -116,21 +116,21 @@ def make_model(spec: str, size: ModelSize) -> nn.Module:
     how: dict[str, Any] = {"dtype": dtype, "attn_implementation": _NAME}
     torch.manual_seed(size.seed)
     if spec not in SHAPES and any(Path(spec).glob("*.safetensors")):
-        model = _on_disk(spec, auto.from_pretrained, **how)
+        model = _made(spec, auto.from_pretrained, spec, local_files_only=True, **how)
     else:
-        model = auto.from_config(config, **how)
+        model = _made(spec, auto.from_config, config, **how)
     # torch's grouped products of experts have no float64.
     model.config._experts_implementation = "eager"
     model.eval().to(size.device)
     return model  # type: ignore[no-any-return]  # transformers makes it
 
 
-def _on_disk(folder: str, load: Callable[..., Any], **how: Any) -> Any:
+def _made(spec: str, make: Callable[..., Any], *what: Any, **how: Any) -> Any:
     try:
-        return load(folder, local_files_only=True, **how)
+        return make(*what, **how)
     except (OSError, ValueError, KeyError, TypeError) as error:
         line = str(error).partition("\n")[0]
-        raise UsageError(f"model {folder!r} cannot be loaded: {line}") from None
+        raise UsageError(f"model {spec!r} cannot be loaded: {line}") from None
 
 
 def _shape(spec: str, size: ModelSize) -> dict[str, Any]:
@@ -220,12 +220,12 @@ class _Swap:
     def __init__(self, model: nn.Module, attend: Any, double: _StayDouble | None) -> None:
         self._attend, self._double = attend, double
         self._names = {module: name for name, module in model.named_modules()}
-        self._layers: dict[nn.Module, int] = {}
+        self.layers: dict[nn.Module, int] = {}
         self._calls: Counter[nn.Module] = Counter()
 
     def place(self, module: nn.Module) -> CallPlace:
         """Return which call of ``module`` this is."""
-        layer = self._layers.setdefault(module, len(self._layers))
+        layer = self.layers.setdefault(module, len(self.layers))
         self._calls[module] += 1
         name = self._names.get(module, type(module).__name__)
         return CallPlace(layer=layer, module=name, step=self._calls[module] - 1)
@@ -320,14 +320,12 @@ def _attention(  # noqa: PLR0913, PLR0917  # the registry's signature
 
 
 @contextmanager
-def _swapped(model: nn.Module, attend: Any, double: _StayDouble | None) -> Iterator[None]:
-    _RUNNING.append(_Swap(model, attend, double))
+def _swapped(model: nn.Module, attend: Any, double: _StayDouble | None) -> Iterator[_Swap]:
+    swap = _Swap(model, attend, double)
+    _RUNNING.append(swap)
     try:
-        if double is None:
-            yield
-        else:
-            with double:
-                yield
+        with nullcontext() if double is None else double:
+            yield swap
     finally:
         _RUNNING.pop()
 
@@ -361,14 +359,19 @@ def run_model(
         backward: Whether gradients are had, of the loss of the next words (of the same ones where
             the model is not causal).
         exact: Whether nothing is rounded to less than float64.
+
+    Raises:
+        Refused: where a call of its attention cannot be passed on, or none comes here.
     """
     run = ModelRun()
     causal = "ForMaskedLM" not in type(model).__name__ and steps > 0
-    with _swapped(model, attend, _StayDouble() if exact else None):
+    with _swapped(model, attend, _StayDouble() if exact else None) as swap:
         cache = _new_cache(model) if causal else {}
         with torch.set_grad_enabled(backward):
             model.zero_grad()
             out = model(input_ids=prompt, output_hidden_states=True, use_cache=causal, **cache)
+            if not swap.layers:
+                raise Refused("none of its attention goes through transformers' registry")
             if backward:
                 _loss(out.logits, prompt, causal=causal).backward()  # type: ignore[no-untyped-call]
         run.states["prefill"] = _states(out)
