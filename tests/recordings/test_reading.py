@@ -115,7 +115,7 @@ def test_another_version(file):
         ({"query": 0}, "Expected `int` >= 1 - at `$.calls[0].query`"),
         ({"dtype": "fp64"}, "Invalid enum value 'fp64' - at `$.calls[0].dtype`"),
         ({"mask": "alibi"}, "Invalid enum value 'alibi' - at `$.calls[0].mask`"),
-        ({"softcap": 3.0}, "Object contains unknown field `softcap` - at `$.calls[0]`"),
+        ({"alibi": 3.0}, "Object contains unknown field `alibi` - at `$.calls[0]`"),
     ],
 )
 def test_a_call_of_another_form(call, fact, file):

@@ -15,12 +15,14 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from attncheck import oracles
 from attncheck.core.errors import ProblemError, UnknownName
 from attncheck.core.formats import FORMATS, round_to
-from attncheck.core.mod_spec import Spec
+from attncheck.core.mod_spec import Dimensions, Spec
 from attncheck.inputs import input_tensors
 from attncheck.inputs.distributions import DISTRIBUTIONS
 from attncheck.inputs.problem import Case, Problem
+from attncheck.inputs.recorded_calls import named_mask
 from attncheck.inputs.recording_file import load
 from attncheck.mods import trace
+from attncheck.mods.library import build_mask
 from attncheck.mods.masks import MASKS
 from attncheck.mods.scores import SCORES
 
@@ -320,6 +322,9 @@ def test_the_file_is_what_the_schema_says(recorded, tmp_path):
                 "mask": "bool",
                 "scale": None,
                 "dropout": 0.25,
+                "softcap": None,
+                "sink": False,
+                "backward": False,
             }
         ],
     }
@@ -358,3 +363,25 @@ def test_names_of_recordings_are_not_offered(recorded):
         with pytest.raises(UnknownName, match=r"(?i)choose from ") as error:
             Problem(query=5, **fields)
         assert "safetensors" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("mask", "query", "kv"),
+    [
+        (Spec.of("full"), 4, 9),
+        (Spec.of("causal"), 9, 9),
+        (Spec.of("causal"), 4, 9),
+        (Spec.of("causal_bottom_right"), 4, 9),
+        (Spec.of("sliding_window", window=3), 9, 9),
+        (Spec.of("offset", Spec.of("sliding_window", window=3), rows=5), 4, 9),
+    ],
+)
+def test_a_table_that_writes_out_a_mask_has_its_name(mask, query, kv):
+    dimensions = Dimensions(batch=2, heads=1, query=query, kv=kv)
+    first, rows = torch.tensor(0), torch.arange(query)[:, None]
+    table = build_mask(mask, dimensions)(first, first, rows, torch.arange(kv)).expand(query, kv)
+    tables = table.expand(2, 1, query, kv).clone()
+    assert named_mask(tables, dimensions) == mask
+    if mask.name != "full":
+        tables[1, 0, -1, 0] ^= True  # one key of one sequence
+        assert named_mask(tables, dimensions) is None

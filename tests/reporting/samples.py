@@ -20,6 +20,7 @@ from attncheck.records.fault_scores import (
     Total,
     WrongAnswer,
 )
+from attncheck.records.model_report import Drift, ModelCall, ModelFault, ModelRecord, ModelReport
 from attncheck.records.record import Environment, Explanation, Record
 from attncheck.records.run_reports import (
     BaselineComparison,
@@ -422,6 +423,17 @@ def mutants():
     )
 
 
+DRIFTS = tuple(
+    Drift(phase=phase, where=where, error=0.3, floor=0.01, most=0.02, as_far=0)
+    for phase, where in (
+        ("prefill", "layer 0"),
+        ("prefill", "layer 1"),
+        ("prefill", "logits"),
+        ("prefill", "KL"),
+        ("training", "gradients"),
+    )
+)
+
 SAMPLES = {
     "bench": BENCH,
     "oracles": oracles(
@@ -482,6 +494,49 @@ SAMPLES = {
                 calls=0,
                 readings=(Reading(field="P", standing="not seen", reason="takes no fp8"),),
             ),
+        ),
+    ),
+    "model": ModelReport(
+        command="attncheck model mistral --kernel mine",
+        environment=HERE,
+        transformers="5",
+        dtype="bf16",
+        batch=1,
+        length=24,
+        steps=2,
+        models={"mistral": "a sliding window"},
+        right=3,
+        records=(
+            ModelRecord(
+                model="mistral",
+                kernel="mine",
+                status="fail",
+                reason="out[0, 1, 7, 3] = 2",
+                drifts=DRIFTS,
+                chance=0.25,
+                diverges=1,
+                gradient_norm=2.0,
+                exact_norm=1.0,
+                calls=(
+                    ModelCall(layer=0, module="layers.0", calls=4, failed=0, over_bound=0.5),
+                    ModelCall(layer=1, module="layers.1", calls=4, failed=1, over_bound=30.0),
+                ),
+                fault=ModelFault(
+                    layer=1,
+                    module="layers.1",
+                    step=2,
+                    backward=True,
+                    batch=0,
+                    head=1,
+                    position=25,
+                    reason="out[0, 1, 7, 3] = 2",
+                    id="abcdefghij",
+                    recording="mistral-mine.safetensors",
+                    again=False,
+                ),
+            ),
+            ModelRecord(model="mistral", kernel="sdpa-math", beside=True, status="pass"),
+            ModelRecord(model="mistral", kernel="o", status="unsupported", reason="it takes none"),
         ),
     ),
     "faults": faults(

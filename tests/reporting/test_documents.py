@@ -274,6 +274,7 @@ def test_the_exit_code_of_planted_faults(scores, controls, fields, code):
         (made.sensitivity(), 0),
         (made.sensitivity(size=None), 1),
         (SAMPLES["fingerprint"], 0),
+        (SAMPLES["model"], 1),
     ],
 )
 def test_the_exit_codes_of_other_scores(report, code):

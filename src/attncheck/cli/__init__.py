@@ -26,6 +26,7 @@ from attncheck.cli.gate import gate
 from attncheck.cli.init import init
 from attncheck.cli.list import list_
 from attncheck.cli.merge import merge
+from attncheck.cli.model import model
 from attncheck.cli.mods import mods
 from attncheck.cli.oracles import oracles
 from attncheck.cli.probe import probe
@@ -65,7 +66,8 @@ def attncheck() -> None:
 
 
 _VERBS = (
-    *(check, gate, faults, repro, probe, fingerprint, init, config, baseline, rmse, bench, list_),
+    *(check, gate, faults, repro, probe, fingerprint, init, config, baseline, rmse, bench, model),
+    list_,
     *(doctor, demo, oracles, mods, blocks, merge, report, completion),
 )
 for _verb in _VERBS:

@@ -17,7 +17,7 @@ import click
 from attncheck.cli import verb
 from attncheck.cli.options import start_worker, typed_command
 from attncheck.cli.standard_output import Interrupts, standard_output
-from attncheck.core.errors import parse_seconds
+from attncheck.core.errors import parse_seconds, require_known
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,13 +31,14 @@ if TYPE_CHECKING:
 
 _MOST_SEARCHES = 4  # of a cause among all models, each of which takes a second
 _SECONDS_BETWEEN_LOOKS = 0.3
+_FLEX_SHAPE = "2x4/2x128x64"
 
 
 @verb.command
 def check(
     interrupts: Interrupts,
     *,
-    spec: str = verb.argument("SPEC"),
+    spec: str | None = verb.argument("SPEC", required=False),
     convention: str | None = verb.option(
         "--convention",
         "NAME",
@@ -57,6 +58,23 @@ def check(
     ),
     names: tuple[str, ...] = verb.several(
         "--question", "NAME", "Ask this one alone, by the name it has in the report (repeatable)."
+    ),
+    recording: str | None = verb.option(
+        "--inputs",
+        "FILE",
+        "Ask the calls that attncheck.capture() or attncheck model recorded (safetensors), and "
+        "nothing else.",
+    ),
+    flex: str | None = verb.option(
+        "--flex",
+        "MOD",
+        "Ask attention with this FlexAttention mask or score mod, FILE.py::NAME or module:NAME, in "
+        "each dtype, forward and backward; SPEC is torch's flex_attention where it is left out.",
+    ),
+    shapes: tuple[str, ...] = verb.several(
+        "--shape",
+        "BxHxLxD",
+        f"Of --flex, as in attncheck rmse (repeatable; default: {_FLEX_SHAPE}).",
     ),
     last_failed: bool = verb.flag(
         "--last-failed",
@@ -88,6 +106,7 @@ def check(
     # Before torch is imported. Its threads wait for each other many times a question, and where
     # others are using the machine, waiting busily costs twenty times the work.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    spec = _asked_kernel(spec, flex, recording, shapes)
     if watch:
         return _watched(interrupts, spec)
     deadline = parse_seconds(timeout, "--timeout")
@@ -107,8 +126,12 @@ def check(
     interrupts.check()  # the imports above take a while, and may have swallowed one
     rendering.check_format(fmt)
     device = usable_device(device)
-    questions = _questions(dtypes, head_dims, names)
-    count = 0 if in_process else processes_ahead(spec, device)
+    options: dict[str, Any] = {"dtypes": dtypes, "head_dims": head_dims, "names": names}
+    questions, mods = _asked(recording, flex, dtypes, head_dims, shapes, names, device)
+    if mods:
+        options["problems"] = [question.case.problem for question in questions]
+    # Those processes draw what they are asked: they have no recording, and no mods.
+    count = 0 if in_process or mods else processes_ahead(spec, device)
     ahead = CallsAhead(spec, convention=convention or "", device=device, processes=count)
     click.get_current_context().call_on_close(ahead.close)
     prepare(device)  # before the file's own Triton functions are decorated
@@ -121,16 +144,15 @@ def check(
             isolated=False if in_process else None,
             deadlines=Deadlines.of(deadline),
             worker=worker,
+            mods=mods,
         )
     except Died as error:
-        asked = (one for one in questions if one.name in (names or (one.name,)))
-        question = next(asked, questions[0])
-        report = _death_report(error, spec, question, device=device, command=command)
+        questions = [one for one in questions if one.name in names] or questions
+        report = _death_report(error, spec, questions[0], device=device, command=command)
     else:
         with closing(host):
             rendering.check_writable(directory, "check")
             report = assemble_report([host.subject], (), device=device, command=command)
-            options: dict[str, Any] = {"dtypes": dtypes, "head_dims": head_dims, "names": names}
             report = _checked(
                 interrupts,
                 report,
@@ -211,6 +233,8 @@ def _checked(
         report = replace(report, kernels={subject.name: subject.summary})
 
     def chosen(names: tuple[str, ...]) -> list[CheckCase]:
+        if "problems" in options:  # a recording's calls, and nothing beside them
+            return questions
         how: dict[str, Any] = {"device": device, **options, "names": names}
         if claims is None:
             return subject_questions(subject, questions, **how)
@@ -317,6 +341,109 @@ def _changes(folder: Path) -> dict[str, int]:
         with suppress(OSError):  # an editor may just be replacing it
             times[path.name] = path.stat().st_mtime_ns
     return times
+
+
+def _asked_kernel(
+    spec: str | None, flex: str | None, recording: str | None, shapes: tuple[str, ...]
+) -> str:
+    """The kernel that is asked; raises UsageError for options that say nothing together."""
+    from attncheck.core.errors import UsageError
+
+    if flex is not None and recording is not None:
+        raise UsageError("--flex and --inputs each say what to ask: leave one out.")
+    if shapes and flex is None:
+        raise UsageError("--shape is of --flex: the questions of a check have their own.")
+    if spec is None and flex is None:
+        raise UsageError("Missing argument 'SPEC'.")
+    return spec or "flex"
+
+
+def _asked(
+    recording: str | None,
+    flex: str | None,
+    dtypes: tuple[str, ...],
+    head_dims: tuple[int, ...],
+    shapes: tuple[str, ...],
+    names: tuple[str, ...],
+    device: str,
+) -> tuple[list[CheckCase], dict[str, str]]:
+    """The questions, and what a kernel's process must load to know their Problems.
+
+    Raises UnknownName for a name that no question has.
+    """
+    from attncheck.verify.environment import prepare
+
+    if recording is None and flex is None:
+        return _questions(dtypes, head_dims, names), {}
+    prepare(device)  # torch's tracer imports Triton
+    found = _recorded(recording, dtypes) if recording else _flexed(flex, dtypes, shapes, device)
+    questions, mods = found
+    require_known("question", names, {question.name for question in questions})
+    return [one for one in questions if one.name in (names or (one.name,))], mods
+
+
+def _recorded(file: str, dtypes: tuple[str, ...]) -> tuple[list[CheckCase], dict[str, str]]:
+    """A recording's calls, and what a kernel's process needs to know them."""
+    from attncheck.cases.check_cases import CheckCase
+    from attncheck.cases.variants import recorded_cells
+    from attncheck.inputs.problem import Case
+
+    questions = [
+        CheckCase(name=cell.variant, summary=f"call of {file}", case=Case(problem=cell.problem))
+        for cell in recorded_cells(file, dtypes)
+    ]
+    return questions, {"recording": file}
+
+
+def _flexed(
+    mod: str | None, dtypes: tuple[str, ...], shapes: tuple[str, ...], device: str
+) -> tuple[list[CheckCase], dict[str, str]]:
+    """Problems with somebody's mask or score mod, and what a kernel's process needs to know it."""
+    from importlib.util import find_spec
+
+    from attncheck.cases.check_cases import CheckCase
+    from attncheck.cases.variants import own_variant, plan_cells
+    from attncheck.core.errors import UsageError
+    from attncheck.core.source_files import load_member
+    from attncheck.inputs.problem import Case
+    from attncheck.mods.mod_files import kind_of_mod
+    from attncheck.verify.kernel_hosts import try_mods
+
+    assert mod is not None, "else nothing says what to ask"
+    if "::" not in mod:
+        module, _, name = mod.partition(":")
+        here = Path(*module.split(".")).with_suffix(".py")
+        found = None if here.is_file() or "." in module or not module else find_spec(module)
+        origin = str(here) if here.is_file() else found and found.origin
+        if not origin or not name:
+            raise UsageError(f"mod {mod!r} is neither FILE.py::NAME nor MODULE:NAME.")
+        mod = f"{origin}::{name}"
+    trial = start_worker(mod, in_process=False, echo=False)
+    assert trial is not None, "a file's name is no kernel's"
+    try_mods({"file": mod.partition("::")[0]}, trial, device=device)
+    kind = kind_of_mod(load_member(mod, f"mod {mod!r}"))
+    if kind is None:
+        raise UsageError(f"{mod!r} is no mask (b, h, q_idx, kv_idx) and no score mod (score, …).")
+    own = own_variant(*((mod, None) if kind == "mask" else (None, mod)))
+    questions = [
+        CheckCase(
+            name="-".join((cell.problem.dtype, shape, "backward" if backward else "forward")),
+            summary=f"{kind} {own.name}",
+            case=Case(problem=cell.problem),
+        )
+        for shape in shapes or (_FLEX_SHAPE,)
+        for backward in (False, True)
+        for cell in plan_cells(
+            dtypes=dtypes or ("fp32", "fp16", "bf16"),
+            variants=(),
+            own=own,
+            shapes=(shape,),
+            distributions=("normal",),
+            seed=0,
+            backward=backward,
+        )
+    ]
+    return questions, {"mask" if kind == "mask" else "score": mod}
 
 
 def _questions(

@@ -41,6 +41,11 @@ def repro(
     device: str | None = verb.device("Where the kernel runs (default: where it did)."),
     timeout: str | None = verb.timeout(),
     in_process: bool = verb.in_process(),
+    recording: str | None = verb.option(
+        "--inputs",
+        "FILE",
+        "The recording that the Case is of (default: the one of that name beside the failure).",
+    ),
     reports: str = verb.option(
         "--reports", "DIR", "Folder in which an ID is looked up.", "reports"
     ),
@@ -75,31 +80,28 @@ def repro(
     spec, convention = kernel or kept.kernel, convention or kept.convention
     worker = start_worker(spec, in_process=in_process) if spec else None
     from attncheck.diagnose.reproduce import run_again
-    from attncheck.subjects.terms import Terms
-    from attncheck.surveys.claims import find_claims
+    from attncheck.surveys.claims import hold_to_convention
     from attncheck.verify.deaths import death_record
     from attncheck.verify.environment import prepare
-    from attncheck.verify.kernel_hosts import on_terms
     from attncheck.workers.process import Died
 
     interrupts.check()  # the imports above take a while, and may have swallowed one
     device = _device(device, kept)
+    mods = _recording(recording, kept)
     case = _case(kept, device)
     prepare(device)  # before the file's own Triton functions are decorated
     how: dict[str, Any] = {"convention": convention, "device": device}
     try:
         isolated = False if in_process else None
-        host = _opened(spec, kept, isolated=isolated, seconds=seconds, worker=worker, **how)
+        run: dict[str, Any] = {"isolated": isolated, "seconds": seconds, "worker": worker}
+        host = _opened(spec, kept, mods=mods, **run, **how)
     except Died as error:
         record = death_record(error, case, kernel=spec)
     else:
         with closing(host):
             # Its convention alone: a diagnosis asks problems that nobody was found to claim.
-            claims = find_claims(host.subject, kernel=spec, device=device)
-            if claims is not None and not claims.timeout:
-                how["convention"] = claims.convention
-                terms = Terms(convention=claims.convention, causal=claims.causal)
-                host.subject = on_terms(host.subject, terms)
+            found = hold_to_convention(host, kernel=spec, device=device)
+            how["convention"] = found or convention
             record = run_again(host.subject, case, device=device)
             if script is not None and record.status != "unsupported":
                 write_script(Path(script), host.subject, case, record, kernel=spec, **how)
@@ -125,6 +127,22 @@ def _case(kept: Reproduction, device: str) -> Case:
     except UsageError as error:
         raise UsageError(f"{one_line(str(kept.source))}: {one_line(str(error))}") from None
     return case
+
+
+def _recording(typed: str | None, kept: Reproduction) -> dict[str, str]:
+    """Load the recording that the Case is of, if any; its file, for the kernel's process."""
+    from attncheck.core.errors import recorded_file
+    from attncheck.inputs import recording_file
+
+    problem = kept.case.get("problem")
+    name = problem.get("distribution") if isinstance(problem, dict) else None
+    file = recorded_file(name) if isinstance(name, str) else None
+    if typed is None and file is not None and (beside := kept.source.parent / file).is_file():
+        typed = str(beside)
+    if typed is None:
+        return {}
+    recording_file.load(typed)
+    return {"recording": typed}
 
 
 def _device(typed: str | None, kept: Reproduction) -> str:

@@ -215,6 +215,8 @@ def _measured(
         trial = start_worker(next(iter(mods.values())), in_process=False, echo=False)
         assert trial is not None, "a file's name is no kernel's"
         try_mods(mods, trial, device=device)
+    if options.recording is not None:
+        mods["recording"] = options.recording
     how: dict[str, Any] = {"in_process": options.in_process, "seconds": seconds, "mods": mods}
     died: dict[str, Died] = {}
     with open_kernels(kernels, device=device, died=died, **how) as hosts:

@@ -83,11 +83,16 @@ _RECORDED = re.compile(r"(.+?):.+@[0-9a-f]{8}", re.DOTALL)
 def refuse_recorded(kind: str, name: str) -> None:
     """Raise ProblemError, with the file to give, for a name of a recording that is not loaded."""
     # Only a name of this form can be cured by a file: others are misspelt.
-    recorded = _RECORDED.fullmatch(name)
-    if recorded:
+    if file := recorded_file(name):
         raise ProblemError(
-            f"{kind} {name!r} is of a recording: give its file {recorded[1]} with --inputs."
+            f"{kind} {name!r} is of a recording: give its file {file} with --inputs."
         )
+
+
+def recorded_file(name: str) -> str | None:
+    """Return the file of the recording that a name is of; None of any other name."""
+    recorded = _RECORDED.fullmatch(name)
+    return recorded[1] if recorded else None
 
 
 def without_recorded(names: Iterable[str]) -> list[str]:

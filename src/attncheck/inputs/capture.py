@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import secrets
 import tempfile
 import warnings
 from collections import Counter
@@ -13,18 +12,21 @@ from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, cast
 
-import msgspec
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import TorchFunctionMode
 
 from attncheck.core.errors import UsageError
 from attncheck.core.formats import FORMATS
-from attncheck.inputs.recorded_calls import DTYPES, METADATA, VERSION, Call, Header, tensor_name
-from attncheck.inputs.recording_file import call_fact, tensor_fact
+from attncheck.inputs.recorded_calls import DTYPES, Call
+from attncheck.inputs.recording_file import (
+    call_fact,
+    draft,
+    tensor_fact,
+    write_calls,
+    write_error,
+)
 
 if TYPE_CHECKING:
     import os
@@ -90,7 +92,7 @@ def capture(
     except BaseException as error:
         if recorder.recorded_calls:
             try:
-                _write(path, recorder)
+                write_calls(path, recorder.recorded_calls)
             except UsageError as write_error:
                 error.add_note(str(write_error))
         raise
@@ -98,7 +100,7 @@ def capture(
         raise UsageError(
             f"capture saw no call of {_NAME} that it could keep: {str(path)!r} is not written."
         )
-    _write(path, recorder)
+    write_calls(path, recorder.recorded_calls)
 
 
 class _Modules:
@@ -359,39 +361,8 @@ def _writable(file: str | os.PathLike[str]) -> Path:
         if path.is_dir():
             raise IsADirectoryError(0, "it is a folder")
         with contextlib.suppress(FileNotFoundError):
-            _draft(path).lstat()  # raises for a name that no file can have
+            draft(path).lstat()  # raises for a name that no file can have
         with tempfile.TemporaryFile(dir=path.parent):
             return path
     except (OSError, ValueError) as error:
-        raise _write_error(path, error) from None
-
-
-def _write(path: Path, recorder: _Recorder) -> None:
-    header = Header(version=VERSION, calls=[call for call, _ in recorder.recorded_calls])
-    tensors = {
-        tensor_name(i, name): tensor
-        for i, (_, copies) in enumerate(recorder.recorded_calls)
-        for name, tensor in copies.items()
-    }
-    draft = _draft(path)
-    try:
-        # Written beside, then renamed: a reader sees the old file or the whole new one.
-        draft.touch(exist_ok=False)
-        mode = draft.stat().st_mode  # as any new file's here; safetensors' is for the owner alone
-        save_file(tensors, draft, {METADATA: msgspec.json.encode(header).decode()})
-        draft.chmod(mode)
-        draft.replace(path)
-    except (OSError, SafetensorError) as error:
-        raise _write_error(path, error) from None
-    finally:
-        draft.unlink(missing_ok=True)
-
-
-def _draft(path: Path) -> Path:
-    """Path of the file before it takes its name."""
-    return path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-
-
-def _write_error(path: Path, error: Exception) -> UsageError:
-    reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-    return UsageError(f"recording {str(path)!r} cannot be written: {reason}.")
+        raise write_error(path, error) from None

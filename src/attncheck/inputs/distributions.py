@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     import numpy as np
     from numpy.typing import NDArray
+    from torch import Tensor
 
     from attncheck.core.draws import Draws
 
@@ -80,6 +81,7 @@ class Distribution:
     generic: bool = True
     # (Draws, Sizes) → the loss's gradient with respect to out; None for standard normal.
     dout: Callable[[Draws, Sizes], Floats] | None = None
+    sink: Callable[[], Tensor] | None = None  # the sinks, where they are not drawn as any are
 
 
 def draw(name: str, sizes: Sizes, seed: int) -> Drawn:

@@ -258,6 +258,9 @@ def zero_inputs(problem: Problem, device: str | torch.device) -> Inputs:
 
 def _sink(problem: Problem) -> torch.Tensor:
     """fp32 logits ``(heads,)``: spread around what a row's scores may add up to, unless named."""
+    own = distributions.distribution_named(problem.distribution).sink
+    if own is not None and not problem.sink_logits:
+        return own()
     if problem.sink_logits:
         return torch.full((problem.heads,), _SINKS[problem.sink_logits])
     amplitude = problem.scale * math.sqrt(problem.head_dim)

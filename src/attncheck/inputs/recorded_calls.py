@@ -9,8 +9,11 @@ from 0, all contiguous:
 | ``i.k`` | (batch, kv_heads, kv, head_dim) | the call's |
 | ``i.v`` | (batch, kv_heads, kv, value_dim) | the call's |
 | ``i.mask`` | (batch, heads, query, kv), each axis possibly 1: the same for all | bool, or fp32, fp16 or bf16 that is added to the scores |
+| ``i.sink`` | (heads,) | fp32 |
+| ``i.dout`` | (batch, heads, query, value_dim) | the call's |
 
-``i.mask`` is there for the mask kinds ``bool`` and ``additive`` alone.
+``i.mask`` is there for the mask kinds ``bool`` and ``additive`` alone, ``i.sink`` for calls with
+sinks, ``i.dout`` for those with a backward.
 """  # noqa: E501  # a table's row is a line
 
 from __future__ import annotations
@@ -25,8 +28,9 @@ import torch
 
 from attncheck.core.errors import ProblemError
 from attncheck.core.mod_spec import FULL, NONE, Dimensions, Entry, Spec
-from attncheck.inputs.distributions import DISTRIBUTIONS, Distribution, Drawn, Sizes
+from attncheck.inputs.distributions import DISTRIBUTIONS, Distribution, Drawn, Floats, Sizes
 from attncheck.inputs.problem import USUAL_SCALE, Problem
+from attncheck.mods.library import build_mask
 from attncheck.mods.masks import MASKS
 from attncheck.mods.scores import SCORES, table_reader
 
@@ -46,7 +50,7 @@ MaskKind = Literal["none", "causal", "causal_bottom_right", "bool", "additive"]
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One call of ``scaled_dot_product_attention``."""
+    """One call of attention."""
 
     # ``call-7``, or the module that made it and its how manieth call it was:
     # ``blocks.0.attention/0``. Printable, and not blank.
@@ -64,15 +68,22 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     mask: MaskKind
     scale: float | None = None  # as it was given; None for the default, 1/√head_dim
     dropout: float = 0.0  # dropout_p. What was dropped is not known: a kernel is judged without.
+    softcap: float | None = None  # scores are bent into ±softcap, before a mask; None for not
+    sink: bool = False  # whether each head has a logit beside its keys
+    backward: bool = False  # whether a loss's gradient with respect to its result is there
 
     @property
     def shapes(self) -> dict[str, tuple[int, int, int, int]]:
-        """Shapes of q, k and v by name."""
-        keys = (self.batch, self.kv_heads, self.kv)
+        """Shapes of q, k, v and dout by name."""
+        rows, keys = (
+            (self.batch, self.heads, self.query),
+            (self.batch, self.kv_heads, self.kv),
+        )
         return {
-            "q": (self.batch, self.heads, self.query, self.head_dim),
+            "q": (*rows, self.head_dim),
             "k": (*keys, self.head_dim),
             "v": (*keys, self.value_dim),
+            "dout": (*rows, self.value_dim),
         }
 
     @property
@@ -105,7 +116,37 @@ def sizes_problem(call: Call) -> Problem:
         value_dim=call.value_dim,
         dtype=call.dtype,
         scale=USUAL_SCALE if call.scale is None else call.scale,
+        score=NONE if call.softcap is None else Spec.of("softcap", cap=call.softcap),
+        sink=call.sink,
+        backward=call.backward,
     )
+
+
+def named_mask(seen: Tensor, dimensions: Dimensions) -> Spec | None:
+    """Return the mask of the library that a table writes out; None where it is none of these.
+
+    Kernels know masks by name: a causal mask that comes as a table would be an arbitrary one.
+
+    Args:
+        seen: bool ``(batch or 1, heads or 1, query or 1, kv or 1)``, True where a row sees a key.
+    """
+    if bool(seen.all()):
+        return FULL
+    table, query, kv = seen[0, 0], dimensions.query, dimensions.kv
+    if table.shape != (query, kv) or not bool((seen == table).all()):
+        return None
+    names = ["causal"] if query >= kv else ["causal", "causal_bottom_right"]
+    window = Spec.of("sliding_window", window=int(table.sum(-1).max()))
+    if kv > query:  # rows are the last ones of as many as keys
+        window = Spec.of("offset", window, rows=kv - query)
+    rows = torch.arange(query, device=seen.device)[:, None]
+    keys = torch.arange(kv, device=seen.device)
+    first = rows.new_zeros(())
+    for mask in (*map(Spec.of, names), window):
+        shown = build_mask(mask, dimensions, str(seen.device))(first, first, rows, keys)
+        if torch.equal(shown, table):
+            return mask
+    return None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -120,6 +161,8 @@ class Recording:
     # ``(batch or 1, heads or 1, query or 1, kv or 1)``: bool (True: seen), or what is added to
     # the scores; None where the call's kind of mask needs no tensor.
     mask: Tensor | None = None
+    sink: Tensor | None = None  # fp32 ``(heads,)``; None for none
+    dout: Tensor | None = None  # ``(batch, heads, query, value_dim)``; None for no backward
 
     @cached_property
     def name(self) -> str:
@@ -130,13 +173,16 @@ class Recording:
         """
         # Of the bits, not of the values: −0 and 0 are different inputs.
         digest = hashlib.sha256()
-        tensors = {"q": self.q, "k": self.k, "v": self.v, "mask": self.mask}
-        for name, tensor in tensors.items():
-            if tensor is None:
-                continue
+        for name, tensor in self.tensors().items():
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
             digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
         return f"{self.file}:{self.call.name}@{digest.hexdigest()[:8]}"
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return those that it has, by name."""
+        names = ("q", "k", "v", "mask", "sink", "dout")
+        named = ((name, getattr(self, name)) for name in names)
+        return {name: tensor for name, tensor in named if tensor is not None}
 
     def problem(self, dtype: str | None = None) -> Problem:
         """The call as a Problem.
@@ -145,21 +191,29 @@ class Recording:
         ``inputs.draw`` rounds to ``dtype``: in the recorded dtype they are the recorded bits.
 
         An additive mask is a score mod that adds it, and −∞ hides a key; one of nothing but 0 and
-        −∞ is the bool mask that it means. A mask that hides nothing is ``full``.
+        −∞ is the bool mask that it means. A bool mask of a name (``named_mask``) has that name.
 
         Args:
             dtype: A name of ``formats.DTYPES`` (default: the recorded one).
         """
         # The mods go by the recording's name: JSON holds no tensors.
-        mask, score = self._mods()
-        return sizes_problem(self.call).replace(
+        mask, added = self._mods()
+        problem = sizes_problem(self.call)
+        score = added if problem.score == NONE else problem.score
+        if NONE not in (added, problem.score):
+            score = Spec.of("chain", problem.score, added)
+        return problem.replace(
             dtype=dtype or self.call.dtype, mask=mask, score=score, distribution=self.name
         )
 
     def register(self) -> None:
         """Make the names that its Problem holds known to this process."""
         DISTRIBUTIONS[self.name] = Distribution(
-            name=self.name, summary=f"recorded: {self.call.name} of {self.file}", draw=self._draw
+            name=self.name,
+            summary=f"recorded: {self.call.name} of {self.file}",
+            draw=self._draw,
+            sink=None if self.sink is None else self.sink.clone,
+            dout=None if (dout := self.dout) is None else lambda *_: _numbers(dout),
         )
         mask, score = self._mods()
         summary = f"recorded with {self.call.name} of {self.file}"
@@ -183,7 +237,9 @@ class Recording:
             return (FULL if self.call.mask == "none" else Spec.of(self.call.mask)), NONE
         if self._visible is None:
             return FULL, Spec.of(self.name)
-        return (FULL if bool(self._visible.all()) else Spec.of(self.name)), NONE
+        batch, heads, query, kv = self.call.scores
+        dimensions = Dimensions(batch=batch, heads=heads, query=query, kv=kv)
+        return named_mask(self._visible, dimensions) or Spec.of(self.name), NONE
 
     def _draw(self, draws: Draws, sizes: Sizes) -> Drawn:
         recorded = tuple(tuple(tensor.shape) for tensor in (self.q, self.k, self.v))
@@ -197,11 +253,7 @@ class Recording:
                 f"distribution {self.name!r} is recorded, there is one draw of it: "
                 f"seed={draws.seed} must be 0."
             )
-        # Copies: what is drawn may be written to.
-        q, k, v = (
-            tensor.to(torch.float64, copy=True).numpy() for tensor in (self.q, self.k, self.v)
-        )
-        return q, k, v
+        return _numbers(self.q), _numbers(self.k), _numbers(self.v)
 
     def _mask_mod(self, _: object, dimensions: Dimensions, device: str) -> MaskMod:
         assert self._visible is not None
@@ -233,3 +285,9 @@ class Recording:
                 f"not fit scores of shape {sizes}."
             )
         return table
+
+
+def _numbers(tensor: Tensor) -> Floats:
+    # A copy: what is drawn may be written to.
+    numbers: Floats = tensor.to(torch.float64, copy=True).numpy()
+    return numbers

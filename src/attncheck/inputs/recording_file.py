@@ -1,16 +1,18 @@
-"""Reading of a recording; whatever is wrong with the file is one line.
+"""Reading and writing of a recording; whatever is wrong with the file is one line.
 
 One place for both, so that no call is written that would make its file unreadable.
 """
 
 from __future__ import annotations
 
+import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from attncheck.core.errors import ProblemError, UsageError
 from attncheck.core.formats import FORMATS
@@ -43,8 +45,19 @@ def call_fact(call: Call) -> str | None:
 
 
 def tensor_fact(call: Call, name: str, tensor: Tensor) -> str | None:
-    """Return what is wrong with q, k, v or the mask of a call; None where nothing is."""
+    """Return what is wrong with a tensor of a call; None where nothing is."""
+    if name == "sink":
+        return _sink_fact(call, tensor)
     return _mask_fact(call, tensor) if name == "mask" else _fact(call, name, tensor)
+
+
+def _sink_fact(call: Call, sink: Tensor) -> str | None:
+    if tuple(sink.shape) != (call.heads,) or sink.dtype != torch.float32:
+        have = f"{tuple(sink.shape)} of {sink.dtype}"
+        return f"its sinks are {have}, but should be ({call.heads},) of torch.float32"
+    if bool((torch.isnan(sink) | torch.isposinf(sink)).any()):
+        return "its sinks hold NaN or +infinity: no error can be measured from them"
+    return None
 
 
 def _fact(call: Call, name: str, tensor: Tensor) -> str | None:
@@ -157,7 +170,8 @@ def _take_tensors(
     if fact:
         _refuse(path, f"{where}: {fact}")
     of_call = {}
-    for name in ["q", "k", "v"] + ["mask"] * (call.mask in {"bool", "additive"}):
+    masked = ["mask"] * (call.mask in {"bool", "additive"})
+    for name in ["q", "k", "v", *masked, *["sink"] * call.sink, *["dout"] * call.backward]:
         stored = tensor_name(index, name)
         if stored not in tensors:
             _refuse(path, f"{where} has no tensor {stored!r}")
@@ -167,3 +181,36 @@ def _take_tensors(
         if fact:
             _refuse(path, f"{where}: {fact}")
     return of_call
+
+
+def write_calls(path: Path, calls: list[tuple[Call, dict[str, Tensor]]]) -> None:
+    """Write calls, each with its tensors by name, contiguous on the CPU; raises UsageError."""
+    header = Header(version=VERSION, calls=[call for call, _ in calls])
+    tensors = {
+        tensor_name(i, name): tensor
+        for i, (_, copies) in enumerate(calls)
+        for name, tensor in copies.items()
+    }
+    beside = draft(path)
+    try:
+        # Written beside, then renamed: a reader sees the old file or the whole new one.
+        beside.touch(exist_ok=False)
+        mode = beside.stat().st_mode  # as any new file's here; safetensors' is for the owner alone
+        save_file(tensors, beside, {METADATA: msgspec.json.encode(header).decode()})
+        beside.chmod(mode)
+        beside.replace(path)
+    except (OSError, SafetensorError) as error:
+        raise write_error(path, error) from None
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def draft(path: Path) -> Path:
+    """Return the path of a file before it takes its name."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+
+
+def write_error(path: Path, error: Exception) -> UsageError:
+    """Return what to say of a file that cannot be written."""
+    reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+    return UsageError(f"recording {str(path)!r} cannot be written: {reason}.")

@@ -19,6 +19,7 @@ from attncheck.records.fault_scores import (
     OwnTestsReport,
     SensitivityReport,
 )
+from attncheck.records.model_report import ModelReport
 from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import Record, Report
 from attncheck.records.run_reports import BaselineComparison, GateReport, PropertyReport
@@ -58,6 +59,7 @@ REPORTS: dict[str, type[msgspec.Struct]] = {
     "mods": ModReport,
     "blocks": BlockReport,
     "fingerprint": FingerprintReport,
+    "model": ModelReport,
 }
 """Every kind of report, by what makes it."""
 

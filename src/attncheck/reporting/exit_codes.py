@@ -13,6 +13,7 @@ from attncheck.records.fault_scores import (
     OwnTestsReport,
     SensitivityReport,
 )
+from attncheck.records.model_report import ModelReport
 from attncheck.records.record import FAILED_STATUSES, UNTRUSTED_STATUSES, Report, Status
 from attncheck.records.survey_reports import (
     CertificateReport,
@@ -33,9 +34,10 @@ PASSED, FAILED, USAGE, INCOMPLETE, UNTESTED, INTERRUPTED = 0, 1, 2, 3, 5, 130
 def exit_code(report: msgspec.Struct) -> int:
     """Return what a verb ends with that made ``report``, which is of any kind but a gate's."""
     match report:
-        case Report() | BenchReport():
+        case Report() | BenchReport() | ModelReport():
             code = _of_statuses(_statuses(report))
-            code = INCOMPLETE if report.incomplete and code != FAILED else code
+            cut = not isinstance(report, ModelReport) and report.incomplete
+            code = INCOMPLETE if cut and code != FAILED else code
         case FaultReport():
             code = _of_faults(report)
         case MutantReport():
@@ -82,10 +84,12 @@ def _of_statuses(statuses: set[Status]) -> int:
     return PASSED if statuses - {"unsupported"} else UNTESTED
 
 
-def _statuses(report: Report | BenchReport) -> set[Status]:
+def _statuses(report: Report | BenchReport | ModelReport) -> set[Status]:
     """Of what was judged; a kernel that is slower than another commit's has failed."""
     if isinstance(report, Report):
         return {record.status for record in report.records}
+    if isinstance(report, ModelReport):
+        return {record.status for record in report.records if not record.beside}
     statuses = {row.record.status for cell in report.cells for row in cell.rows}
     return statuses | {"fail" for one in report.changes if one.finding == "slower"}
 

@@ -17,6 +17,7 @@ from attncheck.records.fault_scores import (
     SensitivityReport,
 )
 from attncheck.records.json_reports import report_json
+from attncheck.records.model_report import ModelReport
 from attncheck.records.record import Report
 from attncheck.records.run_reports import BaselineComparison, GateReport, PropertyReport
 from attncheck.records.survey_reports import (
@@ -33,6 +34,7 @@ from attncheck.reporting.gate_document import gate_document, gate_page
 from attncheck.reporting.html import html_text
 from attncheck.reporting.markdown import cut_markdown, markdown_text
 from attncheck.reporting.measurement_document import measurement_document
+from attncheck.reporting.model_document import model_document
 from attncheck.reporting.mutant_document import mutant_document
 from attncheck.reporting.terminal import document_lines, plain_text, print_lines, print_text
 
@@ -67,6 +69,7 @@ _DOCUMENTS: dict[type, Callable[[Any], Document]] = {
     ModReport: survey_documents.mod_document,
     BlockReport: survey_documents.block_document,
     FingerprintReport: survey_documents.fingerprint_document,
+    ModelReport: model_document,
 }
 _GATE_FILES = {
     "gate.json": "json",

@@ -341,6 +341,22 @@ def hold_to_claims(
     return claims
 
 
+def hold_to_convention(host: KernelHost, *, kernel: str, device: str) -> str:
+    """Have a plain function asked by the convention that it is found to follow, and no more.
+
+    For who asks what nobody was found to claim; arguments as of ``hold_to_claims``.
+
+    Returns:
+        The convention; empty of any other kernel, and where it did not answer.
+    """
+    claims = find_claims(host.subject, kernel=kernel, device=device)
+    if claims is None or claims.timeout:
+        return ""
+    terms = Terms(convention=claims.convention, causal=claims.causal)
+    host.subject = on_terms(host.subject, terms)
+    return claims.convention
+
+
 def find_claims(
     subject: Subject,
     *,

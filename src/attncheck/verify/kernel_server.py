@@ -17,6 +17,7 @@ import torch
 from attncheck.core import strided_alloc
 from attncheck.core.errors import AttncheckError, UsageError
 from attncheck.core.source_files import import_file
+from attncheck.inputs import recording_file
 from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.mod_files import kind_of_mod, load_mask, load_score, mods_in
 from attncheck.subjects.load import load_kernel
@@ -134,9 +135,11 @@ class KernelServer:
         return Frame(kind="started", words={})
 
     def _load_mods(self, words: dict[str, Any]) -> Frame:
-        """Load a ``mask``, a ``score``, or all of a ``file``: Problems may name them."""
+        """Load a ``mask``, ``score`` or ``recording``, or all of a ``file``: Problems name them."""
         try:
             prepare(words["device"])
+            if "recording" in words:
+                recording_file.load(words["recording"])
             for name, load in {"mask": load_mask, "score": load_score}.items():
                 if name in words:
                     load(words[name])

@@ -112,7 +112,8 @@ class KernelConnection:
         paths: Where it and what it starts look for modules first, before this process's places.
         worker: The first process, where one was started ahead of time, here and with nothing
             special; where it echoes, those after it do.
-        mods: The ``mask`` and the ``score`` of a file that Problems will name, ``FILE.py::NAME``.
+        mods: The ``mask`` and the ``score`` of a file that Problems will name, ``FILE.py::NAME``,
+            and the file of a ``recording``.
 
     Attributes:
         description: What the process says of the kernel.
@@ -301,7 +302,7 @@ def load_mods(worker: Worker, mods: Mapping[str, str], device: str, seconds: flo
 
     Args:
         worker: The process; it ends where they cannot be loaded.
-        mods: The ``mask``, the ``score``, or all of a ``file``.
+        mods: The ``mask``, the ``score``, a ``recording``, or all of a ``file``.
         device: ``cpu`` or ``cuda``.
         seconds: That it may take.
 

@@ -1,0 +1,161 @@
+"""``attncheck model``: does a whole transformer still say the same with this kernel?"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from click.core import ParameterSource
+
+from attncheck.cli import verb
+from attncheck.cli.options import open_kernels, start_worker, typed_command
+from attncheck.cli.standard_output import Interrupts, standard_output
+from attncheck.core.errors import parse_seconds
+
+if TYPE_CHECKING:
+    from attncheck.records.model_report import ModelRecord
+    from attncheck.subjects.capabilities.subject import Subject
+
+_COUNT = click.IntRange(min=1)
+_DEFAULT_RIGHT = 19
+
+
+@verb.command
+def model(
+    interrupts: Interrupts,
+    *,
+    specs: tuple[str, ...] = verb.argument("SPEC...", nargs=-1, required=True),
+    kernels: tuple[str, ...] = verb.several(
+        "--kernel",
+        "NAME",
+        "A kernel of `attncheck list`, or FILE.py::NAME (repeatable; default: those of torch).",
+    ),
+    dtype: str = verb.option(
+        "--dtype",
+        "NAME",
+        "Of weights and activations: fp32, fp16 or bf16.",
+        "bf16",
+        type=click.Choice(["fp32", "fp16", "bf16"]),
+    ),
+    layers: int = verb.option("--layers", "N", "Of a built-in model.", 4, type=_COUNT),
+    hidden: int = verb.option(
+        "--hidden",
+        "N",
+        "Width of a built-in model; its heads have 16 columns, or 64 from 256 on.",
+        64,
+        type=_COUNT,
+    ),
+    length: int = verb.option(
+        "--length", "N", "Tokens of each prompt.", 48, type=click.IntRange(min=4)
+    ),
+    batch: int = verb.option("--batch", "N", "Prompts.", 2, type=_COUNT),
+    steps: int = verb.option(
+        "--steps", "N", "Tokens decoded after it, with a cache.", 8, type=click.IntRange(min=0)
+    ),
+    right: int = verb.option(
+        "--right",
+        "N",
+        "Right kernels to compare with: drift beyond all N is chance once in N + 1.",
+        _DEFAULT_RIGHT,
+        type=click.IntRange(2, 25),
+    ),
+    seed: int = verb.option(
+        "--seed", "", "Of random weights and tokens.", 0, type=click.IntRange(min=0)
+    ),
+    device: str | None = verb.device("Where the model runs (default: cuda where there is a GPU)."),
+    timeout: str | None = verb.timeout(),
+    in_process: bool = verb.in_process(),
+    fmt: str = verb.fmt(),
+    directory: str = verb.out("model.json, model.md and model.html"),
+    quiet: bool = verb.quiet(),
+) -> int:
+    """Run transformers with their attention swapped for a kernel, and compare what they say.
+
+    SPEC is llama, gemma, gpt-oss, mistral or bert: small, of random weights; or a folder with a
+    Hugging Face config.json, and weights in safetensors or random ones. Nothing is downloaded.
+
+    Every call of every layer is judged on the tensors that it received. What the model gives, of a
+    prompt, of tokens decoded with a cache and of a training step, is compared with the same model
+    in fp64 with exact attention, beside the same model with right kernels.
+
+    The first call that fails is kept with its tensors: `attncheck repro ID` asks it again.
+
+    Exit code 1 when a call failed or a kernel raised; 5 when no kernel takes the model.
+    """
+    workers = {each: start_worker(each, in_process=in_process) for each in kernels}
+    from attncheck.records.failures import FAILURE_FOLDER
+    from attncheck.records.model_report import ModelReport
+    from attncheck.reporting import exit_codes, rendering
+    from attncheck.surveys.swapped_model import ModelSize, describe_model, transformers_version
+
+    interrupts.check()  # the imports above take a while, and may have swallowed one
+    rendering.check_format(fmt)
+    from attncheck.cli.long_runs import progress
+    from attncheck.subjects.capabilities.named_kernels import subject_named
+    from attncheck.surveys.claims import hold_to_convention
+    from attncheck.surveys.model_survey import names_beside, survey_model
+    from attncheck.verify.environment import environment, prepare, usable_device
+
+    device = usable_device(device)
+    prepare(device)  # before Triton is imported: transformers does
+    version = transformers_version()
+    rendering.check_writable(directory, "model")
+    _refuse_sizes(specs)
+    size = ModelSize(
+        layers=layers,
+        hidden=hidden,
+        length=length,
+        batch=batch,
+        steps=steps,
+        dtype=dtype,
+        device=device,
+        seed=seed,
+    )
+    names = names_beside(device)
+    asked = workers or dict.fromkeys(names)
+    beside: list[Subject] = [subject_named(name) for name in names if name not in asked]
+    total = len(specs) * (1 + right + len(asked) + len(beside))
+    seconds = parse_seconds(timeout, "--timeout") or math.inf
+    records: list[ModelRecord] = []
+    with (
+        open_kernels(asked, device=device, in_process=in_process, seconds=seconds) as hosts,
+        progress(total, quiet=quiet, check=interrupts.check) as advance,
+    ):
+        for kernel, host in hosts.items():
+            hold_to_convention(host, kernel=kernel, device=device)
+        folder = Path(directory) / FAILURE_FOLDER
+        for spec in specs:
+            records += survey_model(
+                spec, size, hosts, beside, right=right, folder=folder, advance=advance
+            )
+    report = ModelReport(
+        command=typed_command(files={"--kernel"}),
+        environment=environment(device),
+        transformers=version,
+        dtype=dtype,
+        batch=batch,
+        length=length,
+        steps=steps,
+        models={Path(spec).name: describe_model(spec, size) for spec in specs},
+        right=right,
+        records=tuple(records),
+    )
+    with interrupts.writing(directory):
+        rendering.write_report(report, directory, "model", formats=("json", "md", "html"))
+    with standard_output():
+        rendering.show(report, fmt)
+    return exit_codes.exit_code(report)
+
+
+def _refuse_sizes(specs: tuple[str, ...]) -> None:
+    """Raise UsageError where a size is typed for a model that has its own."""
+    from attncheck.core.errors import UsageError
+    from attncheck.surveys.swapped_model import SHAPES
+
+    source = click.get_current_context().get_parameter_source
+    typed = [one for one in ("layers", "hidden") if source(one) is ParameterSource.COMMANDLINE]
+    own = [spec for spec in specs if spec not in SHAPES]
+    if own and typed:
+        raise UsageError(f"--{typed[0]} is of built-in models: {own[0]!r} has its own.")
