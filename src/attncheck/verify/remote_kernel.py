@@ -277,7 +277,8 @@ class KernelConnection:
         self.kill()
         message = str(answer.words.get("message"))
         if answer.words.get("kind") == "error":  # not even its names can be read
-            raise UsageError(f"kernel {self._words['kernel']!r}: as it was read, it raised {message}")
+            message = f"as it was read, it raised {message}"
+            raise UsageError(f"kernel {self._words['kernel']!r}: {message}")
         raise (UsageError if answer.kind == "usage" else HostError)(message)
 
     def _exchange(
