@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from attncheck.subjects.capabilities.subject import Subject
     from attncheck.verify.calls_ahead import CallsAhead
     from attncheck.verify.kernel_hosts import KernelHost
+    from attncheck.verify.kernel_messages import RemoteError
     from attncheck.workers.process import Died
 
 _MOST_SEARCHES = 4  # of a cause among all models, each of which takes a second
@@ -119,6 +120,7 @@ def check(
     from attncheck.verify.calls_ahead import CallsAhead, processes_ahead
     from attncheck.verify.environment import prepare, usable_device
     from attncheck.verify.kernel_hosts import open_kernel
+    from attncheck.verify.kernel_messages import RemoteError
     from attncheck.verify.remote_kernel import Deadlines
     from attncheck.verify.verify import assemble_report
     from attncheck.workers.process import Died
@@ -136,6 +138,7 @@ def check(
     click.get_current_context().call_on_close(ahead.close)
     prepare(device)  # before the file's own Triton functions are decorated
     command = typed_command(argument=spec)
+    host = None
     try:
         host = open_kernel(
             spec,
@@ -146,10 +149,6 @@ def check(
             worker=worker,
             mods=mods,
         )
-    except Died as error:
-        questions = [one for one in questions if one.name in names] or questions
-        report = _death_report(error, spec, questions[0], device=device, command=command)
-    else:
         with closing(host):
             rendering.check_writable(directory, "check")
             report = assemble_report([host.subject], (), device=device, command=command)
@@ -165,6 +164,10 @@ def check(
                 quiet=quiet,
                 last_failed=last_failed,
             )
+    except (Died, RemoteError) as error:  # as it was loaded, or tried, or between two questions
+        asked = [one for one in questions if not names or one.name in names] or questions
+        how = {"device": device, "command": command, "loading": host is None}
+        report = _death_report(error, spec, asked, **how)
     with interrupts.writing(directory):
         rendering.write_report(
             report, directory, "check", formats=("json", "md"), document=check_document
@@ -206,7 +209,9 @@ def _checked(
         subject_questions,
     )
     from attncheck.verify.kernel_hosts import on_terms
+    from attncheck.verify.kernel_messages import RemoteError
     from attncheck.verify.remote_kernel import RemoteSubject
+    from attncheck.workers.process import Died
 
     tried = host.subject
     fresh = not options["names"] or "state" in options["names"]
@@ -227,8 +232,10 @@ def _checked(
             asks_beyond=True,
             **options,
         )
-    subject, hung = host.subject, claims.timeout if claims is not None else ""
-    if claims is not None and not hung:
+    subject = host.subject
+    if claims is not None and claims.timeout:  # nobody waits for it once more
+        raise Died("timeout", claims.timeout)
+    if claims is not None:
         # By another convention it says other things of itself.
         report = replace(report, kernels={subject.name: subject.summary})
 
@@ -238,23 +245,21 @@ def _checked(
         how: dict[str, Any] = {"device": device, **options, "names": names}
         if claims is None:
             return subject_questions(subject, questions, **how)
-        if hung:
-            return [one for one in questions if not names or one.name in names] or questions
         return claimed_questions(claims, subject, **how)
 
-    asked = (
-        chosen(options["names"]) if hung else _known(chosen, options["names"], spec, last_failed)
-    )
+    asked = _known(chosen, options["names"], spec, last_failed)
     if claims is not None and (lines := tuple(claims.lines())):
         report = replace(report, claims={subject.name: lines})
     terms = None if claims is None else replace(claims.terms(**options), table=None)
     ahead.expect([question.case.problem for question in asked], terms)
-    report = _answered(interrupts, report, subject, asked, device, quiet=quiet, hung=hung)
+    report = _answered(interrupts, report, subject, asked, device, quiet=quiet)
     beyond = any(one.status in FAILED_STATUSES and one.unclaimed for one in report.records)
-    if terms is not None and not hung and beyond:
+    if terms is not None and beyond:
         # What is wrong beyond its claims is confirmed there too.
         subject = on_terms(subject, terms)
-    return _diagnosed(report, subject, device)
+    with suppress(Died, RemoteError):  # what is wrong is known without its cause
+        report = _diagnosed(report, subject, device)
+    return report
 
 
 def _known(
@@ -295,7 +300,8 @@ def _failed_names(spec: str, directory: str, names: tuple[str, ...]) -> tuple[st
     else:
         fact = f"nothing of {spec} failed last time"
         bad = (one for one in records if one.status in {*FAILED_STATUSES, "flaky"})
-        failed = [one.variant for one in bad if one.kernel == spec]
+        # A kernel is called by its file; one that died before it was, as it was typed.
+        failed = [one.variant for one in bad if one.kernel in {spec, Path(spec).name}]
     left = tuple(dict.fromkeys(name for name in failed if name in (names or failed)))
     if not left:
         click.echo(f"attncheck: {fact}: every question is asked.", err=True)
@@ -475,18 +481,13 @@ def _answered(
     device: str,
     *,
     quiet: bool,
-    hung: str,
 ) -> Report:
-    """The Report with every Record.
-
-    A kernel that did not answer when it was tried (``hung``) is not waited for once more.
-    """
+    """The Report with every Record."""
     from msgspec.structs import replace
 
     from attncheck.cli.long_runs import progress
-    from attncheck.verify.deaths import DEATHS, MOST_DEATHS, death_record
+    from attncheck.verify.deaths import DEATHS, MOST_DEATHS
     from attncheck.verify.verify import iter_records
-    from attncheck.workers.process import Died
 
     cases = [(question.name, question.case) for question in questions]
     records: list[Record] = []
@@ -494,12 +495,7 @@ def _answered(
     with progress(len(questions), quiet=quiet) as advance:
         key = next(iter(report.environments))
         answers = iter_records([subject], cases, device=device, environment_key=key)
-        if hung:
-            error, (name, case) = Died("timeout", hung), cases[0]
-            how = {"kernel": subject.name, "variant": name, "environment": key}
-            record = death_record(error, case, **how, loading=False)
-            answers = iter([record])
-        for question, record in zip(questions, answers, strict=False):
+        for question, record in zip(questions, answers, strict=True):
             if question.unclaimed is not None:
                 record = replace(record, unclaimed=question.unclaimed)  # noqa: PLW2901  # the one to show
             interrupts.check()
@@ -511,29 +507,34 @@ def _answered(
             # Each further one would take as long, or start another process: no verdict needs it.
             if record.status == "timeout" or deaths >= MOST_DEATHS:
                 break
-    report = replace(report, records=tuple(records))
-    left = len(questions) - len(records)
-    return replace(report, incomplete=f"{left} more were not asked") if left else report
+    left = _not_asked(len(questions) - len(records))
+    return replace(report, records=tuple(records), incomplete=left)
 
 
 def _death_report(
-    error: Died, spec: str, question: CheckCase, *, device: str, command: str
+    error: Died | RemoteError, spec: str, asked: list[CheckCase], *, loading: bool, **how: str
 ) -> Report:
-    """Report of a kernel whose process died as it was loaded: the first question fails."""
+    """Report of a kernel that was asked nothing, since its process died: the first one fails."""
     from msgspec.structs import replace
 
     from attncheck.verify.deaths import death_record
     from attncheck.verify.verify import assemble_report
 
-    report = assemble_report((), (), device=device, command=command)
+    report = assemble_report((), (), **how)
     record = death_record(
         error,
-        question.case,
+        asked[0].case,
         kernel=spec,
-        variant=question.name,
+        variant=asked[0].name,
         environment=next(iter(report.environments)),
+        loading=loading,
     )
-    return replace(report, kernels={spec: ""}, records=(record,))
+    report = replace(report, kernels={spec: ""}, records=(record,))
+    return replace(report, incomplete=_not_asked(len(asked) - 1))
+
+
+def _not_asked(count: int) -> str:
+    return f"{count} more were not asked" if count else ""
 
 
 def _diagnosed(report: Report, subject: Subject, device: str) -> Report:

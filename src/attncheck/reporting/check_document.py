@@ -83,23 +83,17 @@ def check_summary(
         quiet: Whether that is all: verdict, cause and problem.
         verbose: Whether every question is shown, and the worst in full.
     """
-    if verbose:
-        page = _document(report, command, report.records)
-        return replace(page, command="", facts=(), verdict_first=True)
     odd = [one for one in report.records if one.status not in {"pass", "unsupported"}]
-    page = _document(report, command, () if quiet else odd[:_MOST_ROWS], remarks=False)
-    more = len(odd) - _MOST_ROWS
-    notes = [f"and {more:,} more: -v shows every question, and the worst in full"]
-    notes = [] if quiet else [*notes[: more > 0], *refusal_lines(report.records, _MOST_REFUSALS)]
-    if not quiet and check_outcome(report) == "pass":
-        notes += [note.text for note in page.notes if note.text != _READING]
-    return replace(
-        page,
-        command="",
-        facts=(),
-        verdict_first=True,
-        notes=tuple(map(Note, [*notes, *(() if quiet else page.facts)])),
-    )
+    shown = report.records if verbose else () if quiet else odd[:_MOST_ROWS]
+    page = _document(report, command, shown, remarks=verbose)
+    if not verbose:
+        more = len(odd) - _MOST_ROWS
+        notes = [f"and {more:,} more: -v shows every question, and the worst in full"][: more > 0]
+        notes += refusal_lines(report.records, _MOST_REFUSALS)
+        if check_outcome(report) == "pass":
+            notes += [note.text for note in page.notes if note.text != _READING]
+        page = replace(page, notes=() if quiet else tuple(map(Note, [*notes, *page.facts])))
+    return replace(page, command="", facts=(), verdict_first=True)
 
 
 def _document(

@@ -43,8 +43,9 @@ def print_lines(lines: Callable[[int], Iterable[Text]], stream: TextIO) -> None:
 
     NO_COLOR, FORCE_COLOR and COLUMNS are heeded.
     """
-    # In a pipe rich takes 80 columns; a log has room for more.
-    sized = stream.isatty() or "COLUMNS" in os.environ
+    columns = os.environ.get("COLUMNS", "")
+    # In a pipe rich takes 80 columns; a log has room for more. In 0 columns it shows nothing.
+    sized = columns.isdecimal() and columns.strip("0") if columns else stream.isatty()
     console = Console(file=stream, width=None if sized else PLAIN_WIDTH)
     with console.capture() as capture:
         # rich would wrap, highlight and take [brackets] for markup: the lines are final.

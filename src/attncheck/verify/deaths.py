@@ -11,6 +11,7 @@ from attncheck.inputs.problem import Case, Problem, head_arrangement
 from attncheck.records.record import FAILED_STATUSES, Record, Status
 from attncheck.subjects.capabilities.subject import Subject
 from attncheck.verify.call_checks import judge_call
+from attncheck.verify.kernel_messages import RemoteError
 from attncheck.verify.remote_kernel import RemoteSubject
 from attncheck.workers.process import Died
 
@@ -86,7 +87,7 @@ def _describe_outcome(record: Record) -> str:
 
 
 def death_record(
-    error: Died,
+    error: Died | RemoteError,
     case: Case,
     *,
     kernel: str,
@@ -94,14 +95,14 @@ def death_record(
     environment: str = "",
     loading: bool = True,
 ) -> Record:
-    """Return the Record of a kernel whose process died before it could be called.
+    """Return the Record of a kernel whose process died, or broke, before it could be called.
 
     Args:
         case: What it was to be asked.
         kernel: What was typed: it died before it could say its name.
         loading: Whether it died as the kernel was loaded, which is said then.
     """
-    statuses: dict[str, Status] = {"oom": "oom", "timeout": "timeout"}
+    statuses: dict[str, Status] = {"oom": "oom", "timeout": "timeout", "error": "error"}
     return Record(
         case_id=case.id,
         case=case.to_json(),

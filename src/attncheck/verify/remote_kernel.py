@@ -199,7 +199,7 @@ class KernelConnection:
         """Ask the kernel on other terms from now on, also in later processes; it says what it is.
 
         Raises:
-            Died: when its process does not answer.
+            Died, RemoteError: when its process does not answer, or asking raised there.
             UsageError: for terms on which it cannot be asked.
         """
         self._terms = msgspec.to_builtins(terms)
@@ -207,9 +207,10 @@ class KernelConnection:
             self.description = self._start()
             return self.description
         answer = self._exchange("hold", self._terms, self.deadlines.load)
+        if answer.kind == "usage":
+            raise UsageError(str(answer.words.get("message")))
         if answer.kind != "described":
-            kind = UsageError if answer.kind == "usage" else HostError
-            raise kind(str(answer.words.get("message")))
+            raise remote_error(answer)
         self.description = answer.words
         return self.description
 
@@ -278,6 +279,9 @@ class KernelConnection:
             return answer.words
         self.kill()
         message = str(answer.words.get("message"))
+        if answer.words.get("kind") == "error":  # not even its names can be read
+            message = f"as it was read, it raised {message}"
+            raise UsageError(f"kernel {self._words['kernel']!r}: {message}")
         raise (UsageError if answer.kind == "usage" else HostError)(message)
 
     def _exchange(
