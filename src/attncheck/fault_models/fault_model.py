@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping  # dataclasses
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -100,6 +101,8 @@ class FaultModel:
             yield one
             if self.of == "backward" and self.of_one_kernel:
                 yield from _of_one_kernel(one, call.backward.exact)
+            elif self.family in {"mask", "tile"}:
+                yield from _with_nan(one, call.parts.dead)
 
     def _forms(self, call: ExactAttention) -> Iterator[Prediction]:
         for steps in self.steps:
@@ -112,6 +115,16 @@ class FaultModel:
                 yield Prediction(outputs=form)
             else:
                 yield Prediction(outputs=form[0], parameters=form[1])
+
+
+def _with_nan(one: Prediction, dead: Tensor) -> Iterator[Prediction]:
+    """Yield the same with NaN in rows that see keys and have lost them all: 0 / 0, or ∞ - ∞."""
+    out, lse = one.outputs.out, one.outputs.lse
+    lost = None if lse is None else (lse == -math.inf) & ~dead
+    if lse is not None and lost is not None and bool(lost.any()):
+        out = torch.where(lost[..., None], math.nan, out)
+        for other in (lse, torch.where(lost, math.nan, lse)):
+            yield replace(one, outputs=Outputs(out, other))
 
 
 def _of_one_kernel(whole: Prediction, exact: Outputs) -> Iterator[Prediction]:
