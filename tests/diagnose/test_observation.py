@@ -104,3 +104,19 @@ def test_keys_of_any_length_are_counted(kv, monkeypatch):
     found = told(monkeypatch, call, PLAIN.replace(batch=1, query=kv, kv=kv, mask=mask))
     assert found.family == FAMILIES["mask"]
     assert any("count although they are hidden" in fact for fact in found.facts)
+
+
+def test_rows_in_which_no_key_counts_are_told(monkeypatch):
+    """Planted: a loop that ends before it begins, for the first rows."""
+
+    def call(run, inputs):
+        outputs = run(inputs)
+        early = torch.arange(outputs.out.shape[2]) < 16
+        return Outputs(
+            outputs.out.masked_fill(early[:, None], 0.0),
+            outputs.lse.masked_fill(early, -torch.inf),
+        )
+
+    found = told(monkeypatch, call, PLAIN.replace(batch=1, mask=Spec.of("causal"), kv=40))
+    assert found.family == FAMILIES["tile"]
+    assert any("do not count in rows 0–15" in fact for fact in found.facts)

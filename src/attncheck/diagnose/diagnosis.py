@@ -312,8 +312,10 @@ class _Failure:
                 yield findings
 
     def takes(self, problem: Problem) -> bool:
-        """Return whether it is asked ``problem``."""
-        return self.executor.refusal(self.subject, problem, self.device) is None
+        """Return whether it is asked ``problem``: any, where it failed beyond what it takes."""
+        refusal = partial(self.executor.refusal, self.subject, device=self.device)
+        own = Case.from_json(self.record.case).problem
+        return refusal(problem) is None or refusal(own) is not None
 
     def ask(self, case: Case) -> list[Asked]:
         """Return what it gives in each run of ``case``; nothing where it does not take it."""

@@ -85,7 +85,8 @@ def observe(
     for other in itertools.islice(independent_cases(case, takes), _INDEPENDENT):
         runs += ask(other)
     runs = [run for run in runs if run.error.proven]
-    # Of the failure, and of the first other one, how often each key counts.
+    # Of the failure, and of the other one with the most keys, how often each key counts.
+    runs[1:] = sorted(runs[1:], key=_measured_keys, reverse=True)
     counts = [_Counts.of(run, call) for run in runs[:2]]
     facts += next((told for one in counts if one is not None and (told := one.facts())), [])
     facts.append(_shortest(case, ask, time.monotonic() + seconds))
@@ -265,6 +266,13 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join([*texts, "…"] if spans[4:] else texts)
 
 
+def _measured_keys(run: Asked) -> int:
+    """Return how many keys have weights that can be measured: all, or none."""
+    problem = run.call.problem
+    fits = problem.operation == "attention" and run.call.whole and run.error.forward
+    return problem.kv if fits and problem.kv <= _MOST_CALLS * problem.value_dim else 0
+
+
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _Counts:
     """How often each key counts in each row, ``(batch, heads, rows, kv)``: 1 where it must, else 0.
@@ -284,8 +292,7 @@ class _Counts:
     def of(cls, asked: Asked, call: Call) -> _Counts | None:
         exact, error, problem = asked.call, asked.error, asked.call.problem
         columns = problem.value_dim
-        fits = problem.operation == "attention" and exact.whole and error.forward
-        if not fits or problem.kv > _MOST_CALLS * columns:
+        if not _measured_keys(asked):
             return None
         inputs = exact.inputs.forward()
         weights, allowed = [], []
@@ -299,14 +306,17 @@ class _Counts:
             one = run.call.v[:, :, start, :1, None]  # in fp8 times its descale
             weights.append(run.error.got["out"][..., :keys] / one)
             allowed.append(run.error.allowed["out"][..., :keys] / one)
+        dead, every = exact.parts.dead, torch.cat(weights, -1)
         lse = error.got.get("lse", exact.parts.lse)
-        if not bool(lse[exact.parts.lse > -torch.inf].isfinite().all()):
+        # A row in which no key counts has none, and weighs nothing.
+        none = dead | ((lse == -torch.inf) & (every == 0).all(-1))
+        if not bool(lse[~none].isfinite().all()):
             return None
-        dead = exact.parts.dead
         odds, own = (
-            (torch.where(dead, 0.0, x)[..., None] - exact.s).exp() for x in (lse, exact.parts.lse)
+            (torch.where(gone, 0.0, x)[..., None] - exact.s).exp()
+            for x, gone in ((lse, none), (exact.parts.lse, dead))
         )
-        counts = torch.cat(weights, -1) * odds
+        counts = every * odds
         # A larger weight is rounded by more than is allowed of the exact one.
         doubt = torch.cat(allowed, -1) * torch.maximum(odds, own)
         if "lse" in error.got:

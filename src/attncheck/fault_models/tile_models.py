@@ -118,7 +118,8 @@ def _(call: ExactAttention) -> Iterator[Form]:
         yield _without(call, edge, tile=size, rows=rows)
         # Rounded up to a whole tile: where the block's first key is that of a tile none is lost.
         begins = edge & _of_block(call, rows, call.seen) & (call.j % size == 0)
-        yield _without(call, edge & ~begins.any(-1, keepdim=True), tile=size, rows=rows)
+        ragged = edge & ~begins.any(-1, keepdim=True)
+        yield _without(call, ragged, tile=size, rows=rows, when="it begins within one")
 
 
 def _of_block(call: ExactAttention, rows: int, seen: Tensor) -> Tensor:
