@@ -181,21 +181,23 @@ def test_a_tile_is_no_other_one_each_time():
     assert (found.level, found.ranked[0].model) == ("named", "maximum-from-zero")
 
 
-def test_rows_that_have_lost_all_their_keys_may_be_nan():
-    steps = FAULT_MODELS["mask-one-key-narrower"].steps[0]
-
+@pytest.mark.parametrize("mean", [False, True], ids=["nan", "mean"])
+def test_rows_that_have_lost_all_their_keys_may_be_anything_usual(mean):
     class Divided(Ideal):
         name = "divided"
+        steps = FAULT_MODELS["mask-one-key-narrower"].steps[0]
 
         def prepare(self, inputs):
             def call():
                 outputs = Ideal.prepare(self, inputs)()
                 lost = (outputs.lse == -torch.inf)[..., None]
-                return replace(outputs, out=outputs.out.masked_fill(lost, torch.nan))
+                usual = inputs.v.float().mean(2, keepdim=True) if mean else torch.tensor(torch.nan)
+                usual = usual.repeat_interleave(inputs.problem.group, 1) if mean else usual
+                out = torch.where(lost, usual.to(outputs.out.dtype), outputs.out)
+                return replace(outputs, out=out, lse=None if mean else outputs.lse)
 
             return call
 
-    Divided.steps = steps
     found = told(Divided(), CAUSAL)
     assert (found.level, found.ranked[0].model) == ("named", "mask-one-key-narrower")
 
