@@ -164,7 +164,7 @@ def test_mutants_of_a_file_are_scored(run, tmp_path):
     assert done.returncode == 0, done.stderr
     (score,) = json.loads((tmp_path / "r.json").read_text())["scores"]
     assert (score["outcome"], score["tool"]) == ("caught", "check")
-    assert "1 of 1 mutants caught." in done.stdout
+    assert "1 of 1 mutants caught, 0 of 1 named." in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -154,22 +154,22 @@ def test_a_declared_arithmetic_decides():
 def test_what_is_costly_is_done_once_for_all_kernels_of_one_arithmetic(monkeypatch):
     from attncheck.verify import evidence_builder as room
 
-    counts = {"allowance": 0}
-    original = room.allowance
+    counts = {"allowances": 0}
+    original = room.allowances
 
     def counted(*arguments):
-        counts["allowance"] += 1
+        counts["allowances"] += 1
         return original(*arguments)
 
-    monkeypatch.setattr(room, "allowance", counted)
+    monkeypatch.setattr(room, "allowances", counted)
     evidence = EvidenceBuilder(Case(problem=PROBLEM), "cpu")
     for subject in (Ideal(), spoiled(lambda *_: None), Ideal(Tiling(block_query=64, block_kv=32))):
         run_case(subject, evidence.case, device=evidence.device, evidence=evidence)
-    assert counts == {"allowance": 1}
+    assert counts == {"allowances": 1}
     run_case(
         Sdpa("math"), evidence.case, device=evidence.device, evidence=evidence
     )  # another arithmetic
-    assert counts == {"allowance": 2}
+    assert counts == {"allowances": 2}
 
 
 def test_a_refusal_that_comes_with_the_call_is_no_error():
@@ -190,7 +190,7 @@ def test_no_memory_for_the_bounds_is_said_in_the_cell(monkeypatch):
     def fail(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(room, "allowance", fail)
+    monkeypatch.setattr(room, "allowances", fail)
     record = judged(Ideal())
     assert (record.status, record.reason) == ("error", "out of memory for the exact result")
 

@@ -26,13 +26,13 @@ _USUAL_LAYOUTS = ("ragged", "causal")
 # it, from what each question shows of each model. A question that is not there comes after these.
 ORDER = tuple(
     """
-    window-edge decode-empty-rows padding negative positive-ragged causal-tall uniform
-    decode-causal-even isolated-ragged gqa sink decode-one-query window-wide long-sum large
-    scale ones-ragged empty-rows one-key causal-wide ramp-ragged decode-causal-tall window
-    causal-even decode-padding ragged decode-window negative-ragged outliers decode-gqa
-    decode-causal-wide isolated-causal-2 causal ramp-causal-2 negative-causal two_level-ragged
-    one-query one-hot positive-causal two_level-causal-2 mean-causal decode-causal ones-causal
-    decode-ragged plain mean-ragged
+    padding window-edge decode-empty-rows negative positive-ragged causal-tall uniform
+    causal-even isolated-ragged long-sum gqa window-wide decode-one-query scale large
+    ones-ragged causal-wide sink mean-ragged one-key empty-rows window two_level-ragged
+    decode-causal-wide ones-causal positive-causal decode-causal-tall decode-padding one-hot
+    ragged decode-window negative-ragged ramp-ragged decode-causal-even decode-ragged
+    negative-causal mean-causal decode-causal decode-gqa plain outliers isolated-causal-2 causal
+    ramp-causal-2 one-query two_level-causal-2
     """.split()  # noqa: SIM905  # as a list it has a line for each of fifty
 )
 _ROUNDS = 2  # of a probe's numbers: decoding is done in one, ramps are fast and slow
