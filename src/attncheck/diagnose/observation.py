@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from attncheck.core.tensor_names import TensorName
     from attncheck.diagnose.confirmation import Ask
     from attncheck.diagnose.explanations import Asked
     from attncheck.fault_models.exact_attention import ExactAttention
@@ -98,10 +99,10 @@ def observe(
     # A score mod that is off changes weights as if parts were not rescaled, or keys not there.
     elif family is None or (family != "gradient" and needed & {"score", "sink"}):
         family = next((family for name, family in _TOLD_BY.items() if name in needed), family)
-    if family is None and (told := _misplaced(runs, call)):
-        family, facts = "mapping", [*facts, told]
-    if family is None and (told := _by_order(case.problem, call, takes)):
-        family, facts = "rescaling", [*facts, told]
+    if family is None and (fact := _misplaced(runs, call)):
+        family, facts = "mapping", [*facts, fact]
+    if family is None and (fact := _by_order(case.problem, call, takes)):
+        family, facts = "rescaling", [*facts, fact]
     return Observations(family=family, facts=tuple(filter(None, facts)))
 
 
@@ -510,16 +511,15 @@ def _changes(one: Asked, other: Asked) -> Tensor:
 
     ``(batch, heads, rows, value_dim + 1)``
     """
-    parts = []
-    for name in ("out", "lse"):
-        if name not in one.error.got:
-            parts.append(torch.zeros_like(parts[0][..., :1]))
-            continue
+
+    def differ(name: TensorName) -> Tensor:
         a, b = one.error.got[name], other.error.got[name]
         allowed = one.error.allowed[name] + other.error.allowed[name]
-        same = ((a - b).abs() <= allowed) | (a == b) | (a.isnan() & b.isnan())
-        parts.append(~same if name == "out" else ~same[..., None])
-    return torch.cat(parts, -1)
+        return ~(((a - b).abs() <= allowed) | (a == b) | (a.isnan() & b.isnan()))
+
+    out = differ("out")
+    lse = differ("lse")[..., None] if "lse" in one.error.got else torch.zeros_like(out[..., :1])
+    return torch.cat([out, lse], -1)
 
 
 def _must_change(one: Asked, other: Asked) -> Tensor:

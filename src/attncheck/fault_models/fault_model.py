@@ -130,7 +130,8 @@ def _of_lost_rows(one: Prediction, call: ExactAttention) -> Iterator[Prediction]
         nan = torch.where(lost[..., None], math.nan, out)
         yield replace(one, outputs=Outputs(nan, other))
     # All keys, or those of a causal loop.
-    for end in (call.problem.kv, *((call.i // rows + 1) * rows for rows in call.row_tiles)):
+    ends = [torch.tensor(call.problem.kv)]
+    for end in [*ends, *((call.i // rows + 1) * rows for rows in call.row_tiles)]:
         visited = (call.j < end).double()
         mean = visited @ call.v / visited.sum(-1, keepdim=True)
         yield replace(one, outputs=Outputs(torch.where(lost[..., None], mean, out), lse))
