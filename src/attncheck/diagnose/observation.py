@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     Call = Callable[[Inputs], Asked | None]
     """What the kernel gives of Inputs; None where it does not take them."""
 
-_INDEPENDENT = 5  # problems that are asked
+_INDEPENDENT = 6  # problems that are asked
 _LENGTHS = (1, 2, 4, 8, 16, 17, 32, 33, 64, 65, 128, 129)
 _TILE = 16  # keys of the smallest tile that kernels have
 _WHOLE_TILES = 128  # keys that are whole tiles of any size
