@@ -92,6 +92,14 @@ def test_an_output_off_by_a_factor_is_told(each, monkeypatch):
     assert found.family == FAMILIES["rescaling" if each else "factor"]
 
 
+def test_scores_off_by_a_factor_are_told(monkeypatch):
+    def call(run, inputs):
+        problem = inputs.problem
+        return run(inputs.replace(problem=problem.replace(scale=problem.scale / 3)))
+
+    assert told(monkeypatch, call).family == FAMILIES["factor"]
+
+
 @pytest.mark.parametrize("kv", [70, 150])
 def test_keys_of_any_length_are_counted(kv, monkeypatch):
     """Planted: a window that is wider by two."""

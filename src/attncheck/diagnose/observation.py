@@ -380,6 +380,8 @@ class _Counts:
             kept = self._tiles((self.seen & sure & ~wrong).double()).sum(-1) > 0
             gone = self._tiles(wrong.double()).sum(-1) > 0
             return "mask" if bool((kept & gone).any()) else "tile"
+        if self._of_one_factor():
+            return "factor"
         # Each tile of a row by a factor of its own, and not all by one.
         low = torch.where(self.seen, self.counts - self.doubt, -torch.inf)
         high = torch.where(self.seen, self.counts + self.doubt, torch.inf)
@@ -390,6 +392,22 @@ class _Counts:
         # What counts a whole number of times is a tile that is gone, or there again.
         by_tile = by_tile and bool((least.ceil() > most).any())
         return "rescaling" if by_tile and self.with_lse and not hidden else None
+
+    def _of_one_factor(self) -> bool:
+        """Return whether the weights are those of all scores times one number."""
+        call = self.asked.call
+        sure = self.seen & (self.counts > 2 * self.doubt)
+        number = sure.sum(-1, keepdim=True).clamp(min=1)
+
+        def centred(x: Tensor) -> Tensor:
+            x = torch.where(sure, x, 0.0)
+            return torch.where(sure, x - x.sum(-1, keepdim=True) / number, 0.0)
+
+        s, logs = centred(call.s), centred(self.counts.log())
+        factor = 1.0 + (s * logs).sum() / s.square().sum()
+        parts = call.softmax(torch.where(call.seen, call.s * factor, -torch.inf), sink=call.sink)
+        says = FaultPrediction(name="", tensors=parts.outputs.tensors())
+        return call.problem.score == NONE and self.asked.error.agrees(says)
 
     def _tiles(self, x: Tensor, fill: float = 0.0) -> Tensor:
         """Keys in tiles, ``(…, tiles, keys of one)``."""
