@@ -36,8 +36,9 @@ def tiled(query, key, value, scale, first_hidden):
     total = torch.zeros_like(maximum)
     out = query.new_zeros((*query.shape[:3], value.shape[3]), dtype=torch.float32)
     rows = torch.arange(query.shape[2], device=query.device)
+    wide = query.float()  # once: autograd adds up the gradients of all tiles in its dtype
     for columns in torch.arange(key.shape[2], device=query.device).split(BLOCK):
-        scores = query.float() @ key[:, :, columns].mT * scale
+        scores = wide @ key[:, :, columns].mT * scale
         hidden = columns - rows[:, None] >= first_hidden
         scores = scores.masked_fill(hidden, -math.inf)
         # Its gradient is 0 in exact arithmetic, and would only add rounding.

@@ -1,6 +1,7 @@
 """What is named, what is a family, what nobody knows: faults planted in the ideal kernel."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -169,6 +170,52 @@ def test_few_answers_confirm_nothing():
     )
     assert few.problems == 2
     assert not few.confirmed
+
+
+def test_a_tile_is_no_other_one_each_time():
+    """Planted: of one key, and of many that are all lost, a tile that is dropped says the same."""
+    steps = FAULT_MODELS["maximum-from-zero"].steps[0]
+    fields = {"name": "faulty", "steps": steps, "tiling": lambda *_: None}
+    problem = Problem(head_dim=16, dtype="bf16", distribution="negative_logits")
+    found = told(type("Faulty", (Ideal,), fields)(), problem.replace(query=1, kv=1))
+    assert (found.level, found.ranked[0].model) == ("named", "maximum-from-zero")
+
+
+@pytest.mark.parametrize("mean", [False, True], ids=["nan", "mean"])
+def test_rows_that_have_lost_all_their_keys_may_be_anything_usual(mean):
+    class Divided(Ideal):
+        name = "divided"
+        steps = FAULT_MODELS["mask-one-key-narrower"].steps[0]
+
+        def prepare(self, inputs):
+            def call():
+                outputs = Ideal.prepare(self, inputs)()
+                lost = (outputs.lse == -torch.inf)[..., None]
+                usual = inputs.v.float().mean(2, keepdim=True) if mean else torch.tensor(torch.nan)
+                usual = usual.repeat_interleave(inputs.problem.group, 1) if mean else usual
+                out = torch.where(lost, usual.to(outputs.out.dtype), outputs.out)
+                return replace(outputs, out=out, lse=None if mean else outputs.lse)
+
+            return call
+
+    found = told(Divided(), CAUSAL)
+    assert (found.level, found.ranked[0].model) == ("named", "mask-one-key-narrower")
+
+
+def test_what_fails_beyond_what_a_kernel_takes_is_asked_beyond_it():
+    """Planted: on whole tiles, which it is said to take alone, it is right."""
+
+    class Padded(Ideal):
+        name = "padded"
+
+        def inside(self, keys, kv):
+            return torch.ones_like(keys, dtype=torch.bool)
+
+    record = run_case(Padded(), Case(problem=PLAIN), device="cpu")
+    assert record.status == "fail"
+    Padded.unsupported = lambda _, problem, device: "too ragged" if problem.kv % 128 else None
+    found = diagnose_failure(record, Padded(), device="cpu").diagnosis
+    assert (found.level, found.ranked[0].model) == ("named", "tail-unmasked")
 
 
 def test_a_loop_that_is_wrong_under_a_mask_alone_is_right_without_one():

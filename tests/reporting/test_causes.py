@@ -172,7 +172,7 @@ def test_the_section_counts_what_is_explained_and_what_is_not():
     (facts,) = section.blocks
     assert [label for label, _ in facts.pairs] == ["3 failures", "", "", "1 failure", "", ""]
     assert facts.pairs[3][1] == "of unknown cause: rule bound"
-    assert causes_section(shown[1:]).title == "no cause is known of 1 failure"
+    assert causes_section(shown[1:]).title == "no cause is certain of 1 failure"
 
 
 def test_a_gate_begins_with_its_causes_and_shows_the_smallest_problem():

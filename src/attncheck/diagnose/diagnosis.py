@@ -17,7 +17,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from attncheck.core.errors import AttncheckError
-from attncheck.diagnose.confirmation import confirm, contradicted, observe
+from attncheck.diagnose.confirmation import confirm, contradicted
 from attncheck.diagnose.explanations import (
     NO_FIT,
     Asked,
@@ -27,6 +27,7 @@ from attncheck.diagnose.explanations import (
     observed_error,
     pair_count,
 )
+from attncheck.diagnose.observation import observe
 from attncheck.diagnose.out_of_bounds_reads import (
     changes_between_calls,
     misread_strides,
@@ -52,6 +53,7 @@ from attncheck.verify.run_case import run_case
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
+    from attncheck.inputs.input_tensors import Inputs
     from attncheck.judge.fault_explanation import FaultExplanation
     from attncheck.subjects.capabilities.subject import Subject
 
@@ -310,8 +312,10 @@ class _Failure:
                 yield findings
 
     def takes(self, problem: Problem) -> bool:
-        """Return whether it is asked ``problem``."""
-        return self.executor.refusal(self.subject, problem, self.device) is None
+        """Return whether it is asked ``problem``: any, where it failed beyond what it takes."""
+        refusal = partial(self.executor.refusal, self.subject, device=self.device)
+        own = Case.from_json(self.record.case).problem
+        return refusal(problem) is None or refusal(own) is not None
 
     def ask(self, case: Case) -> list[Asked]:
         """Return what it gives in each run of ``case``; nothing where it does not take it."""
@@ -320,14 +324,27 @@ class _Failure:
                 return []
             runs = []
             for number, evidence in self._runs(case):
-                with allocator_filled("pattern"):
-                    origin = Origin(case=case, run=number)
-                    result = self.executor.run(self.subject, evidence.inputs, origin=origin)
-                if not isinstance(result, Execution):
+                run = self._asked(evidence, Origin(case=case, run=number))
+                if run is None:
                     return []
-                runs.append(observed_error(result, evidence))
+                runs.append(run)
             return runs
         return []
+
+    def call(self, inputs: Inputs) -> Asked | None:
+        """Return what it gives of ``inputs``; None where it does not take them."""
+        with _skip_unfit():
+            evidence = EvidenceBuilder(
+                Case(problem=inputs.problem), self.device, inputs.to(self.device)
+            )
+            evidence.establish(reference_errors=False)
+            return self._asked(evidence)
+        return None
+
+    def _asked(self, evidence: EvidenceBuilder, origin: Origin | None = None) -> Asked | None:
+        with allocator_filled("pattern"):
+            result = self.executor.run(self.subject, evidence.inputs, origin=origin)
+        return observed_error(result, evidence) if isinstance(result, Execution) else None
 
     def by_models(
         self, findings: Findings, before: Findings | None, passed: Sequence[Case]
@@ -377,6 +394,7 @@ class _Failure:
                     findings.asked,
                     Case.from_json(self.record.case),
                     self.ask,
+                    self.call,
                     varies=findings.varies,
                     seconds=_OBSERVING,
                     takes=self.takes,

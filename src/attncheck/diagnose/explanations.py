@@ -12,6 +12,7 @@ import torch
 
 from attncheck.core.errors import AttncheckError
 from attncheck.fault_models import FAULT_MODELS, ORDER, ExactAttention, FaultModel
+from attncheck.fault_models.exact_attention import TRIED_TILES
 from attncheck.judge.fault_explanation import (
     FaultExplanation,
     FaultPrediction,
@@ -22,7 +23,7 @@ from attncheck.records.record import TileMap
 from attncheck.verify.allowances import deterministic_bounds, gradient_allowance
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
     from torch import Tensor
 
@@ -122,24 +123,40 @@ class Findings:
     varies: bool = False  # whether two calls, with other things in free memory, differ
 
 
-def form_words(asked: Asked, model: FaultModel) -> set[object] | None:
+Forms = dict[object, set[object]]
+"""Forms of a model by their words, each with the tiles that it may be of."""
+
+
+def fitting_forms(asked: Asked, model: FaultModel) -> Forms | None:
     """Return the forms of ``model`` that predict all that a kernel gave, right or wrong.
 
-    A form by its words, for its numbers go with the problem's sizes. None where the model
-    says nothing of it, and the kernel is right; empty where it is refuted.
+    None where the model says nothing of it, and the kernel is right; empty where it is refuted.
+    Other numbers than a tile go with the problem's sizes.
     """
     error, problem = asked.error, asked.call.problem
     of = "forward" if error.forward else "backward"
     if error.proven and model.of != of:
-        return set()
-    forms = list(_predictions(asked.call, [model])) if model.applies(problem) else []
-    if not error.proven and all(error.agrees(one) for one in forms):
+        return {}
+    every = list(_predictions(asked.call, [model])) if model.applies(problem) else []
+    if not error.proven and all(error.agrees(one) for one in every):
         return None
-    return {
-        tuple((k, v) for k, v in one.parameters.items() if isinstance(v, str))
-        for one in forms
-        if error.agrees(one)
-    }
+    forms: Forms = {}
+    for one in every:
+        if error.agrees(one):
+            words = tuple((k, v) for k, v in one.parameters.items() if isinstance(v, str))
+            forms.setdefault(words, set()).update(_tiles_alike(one, problem))
+    return forms
+
+
+def _tiles_alike(one: FaultPrediction, problem: Problem) -> Iterable[object]:
+    """Yield the tiles of which a form is: where one holds all keys, each that is larger is alike.
+
+    How many splits there are goes with the length, and where they are cut.
+    """
+    tile = None if "splits" in one.parameters else one.parameters.get("tile")
+    if not isinstance(tile, int) or tile < problem.kv:
+        return (tile,)
+    return range(tile, max(tile, _MOST_KEYS) + 1, TRIED_TILES[0])
 
 
 def form_tiles(asked: Asked, model: FaultModel) -> dict[object, bool]:

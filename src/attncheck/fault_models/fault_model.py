@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping  # dataclasses
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -100,6 +101,8 @@ class FaultModel:
             yield one
             if self.of == "backward" and self.of_one_kernel:
                 yield from _of_one_kernel(one, call.backward.exact)
+            elif self.family in {"mask", "tile"}:
+                yield from _of_lost_rows(one, call)
 
     def _forms(self, call: ExactAttention) -> Iterator[Prediction]:
         for steps in self.steps:
@@ -112,6 +115,26 @@ class FaultModel:
                 yield Prediction(outputs=form)
             else:
                 yield Prediction(outputs=form[0], parameters=form[1])
+
+
+def _of_lost_rows(one: Prediction, call: ExactAttention) -> Iterator[Prediction]:
+    """Yield what else a kernel may give of rows that see keys and have lost them all.
+
+    That is NaN, of 0 / 0 or ∞ - ∞, or the mean of what is visited, where what hides keys is finite.
+    """
+    out, lse = one.outputs.out, one.outputs.lse
+    lost = torch.zeros(()) if lse is None else (lse == -math.inf) & ~call.parts.dead
+    if lse is None or not bool(lost.any()):
+        return
+    for other in (lse, torch.where(lost, math.nan, lse)):
+        nan = torch.where(lost[..., None], math.nan, out)
+        yield replace(one, outputs=Outputs(nan, other))
+    # All keys, or those of a causal loop.
+    ends = [torch.tensor(call.problem.kv)]
+    for end in [*ends, *((call.i // rows + 1) * rows for rows in call.row_tiles)]:
+        visited = (call.j < end).double()
+        mean = visited @ call.v / visited.sum(-1, keepdim=True)
+        yield replace(one, outputs=Outputs(torch.where(lost[..., None], mean, out), lse))
 
 
 def _of_one_kernel(whole: Prediction, exact: Outputs) -> Iterator[Prediction]:

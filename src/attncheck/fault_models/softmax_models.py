@@ -33,7 +33,7 @@ _SENTINELS = (0.0, -1e4, -1e5, -1e6, -1e9, -1e10, -1e30, -65504.0, -3.4028234663
 @_model(
     "not-normalised",
     "the output is not divided by the row sum, or multiplied by it",
-    family="factor",
+    family="rescaling",
 )
 def _(call: ExactAttention) -> Iterator[Form]:
     parts = call.parts

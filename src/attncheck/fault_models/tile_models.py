@@ -94,17 +94,6 @@ def _without(
     return call.attend(seen=call.seen & ~keys), parameters
 
 
-def _or_nan(call: ExactAttention, outputs: Outputs) -> Iterator[Outputs]:
-    """Yield outputs, and the same with NaN where a row has lost all its keys: 0 / 0."""
-    yield outputs
-    assert outputs.lse is not None, "as it was made"
-    lost = (outputs.lse == -math.inf) & ~call.parts.dead
-    if bool(lost.any()):
-        out = torch.where(lost[..., None], math.nan, outputs.out)
-        for lse in (outputs.lse, torch.where(lost, math.nan, outputs.lse)):
-            yield Outputs(out, lse)
-
-
 @_model("last-tile-dropped", "the last tile of keys is never visited")
 def _(call: ExactAttention) -> Iterator[Form]:
     kv = call.problem.kv
@@ -113,8 +102,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
         outputs, parameters = _without(call, tile == (kv - 1) // size, tile=size)
         yield outputs, parameters
         # Only where it is not full: the number of tiles is rounded down.
-        for one in _or_nan(call, outputs if kv % size else call.exact):
-            yield one, {**parameters, "when": "not full"}
+        yield outputs if kv % size else call.exact, {**parameters, "when": "not full"}
     # Of each block of rows the last tile that they see something in.
     for rows, size in call.tilings:
         edge = _edge_tiles(call, rows, size, last=True)
@@ -130,7 +118,8 @@ def _(call: ExactAttention) -> Iterator[Form]:
         yield _without(call, edge, tile=size, rows=rows)
         # Rounded up to a whole tile: where the block's first key is that of a tile none is lost.
         begins = edge & _of_block(call, rows, call.seen) & (call.j % size == 0)
-        yield _without(call, edge & ~begins.any(-1, keepdim=True), tile=size, rows=rows)
+        ragged = edge & ~begins.any(-1, keepdim=True)
+        yield _without(call, ragged, tile=size, rows=rows, when="it begins within one")
 
 
 def _of_block(call: ExactAttention, rows: int, seen: Tensor) -> Tensor:
@@ -158,11 +147,9 @@ def _(call: ExactAttention) -> Iterator[Form]:
     for rows in call.row_tiles:
         # A loop that begins at a block's own rows, with what it asks for in whole tiles.
         yield _without(call, call.j < call.i // rows * rows, rows=rows)
-        # A causal loop that ends where the block's own rows begin; a row of no key is NaN, or 0.
+        # A causal loop that ends where the block's own rows begin.
         if has_mask("causal", "causal_bottom_right", "sliding_window")(call.problem):
-            outputs, _ = _without(call, call.j >= call.i // rows * rows)
-            for one in _or_nan(call, outputs):
-                yield one, {"rows": rows}
+            yield _without(call, call.j >= call.i // rows * rows, rows=rows)
 
 
 @_model(

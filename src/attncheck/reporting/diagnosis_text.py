@@ -245,7 +245,7 @@ def causes_title(groups: Sequence[CauseGroup]) -> str:
     known = [len(group.members) for group in groups if group.known]
     failures = plural(sum(len(group.members) for group in groups), "failure")
     if not known:
-        return f"no cause is known of {failures}"
+        return f"no cause is certain of {failures}"
     verb = "explains" if len(known) == 1 else "explain"
     return f"{plural(len(known), 'cause')} {verb} {sum(known):,} of {failures}"
 

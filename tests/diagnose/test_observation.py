@@ -1,0 +1,130 @@
+"""What is seen of a failure of which no model is tried: faults planted around the ideal kernel."""
+
+import pytest
+import torch
+
+from attncheck.core.mod_spec import Spec
+from attncheck.core.outputs import Outputs
+from attncheck.diagnose import diagnosis
+from attncheck.diagnose.diagnosis import diagnose_failure
+from attncheck.diagnose.explanations import explain
+from attncheck.fault_models import FAULT_MODELS
+from attncheck.fault_models.fault_model import FAMILIES
+from attncheck.inputs.problem import Case, Problem
+from attncheck.subjects.ideal import Ideal
+from attncheck.verify.run_case import run_case
+
+PLAIN = Problem(query=40, kv=70, heads=4, kv_heads=2, batch=2, head_dim=64, dtype="bf16")
+ROWS = "rows change with the queries of others, and not with their own"
+HEADS = "other sequences or heads change with the keys and values of sequence 0, key head 0"
+
+
+def told(monkeypatch, call, problem=PLAIN):
+    """What a diagnosis without models tells of ``call``, which is given the right kernel's own."""
+
+    class Faulty(Ideal):
+        name = "faulty"
+
+        def prepare(self, inputs):
+            return lambda: call(lambda read: Ideal.prepare(self, read)(), inputs)
+
+    def by_none(*values, among=FAULT_MODELS, **named):
+        return explain(*values, among=(), **named)
+
+    monkeypatch.setattr(diagnosis, "explain", by_none)
+    record = run_case(Faulty(), Case(problem=problem), device="cpu")
+    assert record.status == "fail"
+    return diagnose_failure(record, Faulty(), device="cpu").diagnosis
+
+
+def _first(tensor):
+    return tensor[:1, :1].expand(tensor.shape).contiguous()
+
+
+def _values_of_keys(x):
+    return x.replace(k=x.v.clone()) if x.v.shape == x.k.shape else x
+
+
+ELSEWHERE = {
+    "the row before": (lambda x: x.replace(q=x.q.roll(1, 2)), ROWS),
+    "the first key head": (lambda x: x.replace(k=_first(x.k)), HEADS),
+    "values for keys": (_values_of_keys, "LSE changes with the values"),
+    "values turned": (
+        lambda x: x.replace(v=x.v.roll(1, 3)),
+        "columns change with other columns of the values",
+    ),
+    "the first key": (
+        lambda x: x.replace(k=x.k[:, :, :1].expand(x.k.shape).contiguous()),
+        "and with their values",
+    ),
+    "column 0": (
+        lambda x: x.replace(q=x.q[..., :1].expand(x.q.shape).contiguous()),
+        "nothing changes with columns 16 and more of q",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_numbers_that_are_read_elsewhere_are_told(name, monkeypatch):
+    change, fact = ELSEWHERE[name]
+    found = told(monkeypatch, lambda run, inputs: run(change(inputs)))
+    assert (found.level, found.family) == ("family", FAMILIES["mapping"])
+    assert any(fact in one for one in found.facts)
+
+
+def test_rows_that_are_written_elsewhere_are_told(monkeypatch):
+    def call(run, inputs):
+        outputs = run(inputs)
+        return Outputs(outputs.out.roll(1, 1), outputs.lse)
+
+    found = told(monkeypatch, call)
+    assert found.family == FAMILIES["mapping"]
+
+
+@pytest.mark.parametrize("each", [True, False], ids=["each row its own", "one for all"])
+def test_an_output_off_by_a_factor_is_told(each, monkeypatch):
+    def call(run, inputs):
+        outputs = run(inputs)
+        row = torch.arange(1.0, outputs.out.shape[2] + 1)[:, None] if each else 1.5
+        return Outputs((outputs.out.float() * row).to(outputs.out.dtype), outputs.lse)
+
+    found = told(monkeypatch, call, PLAIN.replace(kv=128))
+    assert found.family == FAMILIES["rescaling" if each else "factor"]
+
+
+def test_scores_off_by_a_factor_are_told(monkeypatch):
+    def call(run, inputs):
+        problem = inputs.problem
+        return run(inputs.replace(problem=problem.replace(scale=problem.scale / 3)))
+
+    assert told(monkeypatch, call).family == FAMILIES["factor"]
+
+
+@pytest.mark.parametrize("kv", [70, 150])
+def test_keys_of_any_length_are_counted(kv, monkeypatch):
+    """Planted: a window that is wider by two."""
+
+    def call(run, inputs):
+        wider = inputs.problem.replace(mask=Spec.of("sliding_window", window=9))
+        return run(inputs.replace(problem=wider))
+
+    mask = Spec.of("sliding_window", window=7)
+    found = told(monkeypatch, call, PLAIN.replace(batch=1, query=kv, kv=kv, mask=mask))
+    assert found.family == FAMILIES["mask"]
+    assert any("count although they are hidden" in fact for fact in found.facts)
+
+
+def test_rows_in_which_no_key_counts_are_told(monkeypatch):
+    """Planted: a loop that ends before it begins, for the first rows."""
+
+    def call(run, inputs):
+        outputs = run(inputs)
+        early = torch.arange(outputs.out.shape[2]) < 16
+        return Outputs(
+            outputs.out.masked_fill(early[:, None], 0.0),
+            outputs.lse.masked_fill(early, -torch.inf),
+        )
+
+    found = told(monkeypatch, call, PLAIN.replace(batch=1, mask=Spec.of("causal"), kv=40))
+    assert found.family == FAMILIES["tile"]
+    assert any("do not count in rows 0–15" in fact for fact in found.facts)
