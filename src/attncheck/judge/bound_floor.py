@@ -1,4 +1,4 @@
-"""Floors of the deterministic bound, from a few numbers of every row: ``A floor`` in bounds.md.
+"""Floors of the deterministic bound, from a few numbers of every row: equation B41.
 
 The bound takes some hundred passes over all (row, key) pairs, for every arithmetic. Its parts are
 not negative, so that some of them are a floor of it, and those that matter most need no more of the

@@ -110,20 +110,20 @@ def totals_of_rows(evidence: Evidence) -> RowTotals | None:
         return None
     if not bool(evidence.truth.out.isfinite().all() & (evidence.lse < math.inf).all()):
         return None
-    rows = list(all_rows(problem, device))
-    parts = [row_totals(compute_conditions(evidence.inputs, evidence.truth, one)) for one in rows]
     shape = problem.batch * problem.heads, problem.query
-
-    def together(name: str) -> Any:
-        values = [getattr(part, name) for part in parts]
-        if not isinstance(values[0], torch.Tensor):
-            return max(values)
-        whole = values[0].new_empty(*shape, *values[0].shape[2:])
-        for one, value in zip(rows, values, strict=True):
-            whole[_place_of(one)] = value
-        return whole
-
-    return RowTotals(**{each.name: together(each.name) for each in fields(RowTotals)})
+    whole: dict[str, Any] = {}
+    for rows in all_rows(problem, device):
+        part = row_totals(compute_conditions(evidence.inputs, evidence.truth, rows))
+        for name in (each.name for each in fields(part)):
+            value = getattr(part, name)
+            if isinstance(value, torch.Tensor):
+                # Kept in pieces they would lie between the arrays of all pairs, and hold those.
+                if name not in whole:
+                    whole[name] = value.new_empty(*shape, *value.shape[2:])
+                whole[name][_place_of(rows)] = value
+            else:
+                whole[name] = max(value, whole.get(name, value))
+    return RowTotals(**whole)
 
 
 def settle(
