@@ -193,5 +193,13 @@ def test_other_launches_are_other_tiles():
     launches = Flash3().launches(problem, "cuda")
     assert {name: str(each.tiling(problem, "cuda")) for name, each in launches.items()} == {
         "64 keys": "128×64 reverse",
-        "a block a program": "128×128 reverse",
+        "several blocks a program": "128×128 reverse",
     }
+
+
+def test_a_window_s_tiles_come_in_no_order_that_is_declared():
+    """Both ends come first: the ideal kernel of reversed tiles would round elsewhere."""
+    window = Spec.of("sliding_window", window=32)
+    assert Flash3().tiling(problem_of(mask=window), "cuda") is None
+    beyond = Spec.of("sliding_window", window=10_000)
+    assert str(Flash3().tiling(problem_of(mask=beyond), "cuda")) == "128×128 reverse"

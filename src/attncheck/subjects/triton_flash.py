@@ -493,9 +493,14 @@ class Flash3(Flash):
         )
 
     def tiling(self, problem: Problem, device: str) -> Tiling | None:
-        """Its own tiles, from the last key to the first."""
+        """Its own tiles, from the last key to the first; of a window none.
+
+        There the tiles at both ends come first, in an order that no Tiling has.
+        """
         del device
-        shape = self._chosen(problem)
+        shape, band = self._chosen(problem), band_of(problem.mask, problem.dimensions)
+        if band is not None and band.within(problem.query, problem.kv).least is not None:
+            return None
         return Tiling(block_query=shape.rows, block_kv=shape.keys, reverse=True)
 
     def _chosen(self, problem: Problem) -> Shape:
@@ -504,12 +509,12 @@ class Flash3(Flash):
         return self._shape or shape_for(problem.head_dim)
 
     def launches(self, problem: Problem, device: str) -> Mapping[str, Subject]:
-        """With half the keys in a tile, and with one block of rows a program, out of turn."""
+        """With half the keys in a tile, and with several blocks of rows a program, out of turn."""
         del device
         own = self._chosen(problem)
         return {
             f"{own.keys // 2} keys": type(self)(replace(own, keys=own.keys // 2)),
-            "a block a program": type(self)(replace(own, persistent=False, pingpong=False)),
+            "several blocks a program": type(self)(replace(own, persistent=True, pingpong=False)),
         }
 
     def visited(self, problem: Problem, device: torch.device) -> dict[str, Any]:
