@@ -338,7 +338,9 @@ def test_errors_of_scores_beyond_all_exponents_keep_their_name(made, profile):
 
 def test_dividing_after_every_tile_counts_tiles_in_which_a_row_sees_nothing(made):
     known = drawn(made, kv=64, dim=16)  # the first row is shown its first key alone
-    known.seen[..., 0, 1:] = False
+    seen = known.seen.clone()
+    seen[..., 0, 1:] = False
+    known = replace(known, seen=seen)
     fused = replace(default_arithmetic(DTYPES["fp32"]), block_kv=16)
     divided = replace(fused, divides_each_step=True)
     # n + 2T + parts + 1, and n + 8 · (tiles + parts) + parts + 1.

@@ -57,8 +57,52 @@ class Conditions:
     given_scores: bool = False
     has_score_mod: bool = False  # whether a score mod stands between products and scores
     has_sink: bool = False  # whether the last key is a sink
+    # How many keys each row sees, float64 ``(heads, rows, 1)``.
+    count: torch.Tensor = field(init=False, repr=False)
     # What steps of bounds have made of these rows: see ``kept_step``. No other rows' ever.
     steps: list[_KeptStep] = field(default_factory=list, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        # Most steps count them, and the pass over all pairs is as long as any.
+        object.__setattr__(self, "count", self.seen.sum(-1, keepdim=True).double())
+
+    @property
+    def keys(self) -> int:
+        """Keys of the problem, and one more where there is a sink."""
+        return self.seen.shape[-1]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class RowTotals:
+    """What is kept of some rows' Conditions for floors of bounds: nothing of single keys; float64.
+
+    Of an attention without a score mod and without a sink. P are its softmax weights; means are
+    weighted by them.
+    """
+
+    # As of Conditions.
+    keys: int
+    scale: float
+    head_dim: int
+    count: torch.Tensor  # ``(heads, rows, 1)``
+    maximum: torch.Tensor  # ``(heads, rows)``
+    total: torch.Tensor  # likewise
+    out: torch.Tensor  # ``(heads, rows, value_dim)``
+    lse: torch.Tensor
+    # Σ P as float64 has it, 1 but for roundings, and the largest P, ``(heads, rows, 1)``.
+    weight: torch.Tensor
+    peak: torch.Tensor
+    # Mean, least and largest Σ_d |q_d k_d| over the keys that a row sees, ``(heads, rows, 1)``.
+    size: torch.Tensor
+    least_size: torch.Tensor
+    largest_size: torch.Tensor
+    mean_value: torch.Tensor  # mean of |v|, ``(heads, rows, value_dim)``
+    spread: torch.Tensor  # standard deviation of v, at least, likewise
+    largest_query: float  # |q|, of the problem
+    largest_key: float  # |k|
+    largest_value: float  # |v|
+    # Never: of what is said of Conditions too.
+    has_sink: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

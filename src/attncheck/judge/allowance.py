@@ -42,6 +42,9 @@ class Allowance:
     jumps: int = 0
     # Largest proven error of the float64 oracle ÷ allowance, over what is finite.
     oracle_share: float = 0.0
+    # Rows whose ``out`` and ``lse`` are this, ``(batch, heads, query)`` bool; those of others are
+    # floors of it, or NaN. None where all rows are.
+    exact: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,13 +71,13 @@ def bound_of_weights(
         out = _value_terms(conditions, arithmetic, errors, moved, sums)
     lse = log_sum_terms(conditions, arithmetic, errors, moved, sums)
     # The sums of this bound are float64 themselves.
-    inflation = 1 + 8 * conditions.seen.shape[-1] * 2.0**-53
+    inflation = 1 + 8 * conditions.keys * 2.0**-53
     out = {name: term * inflation for name, term in out.items()}
     lse = {name: term * inflation for name, term in lse.items()}
     # Rounding is last, and of the computed number, which may be farther out than the exact one.
     exact = conditions.out.abs()
     out[OUTPUT] = half_ulp(exact + sum(out.values()), arithmetic.output)
-    dead = ~conditions.seen.any(-1)
+    dead = conditions.count[..., 0] == 0
     unknown_out = errors.unbounded[..., None] | ~torch.isfinite(conditions.out)
     unknown_lse = errors.unbounded | ~torch.isfinite(conditions.lse)
     out = {n: _settle_rows(t, dead[..., None], unknown_out) for n, t in out.items()}

@@ -247,8 +247,9 @@ def _out_statistics(
     if arithmetic.values.block is not None:
         # B26: truncation takes a share of the running sum, whose size a random walk bounds.
         walk = scores.sigmas * (exact.square() @ values.square()).sqrt()
-        count = conditions.seen.sum(-1, keepdim=True).to(torch.float64)
-        share = arithmetic.values.bias(count, steps_with_keys(conditions, arithmetic.values))
+        share = arithmetic.values.bias(
+            conditions.count, steps_with_keys(conditions, arithmetic.values)
+        )
         most = deterministic_bound.accumulation_error(conditions, arithmetic, moved, values)
         of_values = torch.minimum(share * (out.abs() + walk), most)
         # A row sum that is too small makes out larger: one of the two may be without the other.

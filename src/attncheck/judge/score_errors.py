@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attncheck.core.conditions import Conditions, ScoreModError, kept_step
+from attncheck.core.conditions import Conditions, RowTotals, ScoreModError, kept_step
 from attncheck.core.declared_arithmetic import Accumulator, Arithmetic
 from attncheck.judge.sum_roundings import tiles_passed
 
@@ -46,7 +46,7 @@ def score_error(conditions: Conditions, arithmetic: Arithmetic) -> ScoreError:
         return ScoreError(radius=_or_infinite(conditions, arithmetic, nothing), variance=nothing)
     # Every bound of a sum is relative to the sum of magnitudes, which cancellation leaves.
     size = conditions.q.abs() @ conditions.k.abs().mT
-    scale, terms = abs(conditions.scale), _roundings(conditions, arithmetic)
+    scale, terms = abs(conditions.scale), term_roundings(conditions.q.shape[-1], arithmetic)
     added = arithmetic.scores.det(terms) * size
     contracted, cut = scale * added, None
     if arithmetic.scores.coarse:  # B7
@@ -54,27 +54,33 @@ def score_error(conditions: Conditions, arithmetic: Arithmetic) -> ScoreError:
         lost = truncation_error(conditions.q, conditions.k, arithmetic.scores, bits)
         cut = torch.minimum(lost, added)
         contracted = torch.minimum(contracted, scale * cut)
-    # B6: of operands that are rounded once more, to tf32 or as scaled q.
-    u, scaled = arithmetic.operand_error, arithmetic.scaled_query
-    operands = 2 * u + u * u
-    if scaled is not None:
-        operands = (1 + operands) * (1 + scaled.unit_roundoff) - 1
-    if operands:
-        contracted = contracted * (1 + operands) + operands * scale * size
+    contracted = of_operands(arithmetic, contracted, scale * size)
     radius = _scaled(conditions, arithmetic, contracted, size)
     variance = _variance(conditions, arithmetic, terms, size, cut)
     if conditions.has_sink:
         radius[..., -1], variance[..., -1] = _of_sink(conditions, arithmetic)
     # B8: what truncation of operands or sums takes from every score, by its own sign.
     bias = None
-    if arithmetic.truncates and u:
-        bias = 2 * u * conditions.products
+    if arithmetic.truncates and arithmetic.operand_error:
+        bias = 2 * arithmetic.operand_error * conditions.products
     if arithmetic.scores.block is not None:
         share = torch.full_like(size, arithmetic.scores.bias(terms))
         if cut is not None:
             share = torch.where(size > 0, cut / size, 0.0)
         bias = share * conditions.products + (0.0 if bias is None else bias)
     return ScoreError(radius=radius, variance=variance, bias=bias)
+
+
+def of_operands(arithmetic: Arithmetic, contracted: Tensor, size: Tensor) -> Tensor:
+    """B6: ``contracted``, an error of scale · q·k, with operands that are rounded once more.
+
+    To tf32, or as scaled q; ``size`` is scale · Σ_d |q_d k_d|.
+    """
+    u, scaled = arithmetic.operand_error, arithmetic.scaled_query
+    operands = 2 * u + u * u
+    if scaled is not None:
+        operands = (1 + operands) * (1 + scaled.unit_roundoff) - 1
+    return contracted * (1 + operands) + operands * size if operands else contracted
 
 
 def likely_radius(scores: ScoreError, sigmas: float) -> Tensor:
@@ -92,12 +98,12 @@ def rounds_operands(arithmetic: Arithmetic) -> bool:
     return bool(arithmetic.operand_error) or arithmetic.scaled_query is not None
 
 
-def maximum_of_keys(conditions: Conditions) -> Tensor:
+def maximum_of_keys(conditions: Conditions | RowTotals) -> Tensor:
     """Largest score of a row but for its sink, ``(heads, rows)``; the sink's where it sees no key.
 
     A kernel that adds the sink last subtracts it.
     """
-    if not conditions.has_sink:
+    if isinstance(conditions, RowTotals) or not conditions.has_sink:
         return conditions.maximum
     seen = conditions.seen[..., :-1]
     if seen.shape[-1] == 0:
@@ -120,9 +126,9 @@ def _of_sink(conditions: Conditions, arithmetic: Arithmetic) -> tuple[Tensor, Te
     return radius, count * (arithmetic.unit * sink).square() / 3
 
 
-def _roundings(conditions: Conditions, arithmetic: Arithmetic) -> float:
+def term_roundings(head_dim: int, arithmetic: Arithmetic) -> float:
     """Roundings that one term of q·k passes through at most (B5)."""
-    terms = float(conditions.q.shape[-1])
+    terms = float(head_dim)
     if 2 * arithmetic.products.significand > arithmetic.computes.significand:
         return terms + 1 + _PRESCALED
     return terms + _PRESCALED if arithmetic.products.name == "tf32" else terms
@@ -304,10 +310,8 @@ def exponent_errors(
     # The computed maximum is at most the highest score, and at least the one that fell least.
     fallen = torch.where(counted, radius + below, torch.inf).amin(-1, keepdim=True)
     highest = torch.maximum(moved, torch.where(torch.isfinite(fallen), fallen, 0.0))
-    exponent = _exponent_error(conditions, arithmetic, radius + highest, below)
-    at_top = _exponent_error(
-        conditions, arithmetic, 2 * highest, torch.zeros_like(highest), maximum
-    )
+    exponent = exponent_error(conditions, arithmetic, radius + highest, below)
+    at_top = exponent_error(conditions, arithmetic, 2 * highest, torch.zeros_like(highest), maximum)
     return ExponentErrors(
         product=product,
         own=own,
@@ -318,15 +322,17 @@ def exponent_errors(
     )
 
 
-def _exponent_error(
-    conditions: Conditions,
+def exponent_error(
+    conditions: Conditions | RowTotals,
     arithmetic: Arithmetic,
     shift: Tensor,
     below: Tensor,
     score: Tensor | None = None,
 ) -> Tensor:
     """B9's last part: of scores ``below`` the maximum, both known within ``shift``."""
-    score = conditions.scores if score is None else score
+    if score is None:
+        assert not isinstance(conditions, RowTotals), "which have no scores"
+        score = conditions.scores
     own = maximum_of_keys(conditions)
     maximum = torch.maximum(conditions.maximum.abs(), own.abs())[..., None]
     if conditions.has_sink:
@@ -338,7 +344,7 @@ def _exponent_error(
     apart = below + shift + lag if lag else below + shift
     count = score.abs() + maximum + 2 * shift + differences * apart + each * tiles
     if arithmetic.splits > 1:
-        logarithm = torch.log(conditions.seen.sum(-1, keepdim=True).clamp_min(1).double())
+        logarithm = torch.log(conditions.count.clamp_min(1))
         count = count + 8 * (score.abs() + maximum + shift + logarithm) + 2 * each + 8
     unit = arithmetic.unit
     return count * (unit / (1 - each * unit))

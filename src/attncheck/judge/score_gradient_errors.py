@@ -286,7 +286,7 @@ def _from_weights(
     values = torch.where(exact > 0, known.value_products.abs(), 0.0)
     moved = (used * values + (exact + used) * product).sum(-1, keepdim=True)
     summed = ((exact + used) * (values + product)).sum(-1, keepdim=True)
-    count = known.known.seen.sum(-1, keepdim=True).to(torch.float64) + 2
+    count = known.known.count + 2
     return moved + _roundings(count, arithmetic) * summed
 
 

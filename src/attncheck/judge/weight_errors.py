@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attncheck.core.conditions import Conditions, kept_step
+from attncheck.core.conditions import Conditions, RowTotals, kept_step
 from attncheck.core.declared_arithmetic import Arithmetic
 from attncheck.judge.score_errors import ExponentErrors, factor_roundings, maximum_of_keys
 from attncheck.judge.sum_roundings import division_error, nan_from_one, row_sum_rounding
 
 # Errors of exponents up to which the plain forms are used alone: with larger ones the others may be
 # the better ones, and take five exponentials more. All of them are bounds.
-_SMALL = 0.125
+SMALL = 0.125
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -52,7 +52,7 @@ def weight_errors(
     changed, upper = _near(exact, growth, least)
     total_error = torch.log1p(growth.sum(-1, keepdim=True))
     # Large errors are rare; their five exponentials are computed for such rows alone.
-    far = rho.amax(-1, keepdim=True) > _SMALL
+    far = rho.amax(-1, keepdim=True) > SMALL
     if bool(far.any()):
         # B11: the largest and the least that every weight can become, whatever the errors.
         most = _share(log + rho, log - rho, shrink=True)
@@ -164,9 +164,11 @@ def log_sum_terms(
     return terms
 
 
-def log_sum_base(conditions: Conditions, arithmetic: Arithmetic, before: Tensor) -> Tensor:
+def log_sum_base(
+    conditions: Conditions | RowTotals, arithmetic: Arithmetic, before: Tensor
+) -> Tensor:
     """B18: of m · scale + log(sum), the product, the logarithm and the sum rounded."""
-    alive = conditions.seen.any(-1)
+    alive = conditions.count[..., 0] > 0
     lse = torch.where(alive, conditions.lse.abs(), 0.0) + before
     before = before + math.log(2) * arithmetic.lazy_rescale  # so far below it may the maximum be
     own = maximum_of_keys(conditions)

@@ -25,8 +25,8 @@ from attncheck.oracles.mod_calls import Indices, call_mask, call_score_mod
 _CPU_PAIRS, _GPU_PAIRS = 2**19, 2**24
 
 # Multiplications of q·k and P·V up to which all rows are sampled: on a CPU 4 heads of 512 · 512 at
-# 64 dimensions, on a GPU 4 of 4096 · 4096 at 128.
-_CPU_WHOLE, _GPU_WHOLE = 2**27, 2**34
+# 64 dimensions, on a GPU 4 of 2048 · 2048 at 128.
+_CPU_WHOLE, _GPU_WHOLE = 2**27, 2**32
 _FEWEST_ROWS = 32
 _TILES = (16, 32, 64, 128, 256)
 
@@ -106,6 +106,20 @@ def mask_visibility(problem: Problem, rows: Rows) -> Tensor:
 def all_rows(problem: Problem, device: torch.device | str) -> Iterator[Rows]:
     """All rows of a Problem, in pieces that fit into memory."""
     return _pieces(problem, torch.arange(problem.query, device=device))
+
+
+def some_rows(problem: Problem, wanted: Tensor) -> Iterator[Rows]:
+    """Yield the ``wanted`` rows, ``(heads, query)`` bool, in pieces that fit into memory.
+
+    On a GPU those rows of every head: pieces of one head each would not keep it busy.
+    """
+    if wanted.device.type != "cpu":
+        yield from _pieces(problem, wanted.any(0).nonzero()[:, 0])
+        return
+    for head in wanted.any(-1).nonzero()[:, 0].tolist():
+        (query,) = wanted[head].nonzero(as_tuple=True)
+        for some in torch.split(query, max(1, _CPU_PAIRS // problem.kv)):
+            yield Rows(range(head, head + 1), some)
 
 
 def sampled_rows(problem: Problem, device: torch.device | str) -> list[Rows]:

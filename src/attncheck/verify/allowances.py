@@ -10,8 +10,8 @@ measured, and no fault of the backward: a right one is not blamed for its forwar
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,12 +19,15 @@ from attncheck.core.conditions import (
     Conditions,
     ReadConditions,
     Rows,
+    RowTotals,
     ScoreModError,
     kept_step,
 )
 from attncheck.core.declared_arithmetic import FP64_ORACLE, Arithmetic
+from attncheck.core.mod_spec import NONE
 from attncheck.core.outputs import Outputs
-from attncheck.judge.allowance import Allowance, Sample
+from attncheck.judge.allowance import Allowance, Sample, shares
+from attncheck.judge.bound_floor import bound_floor, row_totals
 from attncheck.judge.deterministic_bound import DeterministicBound, deterministic_bound
 from attncheck.judge.gradient_bounds import KeyGradients, row_gradients
 from attncheck.judge.probabilistic_bound import probabilistic_bound, sigmas_needed
@@ -39,6 +42,7 @@ from attncheck.oracles.row_conditions import (
     sampled_rows,
     samples_all_rows,
     score_slopes,
+    some_rows,
 )
 from attncheck.verify.evidence import Evidence, score_analysis
 
@@ -52,19 +56,29 @@ if TYPE_CHECKING:
     from attncheck.mods.captured_reads import CapturedRead
     from attncheck.mods.running_error import RunningError
 
+_FEWEST_SETTLED = 64  # rows that are given their bound at once; twice as many the next time
+# Part of all rows beyond which floors tell too few apart: then every row is given its bound.
+_MOST_SETTLED = 0.25
+_LEAST = torch.finfo(torch.float64).tiny
 
-def allowances(evidence: Evidence, arithmetics: Sequence[Arithmetic]) -> list[Allowance]:
+
+def allowances(
+    evidence: Evidence, arithmetics: Sequence[Arithmetic], totals: RowTotals | None = None
+) -> list[Allowance]:
     """Return the largest errors that rounding explains of kernels of each arithmetic on this Case.
 
     Of several at once: they share most of what there is to compute of a row. Infinite where the
     exact result is not finite, and where the score mod cannot be traced, or may hide another key
     after rounding: nothing is known there.
+
+    With ``totals``, as ``totals_of_rows`` gives them, of rows that are not sampled a floor: which
+    of those need their bound depends on what a kernel gave, and is for ``settle`` to find.
     """
     problem, device = evidence.case.problem, evidence.inputs.device
-    collected = [_Bounds.of(evidence) for _ in arithmetics]
+    collected = [_Bounds.of(evidence, arithmetic, totals) for arithmetic in arithmetics]
     whole = samples_all_rows(problem, device)
     # The sampled rows of a small Problem are all rows: they are bounded below, and not twice.
-    if not whole:
+    if not whole and totals is None:
         for rows in all_rows(problem, device):
             known = compute_conditions(evidence.inputs, evidence.truth, rows)
             for each, arithmetic in zip(collected, arithmetics, strict=True):
@@ -77,11 +91,114 @@ def allowances(evidence: Evidence, arithmetics: Sequence[Arithmetic]) -> list[Al
         for each, arithmetic in zip(collected, arithmetics, strict=True):
             bounds = _RowBounds.of(evidence, arithmetic, known)
             certain = each.sample(evidence, bounds)
-            if whole:
+            if whole or totals is not None:
                 each.bound(bounds, certain)
             # A bound is no use where the truth may be off by as much: the judge is told the share.
             each.prove(oracle, known.rows)
     return [each.allowance() for each in collected]
+
+
+def totals_of_rows(evidence: Evidence) -> RowTotals | None:
+    """Return what floors of the bounds are made of, of every row.
+
+    None where there are none: rows are all sampled, have gradients, a score mod or a sink, or are
+    those of a softmax, or the exact result is not finite.
+    """
+    problem, device = evidence.case.problem, evidence.inputs.device
+    plain = problem.operation == "attention" and problem.score == NONE and not problem.sink
+    if not plain or problem.backward or samples_all_rows(problem, device):
+        return None
+    if not bool(evidence.truth.out.isfinite().all() & (evidence.lse < math.inf).all()):
+        return None
+    shape = problem.batch * problem.heads, problem.query
+    whole: dict[str, Any] = {}
+    for rows in all_rows(problem, device):
+        part = row_totals(compute_conditions(evidence.inputs, evidence.truth, rows))
+        for name in (each.name for each in fields(part)):
+            value = getattr(part, name)
+            if isinstance(value, torch.Tensor):
+                # Kept in pieces they would lie between the arrays of all pairs, and hold those.
+                if name not in whole:
+                    whole[name] = value.new_empty(*shape, *value.shape[2:])
+                whole[name][_place_of(rows)] = value
+            else:
+                whole[name] = max(value, whole.get(name, value))
+    return RowTotals(**whole)
+
+
+def settle(
+    found: Allowance, evidence: Evidence, arithmetic: Arithmetic, outputs: Outputs | None = None
+) -> None:
+    """Give the rows of ``found`` their bound in which a verdict on ``outputs`` could tell.
+
+    Those are all with an error beyond its floor, and by falling share of it as many as may have the
+    largest share of the bound: how many elements are beyond it, and which is so most, is what it
+    would be with the bound of every row. Without ``outputs`` every row is given its own.
+    """
+    if found.exact is None:
+        return
+    exact, alive = (rows.flatten(0, 1) for rows in (found.exact, evidence.alive))
+    shape = (found.lse.shape[0], found.lse.shape[1])
+    collected = _Bounds(found.out.flatten(0, 1), found.lse.flatten(0, 1), shape, exact=exact)
+    sides = [] if outputs is None else _sides(outputs, evidence, collected)
+    most = _FEWEST_SETTLED
+    while bool((wanted := _wanted(sides, alive, exact)).any()):
+        if int((wanted > 0).sum()) <= _MOST_SETTLED * int(alive.sum()):
+            # Those of the largest shares first: they raise what others must reach.
+            wanted = wanted * (wanted >= wanted.flatten().topk(min(most, wanted.numel()))[0][-1])
+        else:
+            wanted = (alive & ~exact).double()
+        for rows in some_rows(evidence.case.problem, wanted > 0):
+            known = compute_conditions(evidence.inputs, evidence.truth, rows)
+            bounds = _RowBounds.of(evidence, arithmetic, known)
+            collected.bound(bounds, bounds.deterministic)
+            for side in sides:
+                side.measure(_place_of(known.rows))
+        most *= 2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Side:
+    """One output beside its bound, heads flattened."""
+
+    got: Tensor
+    truth: Tensor
+    bound: Tensor
+    share: Tensor  # the largest of each row, ``(heads, query)``
+
+    def measure(self, at: tuple[slice, Any]) -> None:
+        """Take the shares of some rows anew."""
+        share = shares(self.got[at].double() - self.truth[at], self.bound[at])
+        self.share[at] = share.flatten(2).amax(-1) if share.dim() > 2 else share
+
+
+def _sides(outputs: Outputs, evidence: Evidence, bounds: _Bounds) -> list[_Side]:
+    truth, sides = evidence.truth.tensors(), []
+    for name, got in Outputs(outputs.out, outputs.lse).tensors().items():
+        bound = bounds.out if name == "out" else bounds.lse
+        side = _Side(
+            got.flatten(0, 1), truth[name].flatten(0, 1), bound, torch.empty_like(bounds.lse)
+        )
+        side.measure((slice(None), slice(None)))
+        sides.append(side)
+    return sides
+
+
+def _wanted(sides: list[_Side], alive: Tensor, exact: Tensor) -> Tensor:
+    """How much the bound of each row is wanted, ``(heads, query)``: 0 where a floor will do."""
+    rest = alive & ~exact
+    wanted = torch.zeros_like(rest, dtype=torch.float64) if sides else rest.double()
+    for side in sides:
+        largest = torch.where(alive & exact, side.share, 0.0).amax()
+        share = torch.where(rest, side.share, 0.0)
+        # An equal share might lie before it; no error at all is nobody's largest.
+        share = torch.where((share >= largest) | (share > 1), share, 0.0)
+        wanted = torch.maximum(wanted, share / largest.clamp(_LEAST, 1 / _LEAST))
+    return wanted
+
+
+def _place_of(rows: Rows) -> tuple[slice, Tensor]:
+    return slice(rows.heads.start, rows.heads.stop), rows.query
 
 
 def row_bounds(evidence: Evidence, arithmetic: Arithmetic, rows: Rows) -> tuple[Tensor, Tensor]:
@@ -97,7 +214,7 @@ def row_bounds(evidence: Evidence, arithmetic: Arithmetic, rows: Rows) -> tuple[
 
 def deterministic_bounds(evidence: Evidence, arithmetic: Arithmetic) -> Outputs:
     """Return the deterministic bounds of every row, as ``allowances`` has them, and no more."""
-    collected = _Bounds.of(evidence)
+    collected = _Bounds.of(evidence, arithmetic)
     for rows in all_rows(evidence.case.problem, evidence.inputs.device):
         known = compute_conditions(evidence.inputs, evidence.truth, rows)
         bounds = _RowBounds.of(evidence, arithmetic, known)
@@ -251,20 +368,32 @@ class _Bounds:
     samples: list[Sample] = field(default_factory=list)
     jumps: int = 0
     share: float = 0.0
+    # Rows ``(heads, query)`` that have their bound where others have a floor; None where all do.
+    exact: Tensor | None = None
 
     @classmethod
-    def of(cls, evidence: Evidence) -> _Bounds:
+    def of(
+        cls, evidence: Evidence, arithmetic: Arithmetic, totals: RowTotals | None = None
+    ) -> _Bounds:
         exact = evidence.truth.out
-        out, lse = (torch.empty_like(x).flatten(0, 1) for x in (exact, evidence.lse))
-        return cls(out, lse, (exact.shape[0], exact.shape[1]))
+        shape = (exact.shape[0], exact.shape[1])
+        if totals is None:
+            out, lse = (torch.empty_like(x).flatten(0, 1) for x in (exact, evidence.lse))
+            return cls(out, lse, shape)
+        out, lse = bound_floor(totals, arithmetic)
+        return cls(out, lse, shape, exact=torch.zeros_like(lse, dtype=torch.bool))
 
     def bound(self, bounds: _RowBounds, certain: DeterministicBound) -> None:
         """The deterministic bound of some rows."""
-        rows = bounds.known.rows
-        heads = slice(rows.heads.start, rows.heads.stop)
+        at = _place_of(bounds.known.rows)
         out, lse = bounds.allowed(certain.out, certain.lse)
-        self.out[heads, rows.query] = out
-        self.lse[heads, rows.query] = lse
+        if self.exact is not None:
+            # What is exact stays, to the bit.
+            settled = self.exact[at]
+            out = torch.where(settled[..., None], self.out[at], out)
+            lse = torch.where(settled, self.lse[at], lse)
+            self.exact[at] = True
+        self.out[at], self.lse[at] = out, lse
         if bounds.mod is not None:
             self.jumps += int(bounds.mod.jump.sum())
 
@@ -307,6 +436,9 @@ class _Bounds:
             out=self.out.view(*self.shape, *self.out.shape[1:]),
             lse=self.lse.view(*self.shape, *self.lse.shape[1:]),
             samples=self.samples,
+            exact=None
+            if self.exact is None
+            else self.exact.view(self.lse.shape).view(*self.shape, -1),
             jumps=self.jumps,
             oracle_share=self.share,
         )

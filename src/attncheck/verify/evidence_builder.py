@@ -23,7 +23,7 @@ from attncheck.oracles.row_conditions import (
 )
 from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.subjects.ideal import Ideal
-from attncheck.verify.allowances import allowances, numbers_read
+from attncheck.verify.allowances import allowances, numbers_read, settle, totals_of_rows
 from attncheck.verify.evidence import Evidence
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attncheck.core.conditions import Conditions, Rows
+    from attncheck.core.conditions import Conditions, Rows, RowTotals
     from attncheck.core.declared_arithmetic import Arithmetic
     from attncheck.core.judgement import BlindSpot
     from attncheck.core.outputs import Outputs
@@ -180,13 +180,27 @@ class EvidenceBuilder:
             seen[rows.heads.start : rows.heads.stop] |= visible.any(1)
         return seen.view(problem.batch, problem.kv_heads, problem.group, problem.kv).any(2)
 
-    def allowance(self, arithmetic: Arithmetic) -> Allowance:
-        """Return what ``allowances.allowances`` allows a kernel of this arithmetic."""
+    def allowance(self, arithmetic: Arithmetic, outputs: Outputs | None = None) -> Allowance:
+        """Return what ``allowances.allowances`` allows a kernel of this arithmetic.
+
+        With ``outputs`` so much of it as a verdict on them needs: see ``allowances.settle``.
+        """
+        found = self._allowance(arithmetic)
+        settle(found, self.evidence, arithmetic, outputs)
+        return found
+
+    def _allowance(self, arithmetic: Arithmetic) -> Allowance:
+        """Of the sampled rows, and of others what is known so far."""
         if arithmetic not in self._allowances:
             asked = dict.fromkeys([arithmetic, *self.expected])
             new = [each for each in asked if each not in self._allowances]
-            self._allowances.update(zip(new, allowances(self.evidence, new), strict=True))
+            found = allowances(self.evidence, new, self._totals)
+            self._allowances.update(zip(new, found, strict=True))
         return self._allowances[arithmetic]
+
+    @cached_property
+    def _totals(self) -> RowTotals | None:
+        return totals_of_rows(self.evidence)
 
     def blind_spot(self, arithmetic: Arithmetic, *, exposes_lse: bool) -> BlindSpot | None:
         """Return what this Case could not have shown of a kernel of this arithmetic."""
@@ -199,7 +213,7 @@ class EvidenceBuilder:
             )
             self._blind_spots[key] = blind_spot(
                 rows,
-                self.allowance(arithmetic),
+                self._allowance(arithmetic),
                 generic=self.evidence.generic,
                 exposes_lse=exposes_lse,
             )

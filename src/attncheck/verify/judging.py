@@ -48,7 +48,7 @@ def judge_outputs(
             is made of, and nothing what the Case could not have shown.
     """
     arithmetic, outputs, tiling = result.arithmetic, result.outputs, result.tiling
-    allowance = evidence.allowance(arithmetic)
+    allowance = evidence.allowance(arithmetic, outputs)
     gradients = (
         gradient_allowance(evidence.evidence, arithmetic, outputs, allowance.lse)
         if evidence.case.problem.backward
@@ -96,7 +96,7 @@ def judge_outputs(
     other = replace(arithmetic, scores=FP32, values=FP32)
     tighter = {}
     if other != arithmetic and outputs.lse is not None:
-        tighter[str(other)] = evidence.allowance(other).lse
+        tighter[str(other)] = evidence.allowance(other, outputs).lse
     return replace_struct(
         judgement, worst=worst, lse_also_within=first_tighter_profile(kernel, tighter)
     )

@@ -1,0 +1,186 @@
+"""Floors of the deterministic bound, from a few numbers of every row: equation B41.
+
+The bound takes some hundred passes over all (row, key) pairs, for every arithmetic. Its parts are
+not negative, so that some of them are a floor of it, and those that matter most need no more of the
+keys than their weighted means, which are the same for all arithmetics. Where an error is within the
+floor it is within the bound; only rows that this leaves open need theirs.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from attncheck.core.conditions import RowTotals
+from attncheck.judge.score_errors import (
+    exponent_error,
+    factor_roundings,
+    of_operands,
+    term_roundings,
+)
+from attncheck.judge.sum_roundings import (
+    division_error,
+    half_ulp,
+    row_sum_rounding,
+    steps_with_keys,
+    sum_accumulator,
+    sum_roundings,
+)
+from attncheck.judge.weight_errors import SMALL, log_sum_base
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from attncheck.core.conditions import Conditions
+    from attncheck.core.declared_arithmetic import Arithmetic
+
+# Of the largest |v|: more than all terms of a bound are together where ``_is_bounded`` says so.
+_MOST = 128
+
+
+def row_totals(known: Conditions) -> RowTotals:
+    """Sum ``known`` up over its keys; of an attention without a score mod and without a sink."""
+    values, seen = known.v, known.seen
+    weights = torch.exp(known.scores - known.lse[..., None])
+    weights = torch.where(seen, weights, 0.0)
+    weight = weights.sum(-1, keepdim=True)
+    # A row that sees no key has no means: 0.
+    share = torch.where(weight > 0, 1 / weight, 0.0)
+    together = torch.cat([values, values.abs(), values.square()], -1)
+    mean, size, square = (weights @ together).mul_(share).chunk(3, -1)
+    # Σ P (v − mean)² is the least Σ P (v − c)² of any c; less what float64 may have made of it.
+    lost = 8 * (known.keys + 8) * 2.0**-53
+    spread = (square * (1 - lost) - mean.square() * (1 + lost)).clamp_min(0).sqrt()
+    sizes = known.q.abs() @ known.k.abs().mT
+    alive = known.count > 0
+    return RowTotals(
+        keys=known.keys,
+        scale=known.scale,
+        head_dim=known.q.shape[-1],
+        count=known.count,
+        maximum=known.maximum,
+        total=known.total,
+        out=known.out,
+        lse=known.lse,
+        weight=weight,
+        peak=weights.amax(-1, keepdim=True),
+        size=(weights * sizes).sum(-1, keepdim=True) * share,
+        least_size=torch.where(
+            alive, torch.where(seen, sizes, math.inf).amin(-1, keepdim=True), 0.0
+        ),
+        largest_size=torch.where(seen, sizes, 0.0).amax(-1, keepdim=True),
+        mean_value=size,
+        spread=spread,
+        largest_query=float(known.q.abs().max()),
+        largest_key=float(known.k.abs().max()),
+        largest_value=float(values.abs().max()),
+    )
+
+
+def bound_floor(totals: RowTotals, arithmetic: Arithmetic) -> tuple[Tensor, Tensor]:
+    """Return floors of the deterministic bound, out ``(heads, rows, value_dim)`` and LSE.
+
+    Never more than ``deterministic_bound`` says, 0 in rows that see no key, and NaN in rows of
+    which the bound is not sure to be finite throughout: nothing is known of them here.
+    """
+    units, weights_error = _exponents_floor(totals, arithmetic), arithmetic.weights_error
+    # B15 with c_j of at least P_j · units, of which Cauchy and Schwarz's form is Σ P (v − O)².
+    mean, spread, out = totals.mean_value, totals.spread, totals.out.abs()
+    apart = torch.minimum(mean + out, spread)
+    # B12's ΔP vanishes where one key has all the weight.
+    free = 1 + totals.weight.clamp_max(1) - 2 * totals.peak
+    ceiling = _exponents_ceiling(totals, arithmetic)
+    of_weights = torch.where(ceiling <= SMALL, units * free.clamp(min=0, max=1) * apart, 0.0)
+    if arithmetic.sums_rounded_weights:
+        of_rounding = weights_error * (apart + of_weights)
+    else:
+        of_rounding = weights_error * mean
+    size = (1 + weights_error) * mean
+    accumulator, count = arithmetic.values, sum_roundings(totals, arithmetic)
+    if accumulator.coarse:  # and something that alignment cuts off
+        added = accumulator.rounded(count)
+    else:
+        added = accumulator.det(count, steps_with_keys(totals, accumulator))
+    before = of_weights + of_rounding + (arithmetic.operand_error + added) * size
+    before = before + division_error(totals, arithmetic) * (out + before)
+    lost = 1 - 8 * (totals.keys + totals.head_dim + 8) * 2.0**-53
+    before = before * lost
+    floor = before + half_ulp(out + before, arithmetic.output)
+    of_sum = torch.log1p(totals.weight.clamp_max(1) * _mean_exponent(totals, arithmetic))
+    if arithmetic.sums_rounded_weights:
+        of_sum = of_sum - math.log1p(-weights_error)
+    of_sum = (of_sum - torch.log1p(-row_sum_rounding(totals, arithmetic)))[..., 0]
+    lse = (of_sum + log_sum_base(totals, arithmetic, of_sum)) * lost
+    unknown, dead = ~_is_bounded(totals, arithmetic, ceiling), totals.count == 0
+    floor, lse = floor.masked_fill(unknown, math.nan), lse.masked_fill(unknown[..., 0], math.nan)
+    return floor.masked_fill(dead, 0.0), lse.masked_fill(dead[..., 0], 0.0)
+
+
+def _score_floor(totals: RowTotals, arithmetic: Arithmetic, size: Tensor) -> Tensor:
+    """B5 and B6 of a product of this Σ |q_d k_d|, at least."""
+    scaled, terms = abs(totals.scale) * size, term_roundings(totals.head_dim, arithmetic)
+    # B7 may be any part of B5.
+    added = 0.0 if arithmetic.scores.coarse else arithmetic.scores.det(terms)
+    return of_operands(arithmetic, added * scaled, scaled)
+
+
+def _exponents_floor(totals: RowTotals, arithmetic: Arithmetic) -> Tensor:
+    """B9's ρ of every key of a row, at least, ``(heads, rows, 1)``."""
+    scores = _score_floor(totals, arithmetic, totals.least_size)
+    return scores + _own_floor(totals, arithmetic, scores)
+
+
+def _own_floor(totals: RowTotals, arithmetic: Arithmetic, scores: Tensor) -> Tensor:
+    nothing = torch.zeros_like(scores)
+    return exponent_error(totals, arithmetic, 2 * scores, nothing, nothing)
+
+
+def _mean_exponent(totals: RowTotals, arithmetic: Arithmetic) -> Tensor:
+    """Σ P ρ, at least, ``(heads, rows, 1)``."""
+    own = _own_floor(totals, arithmetic, _score_floor(totals, arithmetic, totals.least_size))
+    return _score_floor(totals, arithmetic, totals.size) + own
+
+
+def _exponents_ceiling(totals: RowTotals, arithmetic: Arithmetic) -> Tensor:
+    """B9's ρ of every key of a row, at most, ``(heads, rows, 1)``; infinite where not known."""
+    size, fmt, narrow = totals.largest_size, arithmetic.computes, arithmetic.products
+    scaled, terms = abs(totals.scale) * size, term_roundings(totals.head_dim, arithmetic)
+    contracted = of_operands(arithmetic, arithmetic.scores.det(terms) * scaled, scaled)
+    roundings = factor_roundings(arithmetic) * arithmetic.unit
+    stored = narrow.max**2 if narrow.saturates else 0.0
+    lost = 2 + size + totals.head_dim * (abs(totals.scale) + stored + 2)
+    radius = contracted + roundings / (1 - roundings) * (scaled + contracted)
+    radius = radius + 2.0**fmt.min_exponent * lost
+    own = exponent_error(totals, arithmetic, 2 * radius, 2 * scaled, scaled)
+    beyond = (size > fmt.max / 4) | (scaled + radius > fmt.max / 4)
+    # Of a query that is rounded once it is scaled more would have to be known.
+    largest = max(totals.largest_query, totals.largest_key)
+    if arithmetic.scaled_query is not None or (arithmetic.operand_error and largest > narrow.max):
+        beyond = torch.ones_like(beyond)
+    return torch.where(beyond, math.inf, radius + own)
+
+
+def _is_bounded(totals: RowTotals, arithmetic: Arithmetic, ceiling: Tensor) -> Tensor:
+    """Rows whose bound is finite for certain, ``(heads, rows, 1)`` bool."""
+    # With ρ ≤ 1 no weight becomes more than e² of what it was, nor rounding takes more; a weight
+    # times a value is added, divided and rounded with less than its own size as error each time.
+    fmt, largest = arithmetic.computes, totals.largest_value
+    small = ceiling <= 1
+    count = sum_roundings(totals, arithmetic)
+    accumulator = sum_accumulator(arithmetic)
+    unit = max(accumulator.unit, arithmetic.values.unit)
+    small &= (count * unit <= 0.25) & (row_sum_rounding(totals, arithmetic) <= 0.5)
+    if accumulator.block is not None:
+        # In as many steps as it sees keys, where those are apart.
+        small &= accumulator.det(count, totals.count) <= 0.5
+    if arithmetic.sums_rounded_weights:
+        # B13, at most: the unit roundoff of e² ΣP, and h ≤ η ÷ (2 S) · e² of every key.
+        half = arithmetic.weights.subnormal_spacing / 2 / arithmetic.weights_scale
+        small &= math.exp(2) * (arithmetic.weights_error + half * totals.count) <= 0.5
+    unnormalised = arithmetic.weights_scale * 2.0**arithmetic.lazy_rescale * totals.keys * largest
+    fits = 2 * unnormalised <= fmt.max / 4 and _MOST * largest <= arithmetic.output.max
+    if arithmetic.operand_error:
+        fits = fits and largest <= arithmetic.products.max
+    return small if fits else torch.zeros_like(small)

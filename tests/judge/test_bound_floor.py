@@ -1,0 +1,89 @@
+"""Floors of the deterministic bound: never above it, and near enough to tell rows apart."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from attncheck.core.declared_arithmetic import AMPERE, VOLTA, Accumulator, default_arithmetic
+from attncheck.core.formats import DTYPES, FORMATS
+from attncheck.judge.bound_floor import bound_floor, row_totals
+from attncheck.judge.deterministic_bound import deterministic_bound
+from attncheck.judge.score_errors import score_error
+
+DTYPE_NAMES = ("fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2")
+
+OTHERS = {
+    "usual": {},
+    "Volta": {"scores": VOLTA, "values": VOLTA},
+    "Ampere, rounded P summed": {"values": AMPERE, "sums_rounded_weights": True},
+    "divided before": {"normalised_weights": True},
+    "divided after every tile": {"divides_each_step": True},
+    "rounded P summed": {"sums_rounded_weights": True},
+    "parts": {"splits": 4, "exp2_ulps": 64.0},
+    "long tiles": {"block_kv": 128},
+    "sums in fp16": {"values": Accumulator(name="fp16", result=11, format=FORMATS["fp16"])},
+}
+
+
+def arithmetics(dtype):
+    usual = default_arithmetic(DTYPES[dtype])
+    yield from (dataclasses.replace(usual, **other) for other in OTHERS.values())
+    yield default_arithmetic(DTYPES[dtype], (9, 0))
+    if not usual.weights.saturates:
+        yield dataclasses.replace(usual, lazy_rescale=8.0)
+        yield dataclasses.replace(usual, scaled_query=FORMATS["fp16"])
+
+
+def rows(made, *, size=1.0, constant=False, causal=True, dims=16, keys=96):
+    """Two heads of 48 rows, some of one key and one of none."""
+    q, k = size * made.normal(2, 48, dims, seed=1), made.normal(2, keys, dims, seed=2)
+    v = torch.full((2, keys, 5), 1 / 3) if constant else made.normal(2, keys, 5, seed=3)
+    seen = torch.ones(2, 48, keys, dtype=torch.bool)
+    if causal:
+        seen = seen.tril_()
+        seen[:, 7] = False
+        seen[:, 8, 1:] = False
+    return made.attention(q, k, v.double(), seen=seen)
+
+
+GIVEN = {
+    "normal": {},
+    "every key": {"causal": False},
+    "one key has all": {"size": 30.0},
+    "scores in the thousands": {"size": 1000.0},
+    "scores beyond fp32": {"size": 1e37},
+    "equal values": {"constant": True},
+    "tiny scores": {"size": 1e-30},
+    "long": {"keys": 700, "causal": False},
+}
+
+
+@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("dtype", DTYPE_NAMES)
+def test_a_floor_is_never_above_the_bound(made, dtype, given):
+    """Nor known where the bound is infinite; NaN where it says nothing."""
+    known = rows(made, **GIVEN[given])
+    totals = row_totals(known)
+    for arithmetic in arithmetics(dtype):
+        bound = deterministic_bound(known, arithmetic, score_error(known, arithmetic))
+        for floor, whole in zip(
+            bound_floor(totals, arithmetic), (bound.out, bound.lse), strict=True
+        ):
+            told = ~floor.isnan()
+            assert bool((floor[told] <= whole[told]).all()), arithmetic
+            assert bool(whole[told].isfinite().all()), arithmetic
+            dead = ~known.seen.any(-1)
+            assert bool((floor[dead] == 0).all())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "out"), [("fp32", 0.4), ("tf32", 0.4), ("fp16", 0.9), ("bf16", 0.95), ("e5m2", 0.95)]
+)
+def test_a_floor_is_near_its_bound(made, dtype, out):
+    """What tells rows apart, and makes the test above one that fails of floors a little higher."""
+    known, arithmetic = rows(made, keys=256, causal=False), default_arithmetic(DTYPES[dtype])
+    bound = deterministic_bound(known, arithmetic, score_error(known, arithmetic))
+    of_out, of_lse = bound_floor(row_totals(known), arithmetic)
+    assert bool((of_out >= out * bound.out).all())
+    assert bool((of_lse >= 0.85 * bound.lse).all())
