@@ -154,7 +154,7 @@ def test_only_rows_at_the_end_are_compared_where_all_take_too_long(monkeypatch):
     from attncheck.bench.tables import bench_plan
     from attncheck.subjects.torch_kernels import Sdpa
 
-    monkeypatch.setattr(measure, "_MOST_SECONDS", 1e-6)
+    monkeypatch.setattr(measure, "_MOST_PAIRS", {"cpu": 64})
     (planned,) = bench_plan((), shapes=["2x2x64x8"], variants=["causal"], dtypes=["fp32"])
 
     class LastRow(Sdpa):
@@ -202,3 +202,33 @@ def test_a_kernel_that_fails_in_its_turn_is_no_longer_timed():
     assert (tires.record.status, tires.record.reason) == ("error", "RuntimeError: tired")
     assert tires.forward is None
     assert len(other.forward.seconds) == 5
+
+
+def test_gradients_of_fewer_heads_are_compared_where_all_take_too_long(monkeypatch):
+    from attncheck.bench import measure
+    from attncheck.bench.tables import bench_plan
+    from attncheck.subjects.torch_kernels import Sdpa
+
+    monkeypatch.setattr(measure, "_MOST_PAIRS", {"cpu": 3 * 2 * 64 * 64})
+    (planned,) = bench_plan((), shapes=["2x4/2x64x8"], variants=["causal"], dtypes=["fp32"])
+
+    class WrongKeys(Sdpa):
+        name = "wrong keys"
+
+        def prepare(self, inputs):
+            call = super().prepare(inputs)
+
+            def wrong():
+                given = call()
+                if given.dk is not None:
+                    given.dk[:, 0] *= 1.01
+                return given
+
+            return wrong
+
+    subjects = [Sdpa("math"), WrongKeys("math")]
+    (cell,) = measure.time_cells([planned], subjects, device="cpu", rounds=1)
+    right, wrong = cell.rows
+    assert (right.record.status, wrong.record.status) == ("pass", "fail")
+    assert wrong.record.judgement.worst.tensor == "dk"
+    assert right.verified == "sequence 0 of 2, heads 0–1 of 4"

@@ -7,6 +7,7 @@ from attncheck.core.errors import ProblemError
 from attncheck.core.mod_spec import Spec
 from attncheck.inputs import input_tensors as inputs_room
 from attncheck.relations.excerpt import Excerpt, can_excerpt
+from attncheck.subjects.ideal import Ideal
 
 MASKS = {
     "full": Spec.of("full"),
@@ -118,3 +119,25 @@ def test_tensors_are_cut_and_lie_in_memory_of_their_own(dtype, small):
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
     if cut.descale is not None:
         assert torch.equal(cut.descale.k, inputs.descale.k[1:2])
+
+
+def test_the_first_heads_alone_are_those_heads(small):
+    whole = small(
+        Spec.of("causal"), batch=2, heads=4, kv_heads=2, query=5, kv=5, sink=True, backward=True
+    )
+    inputs = inputs_room.draw_inputs(whole)
+    excerpt = Excerpt.of(whole, sequences=range(1), heads=range(2))
+    part = excerpt.inputs(inputs)
+    assert (part.problem.heads, part.problem.kv_heads, part.problem.batch) == (2, 1, 1)
+    given = Ideal().run(inputs)
+    expected, cut = Ideal().run(part), excerpt.outputs(given, part.problem)
+    assert cut.tensors().keys() == expected.tensors().keys()
+    for name, tensor in cut.tensors().items():
+        # The gradient of a sink is a sum over both sequences.
+        assert torch.equal(tensor, expected.tensors()[name]) != (name == "dsink"), name
+
+
+@pytest.mark.parametrize(("score", "same"), [("softcap", True), ("alibi", False), ("bias", False)])
+def test_fewer_heads_have_the_same_score_mod_or_none(score, same, small):
+    whole = small(heads=2, score=SCORES[score])
+    assert can_excerpt(whole, Excerpt.of(whole, heads=range(1))) == same

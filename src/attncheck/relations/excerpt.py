@@ -1,4 +1,4 @@
-"""Some sequences, rows and keys of a Problem as a Problem of its own, mods and tensors included.
+"""Some sequences, heads, rows and keys of a Problem as one of its own, mods and tensors included.
 
 A mask or score mod counts from the excerpt's first sequence, row and key on. What the library has a
 name for keeps it, since many kernels know masks by name only; other masks become expressions.
@@ -16,6 +16,7 @@ import torch
 
 from attncheck.core.errors import ProblemError
 from attncheck.core.mod_spec import FULL, Spec
+from attncheck.core.outputs import Outputs
 from attncheck.core.paged_layout import Paging
 from attncheck.inputs.input_tensors import Descale, Inputs
 from attncheck.inputs.problem import Problem
@@ -33,6 +34,7 @@ class Excerpt:
     sequences: range
     rows: range
     keys: range
+    heads: range | None = None  # the first ones, in whole groups that share a key head; None: all
 
     @classmethod
     def of(
@@ -42,9 +44,11 @@ class Excerpt:
         sequences: range | None = None,
         rows: range | None = None,
         keys: range | None = None,
+        heads: range | None = None,
     ) -> Excerpt:
-        """Return what is not named is taken whole."""
+        """Return the parts that are named, and all of what is not."""
         return cls(
+            heads=heads,
             sequences=range(problem.batch) if sequences is None else sequences,
             rows=range(problem.query) if rows is None else rows,
             keys=range(problem.kv) if keys is None else keys,
@@ -65,8 +69,13 @@ class Excerpt:
         score = _score(whole.score, self)
         if score is None:
             raise ProblemError(f"{whole.score} reads indices that an excerpt cannot shift.")
+        heads = self._heads(whole)
+        if heads < whole.heads and not _NO_INDEX.issuperset(one.name for one in score.walk()):
+            raise ProblemError(f"{whole.score} may be another for another number of heads.")
         return whole.replace(
             batch=len(self.sequences),
+            heads=heads,
+            kv_heads=heads // whole.group,
             query=len(self.rows),
             kv=len(self.keys),
             mask=_mask(whole.mask, whole, self),
@@ -74,20 +83,46 @@ class Excerpt:
             paging=_paging(whole.paging, self),
         )
 
+    def _heads(self, whole: Problem) -> int:
+        return whole.heads if self.heads is None else len(self.heads)
+
     def inputs(self, whole: Inputs) -> Inputs:
         """Its tensors, contiguous and in memory of their own; raises as ``problem``."""
+        problem = self.problem(whole.problem)
         b, rows, keys = (slice(r.start, r.stop) for r in (self.sequences, self.rows, self.keys))
+        h, of_keys = slice(problem.heads), slice(problem.kv_heads)
         scales = whole.descale
-        loss = {n: x[b, :, rows].clone() for n, x in whole.tensors().items() if n in _OF_ROWS}
+        loss = {n: x[b, h, rows].clone() for n, x in whole.tensors().items() if n in _OF_ROWS}
         return Inputs(
-            problem=self.problem(whole.problem),
-            q=whole.q[b, :, rows].clone(memory_format=torch.contiguous_format),
-            k=whole.k[b, :, keys].clone(memory_format=torch.contiguous_format),
-            v=whole.v[b, :, keys].clone(memory_format=torch.contiguous_format),
-            descale=scales and Descale(q=scales.q[b], k=scales.k[b], v=scales.v[b]),
-            sink=whole.sink,
+            problem=problem,
+            q=whole.q[b, h, rows].clone(memory_format=torch.contiguous_format),
+            k=whole.k[b, of_keys, keys].clone(memory_format=torch.contiguous_format),
+            v=whole.v[b, of_keys, keys].clone(memory_format=torch.contiguous_format),
+            descale=scales
+            and Descale(**{name: getattr(scales, name)[b, of_keys] for name in ("q", "k", "v")}),
+            sink=None if whole.sink is None else whole.sink[h],
             **loss,
         )
+
+    def outputs(self, whole: Outputs, problem: Problem) -> Outputs:
+        """What a kernel gave for its rows, from the Outputs of the whole.
+
+        Gradients are sums over rows, and there only where it has all rows of its heads.
+
+        Args:
+            problem: The excerpt as a Problem, with or without a backward.
+        """
+        given, h, of_keys = whole.tensors(), slice(problem.heads), slice(problem.kv_heads)
+        b, rows = (slice(r.start, r.stop) for r in (self.sequences, self.rows))
+        parts = {n: given[n][b, h, rows] for n in ("out", "lse") if n in given}
+        if problem.backward:
+            parts |= {n: given[n] for n in given.keys() - parts.keys()}
+            for name, at in (("dq", (b, h)), ("dk", (b, of_keys)), ("dv", (b, of_keys))):
+                if name in parts:
+                    parts[name] = parts[name][at]
+            if "dsink" in parts:
+                parts["dsink"] = parts["dsink"][h]
+        return Outputs(**parts)
 
 
 def can_excerpt(whole: Problem, excerpt: Excerpt) -> bool:
