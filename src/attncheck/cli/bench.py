@@ -176,8 +176,6 @@ def time_kernels(
     seconds = parse_seconds(options.timeout, "--timeout") or math.inf
     device = usable_device(options.device)
     prepare(device)
-    if options.shapes and (options.tables or options.lengths or options.dims):
-        raise UsageError("--shape stands in place of --table, --length and --head-dim.")
     plan = bench_plan(
         options.tables or (DEFAULT_TABLE[device],),
         shapes=options.shapes,
@@ -188,6 +186,8 @@ def time_kernels(
         backward=options.backward,
         seed=options.seed,
     )
+    if options.shapes and (options.tables or options.lengths or options.dims):
+        raise UsageError("--shape stands in place of --table, --length and --head-dim.")
     names: dict[str, Worker | None] = workers or dict.fromkeys(_KERNELS[device])
     if not workers and device == "cuda" and any(one.reads_cache for one in plan):
         names |= dict.fromkeys(_OF_CACHES)
