@@ -450,8 +450,8 @@ def _judged(
         return replace(record, status=status, reason=f"{count} calls: {status}")
     if record.chance is not None and record.chance * (1 + len(compared.right)) <= 1:
         reason = (
-            f"further from exact than all {len(compared.right)} right kernels, by chance "
-            f"{record.chance:.0%} of right ones; every call is within its bound"
+            f"further from exact than all {len(compared.right)} right kernels, as a right one is "
+            f"with a chance of {record.chance:.0%}; every call is within its bound"
         )
         return replace(record, status="warn", reason=reason)
     return record
