@@ -72,6 +72,19 @@ def test_numbers_that_are_read_elsewhere_are_told(name, monkeypatch):
     assert any(fact in one for one in found.facts)
 
 
+@pytest.mark.parametrize("dtype", ["e4m3", "e5m2", "fp16", "fp32"])
+def test_in_any_dtype_nothing_that_is_asked_again_raises(dtype, monkeypatch):
+    """Planted: what no family is of, so that all is asked."""
+
+    def call(run, inputs):
+        outputs = run(inputs)
+        waves = torch.arange(outputs.out.numel()).view(outputs.out.shape).sin()
+        return Outputs((outputs.out.float() + waves).to(outputs.out.dtype), outputs.lse)
+
+    found = told(monkeypatch, call, PLAIN.replace(dtype=dtype))
+    assert (found.level, found.family) == ("unknown", "")
+
+
 def test_rows_that_are_written_elsewhere_are_told(monkeypatch):
     def call(run, inputs):
         outputs = run(inputs)

@@ -569,15 +569,16 @@ def _by_order(problem: Problem, call: Call, takes: Callable[[Problem], bool]) ->
             return ""
         plain = nearest
     inputs = draw_inputs(plain, "cpu")
-    query = inputs.q[:, :: plain.group, :1].repeat_interleave(plain.group, 1)
-    inputs = inputs.replace(q=query.expand(inputs.q.shape).contiguous())
+    # Through float64, because torch gathers no fp8.
+    query = inputs.q[:, :: plain.group, :1].double().repeat_interleave(plain.group, 1)
+    inputs = inputs.replace(q=query.expand(inputs.q.shape).to(inputs.q.dtype).contiguous())
     q, k, _ = inputs.promoted()
     scores = (q[:, :: plain.group, :1] @ k.mT)[:, :, 0] * plain.scale
 
     def sorted_by(*, descending: bool) -> Asked | None:
         place = scores.argsort(-1, descending=descending)[..., None]
-        moved = {name: getattr(inputs, name).take_along_dim(place, 2) for name in ("k", "v")}
-        return call(inputs.replace(**moved))
+        k, v = (x.double().take_along_dim(place, 2).to(x.dtype) for x in (inputs.k, inputs.v))
+        return call(inputs.replace(k=k, v=v))
 
     first = sorted_by(descending=True)
     if first is None or first.error.proven:

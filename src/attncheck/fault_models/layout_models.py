@@ -359,7 +359,6 @@ def _columns(problem: Problem) -> tuple[int, ...]:
     "columns behind the head dim are read from memory, where they are other rows, and have a part "
     "in the scores",
     applies=lambda problem: is_attention(problem) and bool(_columns(problem)),
-    family="memory",
 )
 def _(call: ExactAttention) -> Iterator[Form]:
     inputs, problem = call.inputs, call.problem
