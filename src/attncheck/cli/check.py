@@ -166,8 +166,8 @@ def check(
             )
     except (Died, RemoteError) as error:  # as it was loaded, or tried, or between two questions
         asked = [one for one in questions if not names or one.name in names] or questions
-        how = {"device": device, "command": command, "loading": host is None}
-        report = _death_report(error, spec, asked, **how)
+        report = assemble_report((), (), device=device, command=command)
+        report = _death_report(report, error, spec, asked, loading=host is None)
     with interrupts.writing(directory):
         rendering.write_report(
             report, directory, "check", formats=("json", "md"), document=check_document
@@ -512,15 +512,18 @@ def _answered(
 
 
 def _death_report(
-    error: Died | RemoteError, spec: str, asked: list[CheckCase], *, loading: bool, **how: str
+    report: Report,
+    error: Died | RemoteError,
+    spec: str,
+    asked: list[CheckCase],
+    *,
+    loading: bool,
 ) -> Report:
     """Report of a kernel that was asked nothing, since its process died: the first one fails."""
     from msgspec.structs import replace
 
     from attncheck.verify.deaths import death_record
-    from attncheck.verify.verify import assemble_report
 
-    report = assemble_report((), (), **how)
     record = death_record(
         error,
         asked[0].case,
@@ -529,8 +532,8 @@ def _death_report(
         environment=next(iter(report.environments)),
         loading=loading,
     )
-    report = replace(report, kernels={spec: ""}, records=(record,))
-    return replace(report, incomplete=_not_asked(len(asked) - 1))
+    left = _not_asked(len(asked) - 1)
+    return replace(report, kernels={spec: ""}, records=(record,), incomplete=left)
 
 
 def _not_asked(count: int) -> str:
