@@ -11,7 +11,7 @@ from attncheck.diagnose import diagnosis
 from attncheck.diagnose.confirmation import confirm, independent_cases
 from attncheck.diagnose.diagnosis import CauseSearch, diagnose_failure
 from attncheck.diagnose.explanations import explain
-from attncheck.fault_models import FAULT_MODELS
+from attncheck.fault_models import FAULT_MODELS, ExactAttention
 from attncheck.fault_models.fault_model import FAMILIES
 from attncheck.fault_models.steps import LOG2E, Steps
 from attncheck.inputs.problem import Case, Problem
@@ -173,12 +173,18 @@ def test_few_answers_confirm_nothing():
 
 
 def test_a_tile_is_no_other_one_each_time():
-    """Planted: of one key, and of many that are all lost, a tile that is dropped says the same."""
-    steps = FAULT_MODELS["maximum-from-zero"].steps[0]
-    fields = {"name": "faulty", "steps": steps, "tiling": lambda *_: None}
-    problem = Problem(head_dim=16, dtype="bf16", distribution="negative_logits")
-    found = told(type("Faulty", (Ideal,), fields)(), problem.replace(query=1, kv=1))
-    assert (found.level, found.ranked[0].model) == ("named", "maximum-from-zero")
+    """Planted: of keys that are all lost a first tile that is dropped says the same."""
+    kernel = with_fault("maximum-from-zero")
+    case = Case(problem=Problem(query=1, head_dim=16, dtype="bf16", distribution="negative_logits"))
+    failure = diagnosis._Failure(
+        run_case(kernel, case, device="cpu"), kernel, "cpu", executor_of(kernel)
+    )
+
+    def ask(one):  # as of a kernel that declares no tiles
+        return [replace(run, call=ExactAttention(run.call.inputs)) for run in failure.ask(one)]
+
+    told = confirm(["maximum-from-zero", "first-tile-dropped"], case, ask, seconds=0.0)
+    assert (told.confirmed, told.left) == (True, ("maximum-from-zero",))
 
 
 @pytest.mark.parametrize("mean", [False, True], ids=["nan", "mean"])
