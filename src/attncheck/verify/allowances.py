@@ -1,7 +1,8 @@
 """How far a kernel may be off on a Case: the judge's bounds, from the oracle's conditions.
 
-The deterministic bound is had of every row. What needs more of a row, the probabilistic bound and
-the oracle's own, is had of the sampled ones, which are all rows of a small Problem.
+The deterministic bound is had of every row, or of those in which a verdict could tell: see
+``settle``. What needs more of a row, the probabilistic bound and the oracle's own, is had of the
+sampled ones, which are all rows of a small Problem.
 
 A backward reads the out and the LSE that the kernel's own forward left. What those are off by is
 measured, and no fault of the backward: a right one is not blamed for its forward's rounding.
@@ -63,7 +64,10 @@ _LEAST = torch.finfo(torch.float64).tiny
 
 
 def allowances(
-    evidence: Evidence, arithmetics: Sequence[Arithmetic], totals: RowTotals | None = None
+    evidence: Evidence,
+    arithmetics: Sequence[Arithmetic],
+    totals: RowTotals | None = None,
+    sampled: Sequence[Rows] | None = None,
 ) -> list[Allowance]:
     """Return the largest errors that rounding explains of kernels of each arithmetic on this Case.
 
@@ -72,7 +76,8 @@ def allowances(
     after rounding: nothing is known there.
 
     With ``totals``, as ``totals_of_rows`` gives them, of rows that are not sampled a floor: which
-    of those need their bound depends on what a kernel gave, and is for ``settle`` to find.
+    of those need their bound depends on what a kernel gave, and is for ``settle`` to find. With
+    ``sampled`` nobody looks for those again, for which the mask is asked of all pairs.
     """
     problem, device = evidence.case.problem, evidence.inputs.device
     collected = [_Bounds.of(evidence, arithmetic, totals) for arithmetic in arithmetics]
@@ -84,7 +89,7 @@ def allowances(
             for each, arithmetic in zip(collected, arithmetics, strict=True):
                 bounds = _RowBounds.of(evidence, arithmetic, known)
                 each.bound(bounds, bounds.deterministic)
-    for rows in sampled_rows(problem, device):
+    for rows in sampled_rows(problem, device) if sampled is None else sampled:
         known = compute_conditions(evidence.inputs, evidence.truth, rows)
         # Its steps, which no kernel shares, go with the copy.
         oracle = _RowBounds.of(evidence, FP64_ORACLE, replace(known)).deterministic

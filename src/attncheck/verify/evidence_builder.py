@@ -194,7 +194,7 @@ class EvidenceBuilder:
         if arithmetic not in self._allowances:
             asked = dict.fromkeys([arithmetic, *self.expected])
             new = [each for each in asked if each not in self._allowances]
-            found = allowances(self.evidence, new, self._totals)
+            found = allowances(self.evidence, new, self._totals, self._sampled)
             self._allowances.update(zip(new, found, strict=True))
         return self._allowances[arithmetic]
 
