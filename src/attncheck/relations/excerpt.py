@@ -18,6 +18,7 @@ from attncheck.core.errors import ProblemError
 from attncheck.core.mod_spec import FULL, Spec
 from attncheck.core.outputs import Outputs
 from attncheck.core.paged_layout import Paging
+from attncheck.core.tensor_names import TensorName
 from attncheck.inputs.input_tensors import Descale, Inputs
 from attncheck.inputs.problem import Problem
 
@@ -114,12 +115,13 @@ class Excerpt:
         """
         given, h, of_keys = whole.tensors(), slice(problem.heads), slice(problem.kv_heads)
         b, rows = (slice(r.start, r.stop) for r in (self.sequences, self.rows))
-        parts = {n: given[n][b, h, rows] for n in ("out", "lse") if n in given}
+        parts: dict[TensorName, torch.Tensor] = {}
+        for name in given.keys() & {"out", "lse"}:
+            parts[name] = given[name][b, h, rows]
         if problem.backward:
             parts |= {n: given[n] for n in given.keys() - parts.keys()}
-            for name, at in (("dq", (b, h)), ("dk", (b, of_keys)), ("dv", (b, of_keys))):
-                if name in parts:
-                    parts[name] = parts[name][at]
+            for name in parts.keys() & {"dq", "dk", "dv"}:
+                parts[name] = parts[name][b, h if name == "dq" else of_keys]
             if "dsink" in parts:
                 parts["dsink"] = parts["dsink"][h]
         return Outputs(**parts)
