@@ -512,12 +512,7 @@ def _answered(
 
 
 def _death_report(
-    report: Report,
-    error: Died | RemoteError,
-    spec: str,
-    asked: list[CheckCase],
-    *,
-    loading: bool,
+    report: Report, error: Died | RemoteError, spec: str, asked: list[CheckCase], *, loading: bool
 ) -> Report:
     """Report of a kernel that was asked nothing, since its process died: the first one fails."""
     from msgspec.structs import replace
