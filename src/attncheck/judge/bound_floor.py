@@ -85,7 +85,11 @@ def bound_floor(totals: RowTotals, arithmetic: Arithmetic) -> tuple[Tensor, Tens
     Never more than ``deterministic_bound`` says, 0 in rows that see no key, and NaN in rows of
     which the bound is not sure to be finite throughout: nothing is known of them here.
     """
-    units, weights_error = _exponents_floor(totals, arithmetic), arithmetic.weights_error
+    # B9's ρ of every key of a row, at least; and Σ P ρ.
+    least, nothing = _score_floor(totals, arithmetic, totals.least_size), totals.count * 0
+    exponent = exponent_error(totals, arithmetic, 2 * least, nothing, nothing)
+    units, mean_units = least + exponent, _score_floor(totals, arithmetic, totals.size) + exponent
+    weights_error = arithmetic.weights_error
     # B15 with c_j of at least P_j · units, of which Cauchy and Schwarz's form is Σ P (v − O)².
     mean, spread, out = totals.mean_value, totals.spread, totals.out.abs()
     apart = torch.minimum(mean + out, spread)
@@ -108,7 +112,7 @@ def bound_floor(totals: RowTotals, arithmetic: Arithmetic) -> tuple[Tensor, Tens
     lost = 1 - 8 * (totals.keys + totals.head_dim + 8) * 2.0**-53
     before = before * lost
     floor = before + half_ulp(out + before, arithmetic.output)
-    of_sum = torch.log1p(totals.weight.clamp_max(1) * _mean_exponent(totals, arithmetic))
+    of_sum = torch.log1p(totals.weight.clamp_max(1) * mean_units)
     if arithmetic.sums_rounded_weights:
         of_sum = of_sum - math.log1p(-weights_error)
     of_sum = (of_sum - torch.log1p(-row_sum_rounding(totals, arithmetic)))[..., 0]
@@ -124,23 +128,6 @@ def _score_floor(totals: RowTotals, arithmetic: Arithmetic, size: Tensor) -> Ten
     # B7 may be any part of B5.
     added = 0.0 if arithmetic.scores.coarse else arithmetic.scores.det(terms)
     return of_operands(arithmetic, added * scaled, scaled)
-
-
-def _exponents_floor(totals: RowTotals, arithmetic: Arithmetic) -> Tensor:
-    """B9's ρ of every key of a row, at least, ``(heads, rows, 1)``."""
-    scores = _score_floor(totals, arithmetic, totals.least_size)
-    return scores + _own_floor(totals, arithmetic, scores)
-
-
-def _own_floor(totals: RowTotals, arithmetic: Arithmetic, scores: Tensor) -> Tensor:
-    nothing = torch.zeros_like(scores)
-    return exponent_error(totals, arithmetic, 2 * scores, nothing, nothing)
-
-
-def _mean_exponent(totals: RowTotals, arithmetic: Arithmetic) -> Tensor:
-    """Σ P ρ, at least, ``(heads, rows, 1)``."""
-    own = _own_floor(totals, arithmetic, _score_floor(totals, arithmetic, totals.least_size))
-    return _score_floor(totals, arithmetic, totals.size) + own
 
 
 def _exponents_ceiling(totals: RowTotals, arithmetic: Arithmetic) -> Tensor:
