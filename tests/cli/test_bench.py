@@ -134,7 +134,6 @@ def test_a_run_that_is_stopped_has_what_it_has(attncheck, mine):
     ("words", "says"),
     [
         (("--kernel", "triton-flash2"), "is interpreted on a CPU, where its time means nothing"),
-        (("--table", "flash4"), "table 'flash4' is not known: choose from"),
         (("--table", "main"), "--shape stands in place of --table"),
         (("--variant", "softmax"), "bench times attention"),
         (("--against", "HEAD"), "--against compares kernels of a repository"),
