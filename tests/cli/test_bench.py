@@ -73,6 +73,7 @@ def test_every_file_tells_the_same(quick):
     image = (folder / "bench.svg").read_text()
     assert "forward and backward" in image
     assert "measured limit" in image
+    assert "mathdefault" not in image
 
 
 def test_the_report_is_shown_again(attncheck, quick):

@@ -27,6 +27,7 @@ def bench_figure(report: BenchReport) -> Any:
         UsageError: where nothing was timed.
     """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     panels = _panels(report)
     if not panels:
@@ -40,6 +41,11 @@ def bench_figure(report: BenchReport) -> Any:
     for ax, ((dtype, direction), points) in zip(row, panels.items(), strict=True):
         ax.set_xscale("log", base=2)
         ax.set_yscale("log")
+        # As plain numbers: matplotlib's own powers are mathematics, which figures here do not set.
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5, 7)))
+        for axis in (ax.xaxis, ax.yaxis):
+            axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,g}"))
+            axis.set_minor_locator(NullLocator())
         ax.set_title(f"{dtype} · {direction}", loc="left", fontsize=10, fontweight="bold")
         ax.set_xlabel("operations a byte of q, k, v and out")
         ax.set_ylabel("TFLOP/s")
