@@ -68,14 +68,14 @@ def test_a_tolerance_that_cannot_fail(monkeypatch):
     """
     assert ask(HALVED, FULL).status == "fail"
     assert ask(Ideal(), FULL).judgement.blind_spot.half
-    right = EvidenceBuilder.allowance
+    right = EvidenceBuilder._allowance
 
     def generous(self, arithmetic):
         found = right(self, arithmetic)
         samples = [scaled(one, 1e6) for one in found.samples]
         return dataclasses.replace(scaled(found, 1e6), samples=samples)
 
-    monkeypatch.setattr(EvidenceBuilder, "allowance", generous)
+    monkeypatch.setattr(EvidenceBuilder, "_allowance", generous)
     assert ask(HALVED, FULL).status not in FAILED_STATUSES, "half of O passes"
     spot = ask(Ideal(), FULL).judgement.blind_spot
     assert (spot.half, spot.zeros, spot.dropped_keys) == (False, False, 0.0)

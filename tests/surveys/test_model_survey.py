@@ -28,6 +28,9 @@ SMALL = ModelSize(layers=2, length=24, batch=1, steps=2)
 LAYER, HEAD, ROW = 1, 1, 7
 
 
+pytestmark = pytest.mark.usefixtures("library_as_before")  # its recordings are distributions
+
+
 @pytest.fixture(scope="module", autouse=True)
 def interpreted():
     prepare("cpu")

@@ -361,7 +361,7 @@ def _asked_kernel(
         raise UsageError("--shape is of --flex: the questions of a check have their own.")
     if spec is None and flex is None:
         raise UsageError("Missing argument 'SPEC'.")
-    return spec or "flex"
+    return "flex" if spec is None else spec
 
 
 def _asked(
