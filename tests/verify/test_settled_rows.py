@@ -23,6 +23,7 @@ from attncheck.verify.verify import verify
 
 PROBLEM = Problem(heads=2, query=96, kv=96, head_dim=16, mask=Spec.of("causal"))
 OF_A_CLOCK = {"seconds", "environment"}
+LOST = 8 * 80 * 2.0**-53  # of a float64 sum over 80 keys, as the bound itself allows for it (B19)
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +49,7 @@ def assert_same(one, other) -> None:
         for pair in zip(one, other, strict=True):
             assert_same(*pair)
     elif isinstance(one, float):
-        assert other == pytest.approx(one, rel=2.0**-26, abs=0, nan_ok=True)
+        assert other == pytest.approx(one, rel=LOST, abs=0, nan_ok=True)
     else:
         assert one == other
 
