@@ -29,6 +29,8 @@ from attncheck.subjects.ideal import Ideal
 from attncheck.verify.question_fit import allowed_parameters
 from attncheck.verify.run_case import run_case
 
+pytestmark = pytest.mark.usefixtures("shared_evidence")
+
 CAUSAL = Problem(query=40, kv=40, heads=2, head_dim=32, dtype="fp16", mask=Spec.of("causal"))
 
 
