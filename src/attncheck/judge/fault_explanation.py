@@ -124,17 +124,19 @@ class ObservedError:
         # What rounds more, as it is larger, may be off by more.
         room = max(1.0, *(errors[name].growth(tensors[name]) for name in self.wrong))
         rests = [errors[name].rest(tensors[name], room, free) for name in self.wrong]
+        # A fault has to explain every wrong tensor: the worst one counts.
+        share = min(rest.share for rest in rests)
+        if not share > 0.0:
+            return None
         right = [name for name in tensors if name in errors and name not in self.wrong]
         if self.forward:
             right = [name for name in right if name not in GRADIENTS]
         unexplained = [errors[name].rest(tensors[name], room, free) for name in right]
         if self.proven and any(not rest.within for rest in unexplained):
             return None
-        # A fault has to explain every wrong tensor: the worst one counts.
-        share = min(rest.share for rest in rests)
         whole = self.proven and all(rest.within for rest in rests)
         # To leave rows free explains nothing of them: all others have to be right.
-        if not share > 0.0 or (free is not None and not whole):
+        if free is not None and not whole:
             return None
         return FaultExplanation(
             name=prediction.name,
@@ -202,6 +204,7 @@ class _TensorError:
     def __init__(self, got: Tensor, exact: Tensor, allowed: Tensor, spacing: float) -> None:
         self.spacing = spacing
         self.got, self.usual = got, _largest(exact)
+        self._finite = bool(got.isfinite().all())
         some = allowed[(allowed > 0) & allowed.isfinite()]
         # Where nothing at all is allowed, as little as anywhere.
         least = some.amin() if some.numel() else allowed.new_ones(())
@@ -211,20 +214,28 @@ class _TensorError:
         self.nothing = allowed <= 0
         self.counts = allowed.isfinite()
         # Errors in units of what rounding allows: elements of any size count alike.
-        units = self._units(exact)
+        distance = self._distance(exact)
+        units = self._units(distance, self._allowed(exact))
         finite = units[units.isfinite()]
         # What is not finite counts as much as the largest that is.
         self.cap = max(_WILD, float(finite.amax())) if finite.numel() else _WILD
         self.error = units.clamp(max=self.cap)
         self.total = float(self.error.square().sum())
-        off = torch.where(self.counts, _distance(got, exact), 0.0)
+        off = torch.where(self.counts, distance, 0.0)
         self.beyond = bool((shares(off, allowed) > 1).any())
 
-    def _units(self, expected: Tensor) -> Tensor:
-        """|got − expected| in units of what is allowed; 0 where both are NaN, or one infinity."""
-        off = _distance(self.got, expected)
+    def _distance(self, expected: Tensor) -> Tensor:
+        """|got − expected|, 0 where both are NaN or the same infinity."""
+        distance = (self.got - expected).abs()
+        if self._finite:
+            return distance
+        same = (self.got == expected) | (self.got.isnan() & expected.isnan())
+        return torch.where(same, 0.0, distance)
+
+    def _units(self, distance: Tensor, allowed: Tensor) -> Tensor:
+        """``distance`` in units of what is allowed; 0 where nothing counts."""
         # Elsewhere a unit that grows with the prediction would make any large one look close.
-        off = off / torch.where(self.nothing, self._allowed(expected), self.unit)
+        off = distance / torch.where(self.nothing, allowed, self.unit)
         return torch.where(self.counts, off.nan_to_num(nan=torch.inf, posinf=torch.inf), 0.0)
 
     def _allowed(self, expected: Tensor) -> Tensor:
@@ -239,13 +250,13 @@ class _TensorError:
 
     def rest(self, expected: Tensor, room: float, free: Tensor | None) -> _Rest:
         """The error that remains with ``expected`` for the exact result."""
-        units = self._units(expected)
-        most = torch.clamp(self._allowed(expected), min=room * self.most)
+        distance, allowed = self._distance(expected), self._allowed(expected)
+        units, most = self._units(distance, allowed), allowed.clamp(min=room * self.most)
         if free is not None:
             units = torch.where(free[..., None] if units.dim() > free.dim() else free, 0.0, units)
         left = float(torch.where(units.isinf(), self.cap, units).square().sum())
         count = max(1, int(self.counts.sum()))
-        close = (units <= 1) | (_distance(self.got, expected) <= most) | ~self.counts
+        close = (units <= 1) | (distance <= most) | ~self.counts
         return _Rest(
             share=1.0 - left / self.total if self.total else 0.0,
             within=bool(close.all()),
@@ -265,12 +276,6 @@ def _largest(tensor: Tensor) -> float:
     """Return the largest size of a finite number in ``tensor``; −1 where there is none."""
     sizes = tensor.abs()
     return float(torch.where(sizes.isfinite(), sizes, -1.0).amax()) if sizes.numel() else -1.0
-
-
-def _distance(got: Tensor, expected: Tensor) -> Tensor:
-    """|got − expected|, 0 where both are NaN or the same infinity."""
-    same = (got == expected) | (got.isnan() & expected.isnan())
-    return torch.where(same, 0.0, (got - expected).abs())
 
 
 def rank_explanations(
