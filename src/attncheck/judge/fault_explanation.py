@@ -121,20 +121,20 @@ class ObservedError:
             return None
         if free is not None and not self._mostly_wrong(free):
             return None
-        # What rounds more, as it is larger, may be off by more.
-        room = max(1.0, *(errors[name].growth(tensors[name]) for name in self.wrong))
-        rests = [errors[name].rest(tensors[name], room, free) for name in self.wrong]
+        rests = [errors[name].rest(tensors[name], free) for name in self.wrong]
         # A fault has to explain every wrong tensor: the worst one counts.
         share = min(rest.share for rest in rests)
         if not share > 0.0:
             return None
+        # What rounds more, as it is larger, may be off by more.
+        room = max(1.0, *(errors[name].growth(tensors[name]) for name in self.wrong))
         right = [name for name in tensors if name in errors and name not in self.wrong]
         if self.forward:
             right = [name for name in right if name not in GRADIENTS]
-        unexplained = [errors[name].rest(tensors[name], room, free) for name in right]
-        if self.proven and any(not rest.within for rest in unexplained):
+        unexplained = [errors[name].rest(tensors[name], free) for name in right]
+        if self.proven and any(not rest.within(room) for rest in unexplained):
             return None
-        whole = self.proven and all(rest.within for rest in rests)
+        whole = self.proven and all(rest.within(room) for rest in rests)
         # To leave rows free explains nothing of them: all others have to be right.
         if free is not None and not whole:
             return None
@@ -157,7 +157,7 @@ class ObservedError:
             return True
         both = [name for name in prediction.tensors if name in self._errors]
         return all(
-            self._errors[n].rest(prediction.tensors[n], 1.0, prediction.free).within for n in both
+            self._errors[n].rest(prediction.tensors[n], prediction.free).within(1.0) for n in both
         )
 
     def _mostly_wrong(self, rows: Tensor) -> bool:
@@ -193,9 +193,18 @@ class ObservedError:
 class _Rest:
     """One tensor's error that a prediction leaves unexplained."""
 
+    of: _TensorError
     share: float
-    within: bool
     left: float
+    units: Tensor
+    distance: Tensor
+    allowed: Tensor
+
+    def within(self, room: float) -> bool:
+        """Return whether it is rounding, of numbers ``room`` times as large as the exact ones."""
+        most = self.allowed.clamp(min=room * self.of.most)
+        close = (self.units <= 1) | (self.distance <= most) | ~self.of.counts
+        return bool(close.all())
 
 
 class _TensorError:
@@ -213,6 +222,7 @@ class _TensorError:
         self.most = float(some.amax()) if some.numel() else 1.0
         self.nothing = allowed <= 0
         self.counts = allowed.isfinite()
+        self._count = max(1, int(self.counts.sum()))
         # Errors in units of what rounding allows: elements of any size count alike.
         distance = self._distance(exact)
         units = self._units(distance, self._allowed(exact))
@@ -248,19 +258,20 @@ class _TensorError:
         most, usual = _largest(expected), self.usual
         return most / usual if most >= 0 and usual > 0 else 1.0
 
-    def rest(self, expected: Tensor, room: float, free: Tensor | None) -> _Rest:
+    def rest(self, expected: Tensor, free: Tensor | None) -> _Rest:
         """The error that remains with ``expected`` for the exact result."""
         distance, allowed = self._distance(expected), self._allowed(expected)
-        units, most = self._units(distance, allowed), allowed.clamp(min=room * self.most)
+        units = self._units(distance, allowed)
         if free is not None:
             units = torch.where(free[..., None] if units.dim() > free.dim() else free, 0.0, units)
         left = float(torch.where(units.isinf(), self.cap, units).square().sum())
-        count = max(1, int(self.counts.sum()))
-        close = (units <= 1) | (distance <= most) | ~self.counts
         return _Rest(
+            of=self,
             share=1.0 - left / self.total if self.total else 0.0,
-            within=bool(close.all()),
-            left=(left / count) ** 0.5,
+            left=(left / self._count) ** 0.5,
+            units=units,
+            distance=distance,
+            allowed=allowed,
         )
 
     def step(self, here: Tensor, there: Tensor, nudge: float) -> tuple[float, float]:
