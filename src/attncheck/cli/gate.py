@@ -396,6 +396,7 @@ def _kernels_of(words: tuple[str, ...]) -> tuple[str, ...]:
         UsageError: where there is none, or a name that nobody knows.
     """
     from attncheck.subjects.capabilities.configuration import read_configuration
+    from attncheck.subjects.hub_kernels import is_hub_folder
     from attncheck.subjects.load import is_reference, kernel_names
 
     if not words:
@@ -409,7 +410,7 @@ def _kernels_of(words: tuple[str, ...]) -> tuple[str, ...]:
     for kernel in words:
         file, colons, _ = kernel.partition("::")
         # Said here in a line: each worker would fail to import it.
-        if colons and not Path(file).is_file():
+        if colons and not Path(file).is_file() and not is_hub_folder(file):
             raise UsageError(f"kernel {kernel!r}: there is no file {file!r}.")
         if not is_reference(kernel) and kernel not in kernel_names():
             raise UnknownName("kernel", kernel, kernel_names())
