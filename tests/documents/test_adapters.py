@@ -99,7 +99,11 @@ def test_adapters_are_short_functions():
 )
 def test_an_adapter_of_a_package_that_is_here_is_right(name, call, tmp_path):
     package, device, _ = CALLS[name]
-    pytest.importorskip(package, reason=f"{package} is not installed: install it to try its adapter", exc_type=ImportError)
+    pytest.importorskip(
+        package,
+        reason=f"{package} is not installed: install it to try its adapter",
+        exc_type=ImportError,
+    )
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip(f"{package} needs a GPU")
     prepare(device)

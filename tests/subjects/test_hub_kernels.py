@@ -7,6 +7,7 @@ import torch
 
 from attncheck.core.errors import UsageError
 from attncheck.core.mod_spec import FULL, NONE, Spec
+from attncheck.diagnose.standalone_script import _reference
 from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects import hub_kernels
 from attncheck.subjects.hub_kernels import is_hub_folder
@@ -105,6 +106,12 @@ def test_of_tables_nothing_is_padded(tmp_path):
     init = folder / "build" / "torch-universal" / "__init__.py"
     init.write_text(INTERFACE + "\nsupports_flash_attn = True\n")
     assert "key_padding_mask" not in load_subject(f"{folder}::interface").takes
+
+
+def test_no_script_can_be_written_of_a_folder(tmp_path):
+    folder = hub_folder(tmp_path / "mine", "torch-universal")
+    with pytest.raises(UsageError, match="no script can be written of .*: a folder of the kernels"):
+        _reference(f"{folder}::interface")
 
 
 def test_folders_have_modules_of_their_own(tmp_path):
