@@ -30,7 +30,8 @@ def model(
     kernels: tuple[str, ...] = verb.several(
         "--kernel",
         "NAME",
-        "A kernel of `attncheck list`, or FILE.py::NAME (repeatable; default: those of torch).",
+        "A kernel of `attncheck list`, FILE.py::NAME, or a folder of the kernels hub, FOLDER::NAME "
+        "(repeatable; default: those of torch).",
     ),
     dtype: str = verb.option(
         "--dtype",
