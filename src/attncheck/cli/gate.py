@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -525,7 +525,7 @@ def _finish(
     command = _typed_command(content.head.get("kernels", ()))
     report = build_report(content, command=command, baseline=baseline)
     # Whoever interrupts wants the end, and scripts take seconds each.
-    scripts = {} if end.why == "interrupted" else _failure_scripts(report)
+    scripts = {} if end.why == "interrupted" else _failure_scripts(report, options.directory)
     with interrupts.writing(options.directory):
         write_gate(report, options.directory, scripts)
     with standard_output():
@@ -547,12 +547,17 @@ def _typed_command(kernels: Iterable[str]) -> str:
     return command
 
 
-def _failure_scripts(report: GateReport) -> dict[str, str]:
+def _failure_scripts(report: GateReport, directory: str) -> dict[str, str]:
     """Standalone scripts of the worst failures, each written by a process of its own."""
     from attncheck.reporting.gate_verdict import failure_groups
 
     scripts: dict[str, str] = {}
-    with tempfile.TemporaryDirectory() as folder:
+    # As deep as they will lie: a script finds its kernel from where it is. Where the folder cannot
+    # be written to, the report will say so.
+    with (
+        suppress(OSError),
+        tempfile.TemporaryDirectory(dir=directory, prefix=".scripts-") as folder,
+    ):
         for group in failure_groups(report)[:_SCRIPTS]:
             # A crash or a timeout of a kernel would be one of the script, too.
             if not group.shown.failure or group.shown.record.status not in {"fail", "error"}:
