@@ -115,7 +115,7 @@ def make_model(spec: str, size: ModelSize) -> nn.Module:
     auto = transformers.AutoModelForMaskedLM if masked else transformers.AutoModelForCausalLM
     how: dict[str, Any] = {"dtype": dtype, "attn_implementation": _NAME}
     torch.manual_seed(size.seed)
-    if spec not in SHAPES and any(Path(spec).glob("*.safetensors")):
+    if spec not in SHAPES and _has_weights(spec):
         model = _made(spec, auto.from_pretrained, spec, local_files_only=True, **how)
     else:
         model = _made(spec, auto.from_config, config, **how)
@@ -123,6 +123,10 @@ def make_model(spec: str, size: ModelSize) -> nn.Module:
     model.config._experts_implementation = "eager"
     model.eval().to(size.device)
     return model  # type: ignore[no-any-return]  # transformers makes it
+
+
+def _has_weights(folder: str) -> bool:
+    return any(Path(folder).glob("*.safetensors"))
 
 
 def _made(spec: str, make: Callable[..., Any], *what: Any, **how: Any) -> Any:
@@ -170,7 +174,7 @@ def _shape(spec: str, size: ModelSize) -> dict[str, Any]:
 def describe_model(spec: str, size: ModelSize) -> str:
     """Return what a model is, in a line."""
     if spec not in SHAPES:
-        return "from a folder"
+        return f"from a folder, {'its' if _has_weights(spec) else 'random'} weights"
     return f"{SHAPES[spec][1]}; {size.layers} layers, width {size.hidden}, random weights"
 
 
@@ -189,6 +193,7 @@ def _transformers() -> Any:
     except ImportError as error:
         raise UsageError(_INSTALL) from error
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     ALL_ATTENTION_FUNCTIONS.register(_NAME, _attention)
     # bool tables, or None where a causal flag or no mask says the same.
     ALL_MASK_ATTENTION_FUNCTIONS.register(_NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
