@@ -288,7 +288,7 @@ class ConditionedCall:
             _remember(tensors)
             self._look()
             return
-        unguarded = [name for name, tensor in tensors.items() if not self._guards.holds(tensor)]
+        unguarded = [name for name, its in tensors.items() if not self._guards.holds(name, its)]
         self.notes.unguarded = ", ".join(unguarded)
         self.notes.unpoisoned = ", ".join(
             name for name in unguarded if not self._filled(tensors[name])

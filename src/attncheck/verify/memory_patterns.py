@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 from torch.utils.dlpack import from_dlpack
 
 from attncheck.core import strided_alloc
@@ -230,28 +231,12 @@ _UNWRITTEN = {
     aten.new_empty.default,
     aten.new_empty_strided.default,
 }
-_WRITTEN = {
-    aten.zeros.default,
-    aten.zeros_like.default,
-    aten.new_zeros.default,
-    aten.ones.default,
-    aten.ones_like.default,
-    aten.new_ones.default,
-    aten.full.default,
-    aten.full_like.default,
-    aten.new_full.default,
-    aten.clone.default,
-    aten._to_copy.default,
-    aten.constant_pad_nd.default,
-    aten.cat.default,
-    aten.stack.default,
-}
 
 # Bound before any kernel is loaded, which might bind the name to something else.
 _equal = torch.equal
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Placed:
     """One tensor's memory, with a band before and after it."""
 
@@ -318,22 +303,32 @@ class GuardBands(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         made = func(*args, **(kwargs or {}))
         # What make_fx traces are steps of a mod's, and our copies would be steps of it too.
         traced = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
-        if not traced and (func in _UNWRITTEN or func in _WRITTEN) and self._ours(made):
-            return self._guarded(made, written=func in _WRITTEN)
-        return made
+        # An operator of somebody's own has written where it may not by now, if it has at all.
+        if traced or getattr(func, "namespace", "") != "aten":
+            return made
+        several = isinstance(made, tuple | list)
+        given = list(made) if several else [made]
+        if any(map(self._ours, given)):
+            read = {_memory_of(each) for each in tree_leaves((args, kwargs))}
+            for i, each in enumerate(given):
+                if self._ours(each) and _memory_of(each) not in read:  # else it is no new memory
+                    given[i] = self._guarded(each, written=func not in _UNWRITTEN)
+        return type(made)(given) if several else given[0]
 
     def copied(self, inputs: Inputs) -> Inputs:
         """The same numbers between guard bands, laid out alike: strides, gaps and all."""
         tensors = {name: self._copied(name, t) for name, t in inputs.tensors().items()}
         return with_tensors(inputs, tensors)
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether ``tensor`` lies between guard bands."""
+    def holds(self, name: str, tensor: torch.Tensor) -> bool:
+        """Return whether an output lies between guard bands, which have its ``name`` then."""
         at = tensor.data_ptr()
-        return any(
-            0 <= at - placed.buffer.data_ptr() - placed.start < placed.end - placed.start
-            for placed in (*self._placed, *self._inputs)
-        )
+        for placed in (*self._placed, *self._inputs):
+            if 0 <= at - placed.buffer.data_ptr() - placed.start < placed.end - placed.start:
+                if placed.original is None:
+                    placed.label = f"its output {name}"
+                return True
+        return False
 
     def look(self) -> str:
         """Return what was written where nobody may; what was allocated so far is then forgotten.
@@ -344,6 +339,14 @@ class GuardBands(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             self._wrong = self._wrong or self._written(placed)
         self._placed, self._bytes = [], 0
         return self._wrong
+
+    def _look_at_free(self) -> None:
+        """Look at what nobody holds any more, and guard it no longer."""
+        for placed in self._placed:
+            if placed.free:
+                self._wrong = self._wrong or self._written(placed)
+        self._placed = [placed for placed in self._placed if not placed.free]
+        self._bytes = sum(len(placed.buffer) for placed in self._placed)
 
     def _ours(self, made: object) -> bool:
         if type(made) is not torch.Tensor or made.layout != torch.strided:
@@ -358,13 +361,16 @@ class GuardBands(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     def _guarded(self, made: torch.Tensor, *, written: bool) -> torch.Tensor:
         size = made.untyped_storage().nbytes()
         if self._bytes + size > _MOST:
+            self._look_at_free()
+        if self._bytes + size > _MOST:
             self.unchecked = f"beyond {_MOST >> 30} GiB of allocations nothing has guard bands"
             return made
         shape, dtype = tuple(made.shape), str(made.dtype).removeprefix("torch.")
         placed = self._place(size, f"a tensor {shape} of {dtype} that it allocated", made.device)
         self._placed.append(placed)
         if written:
-            return _tensor(placed, made).copy_(made)
+            placed.inside.copy_(placed.inside.new_empty(0).set_(made.untyped_storage()))
+            return _tensor(placed, made)
         inside = pattern(size, size, made.device, self._fill)
         placed.inside.copy_(inside & 1 if made.dtype == torch.bool else inside)
         return _tensor(placed, made)
@@ -401,6 +407,9 @@ class GuardBands(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             )
             if self._memory is not None:
                 self._memory.append(placed)
+        elif placed in self._placed:
+            self._wrong = self._wrong or self._written(placed)  # its bands are filled anew
+            self._placed.remove(placed)
         placed.label, placed.original, placed.seen_by = label, None, None
         for part, bytes_ in self._bands(placed):
             part.copy_(bytes_)
@@ -431,6 +440,12 @@ class GuardBands(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             count = count_bytes((placed.inside, placed.original))
             return f"wrote {count} between elements of {placed.label}"
         return ""
+
+
+def _memory_of(each: object) -> int | None:
+    """What identifies the memory that a tensor lies in; None of anything else."""
+    strided = isinstance(each, torch.Tensor) and each.layout == torch.strided
+    return each.untyped_storage()._cdata if strided else None
 
 
 def _tensor(placed: Placed, like: torch.Tensor) -> torch.Tensor:
