@@ -24,6 +24,10 @@ _CALL_RULES: frozenset[Rule] = frozenset(
 # Here the question says what is wrong: one relation may hold where another does not.
 _QUESTION_RULES: frozenset[Rule] = frozenset({"relation", "determinism"})
 _BEYOND = "beyond its claims"
+# Of a process that died: what it said then, and of which signal, differs from call to call.
+_HEAP = ": its heap is broken"
+# Of several calls which one, and the shape and dtype of a tensor: they go with the problem.
+_PROBLEM = re.compile(r"^call \d+ of \d+: | \([\d, ]*\) of \w+")
 _NUMBER = re.compile(r"[-+−]?\d[\d.,]*(?:e[-+]?\d+)?")
 
 
@@ -97,14 +101,20 @@ def unclaimed_findings(records: Iterable[Record]) -> list[str]:
         which = record.unclaimed
         if which is msgspec.UNSET or record.status not in FAILED_STATUSES:
             continue
-        way = "wrong, not refused," if record.status == "fail" else f"{record.status}, no refusal,"
-        ways.setdefault(way, {}).setdefault(which.aspect, {})[which.what] = None
+        ways.setdefault(_unclaimed_way(record), {}).setdefault(which.aspect, {})[which.what] = None
     lines = []
     for way, aspects in ways.items():
         parts = [f"{_ASPECTS.get(name, name)}{', '.join(each)}" for name, each in aspects.items()]
         mask = "mask the last tile, or " if "lengths" in aspects else ""
         lines.append(f"{way} for {'; '.join(parts)}: {mask}refuse them by ValueError")
     return lines
+
+
+def _unclaimed_way(record: Record) -> str:
+    judgement = record.judgement
+    if judgement is not None and judgement.rule == "memory":
+        return "writes past its tensors, no refusal,"
+    return "wrong, not refused," if record.status == "fail" else f"{record.status}, no refusal,"
 
 
 def symptom(record: Record) -> Key:
@@ -114,13 +124,15 @@ def symptom(record: Record) -> Key:
     """
     judgement = record.judgement
     if record.unclaimed is not msgspec.UNSET:
-        return record.status, _BEYOND
+        return record.status, _unclaimed_way(record), _BEYOND
     if judgement is None:
-        return record.status, "", _NUMBER.sub("#", record.reason)
+        what, broken, _ = record.reason.partition(_HEAP)
+        return record.status, "", broken or _NUMBER.sub("#", what)
     rule = judgement.rule
     if rule in _CALL_RULES:
         # Behind it how the process died as well, which differs from call to call.
-        return record.status, rule, _NUMBER.sub("#", judgement.reason.partition("; ")[0])
+        what = _PROBLEM.sub("", judgement.reason.partition("; ")[0])
+        return record.status, rule, _NUMBER.sub("#", what)
     if rule in _QUESTION_RULES:
         return record.status, rule, str(record.case.get("question", ""))
     backward = judgement.worst is not None and judgement.worst.tensor in GRADIENTS

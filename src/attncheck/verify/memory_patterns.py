@@ -220,7 +220,7 @@ def primed(device: torch.device, fill: Fill) -> Primed | None:
 _ALIGNED = 4096  # keeps the 512 bytes of a GPU's allocator, and a page
 _NARROWEST, _WIDEST = 1 << 16, 1 << 22
 BEYOND = "out-of-bounds write"
-_MOST = 2 << 30  # bytes under guard at a time
+_MOST, _MOST_NARROW = 2 << 30, 1 << 28  # bytes under guard at a time
 
 aten = torch.ops.aten
 _UNWRITTEN = {
@@ -230,6 +230,24 @@ _UNWRITTEN = {
     aten.empty_like.default,
     aten.new_empty.default,
     aten.new_empty_strided.default,
+}
+_FILLED = {
+    aten.zeros.default,
+    aten.zeros_like.default,
+    aten.new_zeros.default,
+    aten.ones.default,
+    aten.ones_like.default,
+    aten.new_ones.default,
+    aten.full.default,
+    aten.full_like.default,
+    aten.new_full.default,
+}
+_COPIED = {
+    aten.clone.default,
+    aten._to_copy.default,
+    aten.constant_pad_nd.default,
+    aten.cat.default,
+    aten.stack.default,
 }
 
 # Bound before any kernel is loaded, which might bind the name to something else.
@@ -250,6 +268,7 @@ class Placed:
     seen_by: StorageWeakRef | None = (
         None  # the storage of the tensor in it; None until there is one
     )
+    late: bool = False  # whether an operator of torch's allocated it elsewhere, and wrote it there
 
     @property
     def inside(self) -> torch.Tensor:
@@ -282,6 +301,7 @@ class GuardBands(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._fill, self._device, self._memory = fill, device, memory
+        self._most = _MOST if fill else _MOST_NARROW
         self._placed: list[Placed] = []
         self._inputs: list[Placed] = []
         self._bytes = 0
@@ -301,6 +321,9 @@ class GuardBands(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         """The operator's result, in guarded memory where it allocated it."""
         del types
         made = func(*args, **(kwargs or {}))
+        # Copies of all that is worked out on the way would take ten times as long.
+        if not self._fill and func not in _UNWRITTEN and func not in _FILLED:
+            return made
         # What make_fx traces are steps of a mod's, and our copies would be steps of it too.
         traced = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
         # An operator of somebody's own has written where it may not by now, if it has at all.
@@ -312,7 +335,7 @@ class GuardBands(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             read = {_memory_of(each) for each in tree_leaves((args, kwargs))}
             for i, each in enumerate(given):
                 if self._ours(each) and _memory_of(each) not in read:  # else it is no new memory
-                    given[i] = self._guarded(each, written=func not in _UNWRITTEN)
+                    given[i] = self._guarded(each, func)
         return type(made)(given) if several else given[0]
 
     def copied(self, inputs: Inputs) -> Inputs:
@@ -320,15 +343,15 @@ class GuardBands(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         tensors = {name: self._copied(name, t) for name, t in inputs.tensors().items()}
         return with_tensors(inputs, tensors)
 
-    def holds(self, name: str, tensor: torch.Tensor) -> bool:
-        """Return whether an output lies between guard bands, which have its ``name`` then."""
+    def place_of(self, name: str, tensor: torch.Tensor) -> Placed | None:
+        """Where an output lies between guard bands, called by its ``name`` from now on."""
         at = tensor.data_ptr()
         for placed in (*self._placed, *self._inputs):
             if 0 <= at - placed.buffer.data_ptr() - placed.start < placed.end - placed.start:
                 if placed.original is None:
                     placed.label = f"its output {name}"
-                return True
-        return False
+                return placed
+        return None
 
     def look(self) -> str:
         """Return what was written where nobody may; what was allocated so far is then forgotten.
@@ -358,21 +381,26 @@ class GuardBands(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             return False
         return made.device.type == "cuda" or not torch.cuda.is_available() or not made.is_pinned()
 
-    def _guarded(self, made: torch.Tensor, *, written: bool) -> torch.Tensor:
+    def _guarded(self, made: torch.Tensor, func: object) -> torch.Tensor:
+        late = func not in _UNWRITTEN | _FILLED | _COPIED
+        if late and made.device.type != "cpu":  # no heap breaks there
+            return made
         size = made.untyped_storage().nbytes()
-        if self._bytes + size > _MOST:
+        if self._bytes + size > self._most:
             self._look_at_free()
-        if self._bytes + size > _MOST:
-            self.unchecked = f"beyond {_MOST >> 30} GiB of allocations nothing has guard bands"
+        if self._bytes + size > self._most:
+            self.unchecked = f"beyond {self._most >> 20} MiB of allocations nothing has guard bands"
             return made
         shape, dtype = tuple(made.shape), str(made.dtype).removeprefix("torch.")
         placed = self._place(size, f"a tensor {shape} of {dtype} that it allocated", made.device)
         self._placed.append(placed)
-        if written:
+        placed.late = late
+        if func not in _UNWRITTEN:
             placed.inside.copy_(placed.inside.new_empty(0).set_(made.untyped_storage()))
             return _tensor(placed, made)
-        inside = pattern(size, size, made.device, self._fill)
-        placed.inside.copy_(inside & 1 if made.dtype == torch.bool else inside)
+        if self._fill:
+            inside = pattern(size, size, made.device, self._fill)
+            placed.inside.copy_(inside & 1 if made.dtype == torch.bool else inside)
         return _tensor(placed, made)
 
     def _copied(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -392,7 +420,7 @@ class GuardBands(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
     def _place(self, size: int, label: str, device: torch.device) -> Placed:
         """New or free memory for ``size`` bytes, its bands filled."""
-        band = min(max(_rounded(size), _NARROWEST), _WIDEST)
+        band = min(max(_rounded(size), _NARROWEST), _WIDEST) if self._fill else _ALIGNED
         whole = band + _rounded(size) + band
         placed = next((one for one in self._memory or () if one.place == size and one.free), None)
         if placed is None:
@@ -410,7 +438,7 @@ class GuardBands(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         elif placed in self._placed:
             self._wrong = self._wrong or self._written(placed)  # its bands are filled anew
             self._placed.remove(placed)
-        placed.label, placed.original, placed.seen_by = label, None, None
+        placed.label, placed.original, placed.seen_by, placed.late = label, None, None, False
         for part, bytes_ in self._bands(placed):
             part.copy_(bytes_)
         self._bytes += whole
