@@ -57,6 +57,7 @@ class Steps:
     rescales_out: bool = True
     rescales_sum: bool = True
     rescale_exponent: float = 1.0  # what the exponent of that factor is multiplied by
+    rescale_maximum: float = 1.0  # what the new maximum is multiplied by in that exponent
     first_weight: float = 1.0  # what the first key's weight is multiplied by
     # What becomes of a tile's weights before they multiply the values.
     weights: Callable[[Tensor], Tensor] | None = None
@@ -91,7 +92,7 @@ class Steps:
             or self.kept_sum
             or self.zero_maximum_when_empty
             or not (self.maximum_in_last_tile and self.rescales_out and self.rescales_sum)
-            or self.rescale_exponent != 1.0
+            or (self.rescale_exponent, self.rescale_maximum) != (1.0, 1.0)
             or self.first_weight != 1.0
             or self.weights_scale is not None
             or self.first_maximum != -math.inf
