@@ -404,8 +404,11 @@ class _Counts:
         gone = self._tiles(wrong.double()).sum(-1) > 0
         if bool((kept & gone).any()):
             return "mask"
-        # A tile that is lost before others were summed may have been rescaled by 0.
-        return "tile" if bool((gone & (kept.cumsum(-1) > 0)).any()) else None
+        # What is lost before others are summed may have been rescaled by 0, and where nothing is
+        # kept in any row the sum, or the output, may be what is not kept.
+        some = kept.any(-1)
+        later = bool((gone & (kept.cumsum(-1) > 0)).any())
+        return "tile" if later or bool((gone.any(-1) & ~some).any() & some.any()) else None
 
     def _of_one_factor(self) -> bool:
         """Return whether the weights are those of all scores times one number."""
