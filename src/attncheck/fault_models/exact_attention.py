@@ -342,7 +342,7 @@ class ExactAttention:
             shift = torch.where(new == -math.inf, 0.0, new)
             if steps.zero_maximum_when_empty:
                 new = shift
-            relative = steps.maximum_in_last_tile or start != starts[-1]
+            relative = steps.relative(last=start == starts[-1])
             p = _fp32_exp(part - shift[..., None] if relative else part)
             if start == 0 and steps.first_weight != 1.0:
                 p = torch.cat([p[..., :1] * steps.first_weight, p[..., 1:]], -1)

@@ -69,6 +69,14 @@ _model(
     ),
 )
 _model(
+    "delta-sign",
+    "delta has the wrong sign: dS is P · (dP + delta)",
+    steps=(
+        Steps(delta=lambda delta, dlse: -(delta - dlse)),
+        Steps(delta=lambda delta, dlse: -delta - dlse),
+    ),
+)
+_model(
     "dlse-ignored",
     "the gradient that arrives by LSE is ignored",
     lambda problem: problem.dlse,

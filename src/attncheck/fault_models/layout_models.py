@@ -247,6 +247,22 @@ def _(call: ExactAttention) -> Iterator[Form]:
 
 
 @_model(
+    "last-row-as-zero",
+    "the last row of q, k or v is read as 0: its load ends one too early",
+    applies=is_attention,
+)
+def _(call: ExactAttention) -> Iterator[Form]:
+    for whose, length in {
+        "q": call.problem.query,
+        "k": call.problem.kv,
+        "v": call.problem.kv,
+    }.items():
+        rows = call.rows if whose == "q" else torch.arange(length)
+        inside = (rows < length - 1)[:, None]
+        yield attending(call, {whose: getattr(call, whose) * inside}), {"of": whose}
+
+
+@_model(
     "first-tile-again",
     "the first tile is read again in place of every other: its pointer, or index, does not move on",
     applies=is_attention,
@@ -373,6 +389,8 @@ def _(call: ExactAttention) -> Iterator[Form]:
     # A kernel compiled for one dim, or for the power of two below.
     dims = {min(problem.head_dim, problem.value_dim)}
     dims |= {1 << (dim.bit_length() - 1) for dim in (problem.head_dim, problem.value_dim)}
+    # Or one too few.
+    dims |= {problem.head_dim - 1, problem.value_dim - 1}
     for kept in sorted(dims):
         if kept < problem.value_dim:
             there = torch.arange(problem.value_dim) < kept

@@ -78,7 +78,13 @@ RECURRENCE.add(
 RECURRENCE.add(
     "last-tile-without-maximum",
     "the weights of the last tile are not relative to the maximum",
-    steps=Steps(maximum_in_last_tile=False),
+    steps=Steps(maximum_in_tiles="all but the last"),
+)
+RECURRENCE.add(
+    "maximum-not-subtracted",
+    "weights are not relative to the maximum, in LSE and where they are rescaled they are taken "
+    "for such",
+    steps=Steps(maximum_in_tiles="none"),
 )
 RECURRENCE.add(
     "maximum-from-zero",

@@ -216,12 +216,13 @@ def _(call: ExactAttention) -> Iterator[Form]:
 
 @_model(
     "lse-mixed-units",
-    "the maximum and the logarithm in LSE are in different units",
+    "the maximum and the logarithm in LSE are in different units, or of different signs",
     family="lse",
 )
 def _(call: ExactAttention) -> Iterator[Form]:
     parts, scale = call.parts, call.scale
     for of_maximum, of_log in (
+        (1.0, -1.0),
         (LOG2E, 1.0),
         (1.0, LOG2E),
         (1.0 / scale, 1.0),

@@ -273,7 +273,7 @@ class Pass:
     ) -> None:
         steps = self.steps
         maximum = self._moved(run.maximum, s.amax(-1))
-        relative = steps.maximum_in_last_tile or keys.stop < self.problem.kv
+        relative = steps.relative(last=keys.stop >= self.problem.kv)
         p = self._weights(s, maximum if relative else torch.zeros_like(maximum))
         if keys.start == 0 and steps.first_weight != 1.0:
             p[..., :1] = p[..., :1] * steps.first_weight
