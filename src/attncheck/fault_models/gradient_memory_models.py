@@ -296,17 +296,15 @@ def _(grad: ExactGradients) -> Iterator[Form]:
     for whose, tensors in _whose(grad).items():
         length = next(iter(tensors.values())).shape[2]
         for size in call.key_tiles:
-            if size < length:
-                place = torch.arange(length) % size
-                read = {name: x[:, :, place] for name, x in tensors.items()}
-                yield grad.reading(read), {"of": whose, "tile": size}
+            place = torch.arange(length) % size
+            read = {name: x[:, :, place] for name, x in tensors.items()}
+            yield grad.reading(read), {"of": whose, "tile": size}
     # The mask may be asked about the first tile, too: it counts once for each of them.
     for of, index in {"all of keys": call.j, "all of rows": call.i}.items():
         for size in call.key_tiles:
             count = -(-index.numel() // size)
-            if count > 1:
-                weights = count * grad.weights(seen=call.seen & (index < size))
-                yield grad.gradients(weights=weights), {"of": of, "tile": size}
+            weights = count * grad.weights(seen=call.seen & (index < size))
+            yield grad.gradients(weights=weights), {"of": of, "tile": size}
 
 
 @_model("dout-strides", "dO is read with other strides than its own", order=1, family="mapping")

@@ -270,17 +270,17 @@ def _(call: ExactAttention) -> Iterator[Form]:
 def _(call: ExactAttention) -> Iterator[Form]:
     kv, query = call.problem.kv, call.problem.query
     for size in call.key_tiles:
-        if size < kv:
-            place = torch.arange(kv) % size
-            for names in ("k", "v", "kv"):
-                read = {name: getattr(call, name)[:, :, place] for name in names}
-                yield attending(call, read), {"of": ", ".join(names), "tile": size}
-            # The mask may be asked about the first tile, too: it counts once for each of them.
-            count, there = -(-kv // size), call.j < size
-            again = call.s + math.log(count)
-            yield call.attend(s=again, seen=call.seen & there), {"of": "all", "tile": size}
+        # Of one tile it is right.
+        place = torch.arange(kv) % size
+        for names in ("k", "v", "kv"):
+            read = {name: getattr(call, name)[:, :, place] for name in names}
+            yield attending(call, read), {"of": ", ".join(names), "tile": size}
+        # The mask may be asked about the first tile, too: it counts once for each of them.
+        count, there = -(-kv // size), call.j < size
+        again = call.s + math.log(count)
+        yield call.attend(s=again, seen=call.seen & there), {"of": "all", "tile": size}
     for size in call.row_tiles:
-        if size < query and call.whole:
+        if call.whole:
             place = torch.arange(query) % size
             yield attending(call, {"q": call.q[:, :, place]}), {"of": "q", "tile": size}
 

@@ -101,8 +101,6 @@ RECURRENCE.add(
 def _(call: ExactAttention) -> Iterator[Form]:
     parts = call.parts
     for size in call.key_tiles:
-        if size >= call.problem.kv:
-            continue
         tile = call.j // size
         # Of each row, or of each of a block of rows that walk together.
         some = [(call.seen, {"tile": size})]
