@@ -130,14 +130,14 @@ def _own_family(run: Asked, *, counts: _Counts | None) -> Family | None:
     if not bool((rows & alive).any()):
         # Where no row sees a key, a mask that is not looked at is wrong alike.
         return "empty rows" if bool(alive.any()) else None
+    if set(error.wrong) == {"lse"}:
+        return "lse"
     wrong = [error.got[name][off & _rows_of(off, alive)] for name, off in beyond.items()]
     told = None if counts is None else counts.family()
     if not all(bool(x.isfinite().all()) for x in wrong):
         # NaN that is read is another's: no input has any, and all that is wrong is it.
         alone = all(not bool(x.isfinite().any()) for x in wrong)
         return "overflow" if alone and _is_finite(run.call) else told
-    if set(error.wrong) == {"lse"}:
-        return "lse"
     return told or _of_row_factors(run)
 
 
