@@ -151,8 +151,8 @@ def _of_row_factors(run: Asked) -> Family | None:
     if not plain or "out" not in error.wrong or problem.value_dim < _TILE:
         return None
     got, exact, allowed = error.got["out"], call.parts.out, error.allowed["out"]
-    # 0 is anything times a factor: of that nobody is told.
-    if not bool(got.any()):
+    # 0 is anything times a factor: of rows of zeros nobody is told.
+    if bool((got == 0).all(-1).any()):
         return None
     size = (got * exact).sum(-1, keepdim=True) / exact.square().sum(-1, keepdim=True)
     one = size.median()
