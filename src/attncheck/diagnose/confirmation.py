@@ -141,7 +141,7 @@ def confirm(
                 now = fitting_forms(asked, FAULT_MODELS[name])
                 if now is not None:
                     left[name] = _common(before, now, other.problem.head_dim)
-                if now and asked.error.proven and _is_in_part(now, other.problem.kv):
+                if now and asked.error.proven and _is_in_part(now, asked):
                     in_part.add(name)
             left = {name: forms for name, forms in left.items() if forms is None or forms}
             telling += asked.error.proven and _is_telling(asked)
@@ -197,10 +197,11 @@ def _common(
     return both
 
 
-def _is_in_part(forms: Forms, kv: int) -> bool:
+def _is_in_part(forms: Forms, asked: Asked) -> bool:
     """Return whether a form fits that is of no tile, or of one that holds some keys of all."""
+    seen = int(asked.call.seen.any(dim=(0, 1, 2)).sum())
     tiles = {tile for fitting in forms.values() for tile in fitting}
-    return any(not isinstance(tile, int) or tile < kv for tile in tiles)
+    return any(not isinstance(tile, int) or tile < seen for tile in tiles)
 
 
 def _is_telling(asked: Asked) -> bool:
