@@ -178,6 +178,12 @@ def test_a_wrong_kernel_is_1_with_all_files(tmp_path):
     report = load_report(folder / "gate.json", GateReport)
     assert {answer.record.status for answer in report.answers} >= {"fail"}
     assert report.stages == ("contract",)
+    scripts = list((folder / "repro").iterdir())
+    assert scripts
+    asked = subprocess.run([sys.executable, scripts[0]], capture_output=True, text=True)
+    assert asked.returncode == 1
+    assert "FileNotFoundError" not in asked.stdout  # it finds its kernel
+    assert "No such file" not in asked.stdout
     kept = {path.stem for path in (tmp_path / "reports" / "failures").iterdir()}
     assert {answer.failure for answer in report.answers if answer.failure} == kept
 

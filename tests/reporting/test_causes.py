@@ -15,7 +15,9 @@ from attncheck.reporting.markdown import markdown_text
 WIDER, IGNORED, HALF = "mask-one-key-wider", "mask-ignored", "half-unwritten"
 
 
-def explained(*models, seed=0, tried=153, share=1.0, every=True, kernel="mine", **parameters):
+def explained(
+    *models, seed=0, tried=153, share=1.0, every=True, kernel="mine", level="named", **parameters
+):
     """A failure that each of ``models`` explains, or ``every`` False: a part of it."""
     ranked = tuple(
         Explanation(
@@ -23,7 +25,8 @@ def explained(*models, seed=0, tried=153, share=1.0, every=True, kernel="mine", 
         )
         for name in models
     )
-    diagnosis = Diagnosis(ranked=ranked, tied=len(ranked) if every else 0, tried=tried)
+    tied = len(ranked) if every else 0
+    diagnosis = Diagnosis(ranked=ranked, tied=tied, tried=tried, level=level)
     record = made.wrong(kernel, asked={"seed": seed})
     return msgspec.structs.replace(record, diagnosis=diagnosis)
 
@@ -112,6 +115,49 @@ def test_what_a_model_explains_in_part_is_of_unknown_cause():
         (WIDER, True, (0,)),
         ("rule bound", False, (1,)),
     ]
+
+
+def of_relation(record, question="tiles"):
+    """The same by another rule."""
+    judgement = msgspec.structs.replace(record.judgement, rule="relation")
+    case = {**record.case, "question": question}
+    return msgspec.structs.replace(record, judgement=judgement, case=case)
+
+
+def test_what_one_model_would_explain_of_two_rules_is_one_group_and_not_known():
+    doubt, unseen = explained(WIDER, HALF, level="unknown"), made.wrong("mine", asked={"seed": 1})
+    both = [doubt, of_relation(explained(WIDER, level="family")), unseen]
+    assert shape(*both) == [(f"perhaps {WIDER}", False, (0, 1, 2))]
+    (group,) = group_by_cause(both)
+    assert all(map(group.has, (*both, explained(WIDER))))
+    assert not group.has(explained(IGNORED))
+    assert causes_section([(group, doubt, "")]).title == "no cause is certain of 3 failures"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        explained(HALF, level="unknown"),
+        explained(WIDER, level="unknown", every=False),
+        explained(level="unknown"),
+        made.wrong("mine"),
+    ],
+)
+def test_what_it_would_not_explain_stays_apart(other):
+    groups = shape(explained(WIDER, level="unknown"), of_relation(other))
+    assert groups == [("rule bound", False, (0,)), ("rule relation of tiles", False, (1,))]
+
+
+def test_one_that_was_looked_into_and_is_otherwise_keeps_its_rule_apart():
+    doubts = [explained(WIDER, level="unknown"), explained(HALF, level="unknown", seed=1)]
+    other = of_relation(explained(WIDER, level="unknown", seed=2))
+    assert [members for *_, members in shape(*doubts, other)] == [(0, 1), (2,)]
+
+
+def test_what_was_confirmed_of_one_failure_explains_another_that_it_fits():
+    doubt = of_relation(explained(WIDER, HALF, level="unknown"))
+    assert shape(explained(WIDER), doubt) == [(WIDER, True, (0, 1))]
+    assert len(shape(explained(IGNORED), doubt)) == 2
 
 
 def test_a_failure_that_nobody_looked_into_is_explained_by_no_model():

@@ -24,6 +24,10 @@ _CALL_RULES: frozenset[Rule] = frozenset(
 # Here the question says what is wrong: one relation may hold where another does not.
 _QUESTION_RULES: frozenset[Rule] = frozenset({"relation", "determinism"})
 _BEYOND = "beyond its claims"
+# Of a process that died: what it said then, and of which signal, differs from call to call.
+_HEAP = ": its heap is broken"
+# Of several calls which one, and the shape and dtype of a tensor: they go with the problem.
+_PROBLEM = re.compile(r"^call \d+ of \d+: | \([\d, ]*\) of \w+")
 _NUMBER = re.compile(r"[-+−]?\d[\d.,]*(?:e[-+]?\d+)?")
 
 
@@ -38,13 +42,13 @@ class CauseGroup:
     known: bool
     model: str = ""  # id of the fault model or sign; empty where there is none
     members: tuple[int, ...]  # places of the failures among those that were grouped
-    key: Key  # what they have in common
+    keys: frozenset[Key]  # of which each of them has one
 
     def has(self, record: Record) -> bool:
         """Return whether ``record`` fails in the same way, such as a smaller Case of a member."""
         # What a model explains is no failure of unknown cause, be its symptom the same.
-        own = set(_models(record)) or {symptom(record)}
-        return record.kernel == self.kernel and self.key in own
+        own = set(_certain_models(record)) or {symptom(record)}
+        return record.kernel == self.kernel and bool(self.keys & own)
 
 
 def certain_explanations(record: Record) -> tuple[Explanation, ...]:
@@ -57,6 +61,14 @@ def certain_explanations(record: Record) -> tuple[Explanation, ...]:
     if not found.tried:  # the failure says it by itself
         return found.ranked[:1]
     return found.ranked[: max(1, found.tied)] if found.ranked[0].explains_all else ()
+
+
+def _doubtful_explanations(record: Record) -> tuple[Explanation, ...]:
+    """Return the faults of which each would explain all of a failure, and none was confirmed."""
+    found = record.diagnosis
+    if not isinstance(found, Diagnosis) or found.level == "named":
+        return ()
+    return tuple(one for one in found.ranked if one.explains_all)
 
 
 def fault_text(explanation: Explanation) -> str:
@@ -89,14 +101,20 @@ def unclaimed_findings(records: Iterable[Record]) -> list[str]:
         which = record.unclaimed
         if which is msgspec.UNSET or record.status not in FAILED_STATUSES:
             continue
-        way = "wrong, not refused," if record.status == "fail" else f"{record.status}, no refusal,"
-        ways.setdefault(way, {}).setdefault(which.aspect, {})[which.what] = None
+        ways.setdefault(_unclaimed_way(record), {}).setdefault(which.aspect, {})[which.what] = None
     lines = []
     for way, aspects in ways.items():
         parts = [f"{_ASPECTS.get(name, name)}{', '.join(each)}" for name, each in aspects.items()]
         mask = "mask the last tile, or " if "lengths" in aspects else ""
         lines.append(f"{way} for {'; '.join(parts)}: {mask}refuse them by ValueError")
     return lines
+
+
+def _unclaimed_way(record: Record) -> str:
+    judgement = record.judgement
+    if judgement is not None and judgement.rule == "memory":
+        return "writes past its tensors, no refusal,"
+    return "wrong, not refused," if record.status == "fail" else f"{record.status}, no refusal,"
 
 
 def symptom(record: Record) -> Key:
@@ -106,13 +124,15 @@ def symptom(record: Record) -> Key:
     """
     judgement = record.judgement
     if record.unclaimed is not msgspec.UNSET:
-        return record.status, _BEYOND
+        return record.status, _unclaimed_way(record), _BEYOND
     if judgement is None:
-        return record.status, "", _NUMBER.sub("#", record.reason)
+        what, broken, _ = record.reason.partition(_HEAP)
+        return record.status, "", broken or _NUMBER.sub("#", what)
     rule = judgement.rule
     if rule in _CALL_RULES:
         # Behind it how the process died as well, which differs from call to call.
-        return record.status, rule, _NUMBER.sub("#", judgement.reason.partition("; ")[0])
+        what = _PROBLEM.sub("", judgement.reason.partition("; ")[0])
+        return record.status, rule, _NUMBER.sub("#", what)
     if rule in _QUESTION_RULES:
         return record.status, rule, str(record.case.get("question", ""))
     backward = judgement.worst is not None and judgement.worst.tensor in GRADIENTS
@@ -125,7 +145,8 @@ def group_by_cause(
     """Group failures by the fewest causes that explain them, kernel by kernel.
 
     A Record that several fault models explain equally belongs to the one that explains the most
-    others. Where no model explains all of a Record, those of one rule and symptom are alike.
+    others. Where no model is known to explain all of a Record, those of one rule and symptom are
+    alike, and of several rules those that one model would explain.
 
     Args:
         smaller: Smaller Cases that a failure was shrunk to, by its place: what explains it has to
@@ -148,9 +169,57 @@ def _groups_of_kernel(
     models = dict(zip(places, _with_alike_signs([failures[i] for i in places]), strict=True))
     for i in places:
         for record in smaller.get(i, ()):
-            both = {key: one for key, one in models[i].items() if key in _models(record)}
+            both = {k: one for k, one in models[i].items() if k in _certain_models(record)}
             models[i] = both or models[i]
-    left = [i for i in places if models[i]]
+    known = {key for each in models.values() for key in each}
+    for i in places:  # what was confirmed of one failure, and would explain all of another
+        doubts = _models(_doubtful_explanations(failures[i]))
+        models[i] = models[i] or {key: one for key, one in doubts.items() if key in known}
+    for members, key, cause in _fewest_causes(models):
+        yield CauseGroup(
+            kernel=kernel,
+            cause=cause,
+            known=True,
+            model=key[0],
+            members=members,
+            keys=frozenset([key]),
+        )
+    alike: dict[Key, list[int]] = {}
+    for i in places:
+        if not models[i]:
+            alike.setdefault(symptom(failures[i]), []).append(i)
+    symptoms = [*alike]
+    shared = {n: _shared_doubts([failures[i] for i in alike[k]]) for n, k in enumerate(symptoms)}
+    for numbers, key, cause in _fewest_causes(shared):
+        if numbers[1:]:
+            keys = [symptoms[n] for n in numbers]
+            members = tuple(sorted(i for each in keys for i in alike.pop(each)))
+            yield CauseGroup(
+                kernel=kernel,
+                cause=f"perhaps {cause}",
+                known=False,
+                members=members,
+                keys=frozenset([key, *keys]),
+            )
+    for key, members in alike.items():
+        if key[-1] == _BEYOND:
+            (cause,), certain = unclaimed_findings(failures[i] for i in members), True
+        else:
+            cause, certain = _plain_cause(failures[members[0]])
+        yield CauseGroup(
+            kernel=kernel,
+            cause=cause,
+            known=certain,
+            members=tuple(members),
+            keys=frozenset([key]),
+        )
+
+
+def _fewest_causes(
+    models: Mapping[int, Mapping[Key, Explanation]],
+) -> Iterator[tuple[tuple[int, ...], Key, str]]:
+    """Yield the places that one model explains, its key and its text; the most at once first."""
+    left = [i for i in models if models[i]]
     while left:
         counts = Counter(key for i in left for key in models[i])
         best = max(counts, key=counts.__getitem__)  # of equals the first
@@ -161,26 +230,24 @@ def _groups_of_kernel(
         texts = [_common_text([models[i][key] for i in members]) for key in (best, *equals)]
         several = list(dict.fromkeys(texts))
         more = [f"{len(several) - _MOST_NAMED} more"] if several[_MOST_NAMED:] else []
-        cause = ", or ".join(several[:_MOST_NAMED] + more)
-        yield CauseGroup(
-            kernel=kernel, cause=cause, known=True, model=best[0], members=members, key=best
-        )
-    plain: dict[Key, list[int]] = {}
-    for i in places:
-        if not models[i]:
-            plain.setdefault(symptom(failures[i]), []).append(i)
-    for key, alike in plain.items():
-        if key[-1] == _BEYOND:
-            (cause,), known = unclaimed_findings(failures[i] for i in alike), True
-        else:
-            cause, known = _plain_cause(failures[alike[0]])
-        yield CauseGroup(kernel=kernel, cause=cause, known=known, members=tuple(alike), key=key)
+        yield members, best, ", or ".join(several[:_MOST_NAMED] + more)
 
 
-def _models(record: Record) -> dict[Key, Explanation]:
-    """Explanations of all of a failure, by model and by what tells one fault of it from another."""
+def _shared_doubts(records: Iterable[Record]) -> dict[Key, Explanation]:
+    """Models that would explain all of each of these that somebody looked into."""
+    looked = [one for one in records if isinstance(one.diagnosis, Diagnosis)]
+    each = [_models(_doubtful_explanations(record)) for record in looked]
+    return {k: one for k, one in each[0].items() if all(k in o for o in each)} if each else {}
+
+
+def _certain_models(record: Record) -> dict[Key, Explanation]:
+    return _models(certain_explanations(record))
+
+
+def _models(explanations: Iterable[Explanation]) -> dict[Key, Explanation]:
+    """Explanations by model and by what tells one fault of it from another."""
     found = {}
-    for one in certain_explanations(record):
+    for one in explanations:
         # Which tensor it is of tells faults apart. Numbers go with the sizes of the Problem, and so
         # do those in brackets, of a mask that is named.
         words = (v.partition("(")[0] for v in one.parameters.values() if isinstance(v, str))
@@ -194,7 +261,7 @@ def _with_alike_signs(records: list[Record]) -> list[dict[Key, Explanation]]:
     A sign takes many calls to prove. It is taken over only where question, rule and symptom are
     the same, and no other cause is known of such.
     """
-    models = [_models(record) for record in records]
+    models = [_certain_models(record) for record in records]
     # With its parameters: they say which tensor a relation is about.
     asked = [
         (*(str(record.case.get(name)) for name in ("question", "parameters")), *symptom(record))

@@ -26,7 +26,7 @@ from attncheck.subjects.capabilities.capability_table import ALIGNMENTS, EMPTY_R
 from attncheck.subjects.capabilities.subject import Subject
 from attncheck.subjects.conventions.convention import ConventionOptions
 from attncheck.subjects.terms import Terms
-from attncheck.verify.executor import Executor, Failure, InProcess, Origin
+from attncheck.verify.executor import ENDS_CALLER, Executor, Failure, InProcess, Origin
 from attncheck.verify.kernel_hosts import on_terms
 from attncheck.verify.question_fit import adapted_problems
 from attncheck.verify.run_case import run_case
@@ -54,7 +54,9 @@ class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
     verdict: Verdict  # see ``Verdict``; of a promise, whether it was kept
     reason: str = ""  # why not, in one line; empty where it takes it
     problem: str = ""  # what was asked, in one line
-    fatal: str = ""  # ``crash`` or ``timeout`` where its process died of it, or did not answer
+    # ``crash`` or ``timeout`` where its process died of it, or did not answer; ``error`` where it
+    # raised what is to end a program.
+    fatal: str = ""
 
 
 def trial_verdict(record: Record) -> Verdict:
@@ -79,7 +81,7 @@ def trial_result(aspect: str, what: str, record: Record, problem: Problem | str)
         verdict=verdict,
         reason="" if verdict == "takes" else reason,
         problem=str(problem),
-        fatal=record.status if record.status in _FATAL else "",
+        fatal=_fatal(record.status, record.reason),
     )
 
 
@@ -92,8 +94,12 @@ def refused_result(convention: str, reply: str | Failure, problem: Problem) -> T
         verdict="refuses" if refuses else "raises",
         reason=reply if isinstance(reply, str) else reply.message,
         problem=str(problem),
-        fatal=reply.kind if isinstance(reply, Failure) and reply.kind in _FATAL else "",
+        fatal=_fatal(reply.kind, reply.message) if isinstance(reply, Failure) else "",
     )
+
+
+def _fatal(kind: str, message: str) -> str:
+    return kind if kind in _FATAL or message.endswith(ENDS_CALLER) else ""
 
 
 LENGTHS = (64, 128)

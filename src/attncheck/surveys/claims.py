@@ -212,6 +212,9 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 f"where lengths differ its causal mask gives the {corner} row the {corner} key, "
                 f"unlike the {self.convention} convention's: asked so everywhere"
             )
+        broke = [one for one in self.tried if one.aspect == "backward" and one.verdict == "raises"]
+        if broke and broke[0].what == "out":  # a forward that says nothing of gradients is one too
+            lines.append(f"asked for no gradients: it raises {broke[0].reason}")
         if limits := self.limits():
             broken = {one.reason.partition(":")[0] for one in self.tried if one.verdict == "raises"}
             # A result of another shape or dtype is no exception, and has no name.

@@ -142,6 +142,9 @@ class CallConditions:
     # What lies in memory that the kernel allocates, and in the guard bands around it: one of two
     # patterns of which no byte agrees; empty for whatever is there.
     fill: Fill = ""
+    # Whether there are narrow guard bands on a CPU where ``fill`` is empty: what is written past a
+    # tensor breaks the heap there, which ends the process in whatever call comes later.
+    guarded: bool = False
     # How often it is called; the bits of each further call are compared with the first's.
     calls: int = 1
     # Whether each further call is on a copy at another address, with other work on the GPU or
@@ -177,7 +180,8 @@ def judged_conditions(case: Case) -> CallConditions:
     if problem.operation == "softmax" or numbers > _MOST_SURROUNDED:
         return PLAIN_CALL
     return CallConditions(
-        surroundings=Surroundings(contents="huge" if case.question in PROBES else "nan")
+        guarded=True,
+        surroundings=Surroundings(contents="huge" if case.question in PROBES else "nan"),
     )
 
 
@@ -244,7 +248,8 @@ class ConditionedCall:
         self._under, self._device = under, device
         self._calls = earlier if under.turn else None
         memory = self._calls.memory if self._calls else None
-        self._guards = GuardBands(under.fill, device, memory) if under.fill else None
+        guarded = under.fill or (under.guarded and device.type == "cpu")
+        self._guards = GuardBands(under.fill, device, memory) if guarded else None
         self._primed: Primed | None = None
         self._allocator = False
         self._bands: list[Band] = []
@@ -288,11 +293,17 @@ class ConditionedCall:
             _remember(tensors)
             self._look()
             return
-        unguarded = [name for name, tensor in tensors.items() if not self._guards.holds(tensor)]
+        unguarded: list[str] = []
+        unpoisoned: list[str] = []
+        for name, tensor in tensors.items():
+            placed = self._guards.place_of(name, tensor)
+            if placed is None or placed.late:
+                unguarded.append(name)
+                # What was copied from where torch allocates holds what that was filled with.
+                known = self._allocator if placed else self._filled(tensor)
+                unpoisoned += [] if known else [name]
         self.notes.unguarded = ", ".join(unguarded)
-        self.notes.unpoisoned = ", ".join(
-            name for name in unguarded if not self._filled(tensors[name])
-        )
+        self.notes.unpoisoned = ", ".join(unpoisoned)
         _remember(tensors)
         self._look()
 

@@ -11,6 +11,8 @@ from attncheck.inputs.problem import Case, Problem, head_arrangement
 from attncheck.records.record import FAILED_STATUSES, Record, Status
 from attncheck.subjects.capabilities.subject import Subject
 from attncheck.verify.call_checks import judge_call
+from attncheck.verify.executor import Failure
+from attncheck.verify.isolated import IsolatedExecutor
 from attncheck.verify.kernel_messages import RemoteError
 from attncheck.verify.remote_kernel import RemoteSubject
 from attncheck.workers.process import Died
@@ -42,9 +44,9 @@ def confirm_death(
     asked = tuple(subject.connection.asked)
     # In a new process, since an earlier call may have left the first one broken.
     subject.fresh()
-    second = ask()
     if found := _with_wild_write(first, subject, asked):
         return found, 2
+    second = ask()
     if second.status == first.status:
         return second, 2
     again = f"asked once more, alone in a new process: {_describe_outcome(second)}"
@@ -69,10 +71,14 @@ def _with_wild_write(
     # order.
     if subject.connection.device != "cpu" or not any(each in record.reason for each in _BROKEN):
         return None
+    if isinstance(subject.executor, IsolatedExecutor):
+        subject.executor.expect(subject, None)  # without guard bands it would break this process
     own = Case.from_json(record.case).problem
     for problem in dict.fromkeys((own, *asked[:_MOST_ASKED])):
         case = Case(problem=problem, question="guards")
         judgement = judge_call(subject, case, subject.executor, device="cpu")
+        if isinstance(judgement, Failure) and judgement.kind == "crash":
+            return None  # for another reason, or by memory that torch did not allocate
         if isinstance(judgement, Judgement) and judgement.rule == "memory":
             earlier = "" if problem == own else f"; it was asked {problem}"
             reason = f"{judgement.reason}{earlier}; without guard bands {record.reason}"

@@ -66,6 +66,10 @@ def out_of_memory(error: Exception) -> bool:
     return known or "allocate memory" in text or "CUDA error: out of memory" in text
 
 
+ENDS_CALLER = "which no `except Exception` of its caller catches"
+"""Of a failure by what is raised to end a program, such as SystemExit."""
+
+
 def failure(error: BaseException) -> Failure:
     """Return what somebody's code raised, as data."""
     line = first_line(error)
@@ -74,6 +78,8 @@ def failure(error: BaseException) -> Failure:
     if isinstance(error, ContractViolation):
         return Failure(kind=error.rule, message=f"{line}." if line else error.rule)
     message = error_line(error)
+    if not isinstance(error, Exception):
+        message += f", {ENDS_CALLER}"
     trace = "".join(traceback.format_exception(error))
     lacks = bool(line) and isinstance(error, Exception) and out_of_memory(error)
     lacks = lacks or isinstance(error, MemoryError)  # Python's says nothing

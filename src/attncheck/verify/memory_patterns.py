@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 from torch.utils.dlpack import from_dlpack
 
 from attncheck.core import strided_alloc
@@ -227,7 +228,7 @@ def primed(device: torch.device, fill: Fill) -> Primed | None:
 _ALIGNED = 4096  # keeps the 512 bytes of a GPU's allocator, and a page
 _NARROWEST, _WIDEST = 1 << 16, 1 << 22
 BEYOND = "out-of-bounds write"
-_MOST = 2 << 30  # bytes under guard at a time
+_MOST, _MOST_NARROW = 2 << 30, 1 << 28  # bytes under guard at a time
 
 aten = torch.ops.aten
 _UNWRITTEN = {
@@ -238,7 +239,7 @@ _UNWRITTEN = {
     aten.new_empty.default,
     aten.new_empty_strided.default,
 }
-_WRITTEN = {
+_FILLED = {
     aten.zeros.default,
     aten.zeros_like.default,
     aten.new_zeros.default,
@@ -248,6 +249,8 @@ _WRITTEN = {
     aten.full.default,
     aten.full_like.default,
     aten.new_full.default,
+}
+_COPIED = {
     aten.clone.default,
     aten._to_copy.default,
     aten.constant_pad_nd.default,
@@ -259,7 +262,7 @@ _WRITTEN = {
 _equal = torch.equal
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Placed:
     """One tensor's memory, with a band before and after it."""
 
@@ -273,6 +276,7 @@ class Placed:
     seen_by: StorageWeakRef | None = (
         None  # the storage of the tensor in it; None until there is one
     )
+    late: bool = False  # whether an operator of torch's allocated it elsewhere, and wrote it there
 
     @property
     def inside(self) -> torch.Tensor:
@@ -305,6 +309,7 @@ class GuardBands(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._fill, self._device, self._memory = fill, device, memory
+        self._most = _MOST if fill else _MOST_NARROW
         self._placed: list[Placed] = []
         self._inputs: list[Placed] = []
         self._bytes = 0
@@ -324,24 +329,37 @@ class GuardBands(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         """The operator's result, in guarded memory where it allocated it."""
         del types
         made = func(*args, **(kwargs or {}))
+        # Copies of all that is worked out on the way would take ten times as long.
+        if not self._fill and func not in _UNWRITTEN and func not in _FILLED:
+            return made
         # What make_fx traces are steps of a mod's, and our copies would be steps of it too.
         traced = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
-        if not traced and (func in _UNWRITTEN or func in _WRITTEN) and self._ours(made):
-            return self._guarded(made, written=func in _WRITTEN)
-        return made
+        # An operator of somebody's own has written where it may not by now, if it has at all.
+        if traced or getattr(func, "namespace", "") != "aten":
+            return made
+        several = isinstance(made, tuple | list)
+        given = list(made) if several else [made]
+        if any(map(self._ours, given)):
+            read = {_memory_of(each) for each in tree_leaves((args, kwargs))}
+            for i, each in enumerate(given):
+                if self._ours(each) and _memory_of(each) not in read:  # else it is no new memory
+                    given[i] = self._guarded(each, func)
+        return type(made)(given) if several else given[0]
 
     def copied(self, inputs: Inputs) -> Inputs:
         """The same numbers between guard bands, laid out alike: strides, gaps and all."""
         tensors = {name: self._copied(name, t) for name, t in inputs.tensors().items()}
         return with_tensors(inputs, tensors)
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether ``tensor`` lies between guard bands."""
+    def place_of(self, name: str, tensor: torch.Tensor) -> Placed | None:
+        """Where an output lies between guard bands, called by its ``name`` from now on."""
         at = tensor.data_ptr()
-        return any(
-            0 <= at - placed.buffer.data_ptr() - placed.start < placed.end - placed.start
-            for placed in (*self._placed, *self._inputs)
-        )
+        for placed in (*self._placed, *self._inputs):
+            if 0 <= at - placed.buffer.data_ptr() - placed.start < placed.end - placed.start:
+                if placed.original is None:
+                    placed.label = f"its output {name}"
+                return placed
+        return None
 
     def look(self) -> str:
         """Return what was written where nobody may; what was allocated so far is then forgotten.
@@ -353,6 +371,14 @@ class GuardBands(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         self._placed, self._bytes = [], 0
         return self._wrong
 
+    def _look_at_free(self) -> None:
+        """Look at what nobody holds any more, and guard it no longer."""
+        for placed in self._placed:
+            if placed.free:
+                self._wrong = self._wrong or self._written(placed)
+        self._placed = [placed for placed in self._placed if not placed.free]
+        self._bytes = sum(len(placed.buffer) for placed in self._placed)
+
     def _ours(self, made: object) -> bool:
         if type(made) is not torch.Tensor or made.layout != torch.strided:
             return False  # a fake tensor of a compiler's, say
@@ -363,18 +389,26 @@ class GuardBands(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             return False
         return made.device.type == "cuda" or not torch.cuda.is_available() or not made.is_pinned()
 
-    def _guarded(self, made: torch.Tensor, *, written: bool) -> torch.Tensor:
+    def _guarded(self, made: torch.Tensor, func: object) -> torch.Tensor:
+        late = func not in _UNWRITTEN | _FILLED | _COPIED
+        if late and made.device.type != "cpu":  # no heap breaks there
+            return made
         size = made.untyped_storage().nbytes()
-        if self._bytes + size > _MOST:
-            self.unchecked = f"beyond {_MOST >> 30} GiB of allocations nothing has guard bands"
+        if self._bytes + size > self._most:
+            self._look_at_free()
+        if self._bytes + size > self._most:
+            self.unchecked = f"beyond {self._most >> 20} MiB of allocations nothing has guard bands"
             return made
         shape, dtype = tuple(made.shape), str(made.dtype).removeprefix("torch.")
         placed = self._place(size, f"a tensor {shape} of {dtype} that it allocated", made.device)
         self._placed.append(placed)
-        if written:
-            return _tensor(placed, made).copy_(made)
-        inside = pattern(size, size, made.device, self._fill)
-        placed.inside.copy_(inside & 1 if made.dtype == torch.bool else inside)
+        placed.late = late
+        if func not in _UNWRITTEN:
+            placed.inside.copy_(placed.inside.new_empty(0).set_(made.untyped_storage()))
+            return _tensor(placed, made)
+        if self._fill:
+            inside = pattern(size, size, made.device, self._fill)
+            placed.inside.copy_(inside & 1 if made.dtype == torch.bool else inside)
         return _tensor(placed, made)
 
     def _copied(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -394,7 +428,7 @@ class GuardBands(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
     def _place(self, size: int, label: str, device: torch.device) -> Placed:
         """New or free memory for ``size`` bytes, its bands filled."""
-        band = min(max(_rounded(size), _NARROWEST), _WIDEST)
+        band = min(max(_rounded(size), _NARROWEST), _WIDEST) if self._fill else _ALIGNED
         whole = band + _rounded(size) + band
         placed = next((one for one in self._memory or () if one.place == size and one.free), None)
         if placed is None:
@@ -409,7 +443,10 @@ class GuardBands(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             )
             if self._memory is not None:
                 self._memory.append(placed)
-        placed.label, placed.original, placed.seen_by = label, None, None
+        elif placed in self._placed:
+            self._wrong = self._wrong or self._written(placed)  # its bands are filled anew
+            self._placed.remove(placed)
+        placed.label, placed.original, placed.seen_by, placed.late = label, None, None, False
         for part, bytes_ in self._bands(placed):
             part.copy_(bytes_)
         self._bytes += whole
@@ -439,6 +476,12 @@ class GuardBands(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             count = count_bytes((placed.inside, placed.original))
             return f"wrote {count} between elements of {placed.label}"
         return ""
+
+
+def _memory_of(each: object) -> int | None:
+    """What identifies the memory that a tensor lies in; None of anything else."""
+    strided = isinstance(each, torch.Tensor) and each.layout == torch.strided
+    return each.untyped_storage()._cdata if strided else None
 
 
 def _tensor(placed: Placed, like: torch.Tensor) -> torch.Tensor:

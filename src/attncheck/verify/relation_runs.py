@@ -21,7 +21,7 @@ from attncheck.relations import RELATIONS, Relation, relation_named
 from attncheck.relations.relation import Finding, compare_outputs, describe_turn
 from attncheck.subjects.capabilities.subject import Subject
 from attncheck.verify.allowances import deterministic_bounds, gradient_allowance
-from attncheck.verify.call_conditions import PLAIN_CALL, CallConditions
+from attncheck.verify.call_conditions import CallConditions
 from attncheck.verify.evidence import Evidence
 from attncheck.verify.executor import Execution, Executor, Failure, Origin, failure
 from attncheck.verify.kernel_hosts import executor_of
@@ -156,7 +156,7 @@ def _run_each(
         return refusal
     executions = []
     for run, (launch, each) in enumerate(zip(subjects, inputs, strict=True)):
-        under = PLAIN_CALL
+        under = CallConditions(guarded=True)
         if relation_named(case.question).in_turn:
             # The last call finds another pattern: what it reads of memory nobody wrote differs.
             last = run + 1 == len(inputs)

@@ -276,15 +276,22 @@ class Worker:
             return "oom", "its process was killed because the machine had no memory left"
         if "bad_alloc" in self.stderr.text[-4096:]:
             return "oom", f"its process died of {name}: it had no memory left"
-        return "crash", f"its process died of {name} before it answered"
+        broken = self._before_dump().startswith(_HEAP)
+        heap = ": its heap is broken, as by a write past its tensors" if broken else ""
+        return "crash", f"its process died of {name} before it answered{heap}"
+
+    def _before_dump(self) -> str:
+        """The line of its standard error before faulthandler's; the last one where it has none."""
+        before = self.stderr.text.rpartition(_DUMP.decode())[0] or self.stderr.text
+        return (before.splitlines() or [""])[-1]
 
     def _last_words(self) -> str:
         """The last lines of its standard error; of faulthandler's the place."""
-        before, fatal, dump = self.stderr.text.rpartition(_DUMP.decode())
+        _, fatal, dump = self.stderr.text.rpartition(_DUMP.decode())
         if not fatal:
             return self.stderr.lines(_LAST_LINES)
         what = one_line(dump.partition("\n")[0])
-        last = before.rpartition("\n")[0].rpartition("\n")[2]
+        last = self._before_dump()
         if last.startswith(_HEAP):
             what = f"{one_line(last)[:_LONGEST_LINE]}, {what}"
         # Other threads, such as the one that listens to us, are dumped before it.

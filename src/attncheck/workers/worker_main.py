@@ -76,7 +76,10 @@ def serve(waiting: queue.SimpleQueue[Frame | None], sender: Sender, server: Serv
         except (BrokenFrame, TypeError, ValueError) as error:  # of its size, or words that are none
             message = f"what it answers is no frame: {error}"[:_LONGEST]
             words = {"kind": "error", "message": message, "trace": ""}
-            sender.send(Frame(kind="failed", words=words))
+            try:
+                sender.send(Frame(kind="failed", words=words))
+            except (TypeError, ValueError):  # a kernel has broken what writes JSON
+                break
     server.close()
 
 

@@ -183,8 +183,11 @@ class Request:
 
 def callee(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return what a call of ``function`` calls: a ``torch.nn.Module``'s ``forward``."""
-    # A module's ``__call__`` takes *args: its signature would say nothing.
-    return function.forward if isinstance(function, torch.nn.Module) else function
+    # A module's ``__call__`` takes *args, and so does what is compiled of one: their signatures
+    # would say nothing.
+    if isinstance(function, torch.nn.Module):
+        return getattr(function, "_orig_mod", function).forward
+    return function
 
 
 def _signature_parameters(function: object) -> list[inspect.Parameter] | None:
@@ -192,11 +195,37 @@ def _signature_parameters(function: object) -> list[inspect.Parameter] | None:
     if not callable(function):
         return None
     try:
-        return list(inspect.signature(callee(function)).parameters.values())
+        called = callee(function)
+        schema = _schema(called)
+        if schema is not None:
+            return [_schema_parameter(each) for each in schema.arguments]
+        return list(inspect.signature(called).parameters.values())
     except KeyboardInterrupt:
         raise
     except BaseException:  # noqa: BLE001  # in C, or somebody's own __signature__: it says nothing
         return None
+
+
+def _schema(function: object) -> Any:
+    """What torch says of a scripted function or an operator, whose signature says nothing."""
+    if isinstance(function, torch.jit.ScriptFunction):
+        return function.schema
+    function = getattr(function, "_opoverload", function)  # of ``torch.library.custom_op``
+    if isinstance(function, torch._ops.OpOverloadPacket):
+        function = getattr(function, function.overloads()[0])
+    return function._schema if isinstance(function, torch._ops.OpOverload) else None
+
+
+def _schema_parameter(argument: Any) -> inspect.Parameter:
+    return inspect.Parameter(
+        argument.name,
+        inspect.Parameter.KEYWORD_ONLY
+        if argument.kwarg_only
+        else inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        default=argument.default_value
+        if argument.has_default_value()
+        else inspect.Parameter.empty,
+    )
 
 
 def _without_default(parameters: list[inspect.Parameter]) -> frozenset[str]:

@@ -53,6 +53,10 @@ def read_result(result: object, convention: str, most: int, options: ConventionO
 
     Raises BrokenResult for anything else, and for a missing LSE where one is declared.
     """
+    if isinstance(result, tuple | list):
+        # As of functions that may also give weights, or a cache.
+        while len(result) > most and result[-1] is None:
+            result = result[:-1]
     if isinstance(result, torch.Tensor):
         returned = Returned(result)
     elif isinstance(result, tuple | list) and 2 <= len(result) <= most:
