@@ -165,7 +165,7 @@ def run_on_evidence(
             failure = Failure(kind=execution.notes.rule, message=execution.notes.wrong)
             return without_outputs(record, failure), None
         stage("the verdict")
-        digest = partial(outputs_digest, execution.outputs)
+        digest: Callable[[], str] = partial(outputs_digest, execution.outputs)
         with ThreadPoolExecutor(1) as beside:
             # Hashing needs no GPU and no lock of Python's; a thread costs more than a short hash.
             if sum(each.nbytes for each in execution.outputs.tensors().values()) > _MUCH:
