@@ -154,6 +154,33 @@ def forked_workers():
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="module")
+def shared_evidence():
+    """Kernels of a file that are asked the same Case are held against one exact result.
+
+    Not where a test changes an oracle or the judge.
+    """
+    from attncheck.diagnose import confirmation, diagnosis, out_of_bounds_reads
+    from attncheck.verify import evidence_builder, run_case, verify
+
+    build, kept = evidence_builder.EvidenceBuilder, {}
+
+    def shared(case, device, *given, **more):
+        if given or more:
+            return build(case, device, *given, **more)
+        key = case.id, device
+        if key not in kept:
+            if len(kept) == 64:  # the oldest
+                del kept[next(iter(kept))]
+            kept[key] = build(case, device)
+        return kept[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (confirmation, diagnosis, out_of_bounds_reads, verify, run_case):
+            patch.setattr(module, "EvidenceBuilder", shared)
+        yield
+
+
 @pytest.fixture(scope="session")
 def warm_python():
     """``warm_python.run("attncheck", …, cwd=…)``: a process that has imported torch already."""

@@ -11,6 +11,8 @@ from attncheck.subjects.ideal import Ideal
 from attncheck.surveys.claims import subject_takes
 from attncheck.verify.run_case import run_case
 
+pytestmark = pytest.mark.usefixtures("shared_evidence")
+
 FAILED = {"fail", "error"}
 
 

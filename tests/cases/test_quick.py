@@ -18,6 +18,8 @@ from attncheck.reporting.rendering import render
 from attncheck.subjects.conventions.declarations import adopted
 from attncheck.verify.verify import verify
 
+pytestmark = pytest.mark.usefixtures("shared_evidence")
+
 
 def module_of(path):
     spec = importlib.util.spec_from_file_location(path.stem, path)

@@ -121,11 +121,11 @@ def test_a_gate_times_its_kernels_in_the_end(attncheck, mine):
 
 
 def test_a_run_that_is_stopped_has_what_it_has(attncheck, mine):
-    words = ("--kernel", "mine.py::right", "--variant", "full", "--forward", "--max-time", "6s")
-    (mine / "mine.py").write_text(KERNELS.replace("WAIT = 0.0", "WAIT = 0.6"))
+    words = ("--kernel", "mine.py::right", "--variant", "full", "--forward", "--max-time", "4s")
+    (mine / "mine.py").write_text(KERNELS.replace("WAIT = 0.0", "WAIT = 0.3"))
     run = attncheck("bench", *QUICK, *words, "--variant", "alibi", "--rounds", "7", cwd=mine)
     found = report(mine)
-    assert found["incomplete"].startswith("stopped by --max-time 6s after ")
+    assert found["incomplete"].startswith("stopped by --max-time 4s after ")
     assert len(found["cells"]) < 3
     assert run.returncode == (3 if found["cells"] else 5)
     assert "Incomplete" in run.stdout

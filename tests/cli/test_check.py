@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from attncheck.records.json_reports import load_report
 from attncheck.records.record import FAILED_STATUSES, Report
+from attncheck.reporting import rendering
+from attncheck.reporting.check_document import check_summary
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my_kernel.py"
 QUICK = ("--question", "decode-causal", "--question", "causal-tall")
@@ -107,14 +111,30 @@ def two_faults(q, k, v, is_causal=False, scale=None):
 """
 
 
+@pytest.fixture(scope="module")
+def no_mask(attncheck, tmp_path_factory):
+    """A folder with the report of a kernel that ignores masks, and what was said of it at 80."""
+    folder = tmp_path_factory.mktemp("no_mask")
+    (folder / "faulty.py").write_text(FAULTY)
+    how = {"cwd": folder, "env": os.environ | {"COLUMNS": "80"}}
+    return folder, attncheck("check", "faulty.py::no_mask", **how)
+
+
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_the_first_screen_has_verdict_cause_problem_and_how_to_reproduce_it(tmp_path, width):
-    (tmp_path / "faulty.py").write_text(FAULTY)
-    words = [sys.executable, "-m", "attncheck", "check", "faulty.py::no_mask"]
-    how = {"cwd": tmp_path, "capture_output": True, "text": True}
-    run = subprocess.run(words, env=os.environ | {"COLUMNS": str(width)}, **how)
+def test_the_first_screen_has_verdict_cause_problem_and_how_to_reproduce_it(
+    no_mask, width, monkeypatch
+):
+    """Of one run, whose report is shown as it was, by terminals of other widths."""
+    folder, run = no_mask
     assert run.returncode == 1
-    screen = run.stdout.splitlines()
+    monkeypatch.setenv("COLUMNS", str(width))
+    report = load_report((folder / "reports" / "check.json").read_text(), Report)
+    command = "attncheck check faulty.py::no_mask"
+    page = partial(check_summary, command=command, quiet=False, verbose=False)
+    shown = io.StringIO()
+    rendering.show(report, stream=shown, document=page)
+    assert shown.getvalue() == run.stdout or width != 80
+    screen = shown.getvalue().splitlines()
     assert screen.index("bf16") <= 12  # a screen has 24 lines, and what matters half of them
     assert len(screen) <= 24 or width < 80
     assert screen[0].startswith("FAIL faulty.py::no_mask: 14 of ")
@@ -123,10 +143,10 @@ def test_the_first_screen_has_verdict_cause_problem_and_how_to_reproduce_it(tmp_
     problem = next(line for line in screen if line.startswith("  problem    "))
     assert "-causal" in problem
     assert "· bf16 causal B1" in problem
-    again = f"Reproduce: attncheck check faulty.py::no_mask --question {problem.split()[1]}"
+    again = f"Reproduce: {command} --question {problem.split()[1]}"
     assert again in screen
     assert all(len(line) <= width for line in screen if line != again)
-    page = (tmp_path / "reports" / "check.md").read_text()
+    page = (folder / "reports" / "check.md").read_text()
     assert page.index("# FAIL") < page.index("cause: the mask is ignored") < page.index("Reproduce")
     assert page.index("Reproduce") < page.index("| ones-ragged | pass |")
 

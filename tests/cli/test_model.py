@@ -30,7 +30,8 @@ SIZE = ("--layers", "2", "--length", "24", "--batch", "1", "--steps", "1", "--ri
 
 def test_a_wrong_call_is_kept_and_asked_again(attncheck, tmp_path):
     (tmp_path / "mine.py").write_text(KERNEL)
-    run = attncheck("model", "mistral", "llama", "--kernel", "mine.py::window", *SIZE, cwd=tmp_path)
+    words = ("mistral", "llama", "--kernel", "mine.py::window", *SIZE, "--plot", "m.svg")
+    run = attncheck("model", *words, cwd=tmp_path)
     assert run.returncode == 1, run.stderr
     assert "FAIL mine.py::window in mistral: layer 0 (model.layers.0.self_attn)" in run.stdout
     failures = tmp_path / "reports" / "failures"
@@ -42,6 +43,9 @@ def test_a_wrong_call_is_kept_and_asked_again(attncheck, tmp_path):
         ".md",
         ".html",
     }
+    assert "llama · decode" in (tmp_path / "m.svg").read_text()
+    shown = attncheck("report", "reports/model.json", "--format", "md", cwd=tmp_path)
+    assert shown.stdout == (tmp_path / "reports" / "model.md").read_text()
     again = attncheck("repro", kept.stem, cwd=tmp_path)
     assert again.returncode == 1
     assert "one key too narrow" in again.stdout

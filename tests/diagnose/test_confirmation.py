@@ -19,6 +19,8 @@ from attncheck.subjects.ideal import Ideal
 from attncheck.verify.kernel_hosts import executor_of
 from attncheck.verify.run_case import run_case
 
+pytestmark = pytest.mark.usefixtures("shared_evidence")
+
 PLAIN = Problem(query=40, kv=70, heads=2, head_dim=64, dtype="fp16")
 CAUSAL = PLAIN.replace(query=40, kv=40, mask=Spec.of("causal"))
 EMPTY = PLAIN.replace(query=70, kv=40, mask=Spec.of("causal_bottom_right"))

@@ -14,6 +14,8 @@ from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.run_case import run_case
 
+pytestmark = pytest.mark.usefixtures("shared_evidence")
+
 PLAIN = Problem(query=40, kv=70, heads=4, kv_heads=2, batch=2, head_dim=64, dtype="bf16")
 ROWS = "rows change with the queries of others, and not with their own"
 HEADS = "other sequences or heads change with the keys and values of sequence 0, key head 0"

@@ -1,11 +1,14 @@
 """Adapters that ``docs/how-to/adapters.md`` shows; those of packages that are here run."""
 
+import ast
 import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from attncheck.core.mod_spec import FULL, Spec
+from attncheck.core.paged_layout import Paging
 from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.load import load_subject
 from attncheck.verify.environment import prepare
@@ -13,36 +16,103 @@ from attncheck.verify.run_case import run_case
 
 PAGE = Path(__file__).parents[2] / "docs/how-to/adapters.md"
 ADAPTERS = dict(re.findall(r"```py\n# (\w+\.py)\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL))
+LONGEST = 10  # lines of a function
+
+_OPS = "sglang.srt.layers.attention.triton_ops"
+_CAUSAL, _LAST = Spec.of("causal"), Spec.of("causal_bottom_right")
+_LENGTHS = Spec.of("padding", lengths=(40, 33))
 CALLS = {
-    "jax_attention.py": [
-        {"mask": FULL, "query": 24, "kv": 40},
-        {"mask": Spec.of("causal"), "query": 33, "kv_heads": 2, "dtype": "bf16"},
-        {"mask": Spec.of("sliding_window", window=9), "query": 24, "scale": 0.5},
-    ],
-    "pallas_attention.py": [
-        {"mask": FULL, "query": 64},
-        {"mask": Spec.of("causal"), "query": 64, "scale": 0.5},
-    ],
+    "jax_attention.py::attention": (
+        "jax",
+        "cpu",
+        [
+            {"mask": FULL, "query": 24, "kv": 40},
+            {"mask": _CAUSAL, "query": 33, "kv_heads": 2, "dtype": "bf16"},
+            {"mask": Spec.of("sliding_window", window=9), "query": 24, "scale": 0.5},
+        ],
+    ),
+    "pallas_attention.py::attention": (
+        "jax",
+        "cpu",
+        [{"mask": FULL, "query": 64}, {"mask": _CAUSAL, "query": 64, "scale": 0.5}],
+    ),
+    "torch_varlen.py::attention": ("torch", "cuda", [{"mask": _CAUSAL, "dtype": "bf16"}]),
+    "flashinfer_prefill.py::attention": ("flashinfer", "cuda", [{"mask": _CAUSAL, "head_dim": 64}]),
+    "flashinfer_paged.py::attention": (
+        "flashinfer",
+        "cuda",
+        [{"mask": FULL, "head_dim": 64, "paging": Paging(size=16, seed=1)}],
+    ),
+    "flashinfer_paged.py::decode": (
+        "flashinfer",
+        "cuda",
+        [{"mask": FULL, "head_dim": 64, "query": 1, "kv": 40, "paging": Paging(size=16, seed=1)}],
+    ),
+    "xformers_attention.py::attention": ("xformers", "cuda", [{"mask": _CAUSAL}]),
+    "sglang_extend.py::attention": (
+        f"{_OPS}.extend_attention",
+        "cpu",
+        [
+            {"mask": _LAST, "query": 24, "kv": 40, "kv_heads": 2},
+            {"mask": _CAUSAL, "sink": True},
+            {"mask": Spec.of("sliding_window", window=9), "scale": 0.5},
+            {"mask": FULL, "score": Spec.of("softcap", cap=5.0), "dtype": "bf16"},
+        ],
+    ),
+    "sglang_decode.py::attention": (
+        f"{_OPS}.decode_attention",
+        "cpu",
+        [{"mask": FULL, "query": 1, "kv": 40, "kv_heads": 2}],
+    ),
+    "sglang_prefill.py::attention": (
+        f"{_OPS}.prefill_attention",
+        "cpu",
+        [{"mask": _CAUSAL, "kv_heads": 2}, {"mask": FULL}],
+    ),
+    "vllm_unified.py::attention": (
+        "vllm.v1.attention.ops.triton_unified_attention",
+        "cpu",
+        [
+            {"mask": _LENGTHS, "query": 1, "kv": 40, "paging": Paging(size=16, seed=1)},
+            {"mask": _LAST, "kv": 40, "kv_heads": 2, "paging": Paging(size=16, seed=1)},
+        ],
+    ),
 }
 
 
+def functions():
+    for file, text in ADAPTERS.items():
+        for each in ast.parse(text, file).body:
+            if isinstance(each, ast.FunctionDef):
+                yield file, each
+
+
 def test_adapters_are_short_functions():
-    assert len(ADAPTERS) == 5
-    for name, text in ADAPTERS.items():
-        _, found, body = text.partition("def attention(")
-        assert found
-        compile(text, name, "exec")
-        assert len(body.strip().splitlines()) <= 10
+    shown = {f"{file}::{each.name}" for file, each in functions() if each.name != "pages_of"}
+    assert shown == set(CALLS)
+    for _, each in functions():
+        assert each.body[-1].end_lineno - each.body[0].lineno < LONGEST
 
 
 @pytest.mark.parametrize(
-    ("name", "call"), [(n, call) for n, calls in CALLS.items() for call in calls]
+    ("name", "call"), [(n, call) for n, (*_, calls) in CALLS.items() for call in calls]
 )
-def test_jax_is_right(name, call, tmp_path):
-    pytest.importorskip("jax", reason="jax is no dependency: install it to try its adapters")
-    prepare("cpu")
-    (tmp_path / name).write_text(ADAPTERS[name])
-    kernel = load_subject(f"{tmp_path / name}::attention")
-    problem = Problem(**{"batch": 2, "heads": 4, "head_dim": 32, "dtype": "fp32", **call})
-    record = run_case(kernel, Case(problem=problem), device="cpu")
+def test_an_adapter_of_a_package_that_is_here_is_right(name, call, tmp_path):
+    package, device, _ = CALLS[name]
+    pytest.importorskip(
+        package,
+        reason=f"{package} is not installed: install it to try its adapter",
+        exc_type=ImportError,
+    )
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip(f"{package} needs a GPU")
+    prepare(device)
+    file = name.partition("::")[0]
+    (tmp_path / file).write_text(ADAPTERS[file])
+    kernel = load_subject(str(tmp_path / name))
+    usual = "fp32" if package == "jax" else "fp16"
+    sizes = {"batch": 2, "heads": 4, "head_dim": 32, "query": 24, "dtype": usual}
+    problem = Problem(**{**sizes, **call})
+    assert kernel.unsupported(problem, device) is None
+    record = run_case(kernel, Case(problem=problem), device=device)
     assert record.status == "pass", record

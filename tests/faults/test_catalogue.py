@@ -22,6 +22,8 @@ from attncheck.verify.environment import prepare
 from attncheck.verify.run_case import run_case
 from attncheck.workers.units import Unit
 
+pytestmark = pytest.mark.usefixtures("shared_evidence")
+
 OF = Spec.of
 HOW_MANY = dict(
     zip(

@@ -8,6 +8,8 @@ from tests.gate.driven import answers, drive
 from attncheck import demo
 from attncheck.records.record import FAILED_STATUSES
 
+pytestmark = pytest.mark.usefixtures("shared_evidence")
+
 SOURCE = Path(demo.__file__).with_name("flash_attention.py").read_text()
 CHOSEN_FOR = "EVEN=key.shape[2] % 32 == 0"  # where its tiles are of 64 keys
 

@@ -3,10 +3,7 @@
 import contextlib
 import csv
 import io
-import os
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -166,26 +163,16 @@ def test_a_broken_oracle_says_nothing_of_the_kernel(gate, monkeypatch):
     assert ask(gate, of_calls, of_calls.RIGHT, seed=3).status == "pass"
 
 
-def command(*words, cwd):
-    little = ("--tier", "smoke", "--dtype", "fp32", "--stage", "contract", "--jobs", "1", "-q")
-    return subprocess.run(
-        [sys.executable, "-m", "attncheck", "gate", *words, *little, "--in-process"],
-        cwd=cwd,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-
-def test_a_name_is_text_and_a_path_is_a_folder_of_ours(tmp_path):
+def test_a_name_is_text_and_a_path_is_a_folder_of_ours(tmp_path, warm_python):
     folder, here = tmp_path / "=cmd()<script>", tmp_path / "here"
     folder.mkdir()
     here.mkdir()
     source = Path(of_calls.__file__).read_text()
     (folder / "<script>alert(1).py").write_text(source)
     kernel = "../=cmd()<script>/<script>alert(1).py::Named"
-    done = command(kernel, "-x", "--format", "csv", cwd=here)
+    little = ("--tier", "smoke", "--dtype", "fp32", "--stage", "contract", "--jobs", "1", "-q")
+    words = ("gate", kernel, "-x", "--format", "csv", *little, "--in-process")
+    done = warm_python.run("attncheck", *words, cwd=here, timeout=300)
     assert done.returncode == 1, done.stderr
     cells = [cell for line in csv.reader(io.StringIO(done.stdout)) for cell in line]
     assert any("=cmd()" in cell for cell in cells)

@@ -26,7 +26,13 @@ PLANTED = Path(__file__).with_name("planted_kernels.py")
 LITTLE = ("--tier", "smoke", "--dtype", "fp32", "--stage", "contract", "--jobs", "1", "-q")
 
 
-def gate(*words, cwd):
+@pytest.fixture(scope="module")
+def gate(warm_python):
+    return lambda *words, cwd: warm_python.run("attncheck", "gate", *words, cwd=cwd, timeout=300)
+
+
+def fresh(*words, cwd):
+    """In a process that has imported nothing."""
     return subprocess.run(
         [sys.executable, "-m", "attncheck", "gate", *words],
         cwd=cwd,
@@ -163,7 +169,7 @@ def test_another_seed_is_another_run(tmp_path, monkeypatch, capsys):
 
 
 def test_a_wrong_kernel_is_1_with_all_files(tmp_path):
-    done = gate(f"{PLANTED}::of_another_dtype", *LITTLE, cwd=tmp_path)
+    done = fresh(f"{PLANTED}::of_another_dtype", *LITTLE, cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     assert "FAIL" in done.stdout
     folder = tmp_path / "reports" / "gate"
@@ -172,11 +178,17 @@ def test_a_wrong_kernel_is_1_with_all_files(tmp_path):
     report = load_report(folder / "gate.json", GateReport)
     assert {answer.record.status for answer in report.answers} >= {"fail"}
     assert report.stages == ("contract",)
+    scripts = list((folder / "repro").iterdir())
+    assert scripts
+    asked = subprocess.run([sys.executable, scripts[0]], capture_output=True, text=True)
+    assert asked.returncode == 1
+    assert "FileNotFoundError" not in asked.stdout  # it finds its kernel
+    assert "No such file" not in asked.stdout
     kept = {path.stem for path in (tmp_path / "reports" / "failures").iterdir()}
     assert {answer.failure for answer in report.answers if answer.failure} == kept
 
 
-def test_nothing_tested_is_5_and_a_stopped_run_goes_on(tmp_path):
+def test_nothing_tested_is_5_and_a_stopped_run_goes_on(gate, tmp_path):
     nothing = gate(f"{PLANTED}::takes_nothing", *LITTLE, "--in-process", cwd=tmp_path)
     assert nothing.returncode == 5, nothing.stdout + nothing.stderr
 
@@ -200,7 +212,7 @@ def test_nothing_tested_is_5_and_a_stopped_run_goes_on(tmp_path):
     assert len(results) == len(set(results))
 
 
-def test_the_first_failure_stops_the_run(tmp_path):
+def test_the_first_failure_stops_the_run(gate, tmp_path):
     done = gate(f"{PLANTED}::of_another_dtype", *LITTLE, "-x", "--in-process", cwd=tmp_path)
     assert done.returncode == 1
     report = load_report(tmp_path / "reports" / "gate" / "gate.json", GateReport)

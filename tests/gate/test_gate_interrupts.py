@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 
 from attncheck.workers.journal_format import JournalError, read_journal
@@ -45,7 +46,7 @@ def started(folder, *words):
     process = begun(folder, *WORDS, *words)
     journal = folder / "reports" / "gate" / "results.jsonl"
     while process.poll() is None and not _answered(journal):
-        pass
+        time.sleep(0.02)
     assert process.poll() is None, process.communicate()
     return process, journal
 
@@ -57,7 +58,7 @@ def _answered(journal):
         return False
 
 
-def test_one_ends_the_run_in_good_order_and_it_goes_on(tmp_path):
+def test_one_ends_the_run_in_good_order_and_it_goes_on(tmp_path, warm_python):
     process, journal = started(tmp_path, "--in-process", "-q")
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=300)
@@ -72,8 +73,8 @@ def test_one_ends_the_run_in_good_order_and_it_goes_on(tmp_path):
     assert content.head["typed"].startswith("attncheck gate ideal --device cpu")
     before = set(content.results)
 
-    command = [sys.executable, "-m", "attncheck", "gate", *WORDS, "--in-process", "--strict", "-q"]
-    rest = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    words = ("gate", *WORDS, "--in-process", "--strict", "-q")
+    rest = warm_python.run("attncheck", *words, cwd=tmp_path, timeout=300)
     assert rest.returncode == 0, rest.stdout + rest.stderr
     content = read_journal(journal)
     assert before <= set(content.results)
@@ -93,7 +94,7 @@ def test_two_end_it_at_once_with_130(tmp_path):
     more = ("--stage", "baseline", "--against", "HEAD", "--in-process", "-q")
     process = begun(tmp_path, "hangs.py::kernel", *WORDS[1:], *more)
     while process.poll() is None and not (tmp_path / "called").exists():
-        pass
+        time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     with suppress(subprocess.TimeoutExpired):  # of two at the same moment a process hears one
         process.wait(3)

@@ -28,7 +28,7 @@ from attncheck.workers.units import Done, Unit
 sys.path.insert(0, str(Path(__file__).parent))
 from driven import answers, choices, drive, named
 
-pytestmark = pytest.mark.usefixtures("forked_workers")
+pytestmark = pytest.mark.usefixtures("forked_workers", "shared_evidence")
 
 TUTORIAL = Path(__file__).parents[1] / "data" / "tutorial_kernels.py"
 

@@ -56,7 +56,7 @@ def test_dq_fits_with_the_gradients_of_what_a_score_mod_reads(compile_kernels):
 
 def test_flash3_fits_and_hardly_spills(compile_kernels):
     lines = [list(map(int, line.split())) for line in compile_kernels("flash3")]
-    assert len(lines) == 9
+    assert len(lines) == 5
     for line in lines:
         _, _, shared, spilled = line
         assert shared <= SHARED_MEMORY, line

@@ -16,6 +16,8 @@ from attncheck.subjects.ideal import Ideal
 from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.run_case import mask_rows, run_case
 
+pytestmark = pytest.mark.usefixtures("shared_evidence")
+
 MASKS = {
     "causal": Spec.of("causal"),
     "window": Spec.of("sliding_window", window=9),

@@ -39,6 +39,8 @@ def test_both(kernel, problem):
 TWO = ("--kernel=ideal", "--kernel=sdpa-math", "--device=cpu")
 
 
+FAMILIES = ("full", "causal", "padding")
+DTYPES = ("fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2")
 NOTHING_HEAVY = """
 def pytest_sessionfinish(session):
     import sys
@@ -74,3 +76,29 @@ def test_by_default_they_are_the_projects_own(repository):
         mine="def fwd(query, key, value, is_causal=False): pass",
     )
     assert done.stdout.splitlines()[0] == "test_a.py::test_it[mine]", done.stdout + done.stderr
+
+
+PROPERTY = """
+from attncheck.suite import asks
+
+@asks("compare", families=("full", "causal", "padding"))
+def test_it(kernel, case):
+    kernel.must_hold(case)
+"""
+
+
+def test_kernels_that_nobody_named_are_asked_a_covering(repository):
+    def found(*words):
+        done = repository("--collect-only", "--device=cpu", *words, test_a=PROPERTY)
+        assert done.returncode == 0, done.stderr
+        lines = done.stdout.splitlines()
+        return {line for line in lines if "[ideal-" in line}, "deselected" in lines[-1]
+
+    few, said = found()
+    assert len(few) == 6
+    assert said
+    every = {f"test_a.py::test_it[ideal-{d}-{f}]" for d in DTYPES for f in FAMILIES}
+    assert few < every
+    # Whoever chooses tests, or asks more, has all of them.
+    for words in (["-k", "test_it"], ["--tier=pr"], ["--kernel=ideal", "test_a.py::test_it"]):
+        assert found(*words) == (every, False), words

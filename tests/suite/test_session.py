@@ -10,7 +10,7 @@ from attncheck.subjects.ideal import Ideal
 from attncheck.suite.kernel_support import NOT_APPLICABLE, KernelSupport
 from attncheck.suite.property_spec import PropertySpec, asks
 from attncheck.suite.pytest_options import MARK, Options
-from attncheck.suite.session import Kernel, Session
+from attncheck.suite.session import Kernel, Session, covering
 
 
 class Narrow(Ideal):
@@ -172,3 +172,24 @@ def test_a_kernel_of_gradients_alone_is_asked_for_them():
     found = session(Alone())
     assert [p.id for p in found.params(asked("full", **both, backward=True))] == ["alone-bf16-full"]
     assert not found.untaken
+
+
+@pytest.mark.parametrize(("families", "count"), [(1, 4), (3, 4), (4, 4), (7, 7)])
+def test_a_covering_has_every_dtype_and_every_family_and_turns(families, count):
+    dtypes, masks = ("fp32", "tf32", "fp16", "bf16"), tuple(MASK_FAMILIES)[:families]
+    params = session(Ideal(), dtypes=dtypes).params(asked(*masks))
+    assert len(params) == len(dtypes) * families
+    chosen = [covering(params, turn) for turn in range(families)]
+    for few in chosen:
+        assert len(few) == count
+        assert {each.dtype for each in few} == set(dtypes)
+        assert {each.family for each in few} == set(masks)
+    assert {each.id for few in chosen for each in few} == {each.id for each in params}
+
+
+def test_a_covering_keeps_what_alone_has_its_family():
+    params = session(Narrow()).params(asked("full", "causal"))
+    taken = [each for each in params if not each.refused]
+    for turn in (0, 1):
+        ids = {each.id for each in covering(taken, turn)}
+        assert ids >= {"narrow-fp16-causal", "narrow-bf16-full"}

@@ -12,6 +12,8 @@ from attncheck.surveys.claims import CLAIMED, NOT_CLAIMED, claimed_questions, fi
 from attncheck.verify.kernel_hosts import on_terms
 from attncheck.verify.run_case import run_case
 
+pytestmark = pytest.mark.usefixtures("shared_evidence")
+
 KERNELS = """
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa

@@ -189,6 +189,13 @@ def test_a_model_that_is_none(spec, size, said):
         make_model(spec, size)
 
 
+def test_what_is_wrong_in_a_config_is_one_line(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": "wide"}')
+    with pytest.raises(UsageError, match=r"^model .* cannot be loaded: .*hidden_size.*$") as told:
+        make_model(str(tmp_path), SMALL)
+    assert "\n" not in str(told.value)
+
+
 def test_without_transformers_it_is_said_how_to_have_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(UsageError, match=r"pip install 'attncheck\[model\]'"):

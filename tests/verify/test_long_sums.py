@@ -13,7 +13,7 @@ from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.load import load_subject
 from attncheck.verify.run_case import run_case
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "shared_evidence")
 
 LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
 

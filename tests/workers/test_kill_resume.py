@@ -7,9 +7,9 @@ from pathlib import Path
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
-# In a process of its own, since every session of a run is a copy of it.
+# In processes of their own, since every session of a run is a copy of one, which mostly waits.
 RUNS = """
-import dataclasses, json, sys, tempfile
+import concurrent.futures, dataclasses, json, multiprocessing, sys, tempfile
 sys.path.insert(0, {benchmarks!r})
 import kill_resume
 with tempfile.TemporaryDirectory() as folder:
@@ -17,7 +17,10 @@ with tempfile.TemporaryDirectory() as folder:
     tasks += [kill_resume.Task(9, 100, folder, cold=True)]
     tasks += [kill_resume.Task(n, n, folder, journal)
               for journal in ("hasty", "forgetful") for n in (1, 2, 3)]
-    found = [(task.journal, dataclasses.asdict(kill_resume.work(task))) for task in tasks]
+    forks = multiprocessing.get_context("fork")
+    with concurrent.futures.ProcessPoolExecutor(4, mp_context=forks) as pool:
+        runs = pool.map(kill_resume.work, tasks)
+        found = [(t.journal, dataclasses.asdict(run)) for t, run in zip(tasks, runs, strict=True)]
 print(json.dumps(found))
 """
 

@@ -22,13 +22,13 @@ _USUAL_LAYOUTS = ("ragged", "causal")
 # it, from what each question shows of each model. A question that is not there comes after these.
 ORDER = tuple(
     """
-    padding window-edge decode-empty-rows negative positive-ragged causal-tall uniform
-    causal-even isolated-ragged long-sum gqa window-wide decode-one-query scale large
-    ones-ragged causal-wide sink mean-ragged one-key empty-rows window two_level-ragged
-    decode-causal-wide ones-causal positive-causal decode-causal-tall decode-padding one-hot
-    ragged decode-window negative-ragged ramp-ragged decode-causal-even decode-ragged
-    negative-causal mean-causal decode-causal decode-gqa plain outliers isolated-causal-2 causal
-    ramp-causal-2 one-query two_level-causal-2
+    negative decode-empty-rows causal-tall window-edge padding positive-ragged
+    decode-causal-even uniform isolated-ragged gqa long-sum window-wide one-key scale
+    decode-one-query decode-window large ones-ragged one-hot sink ramp-ragged empty-rows
+    ones-causal positive-causal decode-causal-wide two_level-ragged plain decode-causal-tall
+    window causal-even causal-wide ragged decode-padding negative-ragged outliers mean-causal
+    isolated-causal-2 causal ramp-causal-2 two_level-causal-2 negative-causal one-query
+    mean-ragged decode-ragged decode-causal decode-gqa
     """.split()  # noqa: SIM905  # as a list it has a line for each of fifty
 )
 _ROUNDS = 2  # of a probe's numbers: decoding is done in one, ramps are fast and slow

@@ -30,7 +30,9 @@ class Tier:
     all_values: bool = False
     combinations: int = 1  # in how many (dtype, family) a gate asks each property; 0 for every one
     draws: int = 1  # cases that a gate draws for each of them
-    each_dtype: bool = False  # whether a gate asks every probe in every dtype, or each in one
+    # Whether a gate asks every probe in every dtype, or each in one; and pytest built-in kernels
+    # each property in every (dtype, family), or in every dtype and every family.
+    each_dtype: bool = False
     layouts: int = 1  # on how many problems a question about memory or determinism is asked
     measured: int = 12  # cases that are measured for a baseline; 0 for all that the bounds ask
     shrink_seconds: float = 10.0  # how long the search for a smaller failing case may take

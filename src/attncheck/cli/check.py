@@ -97,9 +97,10 @@ def check(
 ) -> int:
     """Ask one kernel what wrong kernels answer wrongly: exact probes, then a dozen problems.
 
-    SPEC is FILE.py::NAME, package.module:NAME, or a kernel of `attncheck list`. NAME is a function
-    of query, key and value in a known convention that gives out, or (out, LSE), or a Subject. It
-    runs in a process of its own: what ends or changes that is told, and changes no verdict.
+    SPEC is FILE.py::NAME, package.module:NAME, FOLDER::NAME of the kernels hub, or a kernel of
+    `attncheck list`. NAME is a function of query, key and value in a known convention that gives
+    out, or (out, LSE), or a Subject. It runs in a process of its own: what ends or changes that is
+    told, and changes no verdict.
 
     Exit code 1 when an answer is more than rounding away or the kernel raised, or when no question
     would have noticed a whole class of fault; 5 when it takes none.

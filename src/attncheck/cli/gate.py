@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -396,6 +396,7 @@ def _kernels_of(words: tuple[str, ...]) -> tuple[str, ...]:
         UsageError: where there is none, or a name that nobody knows.
     """
     from attncheck.subjects.capabilities.configuration import read_configuration
+    from attncheck.subjects.hub_kernels import is_hub_folder
     from attncheck.subjects.load import is_reference, kernel_names
 
     if not words:
@@ -409,7 +410,7 @@ def _kernels_of(words: tuple[str, ...]) -> tuple[str, ...]:
     for kernel in words:
         file, colons, _ = kernel.partition("::")
         # Said here in a line: each worker would fail to import it.
-        if colons and not Path(file).is_file():
+        if colons and not Path(file).is_file() and not is_hub_folder(file):
             raise UsageError(f"kernel {kernel!r}: there is no file {file!r}.")
         if not is_reference(kernel) and kernel not in kernel_names():
             raise UnknownName("kernel", kernel, kernel_names())
@@ -524,7 +525,7 @@ def _finish(
     command = _typed_command(content.head.get("kernels", ()))
     report = build_report(content, command=command, baseline=baseline)
     # Whoever interrupts wants the end, and scripts take seconds each.
-    scripts = {} if end.why == "interrupted" else _failure_scripts(report)
+    scripts = {} if end.why == "interrupted" else _failure_scripts(report, options.directory)
     with interrupts.writing(options.directory):
         write_gate(report, options.directory, scripts)
     with standard_output():
@@ -546,12 +547,17 @@ def _typed_command(kernels: Iterable[str]) -> str:
     return command
 
 
-def _failure_scripts(report: GateReport) -> dict[str, str]:
+def _failure_scripts(report: GateReport, directory: str) -> dict[str, str]:
     """Standalone scripts of the worst failures, each written by a process of its own."""
     from attncheck.reporting.gate_verdict import failure_groups
 
     scripts: dict[str, str] = {}
-    with tempfile.TemporaryDirectory() as folder:
+    # As deep as they will lie: a script finds its kernel from where it is. Where the folder cannot
+    # be written to, the report will say so.
+    with (
+        suppress(OSError),
+        tempfile.TemporaryDirectory(dir=directory, prefix=".scripts-") as folder,
+    ):
         for group in failure_groups(report)[:_SCRIPTS]:
             # A crash or a timeout of a kernel would be one of the script, too.
             if not group.shown.failure or group.shown.record.status not in {"fail", "error"}:

@@ -30,7 +30,8 @@ def model(
     kernels: tuple[str, ...] = verb.several(
         "--kernel",
         "NAME",
-        "A kernel of `attncheck list`, or FILE.py::NAME (repeatable; default: those of torch).",
+        "A kernel of `attncheck list`, FILE.py::NAME, or a folder of the kernels hub, FOLDER::NAME "
+        "(repeatable; default: those of torch).",
     ),
     dtype: str = verb.option(
         "--dtype",
@@ -69,6 +70,12 @@ def model(
     in_process: bool = verb.in_process(),
     fmt: str = verb.fmt(),
     directory: str = verb.out("model.json, model.md and model.html"),
+    plots: tuple[str, ...] = verb.several(
+        "--plot",
+        "FILE",
+        "Also draw each layer's drift, to FILE.png or FILE.svg (repeatable; needs "
+        "attncheck[plot]).",
+    ),
     quiet: bool = verb.quiet(),
 ) -> int:
     """Run transformers with their attention swapped for a kernel, and compare what they say.
@@ -88,10 +95,12 @@ def model(
     from attncheck.records.failures import FAILURE_FOLDER
     from attncheck.records.model_report import ModelReport
     from attncheck.reporting import exit_codes, rendering
+    from attncheck.reporting.image_files import check_plots, write_plots
     from attncheck.surveys.swapped_model import ModelSize, describe_model, transformers_version
 
     interrupts.check()  # the imports above take a while, and may have swallowed one
     rendering.check_format(fmt)
+    check_plots(plots)
     from attncheck.cli.long_runs import progress
     from attncheck.subjects.capabilities.named_kernels import subject_named
     from attncheck.surveys.claims import hold_to_convention
@@ -131,7 +140,7 @@ def model(
                 spec, size, hosts, beside, right=right, folder=folder, advance=advance
             )
     report = ModelReport(
-        command=typed_command(files={"--kernel"}),
+        command=typed_command(files={"--kernel", "--plot"}),
         environment=environment(device),
         transformers=version,
         dtype=dtype,
@@ -144,6 +153,10 @@ def model(
     )
     with interrupts.writing(directory):
         rendering.write_report(report, directory, "model", formats=("json", "md", "html"))
+        if plots and any(record.drifts for record in records):
+            write_plots(report, plots)
+        elif plots:
+            click.echo("attncheck: no kernel took a model: no plot is drawn.", err=True)
     with standard_output():
         rendering.show(report, fmt)
     return exit_codes.exit_code(report)

@@ -13,6 +13,7 @@ from attncheck.cli.standard_output import Interrupts, standard_output
 
 if TYPE_CHECKING:
     from attncheck.records.bench_report import BenchReport
+    from attncheck.records.model_report import ModelReport
     from attncheck.records.record import Report
     from attncheck.records.run_reports import GateReport
 
@@ -37,7 +38,7 @@ def report(
     """Show again what a run found.
 
     SOURCE is the journal of a gate (results.jsonl), its gate.json, or the report of attncheck rmse,
-    check or bench (rmse.json, check.json, bench.json), which are shown as table, json, md, csv or
+    check, bench or model (rmse.json, check.json, …), which are shown as table, json, md, csv or
     html. No kernel is imported.
 
     Exit code 0 however the run went.
@@ -73,12 +74,13 @@ def _print_schema(context: click.Context, kind: str) -> None:
     context.exit()
 
 
-def _loaded(path: Path) -> GateReport | Report | BenchReport:
+def _loaded(path: Path) -> GateReport | Report | BenchReport | ModelReport:
     """Raises UsageError for what is neither, in one line."""
     from attncheck.core import json_numbers
     from attncheck.core.errors import UsageError
     from attncheck.records.bench_report import BenchReport
     from attncheck.records.json_reports import LARGEST_GATE, load_report
+    from attncheck.records.model_report import ModelReport
     from attncheck.records.record import Report
     from attncheck.records.run_reports import GateReport
 
@@ -90,6 +92,8 @@ def _loaded(path: Path) -> GateReport | Report | BenchReport:
         return load_report(path, GateReport)
     if {"cells", "matmul"} <= keys:
         return load_report(path, BenchReport)
+    if {"models", "records"} <= keys:
+        return load_report(path, ModelReport)
     if "records" in keys:
         return load_report(path, Report)
     fact = "it has neither records nor the answers of a gate"
@@ -123,7 +127,10 @@ def _show_gate(
 
 
 def _show(
-    interrupts: Interrupts, loaded: Report | BenchReport, fmt: str, directory: str | None
+    interrupts: Interrupts,
+    loaded: Report | BenchReport | ModelReport,
+    fmt: str,
+    directory: str | None,
 ) -> None:
     from attncheck.core.errors import require_known
     from attncheck.reporting import rendering

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import io
 import linecache
+import os
 import re
 import sys
 import traceback
@@ -16,6 +17,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, TextIO
+from zlib import crc32
 
 from attncheck.core.errors import UsageError, did_you_mean
 from attncheck.core.sanitize_text import LONGEST
@@ -62,6 +64,8 @@ def import_file(path: Path, what: str) -> ModuleType:
     if path.suffix != ".py":
         raise UsageError(f"{what}: {path} is not a Python file.")
     name = f"attncheck_file_{path.stem}"
+    if path.stem == "__init__":  # of a package, whose modules are called after it
+        name += f"{crc32(os.fsencode(path.resolve())):x}"
     loader = _FromSource(name, str(path))
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     assert spec is not None, "a loader was given"

@@ -128,6 +128,8 @@ def confirm(
     # Of each model its forms that fit so far, and of these the tiles at each head_dim, by which
     # kernels choose them.
     left: dict[str, dict[object, dict[int, set[object]]] | None] = dict.fromkeys(models)
+    # Of tiles that hold all keys any fault may be that loses a row: one of several has to fit.
+    in_part: set[str] = set()
     telling = number = 0
     end = time.monotonic() + seconds
     for other in independent_cases(case, takes):
@@ -139,10 +141,13 @@ def confirm(
                 now = fitting_forms(asked, FAULT_MODELS[name])
                 if now is not None:
                     left[name] = _common(before, now, other.problem.head_dim)
+                if now and asked.error.proven and _is_in_part(now, asked):
+                    in_part.add(name)
             left = {name: forms for name, forms in left.items() if forms is None or forms}
             telling += asked.error.proven and _is_telling(asked)
-    confirmed = bool(left and telling and number >= _ENOUGH)
-    return Confirmation(left=tuple(left), confirmed=confirmed, problems=number)
+    some = tuple(n for n in left if n in in_part or FAULT_MODELS[n].family != "tile")
+    confirmed = bool(some and telling and number >= _ENOUGH)
+    return Confirmation(left=some or tuple(left), confirmed=confirmed, problems=number)
 
 
 def contradicted(
@@ -190,6 +195,13 @@ def _common(
         if known is not None and (same := tiles & known.get(head_dim, tiles)):
             both[words] = {**known, head_dim: same}
     return both
+
+
+def _is_in_part(forms: Forms, asked: Asked) -> bool:
+    """Return whether a form fits that is of no tile, or of one that holds some keys of all."""
+    seen = int(asked.call.seen.any(dim=(0, 1, 2)).sum())
+    tiles = {tile for fitting in forms.values() for tile in fitting}
+    return any(not isinstance(tile, int) or tile < seen for tile in tiles)
 
 
 def _is_telling(asked: Asked) -> bool:

@@ -367,7 +367,10 @@ class _Failure:
             one.name
             for one in ranking[: count_equals(ranking)]
             # Rows that hold what memory held are others where it holds something else.
-            if FAULT_MODELS[one.name].applies(case.problem) and (findings.varies or not one.loose)
+            if FAULT_MODELS[one.name].applies(case.problem)
+            and (findings.varies or not one.loose)
+            # What is within the bound with a model, and hardly nearer to it than without, is not.
+            and one.share >= _TELLING
         ]
         with _skip_unfit():
             wrong = set()

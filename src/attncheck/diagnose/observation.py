@@ -42,6 +42,7 @@ _TILE = 16  # keys of the smallest tile that kernels have
 _WHOLE_TILES = 128  # keys that are whole tiles of any size
 _HALF = 0.5  # of a key, from which it counts
 _MOST_CALLS = 4  # in which the weights of all keys are measured
+_LEAST_OF_FP16 = 2.0**-24
 _PLAINLY = 16.0  # times what rounding allows that an error is of no rounding
 
 
@@ -129,14 +130,14 @@ def _own_family(run: Asked, *, counts: _Counts | None) -> Family | None:
     if not bool((rows & alive).any()):
         # Where no row sees a key, a mask that is not looked at is wrong alike.
         return "empty rows" if bool(alive.any()) else None
+    if set(error.wrong) == {"lse"}:
+        return "lse"
     wrong = [error.got[name][off & _rows_of(off, alive)] for name, off in beyond.items()]
     told = None if counts is None else counts.family()
     if not all(bool(x.isfinite().all()) for x in wrong):
         # NaN that is read is another's: no input has any, and all that is wrong is it.
         alone = all(not bool(x.isfinite().any()) for x in wrong)
         return "overflow" if alone and _is_finite(run.call) else told
-    if set(error.wrong) == {"lse"}:
-        return "lse"
     return told or _of_row_factors(run)
 
 
@@ -150,6 +151,9 @@ def _of_row_factors(run: Asked) -> Family | None:
     if not plain or "out" not in error.wrong or problem.value_dim < _TILE:
         return None
     got, exact, allowed = error.got["out"], call.parts.out, error.allowed["out"]
+    # 0 is anything times a factor: of rows of zeros nobody is told.
+    if bool((got == 0).all(-1).any()):
+        return None
     size = (got * exact).sum(-1, keepdim=True) / exact.square().sum(-1, keepdim=True)
     one = size.median()
 
@@ -368,18 +372,9 @@ class _Counts:
 
     def family(self) -> Family | None:
         """Return the family: tiles that are gone as a whole, another mask, parts not rescaled."""
-        whole, sure = self._whole(), self.doubt < _HALF
+        whole = self._whole()
         if whole is not None:
-            wrong = whole != self.seen.double()
-            # Other values than the keys' own, where the weights of all add up as they must.
-            if not bool(wrong.any()) or not self.other_sum:
-                return None
-            if bool((wrong & ~self.seen).any()):
-                return "mask"
-            # Of each tile either all keys that a row sees are wrong, or none.
-            kept = self._tiles((self.seen & sure & ~wrong).double()).sum(-1) > 0
-            gone = self._tiles(wrong.double()).sum(-1) > 0
-            return "mask" if bool((kept & gone).any()) else "tile"
+            return self._family_of_whole(whole)
         if self._of_one_factor():
             return "factor"
         # Each tile of a row by a factor of its own, and not all by one.
@@ -393,6 +388,28 @@ class _Counts:
         by_tile = by_tile and bool((least.ceil() > most).any())
         return "rescaling" if by_tile and self.with_lse and not hidden else None
 
+    def _family_of_whole(self, whole: Tensor) -> Family | None:
+        """Return the family of keys that count too often, or not at all."""
+        wrong = whole != self.seen.double()
+        # Other values than the keys' own, where the weights of all add up as they must.
+        if not bool(wrong.any()) or not self.other_sum:
+            return None
+        if bool((wrong & ~self.seen).any()):
+            return "mask"
+        # What weighs less than fp16 can hold is lost where anything underflows.
+        if not bool((self.asked.call.parts.weights[wrong] >= _LEAST_OF_FP16).any()):
+            return None
+        # Of each tile either all keys that a row sees are wrong, or none.
+        kept = self._tiles((self.seen & (self.doubt < _HALF) & ~wrong).double()).sum(-1) > 0
+        gone = self._tiles(wrong.double()).sum(-1) > 0
+        if bool((kept & gone).any()):
+            return "mask"
+        # What is lost before others are summed may have been rescaled by 0, and where nothing is
+        # kept in any row the sum, or the output, may be what is not kept.
+        some = kept.any(-1)
+        later = bool((gone & (kept.cumsum(-1) > 0)).any())
+        return "tile" if later or bool((gone.any(-1) & ~some).any() & some.any()) else None
+
     def _of_one_factor(self) -> bool:
         """Return whether the weights are those of all scores times one number."""
         call = self.asked.call
@@ -405,9 +422,14 @@ class _Counts:
 
         s, logs = centred(call.s), centred(self.counts.log())
         factor = 1.0 + (s * logs).sum() / s.square().sum()
-        parts = call.softmax(torch.where(call.seen, call.s * factor, -torch.inf), sink=call.sink)
-        says = FaultPrediction(name="", tensors=parts.outputs.tensors())
-        return call.problem.score == NONE and self.asked.error.agrees(says)
+
+        def fits(factor: Tensor | float) -> bool:
+            z = torch.where(call.seen, call.s * factor, -torch.inf)
+            says = call.softmax(z, sink=call.sink).outputs.tensors()
+            return self.asked.error.agrees(FaultPrediction(name="", tensors=says))
+
+        # Times 0 all score alike, as where one of both operands is not there.
+        return call.problem.score == NONE and fits(factor) and not fits(0.0)
 
     def _tiles(self, x: Tensor, fill: float = 0.0) -> Tensor:
         """Keys in tiles, ``(…, tiles, keys of one)``."""

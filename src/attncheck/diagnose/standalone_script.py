@@ -22,6 +22,7 @@ from attncheck.subjects.capabilities.declared import Declared
 from attncheck.subjects.conventions import declarations
 from attncheck.subjects.conventions.call_tensors import attention_mask
 from attncheck.subjects.conventions.function_subject import FunctionSubject
+from attncheck.subjects.hub_kernels import is_hub_folder
 from attncheck.subjects.torch_kernels import Flex, Sdpa
 
 if TYPE_CHECKING:
@@ -210,6 +211,8 @@ def _load_expression(kernel: str, folder: Path) -> str:
 
 def _reference(kernel: str) -> tuple[str, Path]:
     """Return what names a function, and the folder that its file or module is looked for in."""
+    if is_hub_folder(kernel.partition("::")[0]):
+        raise UsageError(f"no script can be written of {kernel!r}: a folder of the kernels hub.")
     if ":" in kernel:
         return kernel, Path.cwd()
     project = read_configuration()

@@ -119,7 +119,7 @@ class ExactAttention:
     @property
     def key_tiles(self) -> tuple[int, ...]:
         """Keys of a tile; of sizes that hold all keys the smallest alone."""
-        sizes = sorted({size for _, size in self.tiles})
+        sizes = sorted({size for _, size in self.any_tiles})
         # A tile that holds all keys is like any larger one.
         small = [size for size in sizes if size < self.problem.kv]
         return tuple(small + sizes[len(small) : len(small) + 1])
@@ -342,11 +342,11 @@ class ExactAttention:
             shift = torch.where(new == -math.inf, 0.0, new)
             if steps.zero_maximum_when_empty:
                 new = shift
-            relative = steps.maximum_in_last_tile or start != starts[-1]
+            relative = steps.relative(last=start == starts[-1])
             p = _fp32_exp(part - shift[..., None] if relative else part)
             if start == 0 and steps.first_weight != 1.0:
                 p = torch.cat([p[..., :1] * steps.first_weight, p[..., 1:]], -1)
-            alpha = _fp32_exp((m - shift) * steps.rescale_exponent)
+            alpha = _fp32_exp((m - shift * steps.rescale_maximum) * steps.rescale_exponent)
             summed = p if steps.summed_weights is None else steps.summed_weights(p)
             total = total * (alpha if steps.rescales_sum else 1.0) + summed.sum(-1)
             p = p if weights is None else weights(p)

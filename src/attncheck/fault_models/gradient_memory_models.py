@@ -262,14 +262,27 @@ def _(grad: ExactGradients) -> Iterator[Form]:
 
 
 @_model(
+    "backward-operand-missing", "the backward reads one of q, k, v and dO as 0, or its last row"
+)
+def _(grad: ExactGradients) -> Iterator[Form]:
+    for whose, tensors in _whose(grad).items():
+        if not {"lse", "delta"} & {*tensors}:
+            for of, kept in {"all of it": 0, "its last row": -1}.items():
+                read = {name: x.clone() for name, x in tensors.items()}
+                for x in read.values():
+                    x[:, :, kept:] = 0.0
+                yield grad.reading(read), {"of": whose, "rows": of}
+
+
+@_model(
     "backward-index-missing",
     "an index is missing where the backward reads: all that it tells apart get the same numbers",
 )
 def _(grad: ExactGradients) -> Iterator[Form]:
     for whose, tensors in _whose(grad).items():
-        for name, axes in INDICES.items():
-            if all(axes[-1] < x.dim() for x in tensors.values()):
-                read = {n: same_along(x, axes, 0) for n, x in tensors.items()}
+        for number, (name, axes) in product((0, 1), INDICES.items()):
+            if all(axes[-1] < x.dim() and number < x.shape[axes[-1]] for x in tensors.values()):
+                read = {n: same_along(x, axes, number) for n, x in tensors.items()}
                 yield grad.reading(read), {"of": whose, "index": name}
 
 
@@ -283,17 +296,15 @@ def _(grad: ExactGradients) -> Iterator[Form]:
     for whose, tensors in _whose(grad).items():
         length = next(iter(tensors.values())).shape[2]
         for size in call.key_tiles:
-            if size < length:
-                place = torch.arange(length) % size
-                read = {name: x[:, :, place] for name, x in tensors.items()}
-                yield grad.reading(read), {"of": whose, "tile": size}
+            place = torch.arange(length) % size
+            read = {name: x[:, :, place] for name, x in tensors.items()}
+            yield grad.reading(read), {"of": whose, "tile": size}
     # The mask may be asked about the first tile, too: it counts once for each of them.
     for of, index in {"all of keys": call.j, "all of rows": call.i}.items():
         for size in call.key_tiles:
             count = -(-index.numel() // size)
-            if count > 1:
-                weights = count * grad.weights(seen=call.seen & (index < size))
-                yield grad.gradients(weights=weights), {"of": of, "tile": size}
+            weights = count * grad.weights(seen=call.seen & (index < size))
+            yield grad.gradients(weights=weights), {"of": of, "tile": size}
 
 
 @_model("dout-strides", "dO is read with other strides than its own", order=1, family="mapping")

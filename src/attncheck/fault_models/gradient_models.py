@@ -69,6 +69,14 @@ _model(
     ),
 )
 _model(
+    "delta-sign",
+    "delta has the wrong sign: dS is P · (dP + delta)",
+    steps=(
+        Steps(delta=lambda delta, dlse: -(delta - dlse)),
+        Steps(delta=lambda delta, dlse: -delta - dlse),
+    ),
+)
+_model(
     "dlse-ignored",
     "the gradient that arrives by LSE is ignored",
     lambda problem: problem.dlse,
@@ -131,7 +139,7 @@ def _(grad: ExactGradients) -> Iterator[Form]:
     yield grad.seeing((call.parts.lse > -math.inf)[..., None].expand(call.shape))
     # Hidden scores may be 0, as of a mask that is multiplied; or hidden in tiles alone.
     yield grad.gradients(weights=grad.weights(s=torch.where(call.seen, call.s, 0.0), seen=ones))
-    for rows, size in call.tiles:
+    for rows, size in call.any_tiles:
         yield grad.seeing(tile_visibility(call, rows, size)[0]), {"tile": size}
     # Or fp32's largest number where exp overflows.
     largest = torch.finfo(torch.float32).max

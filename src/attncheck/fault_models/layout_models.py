@@ -200,9 +200,66 @@ def _(call: ExactAttention) -> Iterator[Form]:
             # Keys of the first head, or sequence, are told by models of their own.
             if whose != "q" and number == 0 and names in {"sequence", "head"}:
                 continue
+            # And one key in place of all: no score depends on it any more.
+            if whose == "k" and 2 in axes:
+                continue
             if all(number < x.shape[axes[-1]] for x in own.values()):
                 read = {name: same_along(x, axes, number) for name, x in own.items()}
                 yield attending(call, read), {"of": ", ".join(whose), "index": names}
+
+
+@_model(
+    "stride-of-another-axis",
+    "an index of q, k or v is multiplied by the stride of another axis, or by none",
+    applies=is_attention,
+)
+def _(call: ExactAttention) -> Iterator[Form]:
+    # Taken for contiguous, with heads before rows, or rows before heads; pages are not.
+    names = "qkv" if call.problem.paging is None else "q"
+    for whose, order in product(names, ((0, 1, 2, 3), (0, 2, 1, 3))):
+        tensor: Tensor = getattr(call.inputs, whose).permute(order).contiguous()
+        shape, own = tuple(tensor.shape), tensor.stride()
+        for axis in range(3):
+            parameters = {"of": whose, "index": ("sequence", "head", "row")[order[axis]]}
+            if shape[axis] == 1:
+                yield call.exact, parameters
+                continue
+            # Without a stride it has that of the columns.
+            for other in {*own} - {own[axis]}:
+                steps = places(shape, (*own[:axis], other, *own[axis + 1 :]))
+                read, inside = read_at(tensor, sum(steps, torch.zeros((), dtype=torch.int64)))
+                if bool(inside.all()):
+                    yield _reading(call, {whose: read.permute(order)})[0], parameters
+
+
+@_model(
+    "scores-alike",
+    "every key of a row scores alike: Q or K is read as 0, or one key stands for all",
+    applies=is_attention,
+)
+def _(call: ExactAttention) -> Iterator[Form]:
+    for score in (0.0, call.scale):
+        yield call.attend(x=torch.full_like(call.x, score))
+    for number, (names, axes) in product((0, 1), INDICES.items()):
+        if 2 in axes and all(number < call.k.shape[axis] for axis in axes):
+            k = same_along(call.k, axes, number)
+            yield attending(call, {"k": k}), {"index": names}
+
+
+@_model(
+    "last-row-as-zero",
+    "the last row of q, k or v is read as 0: its load ends one too early",
+    applies=is_attention,
+)
+def _(call: ExactAttention) -> Iterator[Form]:
+    for whose, length in {
+        "q": call.problem.query,
+        "k": call.problem.kv,
+        "v": call.problem.kv,
+    }.items():
+        rows = call.rows if whose == "q" else torch.arange(length)
+        inside = (rows < length - 1)[:, None]
+        yield attending(call, {whose: getattr(call, whose) * inside}), {"of": whose}
 
 
 @_model(
@@ -213,17 +270,17 @@ def _(call: ExactAttention) -> Iterator[Form]:
 def _(call: ExactAttention) -> Iterator[Form]:
     kv, query = call.problem.kv, call.problem.query
     for size in call.key_tiles:
-        if size < kv:
-            place = torch.arange(kv) % size
-            for names in ("k", "v", "kv"):
-                read = {name: getattr(call, name)[:, :, place] for name in names}
-                yield attending(call, read), {"of": ", ".join(names), "tile": size}
-            # The mask may be asked about the first tile, too: it counts once for each of them.
-            count, there = -(-kv // size), call.j < size
-            again = call.s + math.log(count)
-            yield call.attend(s=again, seen=call.seen & there), {"of": "all", "tile": size}
+        # Of one tile it is right.
+        place = torch.arange(kv) % size
+        for names in ("k", "v", "kv"):
+            read = {name: getattr(call, name)[:, :, place] for name in names}
+            yield attending(call, read), {"of": ", ".join(names), "tile": size}
+        # The mask may be asked about the first tile, too: it counts once for each of them.
+        count, there = -(-kv // size), call.j < size
+        again = call.s + math.log(count)
+        yield call.attend(s=again, seen=call.seen & there), {"of": "all", "tile": size}
     for size in call.row_tiles:
-        if size < query and call.whole:
+        if call.whole:
             place = torch.arange(query) % size
             yield attending(call, {"q": call.q[:, :, place]}), {"of": "q", "tile": size}
 
@@ -332,6 +389,8 @@ def _(call: ExactAttention) -> Iterator[Form]:
     # A kernel compiled for one dim, or for the power of two below.
     dims = {min(problem.head_dim, problem.value_dim)}
     dims |= {1 << (dim.bit_length() - 1) for dim in (problem.head_dim, problem.value_dim)}
+    # Or one too few.
+    dims |= {problem.head_dim - 1, problem.value_dim - 1}
     for kept in sorted(dims):
         if kept < problem.value_dim:
             there = torch.arange(problem.value_dim) < kept

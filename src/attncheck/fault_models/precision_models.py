@@ -59,20 +59,32 @@ def _(call: ExactAttention) -> Iterator[Form]:
     # The scale may be in the weights and not in what rescales, or the reverse.
     for exponent in (call.scale, 1 / call.scale):
         yield from call.predict(Steps(rescale_exponent=exponent))
-    # Or the weights are of another base than all else, the maximum in LSE too.
-    for size, base in product(call.key_tiles, (LOG2E, 1.0 / LOG2E)):
-        if size < call.problem.kv and call.sink is None:
-            outputs = call.online(size, Steps(rescale_exponent=1.0 / base), call.z * base)
-            assert outputs.lse is not None, "as it was made"
-            rest = outputs.lse - call.parts.maximum * base
-            lse = torch.where(call.parts.dead, -math.inf, call.parts.maximum + rest)
-            yield Outputs(outputs.out, lse), {"tile": size, "of": "the weights"}
 
 
 RECURRENCE.add(
+    "alpha-not-of-the-difference",
+    "what was summed so far is rescaled by a power of the old maximum alone, or of the sum of old "
+    "and new: not of their difference",
+    steps=(Steps(rescale_maximum=0.0), Steps(rescale_maximum=-1.0)),
+)
+RECURRENCE.add(
+    "weights-of-another-base",
+    "weights are powers of another base than what rescales them, and than LSE takes them for",
+    steps=tuple(
+        Steps(weights=one, summed_weights=one)
+        for one in (lambda p: p ** (1.0 / LOG2E), lambda p: p**LOG2E)
+    ),
+)
+RECURRENCE.add(
     "last-tile-without-maximum",
     "the weights of the last tile are not relative to the maximum",
-    steps=Steps(maximum_in_last_tile=False),
+    steps=Steps(maximum_in_tiles="all but the last"),
+)
+RECURRENCE.add(
+    "maximum-not-subtracted",
+    "weights are not relative to the maximum, in LSE and where they are rescaled they are taken "
+    "for such",
+    steps=Steps(maximum_in_tiles="none"),
 )
 RECURRENCE.add(
     "maximum-from-zero",
@@ -89,8 +101,6 @@ RECURRENCE.add(
 def _(call: ExactAttention) -> Iterator[Form]:
     parts = call.parts
     for size in call.key_tiles:
-        if size >= call.problem.kv:
-            continue
         tile = call.j // size
         # Of each row, or of each of a block of rows that walk together.
         some = [(call.seen, {"tile": size})]

@@ -78,12 +78,12 @@ def _(call: ExactAttention) -> Iterator[Form]:
 
 @_model(
     "scale-of-dim",
-    "the scale is another power of head_dim than 1 / √head_dim: 1 / head_dim, head_dim, or 1",
+    "the scale is another power of head_dim than 1 / √head_dim: 1 / head_dim, or head_dim",
     applies=is_attention,
     family="factor",
 )
 def _(call: ExactAttention) -> Iterator[Form]:
-    for power in (-1, 1, -2):
+    for power in (-1, 1):
         yield from _factor(call, call.problem.head_dim**power / call.scale)
 
 

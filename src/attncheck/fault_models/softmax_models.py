@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import TYPE_CHECKING
 
 import torch
 
 from attncheck.core.outputs import Outputs
-from attncheck.fault_models.fault_model import Form, ModelTable, Prediction, has_mask
+from attncheck.fault_models.fault_model import (
+    Form,
+    ModelTable,
+    Prediction,
+    has_mask,
+    is_attention,
+)
 from attncheck.fault_models.steps import LOG2E, Steps
-from attncheck.fault_models.tile_models import tile_visibility
+from attncheck.fault_models.tile_models import padded_keys, tile_visibility
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,6 +35,7 @@ _model = MODELS.add
 # 0, as of a mask that is multiplied; large numbers of published kernels; the lowest of fp16 and
 # fp32.
 _SENTINELS = (0.0, -1e4, -1e5, -1e6, -1e9, -1e10, -1e30, -65504.0, -3.4028234663852886e38)
+_FAR_BELOW = -150 * math.log(2.0)  # what scores so far below another weighs nothing in fp32
 
 
 @_model(
@@ -57,6 +65,25 @@ def _(call: ExactAttention) -> Iterator[Form]:
 
 
 @_model(
+    "values-missing",
+    "out is 0, and LSE right: V is read as 0, or no product with it is kept",
+    family="rescaling",
+)
+def _(call: ExactAttention) -> Iterator[Form]:
+    yield Outputs(torch.zeros_like(call.parts.out), call.parts.lse)
+
+
+@_model(
+    "every-row-empty",
+    "every row gives what one gives that sees no key: no tile is visited, or nothing is kept of it",
+    family="rescaling",
+)
+def _(call: ExactAttention) -> Iterator[Form]:
+    parts = call.parts
+    yield Outputs(torch.zeros_like(parts.out), torch.full_like(parts.lse, -math.inf))
+
+
+@_model(
     "sum-of-padding",
     "the row sum is too large by keys that have no value",
     order=2,
@@ -81,11 +108,32 @@ def _(call: ExactAttention) -> Iterator[Form]:
     steps=(Steps(hidden=-1e4), Steps(hidden=-1e6)),
 )
 def _(call: ExactAttention) -> Iterator[Form]:
-    # The number is put in place of a score before or after the scale, or in base 2.
-    units = dict.fromkeys((1.0, call.scale, 1.0 / LOG2E))
-    for sentinel in _SENTINELS:
-        for unit in units:
-            yield call.attend(hidden=sentinel * unit), {"sentinel": sentinel}
+    for sentinel in _sentinels(call):
+        yield call.attend(hidden=sentinel), {"sentinel": sentinel}
+
+
+def _sentinels(call: ExactAttention) -> list[float]:
+    """Numbers that are put in place of a score before or after the scale, or in base 2."""
+    return [unit * one for unit in {1.0, call.scale, 1.0 / LOG2E} for one in _SENTINELS]
+
+
+@_model(
+    "padding-sentinel-finite",
+    "the padding of the last tile of keys gets a finite score: it has weight, and no values, where "
+    "all keys score lower",
+    applies=is_attention,
+    family="tile",
+)
+def _(call: ExactAttention) -> Iterator[Form]:
+    lowest = float(call.parts.maximum.min())
+    v = torch.nn.functional.pad(call.v, (0, 0, 0, 1))
+    # Of others it weighs nothing; a score of 0 is the tail unmasked.
+    heard = [one for one in _sentinels(call) if lowest + _FAR_BELOW < one < 0]
+    for sentinel, size in product(heard, call.key_tiles):
+        if count := padded_keys(call, size):
+            more = call.z.new_full((*call.shape[:3], 1), sentinel + math.log(count))
+            parts = call.softmax(torch.cat([call.z, more], -1), v, sink=call.sink)
+            yield parts.outputs, {"tile": size}
 
 
 @_model("empty-rows-mean", "rows that see no key get the mean of all values", applies=has_mask())
@@ -93,7 +141,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
     dead, exact = call.parts.dead, call.exact
     if not bool(dead.any()):
         return
-    scores = [unit * one for unit in (1.0, call.scale, 1 / LOG2E) for one in _SENTINELS]
+    scores = _sentinels(call)
     visited = [torch.ones(call.shape, dtype=torch.bool)]
     # A kernel that skips tiles has the mean of what it visits alone.
     visited += [tile_visibility(call, rows, size)[0] for rows, size in call.tilings]
@@ -168,12 +216,13 @@ def _(call: ExactAttention) -> Iterator[Form]:
 
 @_model(
     "lse-mixed-units",
-    "the maximum and the logarithm in LSE are in different units",
+    "the maximum and the logarithm in LSE are in different units, or of different signs",
     family="lse",
 )
 def _(call: ExactAttention) -> Iterator[Form]:
     parts, scale = call.parts, call.scale
     for of_maximum, of_log in (
+        (1.0, -1.0),
         (LOG2E, 1.0),
         (1.0, LOG2E),
         (1.0 / scale, 1.0),

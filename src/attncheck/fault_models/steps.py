@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
 
@@ -52,11 +52,13 @@ class Steps:
     first_maximum: float = -math.inf  # the running maximum before the first tile
     # Whether a row that has seen nothing keeps a maximum of 0.
     zero_maximum_when_empty: bool = False
-    maximum_in_last_tile: bool = True  # whether the last tile's weights are relative to the maximum
+    # Of which tiles the weights are relative to the maximum.
+    maximum_in_tiles: Literal["all", "all but the last", "none"] = "all"
     # rescales_out, rescales_sum: whether what was summed before a tile is rescaled.
     rescales_out: bool = True
     rescales_sum: bool = True
     rescale_exponent: float = 1.0  # what the exponent of that factor is multiplied by
+    rescale_maximum: float = 1.0  # what the new maximum is multiplied by in that exponent
     first_weight: float = 1.0  # what the first key's weight is multiplied by
     # What becomes of a tile's weights before they multiply the values.
     weights: Callable[[Tensor], Tensor] | None = None
@@ -81,6 +83,10 @@ class Steps:
     # Query heads ``(kv_heads, any)`` over which dK and dV of a key head are summed.
     group_heads: Callable[[Problem], Tensor] | None = None
 
+    def relative(self, *, last: bool) -> bool:
+        """Return whether a tile's weights are relative to the maximum."""
+        return self.maximum_in_tiles == "all" or (self.maximum_in_tiles != "none" and not last)
+
     @property
     def by_tile(self) -> bool:
         """Return whether what is done otherwise depends on the tiles of keys."""
@@ -90,8 +96,9 @@ class Steps:
             or self.kept_out
             or self.kept_sum
             or self.zero_maximum_when_empty
-            or not (self.maximum_in_last_tile and self.rescales_out and self.rescales_sum)
-            or self.rescale_exponent != 1.0
+            or not (self.rescales_out and self.rescales_sum)
+            or self.maximum_in_tiles != "all"
+            or (self.rescale_exponent, self.rescale_maximum) != (1.0, 1.0)
             or self.first_weight != 1.0
             or self.weights_scale is not None
             or self.first_maximum != -math.inf

@@ -77,6 +77,18 @@ def _(call: ExactAttention) -> Iterator[Form]:
                 yield call.attend(), {"tile": size}
 
 
+@_model(
+    "one-key-behind-the-end",
+    "one key of the padding of the last tile counts, with score 0 and value 0",
+)
+def _(call: ExactAttention) -> Iterator[Form]:
+    for size in call.key_tiles:
+        # A full tile has none.
+        every = with_padding(call, 1) if padded_keys(call, size) else (call.exact,)
+        for outputs in every:
+            yield outputs, {"tile": size}
+
+
 def _with_own_padding(call: ExactAttention, size: int) -> Outputs:
     """The same behind the last key of each sequence, of which some are shorter."""
     (spec,) = (spec for spec in call.problem.mask.walk() if spec.name == "padding")

@@ -16,6 +16,7 @@ from attncheck.core.sanitize_text import one_line
 from attncheck.subjects.capabilities import named_kernels
 from attncheck.subjects.capabilities.capability_table import matches_pattern, pattern_files
 from attncheck.subjects.capabilities.configuration import read_configuration
+from attncheck.subjects.hub_kernels import is_hub_folder
 from attncheck.workers.journal_format import JournalContent
 
 # Of these another version is another judge, or another kernel.
@@ -109,7 +110,9 @@ def _files(kernel: str) -> Iterator[Path]:
     table = project.kernels.get(kernel)
     entry = kernel if table is None else table.entry
     file, colons, _ = entry.partition("::")
-    if colons:
+    if table is None and is_hub_folder(file):
+        yield from islice(sorted(Path(file, "build").rglob("*")), _MOST_FILES)
+    elif colons:
         yield Path(file) if table is None else project.folder / file
     if table is None or project.path is None:
         return

@@ -121,20 +121,22 @@ class ObservedError:
             return None
         if free is not None and not self._mostly_wrong(free):
             return None
+        rests = [errors[name].rest(tensors[name], free) for name in self.wrong]
+        # A fault has to explain every wrong tensor: the worst one counts.
+        share = min(rest.share for rest in rests)
+        if not share > 0.0:
+            return None
         # What rounds more, as it is larger, may be off by more.
         room = max(1.0, *(errors[name].growth(tensors[name]) for name in self.wrong))
-        rests = [errors[name].rest(tensors[name], room, free) for name in self.wrong]
         right = [name for name in tensors if name in errors and name not in self.wrong]
         if self.forward:
             right = [name for name in right if name not in GRADIENTS]
-        unexplained = [errors[name].rest(tensors[name], room, free) for name in right]
-        if self.proven and any(not rest.within for rest in unexplained):
+        unexplained = [errors[name].rest(tensors[name], free) for name in right]
+        if self.proven and any(not rest.within(room) for rest in unexplained):
             return None
-        # A fault has to explain every wrong tensor: the worst one counts.
-        share = min(rest.share for rest in rests)
-        whole = self.proven and all(rest.within for rest in rests)
+        whole = self.proven and all(rest.within(room) for rest in rests)
         # To leave rows free explains nothing of them: all others have to be right.
-        if not share > 0.0 or (free is not None and not whole):
+        if free is not None and not whole:
             return None
         return FaultExplanation(
             name=prediction.name,
@@ -155,7 +157,7 @@ class ObservedError:
             return True
         both = [name for name in prediction.tensors if name in self._errors]
         return all(
-            self._errors[n].rest(prediction.tensors[n], 1.0, prediction.free).within for n in both
+            self._errors[n].rest(prediction.tensors[n], prediction.free).within(1.0) for n in both
         )
 
     def _mostly_wrong(self, rows: Tensor) -> bool:
@@ -191,9 +193,18 @@ class ObservedError:
 class _Rest:
     """One tensor's error that a prediction leaves unexplained."""
 
+    of: _TensorError
     share: float
-    within: bool
     left: float
+    units: Tensor
+    distance: Tensor
+    allowed: Tensor
+
+    def within(self, room: float) -> bool:
+        """Return whether it is rounding, of numbers ``room`` times as large as the exact ones."""
+        most = self.allowed.clamp(min=room * self.of.most)
+        close = (self.units <= 1) | (self.distance <= most) | ~self.of.counts
+        return bool(close.all())
 
 
 class _TensorError:
@@ -202,6 +213,7 @@ class _TensorError:
     def __init__(self, got: Tensor, exact: Tensor, allowed: Tensor, spacing: float) -> None:
         self.spacing = spacing
         self.got, self.usual = got, _largest(exact)
+        self._finite = bool(got.isfinite().all())
         some = allowed[(allowed > 0) & allowed.isfinite()]
         # Where nothing at all is allowed, as little as anywhere.
         least = some.amin() if some.numel() else allowed.new_ones(())
@@ -210,21 +222,30 @@ class _TensorError:
         self.most = float(some.amax()) if some.numel() else 1.0
         self.nothing = allowed <= 0
         self.counts = allowed.isfinite()
+        self._count = max(1, int(self.counts.sum()))
         # Errors in units of what rounding allows: elements of any size count alike.
-        units = self._units(exact)
+        distance = self._distance(exact)
+        units = self._units(distance, self._allowed(exact))
         finite = units[units.isfinite()]
         # What is not finite counts as much as the largest that is.
         self.cap = max(_WILD, float(finite.amax())) if finite.numel() else _WILD
         self.error = units.clamp(max=self.cap)
         self.total = float(self.error.square().sum())
-        off = torch.where(self.counts, _distance(got, exact), 0.0)
+        off = torch.where(self.counts, distance, 0.0)
         self.beyond = bool((shares(off, allowed) > 1).any())
 
-    def _units(self, expected: Tensor) -> Tensor:
-        """|got − expected| in units of what is allowed; 0 where both are NaN, or one infinity."""
-        off = _distance(self.got, expected)
+    def _distance(self, expected: Tensor) -> Tensor:
+        """|got − expected|, 0 where both are NaN or the same infinity."""
+        distance = (self.got - expected).abs()
+        if self._finite:
+            return distance
+        same = (self.got == expected) | (self.got.isnan() & expected.isnan())
+        return torch.where(same, 0.0, distance)
+
+    def _units(self, distance: Tensor, allowed: Tensor) -> Tensor:
+        """``distance`` in units of what is allowed; 0 where nothing counts."""
         # Elsewhere a unit that grows with the prediction would make any large one look close.
-        off = off / torch.where(self.nothing, self._allowed(expected), self.unit)
+        off = distance / torch.where(self.nothing, allowed, self.unit)
         return torch.where(self.counts, off.nan_to_num(nan=torch.inf, posinf=torch.inf), 0.0)
 
     def _allowed(self, expected: Tensor) -> Tensor:
@@ -237,19 +258,20 @@ class _TensorError:
         most, usual = _largest(expected), self.usual
         return most / usual if most >= 0 and usual > 0 else 1.0
 
-    def rest(self, expected: Tensor, room: float, free: Tensor | None) -> _Rest:
+    def rest(self, expected: Tensor, free: Tensor | None) -> _Rest:
         """The error that remains with ``expected`` for the exact result."""
-        units = self._units(expected)
-        most = torch.clamp(self._allowed(expected), min=room * self.most)
+        distance, allowed = self._distance(expected), self._allowed(expected)
+        units = self._units(distance, allowed)
         if free is not None:
             units = torch.where(free[..., None] if units.dim() > free.dim() else free, 0.0, units)
         left = float(torch.where(units.isinf(), self.cap, units).square().sum())
-        count = max(1, int(self.counts.sum()))
-        close = (units <= 1) | (_distance(self.got, expected) <= most) | ~self.counts
         return _Rest(
+            of=self,
             share=1.0 - left / self.total if self.total else 0.0,
-            within=bool(close.all()),
-            left=(left / count) ** 0.5,
+            left=(left / self._count) ** 0.5,
+            units=units,
+            distance=distance,
+            allowed=allowed,
         )
 
     def step(self, here: Tensor, there: Tensor, nudge: float) -> tuple[float, float]:
@@ -265,12 +287,6 @@ def _largest(tensor: Tensor) -> float:
     """Return the largest size of a finite number in ``tensor``; −1 where there is none."""
     sizes = tensor.abs()
     return float(torch.where(sizes.isfinite(), sizes, -1.0).amax()) if sizes.numel() else -1.0
-
-
-def _distance(got: Tensor, expected: Tensor) -> Tensor:
-    """|got − expected|, 0 where both are NaN or the same infinity."""
-    same = (got == expected) | (got.isnan() & expected.isnan())
-    return torch.where(same, 0.0, (got - expected).abs())
 
 
 def rank_explanations(

@@ -16,10 +16,12 @@ from attncheck.core.files import check_names, write_files
 from attncheck.core.judgement import share_text
 from attncheck.core.sanitize_text import one_line
 from attncheck.records.bench_report import BenchReport
+from attncheck.records.model_report import ModelReport
 from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import Diagnosis, ErrorMap, Record, Report, TileMap
 from attncheck.reporting.bench_plot import bench_figure
 from attncheck.reporting.diagnosis_text import explanation_facts
+from attncheck.reporting.model_plot import model_figure
 from attncheck.reporting.number_text import plural
 from attncheck.reporting.rmse_plot import STYLE, figure
 
@@ -51,7 +53,7 @@ def check_plots(paths: Sequence[str]) -> None:
         check_names(path.parent, [path.name], what="plots", instead="--plot")
 
 
-def write_plots(report: Report | BenchReport, paths: Sequence[str]) -> None:
+def write_plots(report: Report | BenchReport | ModelReport, paths: Sequence[str]) -> None:
     """Draw ``report`` once for each of ``paths``; each file replaces an older one in one step.
 
     Raises:
@@ -80,7 +82,7 @@ def _write(image: Callable[[str], bytes], paths: Sequence[str]) -> None:
         write_files({path.name: data}, path.parent, what="plots", instead="--plot")
 
 
-def report_image(report: Report | BenchReport, suffix: str) -> bytes:
+def report_image(report: Report | BenchReport | ModelReport, suffix: str) -> bytes:
     """The image of ``report``, the same bytes for the same report and matplotlib.
 
     Args:
@@ -91,6 +93,8 @@ def report_image(report: Report | BenchReport, suffix: str) -> bytes:
     """
     if isinstance(report, BenchReport):
         return _image(lambda: bench_figure(report), suffix)
+    if isinstance(report, ModelReport):
+        return _image(lambda: model_figure(report), suffix)
     return _image(lambda: figure(report), suffix)
 
 

@@ -40,16 +40,11 @@ def model_document(report: ModelReport) -> Document:
         sections.append(Section(f"{name} · {what}", (_summary(records, report),), name=name))
         sections += [_layers(one) for one in records if one.calls]
     asked = [record for record in report.records if not record.beside]
-    shape = f"{report.dtype} · {report.batch} prompts of {report.length} tokens"
-    facts = (
-        environment_facts(report.environment, transformers=report.transformers),
-        f"{shape}, {report.steps} decoded after them",
-    )
     return Document(
         title="Kernels in a whole model",
         verdict=_verdict(asked),
         command=report.command,
-        facts=facts,
+        facts=model_facts(report),
         sections=tuple(sections),
         notes=tuple(map(Note, _notes(report))),
         closing=tuple(
@@ -57,6 +52,16 @@ def model_document(report: ModelReport) -> Document:
             for one in asked
             if one.fault is not None
         ),
+    )
+
+
+def model_facts(report: ModelReport) -> tuple[str, str]:
+    """Machine and versions, and what the models were given."""
+    prompts = number_text.plural(report.batch, "prompt")
+    given = f"{report.dtype} · {prompts} of {report.length} tokens"
+    return (
+        environment_facts(report.environment, transformers=report.transformers),
+        f"{given}, {report.steps} decoded after {'it' if report.batch == 1 else 'them'}",
     )
 
 

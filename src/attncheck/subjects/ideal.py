@@ -273,11 +273,12 @@ class Pass:
     ) -> None:
         steps = self.steps
         maximum = self._moved(run.maximum, s.amax(-1))
-        relative = steps.maximum_in_last_tile or keys.stop < self.problem.kv
+        relative = steps.relative(last=keys.stop >= self.problem.kv)
         p = self._weights(s, maximum if relative else torch.zeros_like(maximum))
         if keys.start == 0 and steps.first_weight != 1.0:
             p[..., :1] = p[..., :1] * steps.first_weight
-        alpha = self._power(run.maximum, maximum, steps.rescale_exponent)
+        against = maximum if steps.rescale_maximum == 1.0 else maximum * steps.rescale_maximum
+        alpha = self._power(run.maximum, against, steps.rescale_exponent)
         total = self.kernel.rescaled(run.total, alpha) if steps.rescales_sum else run.total
         summed = p if steps.summed_weights is None else steps.summed_weights(p)
         run.total = self.kernel.added(total, self._row_sum(summed))

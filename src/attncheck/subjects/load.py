@@ -1,7 +1,8 @@
 """A subject by what a user calls it.
 
-A kernel of attncheck's by its name; ``path/to/file.py::name`` or ``package.module:name``; a name of
-the project's configuration; or of the entry-point group ``attncheck.kernels``.
+A kernel of attncheck's by its name; ``path/to/file.py::name`` or ``package.module:name``; a folder
+of the kernels hub, ``path/to/folder`` or ``path/to/folder::name``; a name of the project's
+configuration; or of the entry-point group ``attncheck.kernels``.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from attncheck.subjects.capabilities.configuration import (
 )
 from attncheck.subjects.capabilities.named_kernels import BUILTIN, subject_named
 from attncheck.subjects.capabilities.subject import Subject
+from attncheck.subjects.hub_kernels import is_hub_folder, load_hub_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -157,8 +159,9 @@ def load_subject(kernel: str, convention: str | None = None) -> Subject:
     Args:
         kernel: A name in ``named_kernels.BUILTIN``; ``file.py::name`` or ``package.module:name``,
             where ``name`` is a Subject, a subclass that needs no arguments, a function that returns
-            one, or a function in the calling convention; a name of the nearest configuration
-            (``read_configuration``) or of an entry point, with its table (``Declared``).
+            one, or a function in the calling convention; ``folder`` or ``folder::name`` as of
+            ``load_hub_kernel``; a name of the nearest configuration (``read_configuration``) or of
+            an entry point, with its table (``Declared``).
             The file is imported, and finds its siblings as under ``python file.py``; one that uses
             Triton decides then whether it is interpreted, so call ``prepare`` first.
         convention: A name in ``conventions.CONVENTIONS``; None for the first that fits.
@@ -245,8 +248,8 @@ def load_candidate(kernel: str, convention: str | None = None) -> Candidate:
 
 
 def is_reference(kernel: str) -> bool:
-    """Return whether ``kernel`` is of a file or module, and no name."""
-    return ":" in kernel
+    """Return whether ``kernel`` is of a file, folder or module, and no name."""
+    return ":" in kernel or is_hub_folder(kernel)
 
 
 def _from_folder(entry: str, folder: Path) -> str:
@@ -259,7 +262,9 @@ _FOLDERS: set[str] = set()  # of kernels' files
 
 
 def _import_reference(kernel: str, what: str) -> Any:
-    """The object of ``file.py::name`` or ``package.module:name``."""
+    """The object of ``file.py::name``, ``folder::name`` or ``package.module:name``."""
+    if is_hub_folder(kernel.partition("::")[0]):
+        return load_hub_kernel(kernel, what)
     file, _, name = kernel.partition(":")
     # The commonest slip: import would speak of a module called "mine.py".
     if file.endswith(".py") and not name.startswith(":"):
@@ -288,7 +293,8 @@ def _import_entry(entry: str, folder: Path, what: str) -> Any:
         return subject_named(entry)
     if not is_reference(entry):
         raise UsageError(
-            f"{what}: its entry {entry!r} is neither FILE.py::NAME nor package.module:NAME."
+            f"{what}: its entry {entry!r} is neither FILE.py::NAME nor package.module:NAME, nor a "
+            "folder of the kernels hub."
         )
     # As if Python had been started in the project's folder.
     if str(folder) not in sys.path:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+import zlib
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -20,7 +22,7 @@ from attncheck.inputs.problem import Case
 from attncheck.records.record import FAILED_STATUSES
 from attncheck.subjects.capabilities import named_kernels
 from attncheck.suite.pytest_options import MARK
-from attncheck.suite.session import NO_KERNEL, Param, Session
+from attncheck.suite.session import NO_KERNEL, Param, Session, covering
 from attncheck.suite.under_test import UnderTest
 
 FILE = "known_failures.toml"  # its name, beside the properties
@@ -144,6 +146,26 @@ def _case(data: Any, where: str) -> Case:
 def applicable_tests(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """Return ``items`` without properties that concern none of the kernels."""
     return [item for item in items if not item.name.endswith(f"[{NO_KERNEL}]")]
+
+
+def beyond_covering(
+    items: Sequence[pytest.Item], known: Collection[pytest.Item]
+) -> list[pytest.Item]:
+    """Return properties whose dtype and family other tests of the same kernel have both.
+
+    A test that is skipped, or known to fail, draws nothing: it is none of them, and stands for
+    none.
+    """
+    grids: defaultdict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        draws = item.get_closest_marker(MARK) and not item.get_closest_marker("skip")
+        if draws and item not in known:
+            grids[_name(item), param_of(item).kernel.name].append(item)
+    beyond = []
+    for (name, _), grid in grids.items():
+        chosen = covering([param_of(item) for item in grid], zlib.crc32(name.encode()))
+        beyond += [item for item in grid if param_of(item) not in chosen]
+    return beyond
 
 
 def known_failures(

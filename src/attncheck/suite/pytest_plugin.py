@@ -82,7 +82,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(
     session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Take out properties that concern no kernel, and look for known failures."""
+    """Take out properties that concern no kernel, look for known failures, and choose a covering.
+
+    Of built-in kernels alone, which nobody named, and where no tests were chosen by name.
+    """
     if _SESSION not in config.stash:
         return
     from attncheck.suite import known_failures
@@ -99,6 +102,13 @@ def pytest_collection_modifyitems(
         return
     for item, entry in known.items():
         item.stash[_KNOWN] = entry
+    judged, option = config.stash[_SESSION], config.option
+    chosen = option.keyword or getattr(option, "lf", False) or any("::" in a for a in config.args)
+    few = not judged.options.kernels and not judged.options.tier.each_dtype
+    if few and not chosen and judged.device == "cpu":
+        beyond = set(known_failures.beyond_covering(items, known))
+        items[:] = [item for item in items if item not in beyond]
+        config.hook.pytest_deselected(items=list(beyond))
 
 
 @pytest.fixture(scope="session")

@@ -222,6 +222,27 @@ class Session:
         return self._takes_dtype[key]
 
 
+def covering(params: Sequence[Param], turn: int) -> list[Param]:
+    """Return few of ``params``, a property's of one kernel, that have every dtype and family.
+
+    Args:
+        turn: Which diagonals of that grid come first: another property has other pairs.
+    """
+    dtypes = list(dict.fromkeys(each.dtype for each in params))
+    families = list(dict.fromkeys(each.family for each in params))
+
+    def diagonal(each: Param) -> int:
+        return (dtypes.index(each.dtype) + families.index(each.family) + turn) % len(families)
+
+    chosen: list[Param] = []
+    seen: set[str] = set()
+    for each in sorted(params, key=diagonal):
+        if not {each.dtype, each.family} <= seen:
+            chosen.append(each)
+            seen |= {each.dtype, each.family}
+    return chosen
+
+
 @contextmanager
 def few_threads(device: str) -> Iterator[None]:
     """Within, torch has one thread on a CPU, and in a process among several.

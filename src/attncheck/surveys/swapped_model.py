@@ -115,7 +115,7 @@ def make_model(spec: str, size: ModelSize) -> nn.Module:
     auto = transformers.AutoModelForMaskedLM if masked else transformers.AutoModelForCausalLM
     how: dict[str, Any] = {"dtype": dtype, "attn_implementation": _NAME}
     torch.manual_seed(size.seed)
-    if spec not in SHAPES and any(Path(spec).glob("*.safetensors")):
+    if spec not in SHAPES and _has_weights(spec):
         model = _made(spec, auto.from_pretrained, spec, local_files_only=True, **how)
     else:
         model = _made(spec, auto.from_config, config, **how)
@@ -125,11 +125,15 @@ def make_model(spec: str, size: ModelSize) -> nn.Module:
     return model  # type: ignore[no-any-return]  # transformers makes it
 
 
+def _has_weights(folder: str) -> bool:
+    return any(Path(folder).glob("*.safetensors"))
+
+
 def _made(spec: str, make: Callable[..., Any], *what: Any, **how: Any) -> Any:
     try:
         return make(*what, **how)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        line = str(error).partition("\n")[0]
+    except Exception as error:  # noqa: BLE001  # a config is checked by whoever wrote its class
+        line = " ".join(str(error).split())
         raise UsageError(f"model {spec!r} cannot be loaded: {line}") from None
 
 
@@ -170,7 +174,7 @@ def _shape(spec: str, size: ModelSize) -> dict[str, Any]:
 def describe_model(spec: str, size: ModelSize) -> str:
     """Return what a model is, in a line."""
     if spec not in SHAPES:
-        return "from a folder"
+        return f"from a folder, {'its' if _has_weights(spec) else 'random'} weights"
     return f"{SHAPES[spec][1]}; {size.layers} layers, width {size.hidden}, random weights"
 
 
@@ -189,6 +193,7 @@ def _transformers() -> Any:
     except ImportError as error:
         raise UsageError(_INSTALL) from error
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     ALL_ATTENTION_FUNCTIONS.register(_NAME, _attention)
     # bool tables, or None where a causal flag or no mask says the same.
     ALL_MASK_ATTENTION_FUNCTIONS.register(_NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])

@@ -26,6 +26,7 @@ Fill = Literal["", "pattern", "inverse"]
 """Empty for whatever is there; else a pattern, or its inverse, of which every byte differs."""
 
 _PERIOD = 65_521  # a prime: no row of a tensor is as long, and sees one pattern again and again
+_AT_HAND = 2  # periods that need no copy: most bands have a few bytes more than one
 _SPREAD = 40_503  # between the patterns of two places
 _BYTE = {"pattern": 0xA5, "inverse": 0x5A}  # where memory can be given one byte alone
 _M_PERTURB = -6  # of mallopt(3)
@@ -33,6 +34,7 @@ _TORCH_FILLS = {  # flags of torch's allocator on a CPU
     "pattern": "FLAGS_caffe2_cpu_allocator_do_junk_fill",
     "inverse": "FLAGS_caffe2_cpu_allocator_do_zero_fill",
 }
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MIB = 1 << 20
 # A caching allocator has one pool for what is at most a MiB and one for all else.
 _RECORDED = 1 << 16  # allocations of one call and more
@@ -41,12 +43,12 @@ _PRIMED = (_MIB,) * 32 + (32 * _MIB,) * 8
 
 @functools.cache
 def _table(device: str, fill: Fill) -> torch.Tensor:
-    """Two periods of hashed bytes."""
+    """Hashed bytes of one period, over and over."""
     once = torch.frombuffer(
         bytearray(hashlib.shake_256(b"attncheck").digest(_PERIOD)), dtype=torch.uint8
     )
-    twice = torch.cat([once, once])
-    return (twice if fill == "pattern" else ~twice).to(device)
+    often = once.repeat(1 + _AT_HAND)
+    return (often if fill == "pattern" else ~often).to(device)
 
 
 def pattern(place: int, size: int, device: torch.device, fill: Fill) -> torch.Tensor:
@@ -56,7 +58,7 @@ def pattern(place: int, size: int, device: torch.device, fill: Fill) -> torch.Te
         place: Which of many places; another one has other bytes.
     """
     table, start = _table(str(device), fill), place * _SPREAD % _PERIOD
-    if size <= _PERIOD:
+    if size <= _AT_HAND * _PERIOD:
         return table[start : start + size]
     return table[start : start + _PERIOD].repeat(math.ceil(size / _PERIOD))[:size]
 
@@ -78,7 +80,7 @@ def allocator_filled(fill: Fill) -> Iterator[bool]:
     if flag is not None:
         flag.value = True
     try:
-        yield flag is not None and all(_filled(size, fill) for size in (64, 480, 4096, _MIB))
+        yield flag is not None and _fills(fill)
     finally:
         if flag is not None:
             flag.value = False
@@ -90,9 +92,9 @@ def junk(elements: torch.Tensor) -> torch.Tensor:
     """Return which elements, ``(elements, bytes)``, are the junk of torch's allocator."""
     if not _junk():
         return torch.zeros(len(elements), dtype=torch.bool, device=elements.device)
-    words = torch.frombuffer(bytearray(_junk()), dtype=torch.uint8).to(elements.device)
-    words = words.view(-1, elements.shape[1])
-    return (elements[:, None] == words).all(-1).any(-1)
+    as_integer = _INTEGERS[elements.shape[1]]  # one comparison an element, not one a byte
+    words = torch.frombuffer(bytearray(_junk()), dtype=as_integer).to(elements.device)
+    return torch.isin(elements.contiguous().view(as_integer)[:, 0], words)
 
 
 @functools.cache
@@ -123,6 +125,12 @@ def _torch_flag(fill: Fill) -> ctypes.c_bool | None:
         return ctypes.c_bool.in_dll(ctypes.CDLL(str(library)), _TORCH_FILLS[fill])
     except (OSError, ValueError):
         return None
+
+
+@functools.cache
+def _fills(fill: Fill) -> bool:
+    """Return whether this build of torch heeds its flag, which is on: small or large."""
+    return all(_filled(size, fill) for size in (64, 480, 4096, _MIB))
 
 
 def _filled(size: int, fill: Fill) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import msgspec
 import torch
@@ -42,6 +43,7 @@ _BROKEN_RULES: dict[str, Rule] = {
     "mutation": "mutation",
     "memory": "memory",
 }
+_MUCH = 1 << 20  # bytes
 _STATUSES: dict[str, Status] = {
     "refused": "unsupported",
     "crash": "crash",
@@ -163,16 +165,18 @@ def run_on_evidence(
             failure = Failure(kind=execution.notes.rule, message=execution.notes.wrong)
             return without_outputs(record, failure), None
         stage("the verdict")
-        # Hashing needs no GPU and no lock of Python's.
+        digest: Callable[[], str] = partial(outputs_digest, execution.outputs)
         with ThreadPoolExecutor(1) as beside:
-            digest = beside.submit(outputs_digest, execution.outputs)
+            # Hashing needs no GPU and no lock of Python's; a thread costs more than a short hash.
+            if sum(each.nbytes for each in execution.outputs.tensors().values()) > _MUCH:
+                digest = beside.submit(digest).result
             if evidence.case.question in PROBES:
                 record = _judged(record, _probe_judgement(execution, evidence, brief=brief))
             elif brief:
                 record = _judged(record, judge_outputs(execution, evidence, brief=True))
             else:
                 record = record_comparison(record, execution, evidence)
-            record = replace(record, digest=digest.result())
+            record = replace(record, digest=digest())
         record = second_opinion(with_error_map(record, execution, evidence), evidence.evidence)
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):

@@ -76,7 +76,9 @@ class Sender:
             raise BrokenFrame(f"a frame {frame.kind[:16]!r} of {len(words)} bytes of JSON.")
         self._sequence += 1
         header = _HEADER.pack(_MAGIC, kind, self._sequence, len(words), len(frame.data))
-        for part in (header, words, frame.data, _checksum(self._key, header, words, frame.data)):
+        parts = header, words, frame.data, _checksum(self._key, header, words, frame.data)
+        # At once: the other side wakes up once, too.
+        for part in parts if len(frame.data) > _CHUNK else (b"".join(parts),):
             self._write(memoryview(part), ready)
 
     def _write(self, left: memoryview, ready: Ready | None) -> None:
@@ -116,8 +118,13 @@ class Receiver:
         # Before memory is taken for them, since the sizes have not been verified yet.
         if of_words > LARGEST_WORDS or of_data > most:
             raise BrokenFrame(f"a frame of {of_words} and {of_data} bytes, of at most {most}.")
-        words, data = self._read(of_words, ready), self._read(of_data, ready)
-        checksum = self._read(_CHECKSUM, ready)
+        if of_data > _CHUNK:  # of which no copy is made
+            words, data = self._read(of_words, ready), self._read(of_data, ready)
+            checksum = self._read(_CHECKSUM, ready)
+        else:
+            whole = self._read(of_words + of_data + _CHECKSUM, ready)
+            words, checksum = whole[:of_words], whole[-_CHECKSUM:]
+            data = whole[of_words:-_CHECKSUM]
         # Before any of it is parsed.
         if not _SAME(checksum, _checksum(self._key, header, words, data)):
             raise BrokenFrame("a frame whose checksum is not the one of its bytes and our key.")

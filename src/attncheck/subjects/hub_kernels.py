@@ -1,0 +1,185 @@
+"""Kernels in a folder of the format of Hugging Face's kernels hub.
+
+``FOLDER/build/VARIANT/__init__.py``, where VARIANT says what it was built for, such as
+``torch210-cxx11-cu128-x86_64-linux`` or ``torch-universal``; in older folders
+``FOLDER/build/VARIANT/NAME/__init__.py``: https://huggingface.co/docs/kernels/kernel-requirements.
+Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import inspect
+import platform
+import re
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from attncheck.core.errors import UsageError
+from attncheck.core.source_files import import_file, load_attribute
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+_NOARCH = re.compile(r"torch-([a-z]+)")
+_BUILT = re.compile(
+    r"torch(?:-stable-abi(?P<abi>\d{2,})|(?P<torch>\d{2,})(?:-(?P<cxx>cxx11|cxx98))?)"
+    r"-(?P<backend>[a-z]+)(?P<version>\d*)-(?P<system>\w+-\w+)"
+)
+_MOST_NAMED = 6  # in an error
+
+
+def is_hub_folder(text: str) -> bool:
+    """Return whether ``text`` is a folder with builds of a kernel."""
+    try:
+        return any(map(_is_variant, Path(text, "build").iterdir()))
+    except (OSError, ValueError):  # none, or no name of a file
+        return False
+
+
+def _is_variant(path: Path) -> bool:
+    return bool(_NOARCH.fullmatch(path.name) or _BUILT.fullmatch(path.name)) and path.is_dir()
+
+
+def load_hub_kernel(kernel: str, what: str) -> Any:
+    """Return the function of ``FOLDER::NAME``; of ``FOLDER`` the only one, or ``flash_attn_func``.
+
+    One of transformers' attention interface (module, query, key, value, attention_mask, …) comes
+    back as a function like flash-attn's, which takes windows, softcap and sinks where it names
+    ``sliding_window``, ``softcap`` and ``s_aux``.
+
+    Raises:
+        UsageError: where no variant is for this machine, there is no such function, or importing it
+            raises anything but KeyboardInterrupt; in one line.
+    """
+    folder, _, name = kernel.partition("::")
+    path = _variant(Path(folder), what) / "__init__.py"
+    if not path.is_file():  # an older folder
+        path = next(path.parent.glob("*/__init__.py"), path)
+    module = import_file(path, what)
+    function = load_attribute(module, path, name or _usual_name(module, folder, what), what)
+    # Not of what is no function, and none of a class: the signature may be unreadable.
+    parameters = inspect.signature(function).parameters if inspect.isfunction(function) else {}
+    if next(iter(parameters), "") != "module":
+        return function
+    return _like_flash_attn(function, parameters, tables=hasattr(module, "supports_flash_attn"))
+
+
+def _variant(folder: Path, what: str) -> Path:
+    """The folder of the most specific variant for this machine."""
+    import torch
+
+    cuda = torch.version.cuda if torch.cuda.is_available() else None
+    system = f"{platform.machine()}-{platform.system().lower()}"
+    variants = sorted(filter(_is_variant, (folder / "build").iterdir()))
+    fits = [(_rank(each.name, cuda, system), each) for each in variants]
+    rank, best = max(fits, default=((), folder))
+    if rank:
+        return best
+    names = ", ".join(each.name for each in variants[:_MOST_NAMED])
+    more = f" and {len(variants) - _MOST_NAMED} more" if len(variants) > _MOST_NAMED else ""
+    here = f"torch {torch.__version__}, {f'CUDA {cuda}' if cuda else 'CPU'}, {system}"
+    raise UsageError(f"{what}: no build is for this machine ({here}): {names}{more}.")
+
+
+def _rank(variant: str, cuda: str | None, system: str) -> tuple[int, ...]:
+    """How specific a variant is; empty for one that is not for this machine."""
+    import torch
+
+    backend = "cuda" if cuda else "cpu"
+    if anywhere := _NOARCH.fullmatch(variant):
+        return {"universal": (1,), backend: (2,)}.get(anywhere[1], ())
+    built = _BUILT.fullmatch(variant)
+    if built is None or built["system"] != system:
+        return ()
+    here, wanted = _numbers(torch.__version__), _digits(built["abi"] or built["torch"])
+    abi = "cxx11" if torch.compiled_with_cxx11_abi() else "cxx98"
+    if (wanted > here) if built["abi"] else (wanted != here or built["cxx"] not in {None, abi}):
+        return ()
+    if cuda is None:
+        minor = 0 if built["backend"] == "cpu" else -1
+    else:
+        (major, least), own = _digits(built["version"] or "00"), _numbers(cuda)
+        minor = least if (built["backend"], major) == ("cu", own[0]) and least <= own[1] else -1
+    return () if minor < 0 else (3 + bool(built["abi"]), *wanted, minor)
+
+
+def _numbers(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+def _digits(text: str) -> tuple[int, int]:
+    """``210`` of torch is 2.10, ``128`` of CUDA 12.8: see ``_BUILT``."""
+    split = 1 if text[0] in "23" else len(text) - 1
+    return int(text[:split]), int(text[split:])
+
+
+def _usual_name(module: ModuleType, folder: str, what: str) -> str:
+    listed = getattr(module, "__all__", None) or [n for n in vars(module) if not n.startswith("_")]
+    names = [name for name in listed if inspect.isfunction(getattr(module, name, None))]
+    usual = [name for name in ("flash_attn_func", "flash_attn_forward") if name in names]
+    if not usual and len(names) != 1:
+        raise UsageError(
+            f"{what}: name its function, {folder}::NAME: {', '.join(names) or 'none'}."
+        )
+    return (usual or names)[0]
+
+
+def _like_flash_attn(
+    function: Callable[..., Any], parameters: Any, *, tables: bool
+) -> Callable[..., Tensor]:
+    """The function of the interface, called like ``flash_attn_func``.
+
+    Args:
+        tables: Whether its masks are tables (batch, 1, query, kv), which are not passed, and not
+            what is seen of padded keys (batch, kv).
+    """
+
+    def flash_attn(  # noqa: PLR0913, PLR0917  # its keywords
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        softmax_scale: float | None = None,
+        causal: bool = False,  # noqa: FBT001, FBT002  # flash-attn's
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+    ) -> Tensor:
+        left, right = window_size
+        if right > 0 or (left >= 0 and right < 0 and not causal):
+            raise ValueError("windows of transformers' interface are causal")
+        module = SimpleNamespace(
+            is_causal=causal or right == 0,
+            training=False,
+            layer_idx=0,
+            num_key_value_groups=q.shape[2] // k.shape[2],
+        )
+        given = {
+            "sliding_window": left + 1 if left >= 0 else None,
+            "softcap": softcap or None,
+            "s_aux": sinks,
+            "is_causal": module.is_causal,
+        }
+        result = function(
+            module,
+            *(each.transpose(1, 2) for each in (q, k, v)),
+            key_padding_mask,
+            scaling=q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale,
+            dropout=0.0,
+            **{name: value for name, value in given.items() if name in parameters},
+        )
+        out: Tensor = result[0] if isinstance(result, tuple) else result
+        return out
+
+    signature = inspect.signature(flash_attn)
+    named = {"window_size": "sliding_window", "softcap": "softcap", "sinks": "s_aux"}
+    absent = {own for own, name in named.items() if name not in parameters}
+    absent |= {"key_padding_mask"} if tables else set()
+    kept = [each for each in signature.parameters.values() if each.name not in absent]
+    flash_attn.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+    flash_attn.__wrapped__ = function  # type: ignore[attr-defined]  # whose module says what it uses
+    return flash_attn
