@@ -481,7 +481,8 @@ class GuardBands(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 def _memory_of(each: object) -> int | None:
     """What identifies the memory that a tensor lies in; None of anything else."""
     if isinstance(each, torch.Tensor) and each.layout == torch.strided:
-        return each.untyped_storage()._cdata
+        number: int = each.untyped_storage()._cdata
+        return number
     return None
 
 
