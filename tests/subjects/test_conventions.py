@@ -329,6 +329,31 @@ def test_anything_else_is_an_error(error):
 # What follows which convention.
 
 
+def written(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False):
+    return scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("kind", ["script", "custom_op", "packet", "compiled"])
+def test_of_what_torch_makes_of_a_function_its_schema_says_what_it_takes(kind):
+    op = torch.library.custom_op("planted::attention", mutates_args=())
+    made = {
+        "script": lambda: torch.jit.script(written),
+        "custom_op": lambda: op(_copying),
+        "packet": lambda: (op(_copying), torch.ops.planted.attention)[1],
+        "compiled": lambda: torch.compile(Attention(), backend="eager"),
+    }[kind]()
+    subject = sdpa(made)
+    assert subject.takes == {"is_causal"}
+    assert isinstance(InProcess().run(subject, draw_inputs(small())), Execution)
+
+
+def _copying(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False
+) -> torch.Tensor:
+    return written(q, k, v, is_causal).clone()
+
+
 class Attention(torch.nn.Module):
     def forward(self, q, k, v, is_causal=False):
         return scaled_dot_product_attention(q, k, v, is_causal=is_causal)

@@ -236,7 +236,8 @@ def test_a_kernel_that_raises_when_asked_is_an_error_of_its_cell(question, raise
     subject = Exact()
     setattr(subject, question, ask)
     record = measured(subject)
-    assert (record.status, record.reason) == ("error", f"{type(raised).__name__}: {raised}")
+    assert record.status == "error"
+    assert record.reason.startswith(f"{type(raised).__name__}: {raised}")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from attncheck.inputs import input_tensors as inputs_room
 from attncheck.inputs.problem import Problem
 from attncheck.subjects.capabilities.subject import ContractViolation, Refused, Subject
 from attncheck.subjects.ideal import Ideal
-from attncheck.verify.executor import Execution, Failure, InProcess
+from attncheck.verify.executor import ENDS_CALLER, Execution, Failure, InProcess
 
 ATTENTION = Problem(heads=4, kv_heads=2, query=5, kv=7, head_dim=8, value_dim=3, dtype="fp16")
 SOFTMAX = Problem(operation="softmax", heads=2, query=5, kv=7, dtype="fp16")
@@ -359,7 +359,10 @@ class Unspeakable(Exception):
 
 @pytest.mark.parametrize(
     ("error", "message"),
-    [(Unspeakable(), "Unspeakable"), (BaseException("planted"), "BaseException: planted")],
+    [
+        (Unspeakable(), "Unspeakable"),
+        (BaseException("planted"), f"BaseException: planted, {ENDS_CALLER}"),
+    ],
 )
 def test_whatever_a_kernel_raises_is_data(error, message):
     """A skip of pytest's, say, is a BaseException."""

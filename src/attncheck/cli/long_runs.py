@@ -70,8 +70,9 @@ def progress(
                 show()
                 if bar is not None:
                     bar.start()
-            left = (time.monotonic() - start) / count * (total - count)
-            update(count, total, what, f"{count}/{total} cells, {time_left(left)} ({what})")
+            known = max(count, total)  # ``total`` may be no more than about right
+            left = (time.monotonic() - start) / count * (known - count)
+            update(count, known, what, f"{count}/{known} cells, {time_left(left)} ({what})")
 
         yield advance
 

@@ -38,6 +38,33 @@ def check_names(
         raise UsageError(_refusal(directory, error, what, instead)) from None
 
 
+def read_bytes(source: Path | str, name: str, kind: str, largest: int) -> bytes:
+    """Return what a file holds, or the text itself, as bytes.
+
+    Args:
+        source: A Path is read, a str is the text.
+        name: The file's, for a message.
+        kind: What it is, for a message.
+        largest: Bytes that it may have: a device may have no end.
+
+    Raises:
+        UsageError: for what cannot be read, or is larger.
+    """
+    try:
+        if isinstance(source, str):
+            raw = source.encode()
+        else:
+            with source.open("rb") as file:
+                raw = file.read(largest + 1)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UsageError(f"{name} cannot be read: {one_line(reason)}.") from None
+    # One byte more than is allowed was read: enough to know that it is too large.
+    if len(raw) > largest:
+        raise UsageError(f"{name} is larger than {largest} bytes, the most that a {kind} may be.")
+    return raw
+
+
 def write_texts(
     texts: Mapping[str, str],
     directory: Path | str,

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from attncheck.core.errors import UsageError
+from attncheck.core.files import read_bytes
 from attncheck.core.sanitize_text import one_line
 
 # JSON has no word for these; strings keep the file valid for every reader.
@@ -53,7 +54,7 @@ def read_json(source: Path | str, kind: str, largest: int) -> Any:
     """
     name = source_name(source)
     try:
-        return msgspec.json.decode(_read_bytes(source, name, kind, largest))
+        return msgspec.json.decode(read_bytes(source, name, kind, largest))
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise UsageError(refusal_message(name, kind, str(error))) from None
 
@@ -73,22 +74,6 @@ def source_name(source: Path | str) -> str:
 def refusal_message(name: str, kind: str, fact: str) -> str:
     """Return one line that says why something is no ``kind`` of attncheck's."""
     return f"{name} is no {kind} of attncheck: {one_line(fact)[:_LONGEST_MESSAGE]}."
-
-
-def _read_bytes(source: Path | str, name: str, kind: str, largest: int) -> bytes:
-    try:
-        if isinstance(source, str):
-            raw = source.encode()
-        else:
-            with source.open("rb") as file:
-                raw = file.read(largest + 1)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise UsageError(f"{name} cannot be read: {one_line(reason)}.") from None
-    # One byte more than is allowed was read: enough to know that it is too large.
-    if len(raw) > largest:
-        raise UsageError(f"{name} is larger than {largest} bytes, the most that a {kind} may be.")
-    return raw
 
 
 def _numbers_to_words(value: Any) -> Any:

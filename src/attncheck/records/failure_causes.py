@@ -184,34 +184,38 @@ def _groups_of_kernel(
             members=members,
             keys=frozenset([key]),
         )
+    yield from _groups_of_symptoms(failures, [i for i in places if not models[i]])
+
+
+def _groups_of_symptoms(failures: Sequence[Record], places: list[int]) -> Iterator[CauseGroup]:
+    """Failures that no model is known to explain."""
     alike: dict[Key, list[int]] = {}
     for i in places:
-        if not models[i]:
-            alike.setdefault(symptom(failures[i]), []).append(i)
-    symptoms = [*alike]
+        alike.setdefault(symptom(failures[i]), []).append(i)
+    symptoms = [key for key in alike if key[-1] != _BEYOND]
     shared = {n: _shared_doubts([failures[i] for i in alike[k]]) for n, k in enumerate(symptoms)}
     for numbers, key, cause in _fewest_causes(shared):
         if numbers[1:]:
             keys = [symptoms[n] for n in numbers]
             members = tuple(sorted(i for each in keys for i in alike.pop(each)))
             yield CauseGroup(
-                kernel=kernel,
+                kernel=failures[members[0]].kernel,
                 cause=f"perhaps {cause}",
                 known=False,
                 members=members,
                 keys=frozenset([key, *keys]),
             )
-    for key, members in alike.items():
-        if key[-1] == _BEYOND:
-            (cause,), certain = unclaimed_findings(failures[i] for i in members), True
+    for symptom_key, left in alike.items():
+        if symptom_key[-1] == _BEYOND:
+            (cause,), known = unclaimed_findings(failures[i] for i in left), True
         else:
-            cause, certain = _plain_cause(failures[members[0]])
+            cause, known = _plain_cause(failures[left[0]])
         yield CauseGroup(
-            kernel=kernel,
+            kernel=failures[left[0]].kernel,
             cause=cause,
-            known=certain,
-            members=tuple(members),
-            keys=frozenset([key]),
+            known=known,
+            members=tuple(left),
+            keys=frozenset([symptom_key]),
         )
 
 

@@ -480,8 +480,10 @@ class GuardBands(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
 def _memory_of(each: object) -> int | None:
     """What identifies the memory that a tensor lies in; None of anything else."""
-    strided = isinstance(each, torch.Tensor) and each.layout == torch.strided
-    return each.untyped_storage()._cdata if strided else None
+    if isinstance(each, torch.Tensor) and each.layout == torch.strided:
+        number: int = each.untyped_storage()._cdata
+        return number
+    return None
 
 
 def _tensor(placed: Placed, like: torch.Tensor) -> torch.Tensor:

@@ -77,6 +77,15 @@ def _denormals() -> bool:
     return bool(torch.tensor(5e-324, dtype=torch.float64, device="cpu") * 1.0 != 0.0)
 
 
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+_ONE, _TINY = 1.0, 1e-30  # no constants of one expression, which is worked out once for ever
+
+
 def _deterministic_restored(value: tuple[bool, bool]) -> None:
     torch.use_deterministic_algorithms(value[0], warn_only=value[1])
 
@@ -144,6 +153,12 @@ _ANYWHERE = {
     ),
     "sys.stdout and sys.stderr": _Part(lambda: (id(sys.stdout), id(sys.stderr))),
     "the recursion limit": _Part(sys.getrecursionlimit, sys.setrecursionlimit),
+    "how often threads take turns": _Part(sys.getswitchinterval, sys.setswitchinterval),
+    "garbage collection": _Part(gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
+    "the mask of new files": _Part(_umask, os.umask),
+    "its priority": _Part(lambda: os.nice(0)),  # nobody may raise it again
+    "a timer": _Part(lambda: signal.getitimer(signal.ITIMER_REAL) != (0.0, 0.0)),
+    "how floating-point numbers are rounded": _Part(lambda: (_ONE + _TINY, _ONE - _TINY)),
 }
 
 

@@ -79,7 +79,7 @@ def serve(waiting: queue.SimpleQueue[Frame | None], sender: Sender, server: Serv
             try:
                 sender.send(Frame(kind="failed", words=words))
             except (TypeError, ValueError):  # a kernel has broken what writes JSON
-                break
+                os._exit(1)
     server.close()
 
 

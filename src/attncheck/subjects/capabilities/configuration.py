@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attncheck.core.errors import UnknownName, UsageError, did_you_mean
+from attncheck.core.files import read_bytes
 from attncheck.subjects.capabilities.capability_table import AUTOGRAD, pattern_files, read_table
 from attncheck.subjects.capabilities.named_kernels import BUILTIN
 
@@ -36,6 +37,7 @@ FILES = {"attncheck.toml": (), "pyproject.toml": ("tool", "attncheck")}
 """Files that kernels are named in → the table of theirs that is attncheck's."""
 
 _KERNELS = "kernels"
+_LARGEST = 1 << 22  # bytes of such a file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,11 +88,10 @@ def tables_of(path: Path) -> Mapping[str, Any] | None:
     Raises UsageError for a file that is no TOML, or a key other than ``kernels``.
     """
     try:
-        data: Any = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = read_bytes(path, _shown(path), "configuration", _LARGEST).decode("utf-8")
+        data: Any = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{_shown(path)} is no TOML: {error}.") from None
-    except OSError as error:
-        raise UsageError(f"{_shown(path)} cannot be read: {error.strerror or error}.") from None
     place = _place(path)
     for key in place:
         data = data.get(key) if isinstance(data, Mapping) else None

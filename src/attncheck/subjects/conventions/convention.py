@@ -212,7 +212,8 @@ def _schema(function: object) -> Any:
         return function.schema
     function = getattr(function, "_opoverload", function)  # of ``torch.library.custom_op``
     if isinstance(function, torch._ops.OpOverloadPacket):
-        function = getattr(function, function.overloads()[0])
+        names = function.overloads()  # type: ignore[no-untyped-call]  # torch's
+        function = getattr(function, names[0])
     return function._schema if isinstance(function, torch._ops.OpOverload) else None
 
 
@@ -222,9 +223,7 @@ def _schema_parameter(argument: Any) -> inspect.Parameter:
         inspect.Parameter.KEYWORD_ONLY
         if argument.kwarg_only
         else inspect.Parameter.POSITIONAL_OR_KEYWORD,
-        default=argument.default_value
-        if argument.has_default_value()
-        else inspect.Parameter.empty,
+        default=argument.default_value if argument.has_default_value() else inspect.Parameter.empty,
     )
 
 
