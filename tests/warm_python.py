@@ -45,7 +45,7 @@ _OWN = {
         "attncheck.cli.check",
         "attncheck.cases.strategies.problems",
         "attncheck.diagnose.diagnosis",
-        "attncheck.surveys.claims",
+        "attncheck.verify.claims",
         "attncheck.verify.evidence_builder",
         "attncheck.verify.executor",
         "attncheck.verify.kernel_server",

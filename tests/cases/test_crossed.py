@@ -8,7 +8,7 @@ from attncheck.cases.covering import AXES, FewRows, plain_row, row_problem
 from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.conventions.declarations import adopted
 from attncheck.subjects.ideal import Ideal
-from attncheck.surveys.claims import subject_takes
+from attncheck.verify.claims import subject_takes
 from attncheck.verify.run_case import run_case
 
 pytestmark = pytest.mark.usefixtures("shared_evidence")

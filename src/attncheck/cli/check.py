@@ -204,7 +204,7 @@ def _checked(
     from msgspec.structs import replace
 
     from attncheck.cli.long_runs import progress
-    from attncheck.surveys.claims import (
+    from attncheck.verify.claims import (
         CLAIM_TRIALS,
         claimed_questions,
         hold_to_claims,
@@ -455,7 +455,7 @@ def _questions(
     """The check cases, dtype by dtype; raises UnknownName for a name that none of them has."""
     from attncheck.cases.check_cases import call_cases, check_cases
     from attncheck.core.errors import UnknownName
-    from attncheck.surveys.claims import NOT_CLAIMED
+    from attncheck.verify.claims import NOT_CLAIMED
 
     dtypes = dtypes or ("bf16",)
     # First, as long as the kernel's process is new: later ones may already be changed.

@@ -13,7 +13,7 @@ from attncheck.cli.standard_output import Interrupts, standard_output
 
 if TYPE_CHECKING:
     from attncheck.subjects.load import Entry
-    from attncheck.surveys.capability_detection import DetectedCapabilities
+    from attncheck.verify.capability_detection import DetectedCapabilities
 
 
 @verb.command
@@ -76,7 +76,7 @@ def _table(kernel: Entry, detected: DetectedCapabilities, path: Path, name: str)
 
     from attncheck.subjects.capabilities.capability_table import render_table
     from attncheck.subjects.capabilities.configuration import entry_from, table_header
-    from attncheck.surveys.proposed_table import propose_table
+    from attncheck.verify.proposed_table import propose_table
 
     proposal, comments = propose_table(detected, entry_from(kernel.entry, path))
     before = kernel.capabilities
@@ -87,7 +87,7 @@ def _table(kernel: Entry, detected: DetectedCapabilities, path: Path, name: str)
 
 
 def _next(path: Path, name: str, *, dry_run: bool, detected: DetectedCapabilities) -> str:
-    from attncheck.surveys.proposed_table import is_capability
+    from attncheck.verify.proposed_table import is_capability
 
     lines = [f"{'would be written' if dry_run else 'written'} to {path}"]
     tried = filter(is_capability, detected.tried)

@@ -158,7 +158,7 @@ def claimed(
     Args:
         asked: What was typed, and is asked all the same (``Claims.terms``).
     """
-    from attncheck.surveys.claims import CLAIM_TRIALS, hold_to_claims
+    from attncheck.verify.claims import CLAIM_TRIALS, hold_to_claims
 
     lines = {}
     for kernel, host in hosts.items():

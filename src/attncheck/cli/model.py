@@ -103,8 +103,8 @@ def model(
     check_plots(plots)
     from attncheck.cli.long_runs import progress
     from attncheck.subjects.capabilities.named_kernels import subject_named
-    from attncheck.surveys.claims import hold_to_convention
     from attncheck.surveys.model_survey import names_beside, survey_model
+    from attncheck.verify.claims import hold_to_convention
     from attncheck.verify.environment import environment, prepare, usable_device
 
     device = usable_device(device)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from attncheck.reporting.document import Document, Look
     from attncheck.subjects.capabilities.subject import Subject
     from attncheck.subjects.load import Entry
-    from attncheck.surveys.capability_detection import DetectedCapabilities
+    from attncheck.verify.capability_detection import DetectedCapabilities
 
 NOTHING_TAKEN = 5  # exit code
 
@@ -55,7 +55,7 @@ def probe(
     from attncheck.reporting.terminal import document_lines, print_lines, print_text
     from attncheck.subjects.capabilities.capability_table import render_table
     from attncheck.subjects.capabilities.configuration import default_path, entry_from, table_header
-    from attncheck.surveys.proposed_table import propose_table
+    from attncheck.verify.proposed_table import propose_table
 
     how = (convention, device, timeout)
     device, kernel, detected = run_probe(interrupts, spec, *how, quiet=quiet)
@@ -92,7 +92,7 @@ def run_probe(
     from attncheck.cli.long_runs import progress
     from attncheck.subjects.conventions.convention import ConventionOptions
     from attncheck.subjects.terms import Terms
-    from attncheck.surveys.capability_detection import detect_capabilities
+    from attncheck.verify.capability_detection import detect_capabilities
     from attncheck.verify.environment import prepare, usable_device
     from attncheck.verify.kernel_hosts import on_terms
 
@@ -151,7 +151,7 @@ _LOOKS: dict[str, Look] = {"takes": "good", "refuses": "dim", "raises": "notable
 def _document(name: str, detected: DetectedCapabilities, device: str) -> Document:
     """Table of the trials of the kernel called ``name``: a row an aspect and verdict."""
     from attncheck.reporting.document import Cell, Column, Document, Note, Row, Section, Table
-    from attncheck.surveys.proposed_table import group_results, is_capability
+    from attncheck.verify.proposed_table import group_results, is_capability
 
     rows = []
     for aspect, several in groupby(detected.tried, key=lambda one: one.aspect):

@@ -80,7 +80,7 @@ def repro(
     spec, convention = kernel or kept.kernel, convention or kept.convention
     worker = start_worker(spec, in_process=in_process) if spec else None
     from attncheck.diagnose.reproduce import run_again
-    from attncheck.surveys.claims import hold_to_convention
+    from attncheck.verify.claims import hold_to_convention
     from attncheck.verify.deaths import death_record
     from attncheck.verify.environment import prepare
     from attncheck.workers.process import Died

@@ -42,7 +42,7 @@ from attncheck.records.fault_scores import MutantOutcome, MutantScore, NameWorth
 from attncheck.records.record import FAILED_STATUSES, Diagnosis, Record
 from attncheck.subjects.capabilities.subject import Subject
 from attncheck.subjects.load import load_subject
-from attncheck.surveys.claims import claimed_questions, find_claims
+from attncheck.verify.claims import claimed_questions, find_claims
 from attncheck.verify.environment import environment, fingerprint, prepare
 from attncheck.verify.executor import Execution, Failure, InProcess
 from attncheck.verify.kernel_hosts import on_terms

@@ -23,8 +23,8 @@ from attncheck.gate.stages import SANITIZER_VARIANT, sanitize_kernel
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.record import FAILED_STATUSES, Record
 from attncheck.records.run_reports import Answer
-from attncheck.surveys.claims import Claims, hold_to_claims
 from attncheck.verify.accuracy import measure_accuracy
+from attncheck.verify.claims import Claims, hold_to_claims
 from attncheck.verify.deaths import confirm_death, death_record
 from attncheck.verify.environment import environment, fingerprint, prepare
 from attncheck.verify.executor import InProcess

@@ -29,7 +29,7 @@ from attncheck.subjects.conventions.function_subject import FunctionSubject
 from attncheck.subjects.load import load_subject
 from attncheck.suite.pytest_options import settings_of
 from attncheck.suite.wrong_answers import WrongAnswer, WrongAnswers
-from attncheck.surveys.claims import claimed_questions, find_claims, subject_takes
+from attncheck.verify.claims import claimed_questions, find_claims, subject_takes
 from attncheck.verify.environment import prepare, usable_device
 from attncheck.verify.kernel_hosts import on_terms
 from attncheck.verify.question_fit import COMPARE

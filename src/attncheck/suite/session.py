@@ -23,7 +23,7 @@ from attncheck.suite.kernel_support import NOT_APPLICABLE, KernelSupport, is_ask
 from attncheck.suite.property_spec import PropertySpec
 from attncheck.suite.pytest_options import MARK, Options, choose_gpu
 from attncheck.suite.under_test import UnderTest
-from attncheck.surveys.claims import hold_to_claims
+from attncheck.verify.claims import hold_to_claims
 from attncheck.verify.environment import default_device, prepare, require_device
 from attncheck.verify.executor import InProcess
 from attncheck.verify.kernel_hosts import open_kernel

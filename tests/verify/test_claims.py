@@ -7,8 +7,8 @@ from attncheck.core.judgement import Unclaimed
 from attncheck.inputs.problem import Problem
 from attncheck.subjects.load import load_subject
 from attncheck.surveys import claims as room
-from attncheck.surveys.capability_detection import Detection
-from attncheck.surveys.claims import CLAIMED, NOT_CLAIMED, claimed_questions, find_claims
+from attncheck.verify.capability_detection import Detection
+from attncheck.verify.claims import CLAIMED, NOT_CLAIMED, claimed_questions, find_claims
 from attncheck.verify.kernel_hosts import on_terms
 from attncheck.verify.run_case import run_case
 

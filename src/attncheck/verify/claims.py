@@ -32,7 +32,7 @@ from attncheck.subjects.capabilities.subject import Subject
 from attncheck.subjects.conventions.convention import Convention, ConventionOptions
 from attncheck.subjects.conventions.declarations import CONVENTIONS
 from attncheck.subjects.terms import Terms
-from attncheck.surveys.capability_detection import (
+from attncheck.verify.capability_detection import (
     DetectedCapabilities,
     Detection,
     Trial,
@@ -44,11 +44,11 @@ from attncheck.surveys.capability_detection import (
     rectangular_trials,
     stride_trials,
 )
-from attncheck.surveys.proposed_table import propose_table
 from attncheck.verify.deaths import MOST_DEATHS
 from attncheck.verify.environment import environment, fingerprint
 from attncheck.verify.kernel_hosts import KernelHost, executor_of, on_terms
 from attncheck.verify.kernel_server import loaded_files
+from attncheck.verify.proposed_table import propose_table
 from attncheck.verify.question_fit import COMPARE, adapted_problems, question_problem
 from attncheck.verify.remote_kernel import RemoteSubject
 

@@ -10,8 +10,8 @@ from attncheck.subjects.conventions.convention import ConventionOptions
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.load import Candidate
 from attncheck.surveys import capability_detection
-from attncheck.surveys.capability_detection import detect_capabilities
-from attncheck.surveys.proposed_table import propose_table
+from attncheck.verify.capability_detection import detect_capabilities
+from attncheck.verify.proposed_table import propose_table
 
 
 def attention(q, k, v, diagonal=None, hidden=-math.inf):

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from attncheck.subjects.capabilities.capability_table import ANY, Capabilities, Override, When
-from attncheck.surveys.capability_detection import HEAD_DIMS, DetectedCapabilities, TrialResult
+from attncheck.verify.capability_detection import HEAD_DIMS, DetectedCapabilities, TrialResult
 
 Comments = dict[str, list[str]]
 
