@@ -388,3 +388,21 @@ def test_a_kernel_of_a_tutorial_is_asked_within_what_it_takes(
         }
     elif kernel == "whole_tiles_of_128":
         assert {one.unclaimed.aspect for one in failed} == {"lengths"}
+
+
+TWO_FAULTS = """
+import torch
+def kernel(q, k, v, is_causal=False):
+    scores = q.float() @ k.float().mT * q.shape[3] ** -0.5
+    if is_causal:
+        scores = scores.masked_fill(torch.ones_like(scores).tril(1) == 0, float("-inf"))
+    out = (scores.softmax(-1) @ v.float()).to(q.dtype)
+    return out if q.shape[2] % 64 == 0 else out * 0
+"""
+
+
+def test_what_is_wrong_beyond_its_claims_hides_no_cause_within_them(check, tmp_path):
+    (tmp_path / "mine.py").write_text(TWO_FAULTS)
+    questions = ("--question", "decode-causal-even", "--question", "lengths-77")
+    done = check("mine.py::kernel", *questions, "--dtype", "fp32", "-q", cwd=tmp_path)
+    assert "  cause      the causal mask is one key too wide: row i sees key i + 1" in done.stdout

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from attncheck.cases.check_cases import CheckCase
+    from attncheck.diagnose.diagnosis import CauseSearch
     from attncheck.records.record import Record, Report
     from attncheck.subjects.capabilities.subject import Subject
+    from attncheck.subjects.terms import Terms
     from attncheck.verify.calls_ahead import CallsAhead
     from attncheck.verify.kernel_hosts import KernelHost
     from attncheck.verify.kernel_messages import RemoteError
@@ -202,14 +204,12 @@ def _checked(
     from msgspec.structs import replace
 
     from attncheck.cli.long_runs import progress
-    from attncheck.records.record import FAILED_STATUSES
     from attncheck.verify.claims import (
         CLAIM_TRIALS,
         claimed_questions,
         hold_to_claims,
         subject_questions,
     )
-    from attncheck.verify.kernel_hosts import on_terms
     from attncheck.verify.kernel_messages import RemoteError
     from attncheck.verify.remote_kernel import RemoteSubject
     from attncheck.workers.process import Died
@@ -254,12 +254,8 @@ def _checked(
     terms = None if claims is None else replace(claims.terms(**options), table=None)
     ahead.expect([question.case.problem for question in asked], terms)
     report = _answered(interrupts, report, subject, asked, device, quiet=quiet)
-    beyond = any(one.status in FAILED_STATUSES and one.unclaimed for one in report.records)
-    if terms is not None and beyond:
-        # What is wrong beyond its claims is confirmed there too.
-        subject = on_terms(subject, terms)
     with suppress(Died, RemoteError):  # what is wrong is known without its cause
-        report = _diagnosed(report, subject, device)
+        report = _explained(report, subject, terms, device)
     return report
 
 
@@ -536,19 +532,48 @@ def _not_asked(count: int) -> str:
     return f"{count} more were not asked" if count else ""
 
 
-def _diagnosed(report: Report, subject: Subject, device: str) -> Report:
-    """With what may be wrong in the Records that failed."""
-    from msgspec.structs import replace
+def _explained(report: Report, subject: Subject, terms: Terms | None, device: str) -> Report:
+    """With what may be wrong in the Records that failed.
 
+    Args:
+        terms: On which a plain function takes anything.
+    """
     from attncheck.diagnose.diagnosis import CauseSearch
-    from attncheck.reporting.check_document import worst_record
+    from attncheck.verify.kernel_hosts import on_terms
 
-    worst = worst_record(report)
-    if worst is None:
-        return report
     search = CauseSearch(_MOST_SEARCHES)
     for one in report.records:
         search.note(one)
+    # Within its claims first: what is wrong beyond them would refute each cause of that.
+    report = _diagnosed(report, search, subject, device)
+    if terms is not None and any(map(_is_beyond, report.records)):
+        report = _diagnosed(report, search, on_terms(subject, terms), device, beyond=True)
+    return report
+
+
+def _is_beyond(record: Record) -> bool:
+    """Return whether it fails beyond what the kernel claims."""
+    from attncheck.records.record import FAILED_STATUSES
+
+    return record.status in FAILED_STATUSES and bool(record.unclaimed)
+
+
+def _diagnosed(
+    report: Report, search: CauseSearch, subject: Subject, device: str, *, beyond: bool = False
+) -> Report:
+    """With what may be wrong in the Records that failed within its claims, or ``beyond`` them."""
+    from msgspec.structs import replace
+
+    from attncheck.reporting.check_document import worst_record
+
+    records = [*report.records]
+    places = [i for i, one in enumerate(records) if _is_beyond(one) == beyond]
+    some = [records[i] for i in places]
+    worst = worst_record(replace(report, records=tuple(some)))
+    if worst is None:
+        return report
     # The one that says most first.
-    diagnosed = search.diagnose_all(report.records, subject, device=device, first=worst)
-    return replace(report, records=diagnosed)
+    diagnosed = search.diagnose_all(some, subject, device=device, first=worst)
+    for i, one in zip(places, diagnosed, strict=True):
+        records[i] = one
+    return replace(report, records=tuple(records))
