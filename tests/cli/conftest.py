@@ -63,7 +63,7 @@ def in_process(monkeypatch, capfd):
 def by_verb(monkeypatch, capsys):
     """``by_verb(word, …)``: what a verb gives and prints; a probe tries two head dims alone."""
     from attncheck.cli import attncheck as group
-    from attncheck.surveys import capability_detection
+    from attncheck.verify import capability_detection
 
     monkeypatch.setattr(capability_detection, "HEAD_DIMS", (64, 80))
     repeat = {"repeat": capability_detection.RELATIONS["repeat"]}

@@ -9,7 +9,7 @@ from attncheck.subjects.capabilities.capability_table import read_table, render_
 from attncheck.subjects.conventions.convention import ConventionOptions
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.load import Candidate
-from attncheck.surveys import capability_detection
+from attncheck.verify import capability_detection
 from attncheck.verify.capability_detection import detect_capabilities
 from attncheck.verify.proposed_table import propose_table
 

@@ -6,7 +6,7 @@ import pytest
 from attncheck.core.judgement import Unclaimed
 from attncheck.inputs.problem import Problem
 from attncheck.subjects.load import load_subject
-from attncheck.surveys import claims as room
+from attncheck.verify import claims as room
 from attncheck.verify.capability_detection import Detection
 from attncheck.verify.claims import CLAIMED, NOT_CLAIMED, claimed_questions, find_claims
 from attncheck.verify.kernel_hosts import on_terms
