@@ -124,10 +124,11 @@ def sweep(cells: list[Cell], device: str, repeats: int) -> Iterator[list[Row]]:
 
 
 def _ranked(tried: list[Blocks], ratios: list[list[float]]) -> list[Row]:
-    rows = [
-        {"blocks": asdict(blocks), "ratios": values, "mean": math.prod(values) ** (1 / len(values))}
-        for blocks, values in zip(tried, ratios, strict=True)
-    ]
+    rows = []
+    for blocks, values in zip(tried, ratios, strict=True):
+        # A backward is what is left without the forward: of a tiny one that may be less than 0.
+        mean = math.prod(max(0.0, value) for value in values) ** (1 / len(values))
+        rows.append({"blocks": asdict(blocks), "ratios": values, "mean": mean})
     return sorted(rows, key=lambda row: -row["mean"])
 
 
