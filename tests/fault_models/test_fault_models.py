@@ -15,6 +15,7 @@ from tests.fault_models.planted_predictions import (
 from tests.fault_models.planted_specials import SPECIALS
 
 from attncheck import oracles
+from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
 from attncheck.diagnose.explanations import explain
 from attncheck.fault_models import FAULT_MODELS
@@ -76,6 +77,19 @@ def test_padding_of_a_tile_that_holds_all_keys_is_named_with_its_size(size):
     found = explain(execution(evidence.case.problem, outputs), evidence)
     first = found.ranking[0]
     assert (first.name, first.all, first.parameters["tile"]) == ("tail-unmasked", True, size)
+
+
+@pytest.mark.parametrize("size", TRIED_TILES[:3])
+def test_a_mask_one_key_too_wide_is_named_where_the_loop_ends_with_its_block(size):
+    """As tutorials write it: the last row of a block is right, for its next key is not visited."""
+    problem = Problem(query=77, kv=77, head_dim=16, mask=Spec.of("causal"))
+    evidence = EvidenceBuilder(Case(problem=problem), "cpu")
+    evidence.establish(reference_errors=False)
+    call = ExactAttention(evidence.inputs)
+    seen = (call.j <= call.i + 1) & (call.j < (call.i // size + 1) * size)
+    result = execution(problem, call.attend(seen=seen.expand(call.shape)))
+    first = explain(result, evidence).ranking[0]
+    assert (first.name, first.all) == ("mask-one-key-wider", True)
 
 
 @pytest.mark.parametrize("number", range(0, len(PROBLEMS), 2))
