@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from attncheck.core.mod_spec import FULL, Spec
+from attncheck.core.outputs import Outputs
 from attncheck.diagnose import diagnosis
 from attncheck.diagnose.confirmation import confirm, independent_cases
 from attncheck.diagnose.diagnosis import CauseSearch, diagnose_failure
@@ -61,6 +62,7 @@ PLANTED = [
     ("softcap-times-score", PLAIN.replace(score=Spec.of("softcap", cap=2.0)), "score"),
     ("delta-missing", PLAIN.replace(backward=True), "gradient"),
     ("dk-without-scale", PLAIN.replace(backward=True), "gradient"),
+    ("alpha-not-of-the-difference", PLAIN, "rescaling"),
 ]
 
 
@@ -93,6 +95,29 @@ def test_keys_that_count_and_must_not_are_told(monkeypatch):
     found = told(with_fault("mask-one-key-wider"), CAUSAL)
     (counted,) = (fact for fact in found.facts if "count although they are hidden" in fact)
     assert counted.startswith("keys 1–")
+
+
+class Nothing(Ideal):
+    """Nothing is kept of any tile: short problems alone look like a tile that is dropped."""
+
+    name = "nothing"
+
+    def prepare(self, inputs):
+        right = super().prepare(inputs)
+
+        def call():
+            outputs = right()
+            gone = torch.full_like(outputs.lse, -torch.inf)
+            return Outputs(torch.zeros_like(outputs.out), gone)
+
+        return call
+
+
+def test_a_tile_that_holds_all_keys_is_no_cause():
+    short = PLAIN.replace(query=20, kv=20, mask=Spec.of("padding", lengths=[20]))
+    found = told(Nothing(), short)
+    assert (found.level, found.ranked[0].model) == ("named", "every-row-empty")
+    assert "tile" not in [FAULT_MODELS[one.model].family for one in found.ranked[: found.tied]]
 
 
 class Wavy(Ideal):

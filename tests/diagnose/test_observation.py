@@ -107,6 +107,34 @@ def test_an_output_off_by_a_factor_is_told(each, monkeypatch):
     assert found.family == FAMILIES["rescaling" if each else "factor"]
 
 
+def test_rows_of_zeros_are_off_by_no_factor(monkeypatch):
+    """Planted: all that a half of the rows summed is gone."""
+
+    def call(run, inputs):
+        outputs = run(inputs)
+        late = torch.arange(outputs.out.shape[2]) >= outputs.out.shape[2] // 2
+        return Outputs(outputs.out.masked_fill(late[:, None], 0.0), outputs.lse)
+
+    assert told(monkeypatch, call, PLAIN.replace(kv=128)).family == ""
+
+
+def test_a_first_tile_that_is_gone_may_have_been_rescaled_by_0(monkeypatch):
+    """Planted: of two tiles the last alone counts, in the output and in LSE."""
+
+    def call(run, inputs):
+        late = inputs.problem.kv // 2 // 16 * 16
+        kept = inputs.replace(
+            problem=inputs.problem.replace(kv=inputs.problem.kv - late),
+            k=inputs.k[:, :, late:].contiguous(),
+            v=inputs.v[:, :, late:].contiguous(),
+        )
+        return run(kept)
+
+    found = told(monkeypatch, call, PLAIN.replace(kv=64))
+    assert found.family != FAMILIES["tile"]
+    assert any("do not count" in fact for fact in found.facts)
+
+
 def test_scores_off_by_a_factor_are_told(monkeypatch):
     def call(run, inputs):
         problem = inputs.problem

@@ -24,9 +24,9 @@ ORDER = tuple(
     """
     negative decode-empty-rows causal-tall window-edge padding positive-ragged
     decode-causal-even uniform isolated-ragged gqa long-sum window-wide one-key scale
-    decode-one-query decode-window large ones-ragged one-hot sink ramp-ragged empty-rows
-    ones-causal positive-causal decode-causal-wide two_level-ragged plain decode-causal-tall
-    window causal-even causal-wide ragged decode-padding negative-ragged outliers mean-causal
+    decode-one-query window large ones-ragged one-hot sink ramp-ragged empty-rows ones-causal
+    positive-causal decode-causal-wide two_level-ragged plain decode-causal-tall causal-even
+    causal-wide ragged decode-padding decode-window negative-ragged outliers mean-causal
     isolated-causal-2 causal ramp-causal-2 two_level-causal-2 negative-causal one-query
     mean-ragged decode-ragged decode-causal decode-gqa
     """.split()  # noqa: SIM905  # as a list it has a line for each of fifty

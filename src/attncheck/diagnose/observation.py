@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attncheck.core.errors import ProblemError
+from attncheck.core.formats import FORMATS
 from attncheck.core.mod_spec import FULL, NONE, Spec
 from attncheck.diagnose.confirmation import independent_cases
 from attncheck.inputs.input_tensors import draw_inputs
@@ -42,7 +43,7 @@ _TILE = 16  # keys of the smallest tile that kernels have
 _WHOLE_TILES = 128  # keys that are whole tiles of any size
 _HALF = 0.5  # of a key, from which it counts
 _MOST_CALLS = 4  # in which the weights of all keys are measured
-_LEAST_OF_FP16 = 2.0**-24
+_LEAST_OF_FP16 = FORMATS["fp16"].subnormal_spacing
 _PLAINLY = 16.0  # times what rounding allows that an error is of no rounding
 
 
@@ -423,8 +424,8 @@ class _Counts:
         s, logs = centred(call.s), centred(self.counts.log())
         factor = 1.0 + (s * logs).sum() / s.square().sum()
 
-        def fits(factor: Tensor | float) -> bool:
-            z = torch.where(call.seen, call.s * factor, -torch.inf)
+        def fits(times: Tensor | float) -> bool:
+            z = torch.where(call.seen, call.s * times, -torch.inf)
             says = call.softmax(z, sink=call.sink).outputs.tensors()
             return self.asked.error.agrees(FaultPrediction(name="", tensors=says))
 

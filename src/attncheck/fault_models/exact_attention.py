@@ -32,7 +32,7 @@ _KEY_TILES = (16, 32, 48, 64, 96, 128)  # where rows may be more, or fewer
 
 # What a mod raises that takes 0-d indices alone, or reads a table behind its end.
 _NOT_BROADCAST = (RuntimeError, IndexError, TypeError, ValueError)
-_FP32_LOWEST = -150 * math.log(2.0)  # exp below it is 0 in fp32
+FP32_LOWEST = -150 * math.log(2.0)  # exp below it is 0 in fp32
 _FP32_LARGEST = 128 * math.log(2.0)
 
 
@@ -583,7 +583,7 @@ def sum_group(of_heads: Tensor, group: int) -> Tensor:
 
 def _fp32_exp(exponent: Tensor) -> Tensor:
     p = exponent.exp()
-    p = torch.where(exponent < _FP32_LOWEST, 0.0, p)
+    p = torch.where(exponent < FP32_LOWEST, 0.0, p)
     return torch.where(exponent > _FP32_LARGEST, math.inf, p)
 
 

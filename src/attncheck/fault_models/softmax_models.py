@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attncheck.core.outputs import Outputs
+from attncheck.fault_models.exact_attention import FP32_LOWEST
 from attncheck.fault_models.fault_model import (
     Form,
     ModelTable,
@@ -35,7 +36,6 @@ _model = MODELS.add
 # 0, as of a mask that is multiplied; large numbers of published kernels; the lowest of fp16 and
 # fp32.
 _SENTINELS = (0.0, -1e4, -1e5, -1e6, -1e9, -1e10, -1e30, -65504.0, -3.4028234663852886e38)
-_FAR_BELOW = -150 * math.log(2.0)  # what scores so far below another weighs nothing in fp32
 
 
 @_model(
@@ -108,13 +108,14 @@ def _(call: ExactAttention) -> Iterator[Form]:
     steps=(Steps(hidden=-1e4), Steps(hidden=-1e6)),
 )
 def _(call: ExactAttention) -> Iterator[Form]:
-    for sentinel in _sentinels(call):
-        yield call.attend(hidden=sentinel), {"sentinel": sentinel}
+    for score, sentinel in _sentinels(call).items():
+        yield call.attend(hidden=score), {"sentinel": sentinel}
 
 
-def _sentinels(call: ExactAttention) -> list[float]:
-    """Numbers that are put in place of a score before or after the scale, or in base 2."""
-    return [unit * one for unit in {1.0, call.scale, 1.0 / LOG2E} for one in _SENTINELS]
+def _sentinels(call: ExactAttention) -> dict[float, float]:
+    """Sentinels by the score that each is, put there before or after the scale, or in base 2."""
+    units = dict.fromkeys((1.0, call.scale, 1.0 / LOG2E))
+    return {unit * one: one for one in _SENTINELS for unit in units}
 
 
 @_model(
@@ -128,7 +129,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
     lowest = float(call.parts.maximum.min())
     v = torch.nn.functional.pad(call.v, (0, 0, 0, 1))
     # Of others it weighs nothing; a score of 0 is the tail unmasked.
-    heard = [one for one in _sentinels(call) if lowest + _FAR_BELOW < one < 0]
+    heard = [one for one in _sentinels(call) if lowest + FP32_LOWEST < one < 0]
     for sentinel, size in product(heard, call.key_tiles):
         if count := padded_keys(call, size):
             more = call.z.new_full((*call.shape[:3], 1), sentinel + math.log(count))
@@ -141,7 +142,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
     dead, exact = call.parts.dead, call.exact
     if not bool(dead.any()):
         return
-    scores = _sentinels(call)
+    scores = tuple(_sentinels(call))
     visited = [torch.ones(call.shape, dtype=torch.bool)]
     # A kernel that skips tiles has the mean of what it visits alone.
     visited += [tile_visibility(call, rows, size)[0] for rows, size in call.tilings]
