@@ -13,7 +13,7 @@ from attncheck.fault_models.exact_attention import TRIED_TILES, ExactGradients, 
 from attncheck.fault_models.fault_model import Form, ModelTable, Prediction, has_mask, has_score
 from attncheck.fault_models.mask_models import mask_without
 from attncheck.fault_models.steps import LOG2E, Steps, round_to_format
-from attncheck.fault_models.tile_models import tile_visibility
+from attncheck.fault_models.tile_models import bounded_loops, tile_visibility
 from attncheck.mods import masks
 
 if TYPE_CHECKING:
@@ -76,6 +76,24 @@ _model(
         Steps(delta=lambda delta, dlse: -delta - dlse),
     ),
 )
+
+
+@_model("delta-not-summed", "delta is the largest product of dO and O, not the sum of them")
+def _(grad: ExactGradients) -> Iterator[Form]:
+    delta = (grad.dout * grad.call.parts.out).amax(-1)
+    # What lies behind the last column is 0, and has no part in a sum.
+    for one in (delta, delta.clamp(min=0.0)):
+        yield grad.gradients(delta=one)
+
+
+@_model("ds-factor-missing", "dS is P alone, or dP − delta alone, not their product")
+def _(grad: ExactGradients) -> Iterator[Form]:
+    p, off = grad.weights(), grad.dp - (grad.delta - grad.dlse)[..., None]
+    seen = grad.call.seen
+    for ds in (p, off, torch.where(seen, off, 0.0)):
+        yield grad.of_scores(ds)
+
+
 _model(
     "dlse-ignored",
     "the gradient that arrives by LSE is ignored",
@@ -127,7 +145,8 @@ def _(grad: ExactGradients) -> Iterator[Form]:
 
 @_model("gradient-missing", "a gradient is 0, or some of it is")
 def _(grad: ExactGradients) -> Iterator[Form]:
-    for names in (("dq",), ("dk",), ("dv",), ("dsink",), ("dq", "dk")):
+    some = (("dq",), ("dk",), ("dv",), ("dsink",), ("dq", "dk"), ("dk", "dv"), ("dq", "dk", "dv"))
+    for names in some:
         yield grad.times(0.0, *names), {"of": ", ".join(names)}
 
 
@@ -286,6 +305,12 @@ def _(grad: ExactGradients) -> Iterator[Form]:
         for name, lost in gone.items():
             word = name if name.startswith("the") else name.split()[0]
             yield grad.seeing(call.seen & ~lost), {"of": of, "which": word}
+    known: dict[bytes, Outputs] = {}
+    for visited, parameters in bounded_loops(call):
+        same = visited.numpy().tobytes()
+        if same not in known:
+            known[same] = grad.seeing(call.seen & visited)
+        yield known[same], {"of": "keys", **parameters}
     last = call.i[..., 0] == call.problem.query - 1
     yield grad.gradients(delta=torch.where(last, 0.0, grad.delta)), {"of": "delta"}
 

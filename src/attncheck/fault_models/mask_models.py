@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import pad
 
 from attncheck.core.mod_spec import FULL, Dimensions, Spec
-from attncheck.fault_models.fault_model import ModelTable, Parameters, has_mask
+from attncheck.fault_models.fault_model import Form, ModelTable, Parameters, has_mask
 from attncheck.fault_models.steps import Steps, replace_mask_parts
-from attncheck.fault_models.tile_models import tile_visibility
+from attncheck.fault_models.tile_models import first_key, tile_visibility
 from attncheck.mods import masks
 from attncheck.mods.library import build_mask
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from torch import Tensor
 
     from attncheck.core.outputs import Outputs
     from attncheck.fault_models.exact_attention import ExactAttention
@@ -299,7 +302,41 @@ def _(call: ExactAttention) -> Iterator[Rows]:
             yield parts.outputs, {}
 
 
-@_model("causal-always", "a causal mask is applied that nobody asked for")
+@_model(
+    "mask-reversed",
+    "a comparison that hides keys, with a row's own or with the last one, is the wrong way round: "
+    "what is hidden counts, and what is seen does not",
+)
+def _(call: ExactAttention) -> Iterator[Form]:
+    shown = call.visible(call.mask)
+    edges: dict[str, Tensor] = {}
+    if not bool(shown.all()):
+        edges["the mask"] = ~shown
+    later = first_key(call.problem) or 0
+    if has_mask("causal", "causal_bottom_right")(call.problem):
+        edges["the diagonal"] = (call.j >= call.i + later).expand(call.shape)
+    for of, seen in edges.items():
+        yield call.attend(seen=seen), {"of": of}
+        # A causal loop ends with the block all the same.
+        known: dict[bytes, Outputs] = {}
+        for rows, size in call.any_tiles:
+            visited = call.j // size * size < (call.i // rows + 1) * rows + max(later, 0)
+            same = visited.numpy().tobytes()
+            if same not in known:
+                known[same] = call.attend(seen=seen & visited)
+            yield known[same], {"of": of, "tile": size, "rows": rows}
+    # Only what lies behind the last key counts, with score 0 and value 0; or what is hidden, too.
+    for size in dict.fromkeys(size for _, size in call.tiles):
+        count = -call.problem.kv % size
+        for of, seen in {"the end": torch.zeros_like(shown), "all": ~shown}.items():
+            for more in (count, count - 1) if count > 1 else (count,):
+                zeros = call.s.new_full((*call.shape[:3], 1), math.log(more) if more else -math.inf)
+                z = torch.cat([torch.where(seen, call.s, -math.inf), zeros], -1)
+                parts = call.softmax(z, pad(call.v, (0, 0, 0, 1)), sink=call.sink)
+                yield parts.outputs, {"of": of, "tile": size, "strict": int(more < count)}
+
+
+@_model("causal-always", "a causal mask, or its reverse, is applied that nobody asked for")
 def _(call: ExactAttention) -> Iterator[Rows]:
     # Both alignments that published kernels have.
     corners = [0, call.problem.kv - call.problem.query]
@@ -308,3 +345,6 @@ def _(call: ExactAttention) -> Iterator[Rows]:
         corners += [corner - 1 for corner in corners]
     for later in dict.fromkeys(corners):
         yield call.attend(seen=call.seen & (call.i + later >= call.j)), {"offset": later}
+    for later in dict.fromkeys(corners):
+        seen = call.seen & (call.i + later < call.j)
+        yield call.attend(seen=seen), {"offset": later, "which": "its reverse"}
