@@ -11,6 +11,7 @@ import torch
 
 from attncheck.fault_models.exact_attention import TRIED_TILES, ExactGradients, sum_group
 from attncheck.fault_models.fault_model import Form, ModelTable, Prediction, has_mask, has_score
+from attncheck.fault_models.layout_models import places, read_at
 from attncheck.fault_models.mask_models import mask_without
 from attncheck.fault_models.steps import LOG2E, Steps, round_to_format
 from attncheck.fault_models.tile_models import bounded_loops, tile_visibility
@@ -336,6 +337,19 @@ def _(grad: ExactGradients) -> Iterator[Form]:
     # A tile of rows that begins one row off.
     for later in (1, -1):
         yield grad.gradients(delta=grad.delta.roll(later, -1))
+    # Or one whose kernel has an index or a stride missing where it reads O and dO.
+    out, dout = (x.contiguous() for x in (grad.call.parts.out, grad.dout))
+    b, h, i, _ = dout.stride()
+    columns = dout.shape[3]
+    for of, stride in {
+        "not times the columns": (b // columns, h // columns, 1, 1),
+        "without head": (0, 0, i, 1),
+        "without row": (b, h, 0, 1),
+    }.items():
+        steps = places(tuple(dout.shape), stride)
+        at = sum(steps, torch.zeros((), dtype=torch.int64))
+        delta = (read_at(out, at)[0] * read_at(dout, at)[0]).sum(-1)
+        yield grad.gradients(delta=delta), {"of": of}
 
 
 @_model(

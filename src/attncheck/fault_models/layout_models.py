@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from itertools import permutations, product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -248,6 +248,16 @@ def _(call: ExactAttention) -> Iterator[Form]:
                 yield _reading(call, {whose: read.permute(order)})[0], parameters
 
 
+def key_counts(problem: Problem) -> tuple[int, ...]:
+    """Return how many keys each sequence has by a padding mask, or all that there are."""
+    lengths: tuple[int, ...] = (problem.kv,) * problem.batch
+    for spec in problem.mask.walk():
+        if spec.name == "padding":
+            own: Any = spec.values["lengths"]
+            lengths = tuple(map(min, lengths, own))
+    return lengths
+
+
 _WHOSE = ("q", "k", "v", "kv", "qkv")
 _ORDERS = ((0, 1, 2, 3), (0, 2, 1, 3))
 """Heads before rows, or rows before heads."""
@@ -316,12 +326,14 @@ def _(call: ExactAttention) -> Iterator[Form]:
             place, start, last = row % wide, row // wide * wide, own.shape[2] - 1
             there = start + column <= last
             of_column = own[:, :, (start + column).clamp(max=last), column.expand_as(there)]
+            ends = torch.tensor(key_counts(call.problem)).view(-1, 1, 1, 1)
             of_row = own[:, :, row, place.clamp(max=own.shape[3] - 1)].expand(own.shape)
             for form, read in {
                 "rows by columns": torch.where(there, of_column, 0.0),
                 "columns by rows": torch.where(place < own.shape[3], of_row, 0.0),
                 "the end of the rows": own * there,
                 "the end of the columns": own * (place < own.shape[3]),
+                "the end of each sequence": own * (start + column < ends),
             }.items():
                 forms.setdefault(form, {})[name] = read
         for form, read in forms.items():

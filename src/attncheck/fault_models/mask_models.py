@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import pad
 
 from attncheck.core.mod_spec import FULL, Dimensions, Spec
-from attncheck.fault_models.fault_model import Form, ModelTable, Parameters, has_mask
+from attncheck.fault_models.fault_model import ModelTable, Parameters, has_mask
 from attncheck.fault_models.steps import Steps, replace_mask_parts
 from attncheck.fault_models.tile_models import first_key, tile_visibility
 from attncheck.mods import masks
@@ -304,10 +303,10 @@ def _(call: ExactAttention) -> Iterator[Rows]:
 
 @_model(
     "mask-reversed",
-    "a comparison that hides keys, with a row's own or with the last one, is the wrong way round: "
-    "what is hidden counts, and what is seen does not",
+    "the mask is the wrong way round: what is hidden counts, and what is seen does not",
+    applies=has_mask(),
 )
-def _(call: ExactAttention) -> Iterator[Form]:
+def _(call: ExactAttention) -> Iterator[Rows]:
     shown = call.visible(call.mask)
     edges: dict[str, Tensor] = {}
     if not bool(shown.all()):
@@ -325,15 +324,6 @@ def _(call: ExactAttention) -> Iterator[Form]:
             if same not in known:
                 known[same] = call.attend(seen=seen & visited)
             yield known[same], {"of": of, "tile": size, "rows": rows}
-    # Only what lies behind the last key counts, with score 0 and value 0; or what is hidden, too.
-    for size in dict.fromkeys(size for _, size in call.tiles):
-        count = -call.problem.kv % size
-        for of, seen in {"the end": torch.zeros_like(shown), "all": ~shown}.items():
-            for more in (count, count - 1) if count > 1 else (count,):
-                zeros = call.s.new_full((*call.shape[:3], 1), math.log(more) if more else -math.inf)
-                z = torch.cat([torch.where(seen, call.s, -math.inf), zeros], -1)
-                parts = call.softmax(z, pad(call.v, (0, 0, 0, 1)), sink=call.sink)
-                yield parts.outputs, {"of": of, "tile": size, "strict": int(more < count)}
 
 
 @_model("causal-always", "a causal mask, or its reverse, is applied that nobody asked for")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from itertools import permutations
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from attncheck.fault_models.fault_model import Form, ModelTable, Prediction, has_mask, is_attention
-from attncheck.fault_models.layout_models import read_at, wider, with_keys
+from attncheck.fault_models.layout_models import key_counts, read_at, wider, with_keys
 from attncheck.fault_models.steps import LOG2E
 from attncheck.fault_models.tile_models import padded_keys, tile_visibility, with_padding
 from attncheck.mods.page_table import draw_page_table, pack_pages
@@ -57,16 +57,6 @@ def _(call: ExactAttention) -> Iterator[Form]:
             yield from with_keys(call, *read)
 
 
-def _key_counts(problem: Problem) -> tuple[int, ...]:
-    """Return how many keys each sequence has in its pages."""
-    padded = [spec for spec in problem.mask.walk() if spec.name == "padding"]
-    lengths: tuple[int, ...] = (problem.kv,) * problem.batch
-    for spec in padded:
-        own: Any = spec.values["lengths"]
-        lengths = tuple(map(min, lengths, own))
-    return lengths
-
-
 @_model(
     "page-index-wrong",
     "a key's page, its slot there or its head is not what the table and its number say: an index "
@@ -80,7 +70,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
     if call.inputs.descale is not None:
         return
     size = problem.paging.size
-    table = draw_page_table(problem.paging, problem.batch, problem.kv, _key_counts(problem))
+    table = draw_page_table(problem.paging, problem.batch, problem.kv, key_counts(problem))
     pools = [pack_pages(x, table).contiguous() for x in (call.inputs.k, call.inputs.v)]
     flat, most = table.table.flatten().long(), table.table.shape[1]
     b, h, t = call.b, call.h, torch.arange(problem.kv).view(1, 1, -1, 1)

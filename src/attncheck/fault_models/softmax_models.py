@@ -103,6 +103,27 @@ def _(call: ExactAttention) -> Iterator[Form]:
 
 
 @_model(
+    "only-padding-counts",
+    "the padding of the last tile counts in place of the keys, alone or with what is hidden: a "
+    "comparison with the end, or what is done to what it hides, is the wrong way round",
+    applies=is_attention,
+    family="rescaling",
+)
+def _(call: ExactAttention) -> Iterator[Form]:
+    shown = call.visible(call.mask)
+    v = torch.nn.functional.pad(call.v, (0, 0, 0, 1))
+    for size in dict.fromkeys(size for _, size in call.tiles):
+        count = padded_keys(call, size)
+        for of, seen in {"the end": torch.zeros_like(shown), "what is hidden": ~shown}.items():
+            # A key that is the end itself may be hidden, too.
+            for more in (count, max(0, count - 1)):
+                score = math.log(more) if more else -math.inf
+                behind = call.s.new_full((*call.shape[:3], 1), score)
+                z = torch.cat([torch.where(seen, call.s, -math.inf), behind], -1)
+                yield call.softmax(z, v, sink=call.sink).outputs, {"of": of, "tile": size}
+
+
+@_model(
     "sum-of-padding",
     "the row sum is too large by keys that have no value",
     order=2,
@@ -243,7 +264,6 @@ def _(call: ExactAttention) -> Iterator[Form]:
     parts, scale = call.parts, call.scale
     for of_maximum, of_log in (
         (1.0, -1.0),
-        (3.0, 1.0),
         (LOG2E, 1.0),
         (1.0, LOG2E),
         (1.0 / scale, 1.0),

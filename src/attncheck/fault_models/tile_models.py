@@ -561,7 +561,9 @@ def _(call: ExactAttention) -> Iterator[Form]:
         outs = {"right": (values * right[..., None]).sum(0)}
         outs["largest"] = (values * right[..., None]).amax(0)
         outs |= {name: (values * w[..., None]).sum(0) for name, w in others.items()}
-        for name in {*weighted, *outs} - {"right"}:
+        # Among as many as a power of two, of which the last are empty.
+        outs["largest with empty ones"] = outs["largest"].clamp(min=0.0)
+        for name in sorted({*weighted, *outs} - {"right"}):
             pairs = {"both": (outs.get(name), weighted.get(name))}
             pairs |= {"out": (outs.get(name), weighted["right"])}
             pairs |= {"the sum": (outs["right"], weighted.get(name))}
