@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attncheck.core.outputs import Outputs
-from attncheck.fault_models.fault_model import Form, ModelTable, Prediction, is_attention
+from attncheck.fault_models.fault_model import (
+    Form,
+    ModelTable,
+    Parameters,
+    Prediction,
+    is_attention,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,6 +25,8 @@ if TYPE_CHECKING:
 
     from attncheck.fault_models.exact_attention import ExactAttention
     from attncheck.inputs.problem import Problem
+
+Whole = tuple[Outputs, Parameters]
 
 MODELS = ModelTable("mapping")
 
@@ -73,7 +81,7 @@ def wider(tensor: Tensor, axis: int, length: int) -> Iterator[Tensor]:
 
 def with_keys(
     call: ExactAttention, k: Tensor, v: Tensor, **parameters: str | int
-) -> Iterator[Form]:
+) -> Iterator[Whole]:
     """Yield outputs with other k and v ``(batch, heads, kv, …)``: both, and each alone."""
     # Keys and values have index computations of their own: one may be right.
     for whose in ("keys and values", "keys", "values"):
@@ -86,7 +94,7 @@ def _shared(problem: Problem) -> bool:
     return is_attention(problem) and problem.kv_heads > 1
 
 
-def _key_heads(call: ExactAttention, **others: Tensor) -> Iterator[Form]:
+def _key_heads(call: ExactAttention, **others: Tensor) -> Iterator[Whole]:
     """Yield outputs with key heads of these indices, one a query head, by each form's name."""
     _, k, v = call.inputs.promoted()
     for name, heads in others.items():
@@ -106,8 +114,12 @@ def _(call: ExactAttention) -> Iterator[Form]:
 
 
 @_model("kv-heads-first", "every query head reads the first key head", applies=_shared)
-def _(call: ExactAttention) -> Iterator[Form]:
-    yield from _key_heads(call, first=0 * call.h.flatten())
+def _(call: ExactAttention) -> Iterator[Prediction]:
+    for outputs, parameters in _key_heads(call, first=0 * call.h.flatten()):
+        yield Prediction(outputs=outputs, parameters=parameters)
+        # A number of heads that share one may be 0 where any do, and right where none does.
+        some = outputs if call.problem.group > 1 else call.exact
+        yield Prediction(outputs=some, parameters={**parameters, "when": "heads are shared"})
 
 
 @_model("heads-swapped", "query heads read each other's key heads", applies=_shared)

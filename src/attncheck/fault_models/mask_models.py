@@ -335,6 +335,7 @@ def _(call: ExactAttention) -> Iterator[Rows]:
         corners += [corner - 1 for corner in corners]
     for later in dict.fromkeys(corners):
         yield call.attend(seen=call.seen & (call.i + later >= call.j)), {"offset": later}
-    for later in dict.fromkeys(corners):
+    # Of what is causal its reverse leaves nothing.
+    for later in dict.fromkeys(corners) if not has_mask(*_CAUSAL)(call.problem) else ():
         seen = call.seen & (call.i + later < call.j)
         yield call.attend(seen=seen), {"offset": later, "which": "its reverse"}
