@@ -271,8 +271,8 @@ def _(grad: ExactGradients) -> Iterator[Form]:
             read = {name: x.clone() for name, x in tensors.items()}
             for x in read.values():
                 x[:, :, kept:] = 0.0
-            # Without delta, or any of dO, it is another fault.
-            if whose != "delta" and not (kept == 0 and "dout" in tensors):
+            # Without delta, or anything of the rows, it is another fault.
+            if whose != "delta" and not (kept == 0 and {"dout", "delta"} <= {*tensors}):
                 yield grad.reading(read), {"of": whose, "rows": of}
 
 

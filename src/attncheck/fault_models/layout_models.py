@@ -160,7 +160,11 @@ def _(call: ExactAttention) -> Iterator[Form]:
 
 @_model("operand-swapped", "one of q, k and v is read in place of another", applies=is_attention)
 def _(call: ExactAttention) -> Iterator[Form]:
+    by_query_head = {"q": call.q, "k": call.k, "v": call.v}
     for mine, other in permutations("qkv", 2):
+        # Where keys are repeated for the heads that share them the other's is that of the head.
+        if by_query_head[mine].shape == by_query_head[other].shape:
+            yield attending(call, {mine: by_query_head[other]}), {"of": f"{other} for {mine}"}
         for read, inside in read_in_place(*(getattr(call.inputs, name) for name in (mine, other))):
             # What lies behind the other is nobody's to predict.
             if bool(inside.all()):
@@ -271,6 +275,7 @@ def key_counts(problem: Problem) -> tuple[int, ...]:
 
 
 _WHOSE = ("q", "k", "v", "kv", "qkv")
+_PARTS = (1, 2, 3, 4, 8)  # of the keys
 _ORDERS = ((0, 1, 2, 3), (0, 2, 1, 3))
 """Heads before rows, or rows before heads."""
 
@@ -343,6 +348,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
             for form, read in {
                 "rows by columns": torch.where(there, of_column, 0.0),
                 "columns by rows": torch.where(place < own.shape[3], of_row, 0.0),
+                "the tile": _transposed(own, wide),
                 "the end of the rows": own * there,
                 "the end of the columns": own * (place < own.shape[3]),
                 "the end of each sequence": own * (start + column < ends),
@@ -350,6 +356,14 @@ def _(call: ExactAttention) -> Iterator[Form]:
                 forms.setdefault(form, {})[name] = read
         for form, read in forms.items():
             yield attending(call, read), {"of": ", ".join(whose), "which": form}
+
+
+def _transposed(own: Tensor, size: int) -> Tensor:
+    """Each tile of as many rows as columns with one for the other; 0 beyond its own."""
+    *_, rows, columns = own.shape
+    whole = torch.nn.functional.pad(own, (0, size - columns, 0, -rows % size))
+    tiles = whole.view(*own.shape[:2], -1, size, size).mT
+    return tiles.reshape(*own.shape[:2], -1, size)[:, :, :rows, :columns]
 
 
 @_model(
@@ -368,7 +382,8 @@ def _(call: ExactAttention) -> Iterator[Form]:
 
 @_model(
     "last-row-as-zero",
-    "the last row of q, k or v is read as 0: its load ends one too early",
+    "the last row of q, k or v, or that of each split of the keys, is read as 0: its load ends one "
+    "too early",
     applies=is_attention,
 )
 def _(call: ExactAttention) -> Iterator[Form]:
@@ -380,6 +395,15 @@ def _(call: ExactAttention) -> Iterator[Form]:
         rows = call.rows if whose == "q" else torch.arange(length)
         inside = (rows < length - 1)[:, None]
         yield attending(call, {whose: getattr(call, whose) * inside}), {"of": whose}
+    kv = call.problem.kv
+    for count in _PARTS:
+        # The last one may be shorter than the others.
+        length = -(-kv // count)
+        j = torch.arange(kv)
+        inside = ((j % length < length - 1) & (j < kv - 1))[:, None]
+        for names in ("kv",) if count == 1 else ("k", "v", "kv"):
+            read = {name: getattr(call, name) * inside for name in names}
+            yield attending(call, read), {"of": ", ".join(names), "each of": str(count)}
 
 
 @_model(

@@ -31,6 +31,7 @@ RECURRENCE = ModelTable(
 FP8 = ModelTable("factor")  # of descales, and of what of P is lost in 8 bits
 MODELS = ModelTable("precision")  # of what is rounded that must not be, or rounded too far
 _SUMS = ("out", "sum")
+_LEAST_FACTOR = 2.0**-10  # of an output: what is smaller is 0
 
 for _name, _sentence, _steps in (
     (
@@ -344,8 +345,10 @@ def _(call: ExactAttention) -> Iterator[Form]:
     family="factor",
 )
 def _(call: ExactAttention) -> Iterator[Form]:
+    # Times 0 it is no bias: what is missing, or never written, is 0 as well.
     def at(share: float) -> Outputs:
-        ((outputs, _),) = call.predict(Steps(normaliser=1.0 + share))
+        off = 1.0 + share
+        ((outputs, _),) = call.predict(Steps(normaliser=off if abs(off) > _LEAST_FACTOR else 1.0))
         return outputs
 
     yield Prediction(outputs=at(-0.01), family=at, start=-0.01, parameter="share")

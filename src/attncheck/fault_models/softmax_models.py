@@ -90,6 +90,12 @@ def _(call: ExactAttention) -> Iterator[Form]:
 )
 def _(call: ExactAttention) -> Iterator[Form]:
     yield Outputs(torch.zeros_like(call.parts.out), call.parts.lse)
+    # Or of some blocks of rows: all but the first, or the last, if it is not full.
+    for rows in call.row_tiles:
+        number, last = call.i[..., 0] // rows, (call.problem.query - 1) // rows
+        for which, gone in {"later blocks": number > 0, "the last block": number == last}.items():
+            lost = call.with_out(gone.expand(call.shape[:3]), 0.0)
+            yield lost, {"rows": rows, "which": which}
 
 
 @_model(

@@ -593,19 +593,27 @@ def _split_parts(call: ExactAttention) -> Iterator[tuple[dict[str, int], list[So
 
 
 @SPLITS.add(
-    "split-again",
-    "every split of the keys is the same one: its number is missing where it begins",
-    applies=_more_keys,
+    "split-bounds-wrong",
+    "splits of the keys overlap, or leave keys out: where they begin or end is computed otherwise",
+    applies=lambda problem: _more_keys(problem) and not problem.sink,
     family="tile",
 )
 def _(call: ExactAttention) -> Iterator[Form]:
-    kv = call.problem.kv
+    kv, j = call.problem.kv, call.j
     for count in _COUNTS:
         length = -(-kv // count)
-        for number in (0, 1):
-            here = (call.j >= number * length) & (call.j < (number + 1) * length)
-            again = call.attend(s=call.s + math.log(count), seen=call.seen & here)
-            yield again, {"splits": count, "number": number}
+        begins = {"": [n * length for n in range(count)], "at its number": list(range(count))}
+        begins |= {"at 0": [0] * count, "at the second": [length] * count}
+        for begin, starts in begins.items():
+            # Of each split, or of all together, so many keys; or all that there are.
+            ends = {"": [start + length for start in starts], "with the last": [kv] * count}
+            ends |= {"with the first": [length] * count}
+            for end, stops in ends.items():
+                if begin or end:
+                    pairs = zip(starts, stops, strict=True)
+                    times = sum(((j >= a) & (j < b)).double() for a, b in pairs)
+                    outputs = call.attend(s=call.s + torch.as_tensor(times).log())
+                    yield outputs, {"splits": count, "begins": begin, "ends": end}
 
 
 @SPLITS.add(
