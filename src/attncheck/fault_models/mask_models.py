@@ -319,7 +319,7 @@ def _(call: ExactAttention) -> Iterator[Rows]:
         # A causal loop ends with the block all the same.
         known: dict[bytes, Outputs] = {}
         for rows, size in call.any_tiles:
-            visited = call.j // size * size < (call.i // rows + 1) * rows + max(later, 0)
+            visited = call.j // size * size < (call.i // rows + 1) * rows + later
             same = visited.numpy().tobytes()
             if same not in known:
                 known[same] = call.attend(seen=seen & visited)

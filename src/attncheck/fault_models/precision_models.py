@@ -15,7 +15,7 @@ from attncheck.fault_models.exact_attention import Slip
 from attncheck.fault_models.fault_model import Form, ModelTable, Prediction, is_attention
 from attncheck.fault_models.softmax_models import SENTINELS
 from attncheck.fault_models.steps import LOG2E, RIGHT, Steps, round_to_format
-from attncheck.fault_models.tile_models import tile_visibility
+from attncheck.fault_models.tile_models import padded_keys, tile_visibility
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -121,7 +121,11 @@ def _(call: ExactAttention) -> Iterator[Form]:
         "reversed": lambda part, shift: torch.where(part == -math.inf, math.inf, shift - part),
     }.items():
         for outputs, parameters in call.by_tile(RIGHT, slip=Slip(exponent=exponent)):
-            yield outputs, {**parameters, "of": of}
+            # What is hidden weighs infinitely much then, padding too.
+            padded = of == "reversed" and padded_keys(call, parameters["tile"])
+            every = torch.ones_like(call.parts.dead)
+            spoilt = call.with_out(every, math.nan, lse=math.inf)
+            yield spoilt if padded else outputs, {**parameters, "of": of}
 
 
 @RECURRENCE.add(
@@ -176,6 +180,16 @@ def _(call: ExactAttention) -> Iterator[Form]:
                 "both": dataclasses.replace(parts, values=values, total=total),
             }.items():
                 yield one.outputs, {"of": of, **parameters}
+    slips = {"out": Slip(of_out=_lost), "sum": Slip(of_sum=_lost)}
+    for of, slip in {**slips, "both": Slip(of_out=_lost, of_sum=_lost)}.items():
+        for outputs, parameters in call.by_tile(RIGHT, slip=slip):
+            # Of each split its own last tile.
+            if "splits" in parameters:
+                yield outputs, {"of": of, **parameters}
+
+
+def _lost(sums: Tensor, _alpha: Tensor) -> Tensor:
+    return torch.zeros_like(sums)
 
 
 def _fp8(problem: Problem) -> bool:

@@ -264,6 +264,7 @@ for _name, _sentence, _steps in (
             for one in (
                 lambda s, cap: cap * torch.tanh(s * cap),
                 lambda s, cap: cap * torch.tanh(s),
+                lambda s, cap: cap * torch.tanh(cap / s),
                 lambda s, cap: torch.tanh(s / cap),
                 lambda s, cap: torch.tanh(s / cap) / cap,
                 lambda s, cap: cap / torch.tanh(s / cap),
