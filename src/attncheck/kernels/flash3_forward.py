@@ -14,8 +14,9 @@ launch.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -186,19 +187,33 @@ _ALIGNED = 16  # bytes: what TMA takes addresses and strides by
 
 def _descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
     """What TMA knows of ``x``, or of a copy where it cannot read it: tiles of ``rows``."""
-    ahead = _ALIGNED // x.element_size()
-    steps = [step for step, size in zip(x.stride(), x.shape, strict=True) if size > 1]
-    if (
-        x.stride(3) != 1
-        or x.data_ptr() % _ALIGNED
-        or any(step % ahead or step <= 0 for step in steps if step != 1)
-    ):
+    if x.data_ptr() % _ALIGNED or not _is_readable(x.shape, x.stride(), x.element_size()):
         x = x.contiguous()
-    width = _width(x.shape[3])
+    # Checking it takes Triton longer than the rest of a launch, and only the address is new.
+    descriptor = copy(_descriptor_of(x.shape, x.stride(), x.dtype, rows))
+    descriptor.base = x
+    return descriptor
+
+
+@lru_cache(maxsize=256)
+def _is_readable(shape: torch.Size, strides: tuple[int, ...], size: int) -> bool:
+    """Return whether TMA can read a tensor of elements of ``size`` bytes."""
+    ahead = _ALIGNED // size
+    steps = [step for step, length in zip(strides, shape, strict=True) if length > 1]
+    return strides[3] == 1 and all(step > 0 and step % ahead == 0 for step in steps if step != 1)
+
+
+@lru_cache(maxsize=256)
+def _descriptor_of(
+    shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, rows: int
+) -> TensorDescriptor:
+    """The descriptor of any such tensor, without its memory."""
+    width = _width(shape[3])
     # Along an axis of one a tensor's stride means nothing, and may be what TMA refuses.
-    strides = [step if size > 1 else width for step, size in zip(x.stride(), x.shape, strict=True)]
+    own = [step if length > 1 else width for step, length in zip(strides, shape, strict=True)]
+    nothing, block = torch.empty(0, dtype=dtype), [1, 1, rows, width]
     return TensorDescriptor(
-        x, list(x.shape), [*strides[:3], 1], [1, 1, rows, width], layout_of(x.dtype, rows, width)
+        nothing, list(shape), [*own[:3], 1], block, layout_of(dtype, rows, width)
     )
 
 
