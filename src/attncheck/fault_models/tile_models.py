@@ -186,7 +186,9 @@ def bounded_loops(call: ExactAttention) -> Iterator[tuple[Tensor, Parameters]]:
     Of a mask with an edge: a block of rows visits tiles up to its last key, or from its first.
     """
     later = first_key(call.problem)
-    for rows, size in call.any_tiles if later is not None else ():
+    if later is None:
+        return
+    for rows, size in call.any_tiles:
         block, tile = call.i // rows, call.j // size * size
         first = block * rows + later
         for name, end in {
