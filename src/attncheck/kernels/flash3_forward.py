@@ -7,8 +7,8 @@ for another. A program that takes one block of rows after the other (``Shape.per
 next block's keys under way while it stores the last one's.
 
 Keys are walked over from those that a mask may touch to those that every row of the block sees, of
-which none is masked. Under a mask a block of rows whose sums are not finite, or whose scores are too large for
-a fused product, is done again by ``flash2_forward``'s careful launch.
+which none is masked. Under a mask a block of rows whose sums are not finite, or whose scores are
+too large for a fused product, is done again by ``flash2_forward``'s careful launch.
 """
 
 from __future__ import annotations
