@@ -7,8 +7,8 @@ for another. A program that takes one block of rows after the other (``Shape.per
 next block's keys under way while it stores the last one's.
 
 Keys are walked over from those that a mask may touch to those that every row of the block sees, of
-which none is masked. Under a mask a block of rows whose sums are not finite, or whose scores are
-too large for a fused product, is done again by ``flash2_forward``'s careful launch.
+which none is masked. Under a mask a block of rows whose sums are not finite is done again by
+``flash2_forward``'s careful launch.
 """
 
 from __future__ import annotations
@@ -56,10 +56,6 @@ class Shape:
     # causal mask take unlike times: in a graph on an H100 it is 1.09 times as fast by their own at
     # 16,384 keys, 1.4 times at 4,096, and without a mask as fast.
     persistent: bool = False
-    # Whether scores are multiplied by the scale before the maximum is subtracted, and not in one
-    # fused operation with it, which is 1.02 to 1.05 times as fast. The maximum's own rounding is
-    # then a factor of all weights of a row, so that blocks with scores of 2^24 are done again.
-    safe: bool = True
 
     @property
     def rows(self) -> int:
@@ -69,16 +65,12 @@ class Shape:
 
 OWN = 64  # rows of a warpgroup, as many as its matrix instruction has
 SHAPES = {
-    64: Shape(keys=128, stages=4, safe=False),
-    128: Shape(keys=128, stages=2, pingpong=False, safe=False),
+    64: Shape(keys=128, stages=4),
+    128: Shape(keys=128, stages=2, pingpong=False),
     256: Shape(keys=64, stages=2),
 }
-# Without a mask. Nothing is done again there, and a third group's registers do not spill.
-WHOLE_SHAPES = {
-    **SHAPES,
-    64: Shape(keys=128, stages=3, groups=3, registers=160),
-    128: Shape(keys=128, stages=2),
-}
+# Without a mask, where a third group's registers do not spill.
+WHOLE_SHAPES = {**SHAPES, 64: Shape(keys=128, stages=3, groups=3, registers=160)}
 
 
 def shape_for(head_dim: int, band: Band | None) -> Shape:
@@ -165,9 +157,10 @@ def flash3_forward(
             _descriptor(out, OWN), lse, again, blocks, together, heads, heads // kv_heads, query,
             kv, band.least or 0, band.most or 0, scale * LOG2E, GROUPS=shape.groups,
             STAGES=shape.stages, REGISTERS=shape.registers, PINGPONG=shape.pingpong,
-            UPPER=band.most is not None, LOWER=band.least is not None,
-            # Times a negative scale the largest product is the smallest score.
-            SAFE=shape.safe or band == Band() or not scale > 0, num_warps=4,
+            UPPER=band.most is not None, LOWER=band.least is not None, num_warps=4,
+            # Fused, score · factor − maximum is not 0 where the score is the maximum, which is
+            # rounded: from 2^30 on its weight is infinite, or 0.
+            enable_fp_fusion=False,
         )
         # fmt: on
     if redo and band != Band() and needs_careful_launch(again):
@@ -178,9 +171,6 @@ def flash3_forward(
     return out, lse
 
 
-# Scores, in units of log 2, from which the next fp32 number is more than 1 away: their rounding is
-# a factor of 2 or more.
-LARGEST = gl.constexpr(2.0**24)
 _ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 
@@ -200,8 +190,10 @@ _ALIGNED = 16  # bytes: what TMA takes addresses and strides by
 
 def _descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
     """What TMA knows of ``x``, or of a copy where it cannot read it: tiles of ``rows``."""
-    if x.data_ptr() % _ALIGNED or not _is_readable(x.shape, x.stride(), x.element_size()):
+    if not _is_readable(x.shape, x.stride(), x.element_size()):
         x = x.contiguous()
+    if x.data_ptr() % _ALIGNED:
+        x = x.clone(memory_format=torch.contiguous_format)
     # Checking it takes Triton longer than the rest of a launch, and only the address is new.
     descriptor = copy(_descriptor_of(x.shape, x.stride(), x.dtype, rows))
     descriptor.base = x
@@ -330,16 +322,11 @@ def _hidden(
 
 
 @gluon.jit
-def _advanced(s, m, factor, SAFE: gl.constexpr):
+def _advanced(s, m):
     """The new maximum, a tile's weights, and the factor of what was summed before it."""
-    largest = gl.max(s, 1)
-    if not SAFE:
-        largest = largest * factor
-    m_new = gl.maximum(m, largest)
+    m_new = gl.maximum(m, gl.max(s, 1))
     # A row that has seen nothing keeps m = −inf; 0 stands in so that −inf − −inf never happens.
     shift = gl.where(m_new == float("-inf"), 0.0, m_new)
-    if not SAFE:
-        s = s * factor
     return m_new, gl.exp2(s - shift[:, None]), gl.exp2(m - shift)
 
 
@@ -348,8 +335,7 @@ def _step(
     turn, done, passed, q, k_s, v_s, k_full, k_empty, v_full, v_empty, turns, m, total, acc, p,
     rows, first, count, late, early, kv, least, most, factor, OWN: gl.constexpr,
     GROUPS: gl.constexpr, PINGPONG: gl.constexpr, MASKED: gl.constexpr, UPPER: gl.constexpr,
-    LOWER: gl.constexpr, SAFE: gl.constexpr, SCORES: gl.constexpr, SUMS: gl.constexpr,
-    WEIGHTS: gl.constexpr,
+    LOWER: gl.constexpr, SCORES: gl.constexpr, SUMS: gl.constexpr, WEIGHTS: gl.constexpr,
 ):
     """One tile: its scores are begun, then the last tile's P·V; its softmax is done beside that."""
     STAGES: gl.constexpr = k_s.shape[0]
@@ -371,12 +357,11 @@ def _step(
         mbarrier.arrive(turns.index((OWN + 1) % GROUPS), count=1)
     s = warpgroup_mma_wait(1, deps=[product])
     mbarrier.arrive(k_empty.index(stage), count=1)
-    if SAFE:
-        s = s * factor
+    s = s * factor
     if MASKED:
         key = tile_of(turn, first, count, late, early) * KEYS
         s = _hidden(s, key, rows, kv, least, most, UPPER, LOWER, SCORES)
-    m, weights, alpha = _advanced(s, m, factor, SAFE)
+    m, weights, alpha = _advanced(s, m)
     total = total * alpha + gl.sum(weights, 1)
     rounded = weights.to(v_s.dtype)
     # It was waited for above: without a barrier here ptxas moves the wait for P·V in front of the
@@ -391,7 +376,7 @@ def _step(
 @gluon.jit
 def _attend(
     memory, OWN: gl.constexpr, GROUPS: gl.constexpr, PINGPONG: gl.constexpr, UPPER: gl.constexpr,
-    LOWER: gl.constexpr, SAFE: gl.constexpr,
+    LOWER: gl.constexpr,
 ):
     """A warpgroup's rows of every block: the OWN-th of its groups of rows."""
     (
@@ -424,12 +409,11 @@ def _attend(
         product = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[product])
         mbarrier.arrive(k_empty.index(stage), count=1)
-        if SAFE:
-            s = s * factor
+        s = s * factor
         key = tile_of(0, first, count, late, early) * KEYS
         s = _hidden(s, key, rows, kv, least, most, UPPER, LOWER, SCORES)
         m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-        m, weights, _ = _advanced(s, m, factor, SAFE)
+        m, weights, _ = _advanced(s, m)
         total = gl.sum(weights, 1)
         p = gl.convert_layout(weights.to(v_s.dtype), WEIGHTS)
         acc = gl.full([ROWS, WIDTH], 0.0, gl.float32, SUMS)
@@ -441,7 +425,7 @@ def _attend(
                 m, total, acc, p = _step(
                     turn, done, passed, q, k_s, v_s, k_full, k_empty, v_full, v_empty, turns, m,
                     total, acc, p, rows, first, count, late, early, kv, least, most, factor, OWN,
-                    GROUPS, PINGPONG, True, UPPER, LOWER, SAFE, SCORES, SUMS, WEIGHTS,
+                    GROUPS, PINGPONG, True, UPPER, LOWER, SCORES, SUMS, WEIGHTS,
                 )
                 done += 1
                 passed += 1
@@ -449,7 +433,7 @@ def _attend(
             m, total, acc, p = _step(
                 turn, done, passed, q, k_s, v_s, k_full, k_empty, v_full, v_empty, turns, m, total,
                 acc, p, rows, first, count, late, early, kv, least, most, factor, OWN, GROUPS,
-                PINGPONG, False, UPPER, LOWER, SAFE, SCORES, SUMS, WEIGHTS,
+                PINGPONG, False, UPPER, LOWER, SCORES, SUMS, WEIGHTS,
             )
             done += 1
             passed += 1
@@ -465,12 +449,9 @@ def _attend(
         lse = gl.where(empty, float("-inf"), lse)
         gl.store(lse_ptr + bh.to(gl.int64) * query + rows, lse, mask=rows < query)
         if UPPER or LOWER:
-            right = gl.min(gl.min((gl.abs(acc) < float("inf")).to(gl.int32), 1), 0)
-            if not SAFE:
-                small = (gl.abs(m) < LARGEST) | (m == float("-inf"))
-                right = right & gl.min(small.to(gl.int32), 0)
+            finite = gl.min((gl.abs(acc) < float("inf")).to(gl.int32), 1)
             own = number_of(block * GROUPS + OWN, bh, gl.cdiv(query, ROWS), together)
-            gl.store(again_ptr + own, 1 - right, mask=row < query)
+            gl.store(again_ptr + own, 1 - gl.min(finite, 0), mask=row < query)
         inverse = gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, total))
         acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, SUMS))[:, None]
         q.store(acc.to(out_desc.dtype))
@@ -485,7 +466,7 @@ def _attend(
 def _forward(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, again_ptr, blocks, together, heads, group, query,
     kv, least, most, factor, GROUPS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
-    PINGPONG: gl.constexpr, UPPER: gl.constexpr, LOWER: gl.constexpr, SAFE: gl.constexpr,
+    PINGPONG: gl.constexpr, UPPER: gl.constexpr, LOWER: gl.constexpr,
 ):
     """Shared memory and barriers of a program, and its warps' work."""
     ROWS: gl.constexpr = q_desc.block_type.shape[2]
@@ -521,15 +502,15 @@ def _forward(
     )
     if GROUPS == 2:
         gl.warp_specialize([
-            (_attend, (read, 0, GROUPS, PINGPONG, UPPER, LOWER, SAFE)),
-            (_attend, (read, 1, GROUPS, PINGPONG, UPPER, LOWER, SAFE)),
+            (_attend, (read, 0, GROUPS, PINGPONG, UPPER, LOWER)),
+            (_attend, (read, 1, GROUPS, PINGPONG, UPPER, LOWER)),
             (_copy, (copied, GROUPS, UPPER, LOWER)),
         ], [4, 1], [REGISTERS, 24])
     else:
         gl.warp_specialize([
-            (_attend, (read, 0, GROUPS, PINGPONG, UPPER, LOWER, SAFE)),
-            (_attend, (read, 1, GROUPS, PINGPONG, UPPER, LOWER, SAFE)),
-            (_attend, (read, 2, GROUPS, PINGPONG, UPPER, LOWER, SAFE)),
+            (_attend, (read, 0, GROUPS, PINGPONG, UPPER, LOWER)),
+            (_attend, (read, 1, GROUPS, PINGPONG, UPPER, LOWER)),
+            (_attend, (read, 2, GROUPS, PINGPONG, UPPER, LOWER)),
             (_copy, (copied, GROUPS, UPPER, LOWER)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])
 
