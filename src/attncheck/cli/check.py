@@ -366,13 +366,17 @@ def _asked(
     if recording is None and flex is None:
         return _questions(dtypes, head_dims, names), {}
     prepare(device)  # torch's tracer imports Triton
-    found = _recorded(recording, dtypes) if recording else _flexed(flex, dtypes, shapes, device)
+    found = (
+        _recorded(recording, dtypes, device) if recording else _flexed(flex, dtypes, shapes, device)
+    )
     questions, mods = found
     require_known("question", names, {question.name for question in questions})
     return [one for one in questions if one.name in (names or (one.name,))], mods
 
 
-def _recorded(file: str, dtypes: tuple[str, ...]) -> tuple[list[CheckCase], dict[str, str]]:
+def _recorded(
+    file: str, dtypes: tuple[str, ...], device: str
+) -> tuple[list[CheckCase], dict[str, str]]:
     """A recording's calls, and what a kernel's process needs to know them."""
     from attncheck.cases.check_cases import CheckCase
     from attncheck.cases.variants import recorded_cells
@@ -380,7 +384,7 @@ def _recorded(file: str, dtypes: tuple[str, ...]) -> tuple[list[CheckCase], dict
 
     questions = [
         CheckCase(name=cell.variant, summary=f"call of {file}", case=Case(problem=cell.problem))
-        for cell in recorded_cells(file, dtypes)
+        for cell in recorded_cells(file, dtypes, device)
     ]
     return questions, {"recording": file}
 
@@ -431,6 +435,7 @@ def _flexed(
             distributions=("normal",),
             seed=0,
             backward=backward,
+            device=device,
         )
     ]
     return questions, {"mask" if kind == "mask" else "score": mod}

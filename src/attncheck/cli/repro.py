@@ -112,7 +112,7 @@ def repro(
 
 def _case(kept: Reproduction, device: str) -> Case:
     """Raises UsageError for what is no Case, in one line that says which file has it."""
-    from attncheck.cases.variants import check_memory, check_work
+    from attncheck.cases.variants import check_size
     from attncheck.core.errors import UsageError
     from attncheck.core.sanitize_text import one_line
     from attncheck.inputs.problem import Case
@@ -121,8 +121,7 @@ def _case(kept: Reproduction, device: str) -> Case:
     try:
         case = Case.from_json(kept.case)
         check_question(case.question)
-        check_memory(case.problem)
-        check_work(case.problem, device)
+        check_size(case.problem, device)
     except UsageError as error:
         raise UsageError(f"{one_line(str(kept.source))}: {one_line(str(error))}") from None
     return case
