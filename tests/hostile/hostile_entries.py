@@ -132,7 +132,9 @@ def run(entry: Entry, folder: Path, servers: Servers) -> subprocess.CompletedPro
         if not entry.fresh:
             # Not of this folder, lest the server seem to be left behind.
             servers.start("attncheck", {**env, "HOME": "/", "TMPDIR": ""})
-            return servers.run(*words[2:], cwd=work, env=env, timeout=_SECONDS, forks=True)
+            # What a kernel may change before it is needed is not made before it is asked.
+            keeps = entry.family != "Kernels that patch the judge"
+            return servers.run(*words[2:], cwd=work, env=env, timeout=_SECONDS, keeps=keeps)
     return subprocess.run(
         words,
         cwd=work,
