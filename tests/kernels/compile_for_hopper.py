@@ -225,33 +225,33 @@ def deltas(*how):
 # flash3: as its subject launches it
 
 
-def flash3():
+def flash3(head_dim):
     """Print head dim, limits, shared memory and spilled bytes of each kind."""
-    for width, shape in SHAPES.items():
-        boxes = {name: layout_of(torch.bfloat16, rows, width) for name, rows in (
-            ("q_desc", OWN), ("k_desc", shape.keys), ("v_desc", shape.keys), ("out_desc", OWN)
-        )}  # fmt: skip
-        types = {
-            name: f"tensordesc<bf16[1,1,{OWN if name[0] in 'qo' else shape.keys},{width}],{box!r}>"
-            for name, box in boxes.items()
-        }
-        types |= {"lse_ptr": "*fp32", "again_ptr": "*i32", "factor": "fp32"}
-        # Fewer limits are fewer instructions: compiled at the width that has no register left.
-        fewer = ((False, False), (True, False)) if width == 256 else ()
-        for upper, lower in (*fewer, (True, True)):
-            constants = {
-                "GROUPS": shape.groups, "STAGES": shape.stages, "REGISTERS": shape.registers,
-                "PINGPONG": shape.pingpong, "SAFE": shape.safe, "UPPER": upper, "LOWER": lower,
-            }  # fmt: skip
-            names = flash3_forward._forward.arg_names
-            source = GluonASTSource(
-                flash3_forward._forward,
-                {n: types.get(n, "constexpr" if n in constants else "i32") for n in names},
-                constants,
-            )
-            kernel = triton.compile(source, target=HOPPER, options={"num_warps": 4})
-            limits = f"{upper:d}{lower:d}"
-            sys.stdout.write(f"{width} {limits} {kernel.metadata.shared} {spilled(kernel)}\n")
+    width, shape = int(head_dim), SHAPES[int(head_dim)]
+    boxes = {name: layout_of(torch.bfloat16, rows, width) for name, rows in (
+        ("q_desc", OWN), ("k_desc", shape.keys), ("v_desc", shape.keys), ("out_desc", OWN)
+    )}  # fmt: skip
+    types = {
+        name: f"tensordesc<bf16[1,1,{OWN if name[0] in 'qo' else shape.keys},{width}],{box!r}>"
+        for name, box in boxes.items()
+    }
+    types |= {"lse_ptr": "*fp32", "again_ptr": "*i32", "factor": "fp32"}
+    # Fewer limits are fewer instructions: compiled at the width that has no register left.
+    fewer = ((False, False), (True, False)) if width == 256 else ()
+    for upper, lower in (*fewer, (True, True)):
+        constants = {
+            "GROUPS": shape.groups, "STAGES": shape.stages, "REGISTERS": shape.registers,
+            "PINGPONG": shape.pingpong, "SAFE": shape.safe, "UPPER": upper, "LOWER": lower,
+        }  # fmt: skip
+        names = flash3_forward._forward.arg_names
+        source = GluonASTSource(
+            flash3_forward._forward,
+            {n: types.get(n, "constexpr" if n in constants else "i32") for n in names},
+            constants,
+        )
+        kernel = triton.compile(source, target=HOPPER, options={"num_warps": 4})
+        limits = f"{upper:d}{lower:d}"
+        sys.stdout.write(f"{width} {limits} {kernel.metadata.shared} {spilled(kernel)}\n")
 
 
 globals()[sys.argv[1]](*sys.argv[2:])
