@@ -16,7 +16,7 @@ import torch
 
 from attncheck.cases.check_cases import check_cases
 from attncheck.cases.mask_samples import PLAIN_KIND, ProblemKind
-from attncheck.core.errors import UsageError
+from attncheck.core.errors import HostError, UsageError
 from attncheck.core.formats import DTYPES
 from attncheck.subjects.capabilities import named_kernels
 from attncheck.subjects.capabilities.configuration import read_configuration
@@ -31,7 +31,6 @@ from attncheck.verify.executor import InProcess
 from attncheck.verify.kernel_hosts import open_kernel
 from attncheck.verify.kernel_server import Compiling
 from attncheck.verify.remote_kernel import Deadlines
-from attncheck.workers.process import HostError
 
 NO_KERNEL = "attncheck-asks-nothing"
 """Id of a property that concerns none of the kernels; it is taken out when all is collected."""
