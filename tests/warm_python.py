@@ -42,22 +42,21 @@ _READ_LATE = {"PYTHONPATH"}  # by the fork
 _HEAVY = ("torch", "torch.nn.attention.flex_attention", "sympy", "networkx", "mpmath", "ml_dtypes")
 # Imports Triton: where the environment says that it is interpreted, whoever imports it.
 _HEAVY_IF_INTERPRETED = ("torch._dynamo",)
-# pytest rewrites what is imported under it, the plugins attncheck and Hypothesis too.
+_ROOMS = (
+    "attncheck.diagnose.diagnosis",
+    "attncheck.verify.claims",
+    "attncheck.verify.evidence_builder",
+    "attncheck.verify.executor",
+    "attncheck.verify.kernel_server",
+    "attncheck.reporting.rendering",
+    "attncheck.verify.verify",
+    "attncheck.workers.worker_main",
+    "attncheck.subjects.capabilities.configuration",
+)
+# Plugins, Hypothesis among them, pytest wants to import itself, to rewrite their assertions.
 _OWN = {
-    "attncheck": (
-        "attncheck.cli.check",
-        "attncheck.cases.strategies.problems",
-        "attncheck.diagnose.diagnosis",
-        "attncheck.verify.claims",
-        "attncheck.verify.evidence_builder",
-        "attncheck.verify.executor",
-        "attncheck.verify.kernel_server",
-        "attncheck.reporting.rendering",
-        "attncheck.verify.verify",
-        "attncheck.workers.worker_main",
-        "attncheck.subjects.capabilities.configuration",
-    ),
-    "pytest": (),
+    "attncheck": (*_ROOMS, "attncheck.cases.strategies.problems", "attncheck.cli.check"),
+    "pytest": _ROOMS,
 }
 
 
@@ -305,8 +304,10 @@ if __name__ == "__main__":
     sys.path.pop(0)  # this folder
     for _name in sys.argv[2:]:
         importlib.import_module(_name)
+    # Else pytest would warn that it is imported already: it is a plugin's package.
+    sys.modules["attncheck"].__doc__ += "\nPYTEST_DONT_REWRITE"
     _kept = None
-    if "attncheck.verify.verify" in sys.argv[2:] and not sees_gpu(os.environ):
+    if "attncheck.cli.check" in sys.argv[2:] and not sees_gpu(os.environ):
         _spec = importlib.util.spec_from_file_location("kept_evidence", _KEPT)
         _spec.loader.exec_module(_module := importlib.util.module_from_spec(_spec))
         _kept = _module.keep_for_forks()
