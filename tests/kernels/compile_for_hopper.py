@@ -250,13 +250,15 @@ def deltas(*how):
 # flash3: as its subject launches it
 
 
-def flash3():
+def flash3(head_dim):
     """Print head dim, limits, shared memory, spilled bytes and spills in loops of each kind."""
     # Fewer limits are fewer instructions: compiled at the width that has no register left.
     both = [(width, shape, True, True) for width, shape in SHAPES.items()]
     fewer = [(256, SHAPES[256], True, False)]
     none = [(width, shape, False, False) for width, shape in WHOLE_SHAPES.items()]
     for width, shape, upper, lower in (*both, *fewer, *none):
+        if width != int(head_dim):
+            continue
         kernel = flash3_kernel(width, shape, upper=upper, lower=lower)
         counts = f"{kernel.metadata.shared} {spilled(kernel)} {spills_in_loops(kernel)}"
         sys.stdout.write(f"{width} {upper:d}{lower:d} {counts}\n")
