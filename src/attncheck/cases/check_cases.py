@@ -194,7 +194,7 @@ def call_cases(
 ) -> list[CheckCase]:
     """Return the cases about calls beside their numbers; arguments of ``check_cases``.
 
-    Calls in turn are not asked of a kernel that takes no such length and half of it.
+    Calls of another length in turn are not asked of a kernel that takes none with half of it.
     """
     of_calls = [each for each in _OF_CALLS if not names or each[0] in names]
     needed = [layout for _, layout, _ in of_calls]
@@ -208,15 +208,19 @@ def call_cases(
         half = problem.replace(query=(problem.query + 1) // 2, kv=(problem.kv + 1) // 2)
         return takes is None or (takes(problem) and takes(half))
 
-    problems = _problems(IN_TURN, dtype, head_dims, whole_and_half, names).values()
+    problems = [*_problems(IN_TURN, dtype, head_dims, whole_and_half, names).values()]
+    halved = all(map(whole_and_half, problems))
+    if not halved:
+        problems = [*_problems(CHECK, dtype, head_dims, takes, ["plain"]).values()]
     cases += [
         CheckCase(
             name=name,
             summary=summary,
             case=Case(problem=problem, question="call_order", parameters={"between": between}),
         )
-        for problem in filter(whole_and_half, problems)
+        for problem in problems
         for between, (name, summary) in enumerate(_IN_TURN.items())
+        if takes is None or (takes(problem) and (halved or not between))
     ]
     return cases
 

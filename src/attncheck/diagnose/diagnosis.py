@@ -133,6 +133,11 @@ def diagnose_failure(
     return replace(record, diagnosis=UNSET if diagnosis is None else diagnosis)
 
 
+def certain_models(record: Record) -> list[str]:
+    """Return the fault models that certainly explain a failure, the best first."""
+    return [one.model for one in certain_explanations(record) if one.model in FAULT_MODELS]
+
+
 def explain_failure(
     record: Record,
     subject: Subject,
@@ -189,7 +194,7 @@ class CauseSearch:
         record = diagnose_failure(
             record, subject, device=device, executor=executor, passed=tuple(self._passed)
         )
-        models = [one.model for one in certain_explanations(record) if one.model in FAULT_MODELS]
+        models = certain_models(record)
         self._models |= dict.fromkeys(models)
         if not models:
             self._closed.add(kind)

@@ -40,6 +40,8 @@ class Stopwatch:
     ) -> None:
         self._call, self._device = call, device
         self.clock: Clock = "events" if device.type == "cuda" else "cpu"
+        # A graph reads the memory of the call's tensors, and keeps none of them.
+        self._source = call
         if graph and self.clock == "events":
             captured = _captured(call)
             self._call, self.clock = (captured, "graph") if captured else (call, "events")
