@@ -102,7 +102,7 @@ def observe(
     # A score mod that is off changes weights as if parts were not rescaled, or keys not there.
     elif family is None or (family != "gradient" and needed & {"score", "sink"}):
         family = next((family for name, family in _TOLD_BY.items() if name in needed), family)
-    if family is None and (fact := _misplaced(runs, call)):
+    if family in {None, "mapping"} and (fact := _misplaced(runs, call)):
         family, facts = "mapping", [*facts, fact]
     if family is None and (fact := _by_order(case.problem, call, takes)):
         family, facts = "rescaling", [*facts, fact]
