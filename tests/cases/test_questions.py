@@ -210,9 +210,9 @@ def test_in_fp8_every_recorded_number_is_in_range(dtype, size, record):
 
 
 def test_what_does_not_fit_into_memory_is_refused_beforehand(monkeypatch):
-    def too_large(_):
+    def too_large(*_):
         raise ProblemError("too large")
 
-    monkeypatch.setattr(variants, "check_memory", too_large)
+    monkeypatch.setattr(variants, "check_size", too_large)
     with pytest.raises(ProblemError, match="too large"):
         recorded_cells(str(RECORDING), ())

@@ -219,6 +219,25 @@ def test_what_a_kernel_does_to_its_process_is_said_and_stays_there(
         assert time.monotonic() - start < 8
 
 
+@pytest.mark.parametrize(
+    ("does", "processes", "warns"),
+    [
+        ("pass", 1, False),
+        ("_KEPT or _KEPT.append(torch.set_default_dtype(torch.float64))", 2, True),
+    ],
+)
+def test_a_second_process_is_for_who_changed_the_first(attncheck, tmp_path, does, processes, warns):
+    kernel = HOSTILE.format(does=does)
+    (tmp_path / "mine.py").write_text(f"open('loaded', 'a').write('x')\n{kernel}")
+    how = ["--question", "state", "--device", "cpu", "--format", "json", "-q"]
+    code, out, err = attncheck("check", "mine.py::kernel", *how)
+    assert code == 0, err
+    assert (tmp_path / "loaded").read_text() == processes * "x"
+    (record,) = json.loads(out)["records"]
+    said = "its first call changed the default dtype, and a further one did not"
+    assert [*record["judgement"].get("warnings", ())] == [said] * warns
+
+
 @pytest.mark.parametrize(("does", "says"), LOADS.values(), ids=LOADS)
 def test_a_file_that_ends_its_process_has_a_verdict(attncheck, tmp_path, does, says):
     (tmp_path / "mine.py").write_text(f"import ctypes, os\n{does}\n{CAUSAL}")

@@ -50,6 +50,26 @@ print(*sys.modules)
     assert ("what supports what on cpu" in done.stdout) is bool(options)
 
 
+def test_gradients_of_a_function_import_no_symbolic_shapes():
+    program = """
+import sys
+from torch.nn.functional import scaled_dot_product_attention
+from attncheck.core.mod_spec import Spec
+from attncheck.inputs.problem import Case, Problem
+from attncheck.subjects.conventions.declarations import adopted
+from attncheck.verify.run_case import run_case
+
+problem = Problem(query=8, kv=8, heads=1, head_dim=8, dtype="fp32", backward=True)
+problem = problem.replace(mask=Spec.of("causal"))
+kernel = adopted(scaled_dot_product_attention, "f")
+print(run_case(kernel, Case(problem=problem), device="cpu").status)
+print("torch.fx.experimental.symbolic_shapes" in sys.modules)
+"""
+    words = [sys.executable, "-c", program]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["pass", "False"]
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_a_shell_gets_its_script(shell):
     words = [sys.executable, "-m", "attncheck", "completion", shell]

@@ -8,7 +8,7 @@ import torch
 from msgspec.structs import replace
 from tests.messages import one_line
 
-from attncheck.cases.variants import check_memory, check_work
+from attncheck.cases.variants import check_size
 from attncheck.cli import attncheck
 from attncheck.cli.standard_output import Interrupts
 from attncheck.core.errors import ProblemError, UsageError
@@ -181,7 +181,6 @@ def test_another_folder_of_reports(repro, kept):
 def test_scores_that_nobody_holds_are_no_reason_to_refuse(device):
     """A fused kernel and the oracle hold a tile: 64 GiB of scores in each head are only work."""
     long = Problem(query=131072, kv=131072, head_dim=128, dtype="bf16")
-    check_work(long, device)
-    check_memory(long)
+    check_size(long, device)
     with pytest.raises(ProblemError, match="whose exact result would take"):
-        check_work(long.replace(heads=10**5), device)
+        check_size(long.replace(query=10**8, kv=10**8, head_dim=1, value_dim=1), device)

@@ -202,6 +202,14 @@ def test_without_transformers_it_is_said_how_to_have_it(monkeypatch):
         make_model("llama", SMALL)
 
 
+def test_a_prompt_of_hours_is_refused_before_the_model_runs(tmp_path, monkeypatch):
+    made = make_model("llama", SMALL)
+    monkeypatch.setattr(model_survey, "make_model", lambda *_: made)
+    long = replace(SMALL, length=10**6)
+    with pytest.raises(UsageError, match="exact result would take some"):
+        list(survey_model("llama", long, {}, [], right=2, folder=tmp_path))
+
+
 def test_attention_that_is_not_swapped_is_no_pass(tmp_path, monkeypatch):
     made = make_model("llama", SMALL)
     made.config._attn_implementation = "sdpa"

@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from attncheck.cases.variants import FURTHER, VARIANTS, Shape, check_memory
+from attncheck.cases.variants import FURTHER, VARIANTS, Shape, check_size
 from attncheck.core.errors import UsageError, require_known
 from attncheck.core.formats import DTYPES
 from attncheck.inputs.problem import Problem
@@ -88,7 +88,7 @@ class BenchPlan:
         return self.problem.paging is not None or self.problem.query < self.problem.kv
 
 
-def bench_plan(
+def bench_plan(  # noqa: PLR0913  # what is timed, and where
     tables: Sequence[str],
     *,
     shapes: Sequence[str] = (),
@@ -98,6 +98,7 @@ def bench_plan(
     dims: Sequence[int] = (),
     backward: bool | None = None,
     seed: int = 0,
+    device: str = "cpu",
 ) -> list[BenchPlan]:
     """Return the problems of tables, or of typed shapes, in the order in which they are timed.
 
@@ -109,6 +110,7 @@ def bench_plan(
         lengths: The same; a decoding step's are its keys.
         dims: The same.
         backward: Whether the backward is timed; as the table says where it is None.
+        device: Where the exact result is computed.
 
     Raises:
         UnknownName, ProblemError: for what cannot be, before anything is measured.
@@ -139,6 +141,6 @@ def bench_plan(
                 raise UsageError("bench times attention: softmax is none.")
             fields = known[variant].fields(shape, shape.kv_heads or shape.heads)
             problem = Problem(**fields, dtype=dtype, seed=seed, backward=wanted and has)
-            check_memory(problem)
+            check_size(problem, device)
             plan.append(BenchPlan(table=name, variant=variant, problem=problem))
     return list(dict.fromkeys(plan))

@@ -300,6 +300,7 @@ def plan_cells(
     seed: int,
     own: Variant | None = None,
     backward: bool = False,
+    device: str = "cpu",
 ) -> list[Cell]:
     """Return every combination, in the order in which a report shows them.
 
@@ -310,6 +311,7 @@ def plan_cells(
             one is asked for, is left out.
         shapes: As typed, ``Shape.parse``.
         own: A variant that no name stands for; measured in place of ``VARIANTS``.
+        device: Where the exact result is computed.
 
     Raises:
         UnknownName, ProblemError: for anything that cannot be measured, before anything is.
@@ -331,7 +333,7 @@ def plan_cells(
                 cells.append(Cell(variant=name, problem=Problem(**fields)))
     # Before anything runs: a long run should not end at its largest shape.
     for cell in cells:
-        check_memory(cell.problem)
+        check_size(cell.problem, device)
     # A softmax has no kv heads, so its Problem comes once for each number of them.
     return list(dict.fromkeys(cells))
 
@@ -398,8 +400,13 @@ def check_measured(dtype: str) -> None:
         raise UnknownName("dtype", dtype, measured)
 
 
-def check_memory(problem: Problem) -> None:
-    """Raise ProblemError when the inputs alone, in float64 while drawn, do not fit."""
+def check_size(problem: Problem, device: str) -> None:
+    """Raise ProblemError where inputs do not fit, or the exact result would take over an hour.
+
+    Inputs alone, in float64 while drawn: no one holds all scores of a head, neither the oracle nor
+    a fused kernel. What they need is time; of a kernel that does hold them its process says that it
+    had no memory.
+    """
     dims = problem.head_dim + problem.value_dim
     numbers = dims * (problem.query * problem.heads + problem.kv * problem.kv_heads)
     if problem.operation == "softmax":
@@ -411,6 +418,14 @@ def check_memory(problem: Problem) -> None:
         raise ProblemError(
             f"shape {problem.shape} needs {needed / 2**30:.0f} GiB for inputs and outputs in "
             f"float64; this machine has {available / 2**30:.0f} GiB."
+        )
+    hours = exact_seconds(problem, device) / 3600
+    if hours > _MOST_HOURS:
+        pairs = problem.batch * problem.heads * problem.query * problem.kv
+        where = "CPU" if device == "cpu" else "GPU"
+        raise ProblemError(
+            f"shape {problem.shape} has {pairs:.1e} pairs of a row and a key, whose exact result "
+            f"would take some {hours:,.0f} h on this {where}: ask with fewer rows, keys or heads."
         )
 
 
@@ -425,22 +440,6 @@ def exact_seconds(problem: Problem, device: str) -> float:
     pairs = problem.batch * problem.heads * problem.query * problem.kv
     work = 2 * pairs * (problem.head_dim + problem.value_dim) * (3 if problem.backward else 1)
     return work / _RATES[device]
-
-
-def check_work(problem: Problem, device: str) -> None:
-    """Raise ProblemError when the exact result would take more than an hour or so.
-
-    No one holds all scores of a head, neither the oracle nor a fused kernel: what they need is
-    time. Of a kernel that does hold them its process says that it had no memory.
-    """
-    pairs = problem.batch * problem.heads * problem.query * problem.kv
-    hours = exact_seconds(problem, device) / 3600
-    if hours > _MOST_HOURS:
-        where = "CPU" if device == "cpu" else "GPU"
-        raise ProblemError(
-            f"shape {problem.shape} has {pairs:.1e} pairs of a row and a key, whose exact result "
-            f"would take some {hours:,.0f} h on this {where}: ask with fewer rows, keys or heads."
-        )
 
 
 # ------------------------------------------------------------ one cell by its name
@@ -528,7 +527,7 @@ def _own_spec(
     return Spec.of(text)
 
 
-def recorded_cells(path: str, dtypes: Sequence[str]) -> list[Cell]:
+def recorded_cells(path: str, dtypes: Sequence[str], device: str = "cpu") -> list[Cell]:
     """Return the recorded calls of a safetensors file, in their own dtype or in each of ``dtypes``.
 
     Raises:
@@ -544,7 +543,7 @@ def recorded_cells(path: str, dtypes: Sequence[str]) -> list[Cell]:
     for dtype in dict.fromkeys(dtypes) or (None,):
         for recording in recordings:
             problem = recording.problem(dtype)
-            check_memory(problem)
+            check_size(problem, device)
             _check_range(recording, problem)
             cells.append(Cell(variant=recording.call.name, problem=problem))
     return cells

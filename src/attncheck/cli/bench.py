@@ -185,6 +185,7 @@ def time_kernels(
         dims=options.dims,
         backward=options.backward,
         seed=options.seed,
+        device=device,
     )
     if options.shapes and (options.tables or options.lengths or options.dims):
         raise UsageError("--shape stands in place of --table, --length and --head-dim.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from attncheck.cli import verb
-from attncheck.cli.options import start_worker, typed_command
+from attncheck.cli.options import few_threads, start_worker, typed_command
 from attncheck.cli.standard_output import Interrupts, standard_output
 from attncheck.core.errors import parse_seconds, require_known
 
@@ -107,9 +106,7 @@ def check(
     Exit code 1 when an answer is more than rounding away or the kernel raised, or when no question
     would have noticed a whole class of fault; 5 when it takes none.
     """
-    # Before torch is imported. Its threads wait for each other many times a question, and where
-    # others are using the machine, waiting busily costs twenty times the work.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    few_threads(small=recording is None and flex is None)
     spec = _asked_kernel(spec, flex, recording, shapes)
     if watch:
         return _watched(interrupts, spec)
@@ -211,24 +208,14 @@ def _checked(
         subject_questions,
     )
     from attncheck.verify.kernel_messages import RemoteError
-    from attncheck.verify.remote_kernel import RemoteSubject
     from attncheck.workers.process import Died
 
-    tried = host.subject
-    fresh = not options["names"] or "state" in options["names"]
     with progress(CLAIM_TRIALS, quiet=quiet, check=interrupts.check) as advance:
-
-        def next_trial(what: str) -> None:
-            # The question after these needs a new process, which starts meanwhile.
-            if fresh and isinstance(tried, RemoteSubject):
-                tried.connection.start_next()
-            advance(what)
-
         claims = hold_to_claims(
             host,
             kernel=spec,
             device=device,
-            advance=next_trial,
+            advance=advance,
             expect=ahead.expect,
             asks_beyond=True,
             **options,
@@ -379,13 +366,17 @@ def _asked(
     if recording is None and flex is None:
         return _questions(dtypes, head_dims, names), {}
     prepare(device)  # torch's tracer imports Triton
-    found = _recorded(recording, dtypes) if recording else _flexed(flex, dtypes, shapes, device)
+    found = (
+        _recorded(recording, dtypes, device) if recording else _flexed(flex, dtypes, shapes, device)
+    )
     questions, mods = found
     require_known("question", names, {question.name for question in questions})
     return [one for one in questions if one.name in (names or (one.name,))], mods
 
 
-def _recorded(file: str, dtypes: tuple[str, ...]) -> tuple[list[CheckCase], dict[str, str]]:
+def _recorded(
+    file: str, dtypes: tuple[str, ...], device: str
+) -> tuple[list[CheckCase], dict[str, str]]:
     """A recording's calls, and what a kernel's process needs to know them."""
     from attncheck.cases.check_cases import CheckCase
     from attncheck.cases.variants import recorded_cells
@@ -393,7 +384,7 @@ def _recorded(file: str, dtypes: tuple[str, ...]) -> tuple[list[CheckCase], dict
 
     questions = [
         CheckCase(name=cell.variant, summary=f"call of {file}", case=Case(problem=cell.problem))
-        for cell in recorded_cells(file, dtypes)
+        for cell in recorded_cells(file, dtypes, device)
     ]
     return questions, {"recording": file}
 
@@ -444,6 +435,7 @@ def _flexed(
             distributions=("normal",),
             seed=0,
             backward=backward,
+            device=device,
         )
     ]
     return questions, {"mask" if kind == "mask" else "score": mod}

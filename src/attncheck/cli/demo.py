@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from attncheck.cli import verb
+from attncheck.cli.options import few_threads
 from attncheck.cli.standard_output import Interrupts, standard_output
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def demo(
     """
     if kernel_file is not None:
         return _copy(Path(kernel_file))
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in attncheck check
+    few_threads(small=True)
     from attncheck.core.files import check_names
     from attncheck.subjects.load import load_subject
     from attncheck.verify.environment import prepare, usable_device

@@ -24,7 +24,7 @@ from attncheck.cli.long_runs import (
     time_left,
     worker_places,
 )
-from attncheck.cli.options import typed_command
+from attncheck.cli.options import few_threads, typed_command
 from attncheck.cli.standard_output import Interrupts, show_report, standard_output
 from attncheck.core.errors import UsageError, parse_seconds, require_known
 from attncheck.core.sanitize_text import one_line, shortened
@@ -148,7 +148,7 @@ def faults(interrupts: Interrupts, options: FaultOptions) -> int:
     Exit code 1 when a fault was missed or a control flagged, 3 when not everything could be scored,
     5 when nothing was, 130 when it was interrupted.
     """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in attncheck check
+    few_threads(small=False)
     from attncheck.core.files import check_names
 
     interrupts.check()  # imports take a while, and may have swallowed one

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
 from attncheck.cli import verb
-from attncheck.cli.options import open_host, start_worker, typed_command
+from attncheck.cli.options import few_threads, open_host, start_worker, typed_command
 from attncheck.cli.standard_output import Interrupts, show_report
 from attncheck.core.errors import parse_seconds
 
@@ -39,8 +37,7 @@ def fingerprint(
     Exit code 1 where something is read that differs from what is declared, and is not finer; 5 when
     the kernel takes none of the inputs.
     """
-    # Before torch is imported: see ``attncheck check``.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    few_threads(small=False)
     seconds = parse_seconds(timeout, "--timeout")
     worker = start_worker(kernel, in_process=False)
     from attncheck.cases.variants import check_measured

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import shlex
 import subprocess
@@ -29,7 +28,7 @@ from attncheck.cli.long_runs import (
     time_left,
     worker_places,
 )
-from attncheck.cli.options import typed_command
+from attncheck.cli.options import few_threads, typed_command
 from attncheck.cli.standard_output import Interrupts, standard_output
 from attncheck.core.errors import UnknownName, UsageError, parse_seconds
 from attncheck.core.sanitize_text import one_line, shortened
@@ -159,7 +158,7 @@ def gate(interrupts: Interrupts, options: GateOptions) -> int:
     Exit code 1 when a check failed, 3 when not everything was asked or the gate itself failed, 5
     when nothing was tested, 130 when it was interrupted.
     """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in attncheck check
+    few_threads(small=False)
     from attncheck.core.files import check_names
     from attncheck.records.baseline_entries import read_baseline
     from attncheck.reporting.rendering import GATE_FORMATS, check_format

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from contextlib import ExitStack, closing, contextmanager
@@ -34,6 +35,21 @@ def start_worker(kernel: str, *, in_process: bool, echo: bool = True) -> Worker 
     worker = Worker(KERNEL_SERVER, echo=echo)
     click.get_current_context().call_on_close(lambda: worker.kill(_SECONDS_TO_END))
     return worker
+
+
+def few_threads(*, small: bool) -> None:
+    """Have threads wait idly, and numpy's products one; to be called before either is imported.
+
+    They wait for each other many times a question, and where the kernel's process and this one, or
+    others, want the cores too, waiting busily costs up to twenty times the work.
+
+    Args:
+        small: Whether all that is asked is so small that torch is quickest in one thread too.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    if small:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def typed_command(*, files: Collection[str] = (), argument: str = "") -> str:

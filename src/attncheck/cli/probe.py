@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 from itertools import groupby
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from attncheck.cli import verb
-from attncheck.cli.options import open_host, start_worker
+from attncheck.cli.options import few_threads, open_host, start_worker
 from attncheck.cli.standard_output import Interrupts, standard_output
 from attncheck.core.errors import parse_seconds
 
@@ -85,8 +84,7 @@ def run_probe(
     quiet: bool,
 ) -> tuple[str, Entry, DetectedCapabilities]:
     """The device, the kernel, and what it takes; raises UsageError for what cannot be."""
-    # Before torch is imported: see ``attncheck check``.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    few_threads(small=True)
     seconds = parse_seconds(timeout, "--timeout")
     worker = start_worker(spec, in_process=False)
     from attncheck.cli.long_runs import progress

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from attncheck.cli import verb
-from attncheck.cli.options import start_worker
+from attncheck.cli.options import few_threads, start_worker
 from attncheck.cli.standard_output import Interrupts, standard_output
 from attncheck.core.errors import parse_seconds
 
@@ -69,7 +68,7 @@ def repro(
     Exit code 0 when the answer is right, 1 when it is wrong or the kernel raises, 5 when the kernel
     does not take the problem.
     """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in attncheck check
+    few_threads(small=False)
     from attncheck.records.failures import find_reproduction
     from attncheck.reporting.exit_codes import record_exit_code
     from attncheck.reporting.image_files import check_plots
@@ -113,7 +112,7 @@ def repro(
 
 def _case(kept: Reproduction, device: str) -> Case:
     """Raises UsageError for what is no Case, in one line that says which file has it."""
-    from attncheck.cases.variants import check_memory, check_work
+    from attncheck.cases.variants import check_size
     from attncheck.core.errors import UsageError
     from attncheck.core.sanitize_text import one_line
     from attncheck.inputs.problem import Case
@@ -122,8 +121,7 @@ def _case(kept: Reproduction, device: str) -> Case:
     try:
         case = Case.from_json(kept.case)
         check_question(case.question)
-        check_memory(case.problem)
-        check_work(case.problem, device)
+        check_size(case.problem, device)
     except UsageError as error:
         raise UsageError(f"{one_line(str(kept.source))}: {one_line(str(error))}") from None
     return case

@@ -369,7 +369,7 @@ def _cells(options: RmseOptions, device: str) -> list[Cell]:
     """
     from attncheck.cases.variants import (
         DEFAULT_SHAPES,
-        check_memory,
+        check_size,
         own_variant,
         plan_cells,
         recorded_cells,
@@ -379,12 +379,12 @@ def _cells(options: RmseOptions, device: str) -> list[Cell]:
     if options.recording is not None:
         replaced = ("variants", "mask", "score", "shapes", "distributions", "seed")
         _refuse_with("--inputs", replaced)
-        cells = recorded_cells(options.recording, options.dtypes)
+        cells = recorded_cells(options.recording, options.dtypes, device)
         if options.backward:
             cells = [cell.asking(backward=True) for cell in cells]
             # A backward needs more memory than its forward alone.
             for cell in cells:
-                check_memory(cell.problem)
+                check_size(cell.problem, device)
         return cells
     own = options.mask is not None or options.score is not None
     if own:
@@ -398,6 +398,7 @@ def _cells(options: RmseOptions, device: str) -> list[Cell]:
         distributions=options.distributions or ("normal",),
         seed=options.seed,
         backward=options.backward,
+        device=device,
     )
 
 

@@ -114,10 +114,9 @@ def call_score_mod_with_slope(
         after = _first_that_works(broadcast, mapped)
         if not after.requires_grad:
             return _whole(after, scores), torch.zeros_like(scores)
-        one = after.new_ones(())
-        whole = one.expand_as(after)
         try:
-            (slopes,) = torch.autograd.grad(after, variable, whole, allow_unused=True)
+            # Of the sum: to gradients that it is given torch looks with half a second of imports.
+            (slopes,) = torch.autograd.grad(after.sum(), variable, allow_unused=True)
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             if "derivative" not in reason or "not implemented" not in reason:
@@ -125,7 +124,7 @@ def call_score_mod_with_slope(
             raise ProblemError(f"the score mod has no gradient, torch says: {reason}") from None
     if slopes is None:  # it depends on a captured parameter alone
         slopes = torch.zeros_like(scores)
-    untouched = slopes.data_ptr() == one.data_ptr()
+    untouched = not any(slopes.stride()) and bool((slopes[..., :1] == 1).all())
     return _whole(after.detach(), scores), None if untouched else slopes
 
 

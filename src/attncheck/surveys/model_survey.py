@@ -22,9 +22,10 @@ import torch
 from msgspec.structs import replace
 
 from attncheck import oracles
+from attncheck.cases.variants import check_size
 from attncheck.core.errors import UsageError
 from attncheck.core.mod_spec import NONE
-from attncheck.inputs.problem import Case, short_id
+from attncheck.inputs.problem import Case, Problem, short_id
 from attncheck.inputs.recorded_calls import Call, Recording
 from attncheck.inputs.recording_file import write_calls
 from attncheck.records.failures import KeptFailure, keep_failure
@@ -388,6 +389,10 @@ def _compared(
     spec: str, name: str, size: ModelSize, right: int, advance: Callable[[str], None]
 ) -> _Compared:
     model = make_model(spec, size)
+    config = model.config.get_text_config()
+    heads, width, length = config.num_attention_heads, config.hidden_size, size.length
+    shape = {"batch": size.batch, "heads": heads, "query": length, "head_dim": width // heads}
+    check_size(Problem(**shape, dtype=size.dtype, backward=True), size.device)
     prompt = draw_tokens(model, size)
 
     def exactly(_: CallPlace, inputs: Inputs) -> Outputs:

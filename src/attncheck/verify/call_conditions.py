@@ -19,7 +19,7 @@ from attncheck.inputs.input_tensors import Inputs
 from attncheck.inputs.problem import Case
 from attncheck.probes import PROBES
 from attncheck.subjects.capabilities.subject import Call, Subject
-from attncheck.subjects.conventions.function_subject import LEAVES_MODES
+from attncheck.subjects.conventions.function_subject import LEAVES_MODES, REFILLED
 from attncheck.verify.further_calls import compare_bits, repeat_calls
 from attncheck.verify.memory_patterns import (
     BEYOND,
@@ -212,6 +212,7 @@ class EarlierCalls:
     """What earlier calls of a sequence leave to the next ones."""
 
     memory: list[Placed] = field(default_factory=list)
+    passed: list[torch.Tensor] = field(default_factory=list)  # to the last one: see ``REFILLED``
     # What each returned, held as its caller may hold it, and a copy made at once.
     returned: list[tuple[Outputs, Outputs]] = field(default_factory=list)
 
@@ -266,6 +267,8 @@ class ConditionedCall:
                 if self._first is not None:  # what earlier calls set may be what this one sets
                     restore_process(self._first, self._device)
                 self._before = process_state(self._device)
+            if self._calls is not None:
+                stack.callback(REFILLED.reset, REFILLED.set(self._calls.passed))
             # A GPU's allocator has no such flag: what it has free is filled instead.
             if self._device.type == "cpu":
                 self._allocator = stack.enter_context(allocator_filled(self._under.fill))

@@ -27,6 +27,7 @@ from attncheck.subjects.capabilities.subject import Subject
 from attncheck.subjects.conventions.convention import ConventionOptions
 from attncheck.subjects.terms import Terms
 from attncheck.verify.executor import ENDS_CALLER, Executor, Failure, InProcess, Origin
+from attncheck.verify.isolated import IsolatedExecutor
 from attncheck.verify.kernel_hosts import on_terms
 from attncheck.verify.question_fit import adapted_problems
 from attncheck.verify.run_case import run_case
@@ -473,6 +474,11 @@ class Detection:
         if answer.verdict == "takes":
             self._taken.append(problem)
         return answer.verdict
+
+    def expect(self, problem: Problem) -> None:
+        """Have the kernel called on the Problem that is asked after the next, meanwhile."""
+        if isinstance(self._executor, IsolatedExecutor) and self._subject is not None:
+            self._executor.expect(self._subject, Case(problem=problem))
 
     def verdict(self, problem: Problem) -> Verdict:
         """Return what it does with a Problem, which is no trial of its own."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -429,7 +430,8 @@ def find_claims(
 
 def _try_unclaimed(detection: Detection, base: Problem, device: str) -> None:
     deaths = 0
-    for trial in _trials(base, detection.result(base).convention, device):
+    trials = [*_trials(base, detection.result(base).convention, device)]
+    for trial, following in itertools.zip_longest(trials, trials[1:]):
         problem = trial.of(base)
         answers = detection.result(base).tried
         # One row is a length of 1, which may be no multiple of what it takes.
@@ -445,6 +447,9 @@ def _try_unclaimed(detection: Detection, base: Problem, device: str) -> None:
         graded = any(one.aspect == "backward" and one.verdict == "takes" for one in answers)
         if trial.aspect == "strides" and problem.backward and not graded:
             continue
+        # What of these is asked next does not hang on the answers.
+        if following and trial.aspect == following.aspect in {"dtypes", "head_dims", "lengths"}:
+            detection.expect(following.of(base))
         detection.ask(trial.aspect, trial.what, problem, trial.question)
         last = detection.result(base).tried[-1]
         # A kernel for decoding counts the rows of all heads that share keys.

@@ -112,10 +112,18 @@ class IsolatedExecutor:
         Without an origin the tensors travel, each contiguous; raises HostError where no process can
         be had.
         """
-        if under.state and not self._connection.new:
-            self._connection.end()  # what earlier calls changed there, nobody can surely put right
-        words = _run_words(subject, origin, under, timed=timed)
-        return self._run(subject, inputs, words, calls=under.calls + under.window + timed)
+        words, new = _run_words(subject, origin, under, timed=timed), self._connection.new
+        calls = under.calls + under.window + timed
+        result = self._run(subject, inputs, dict(words), calls=calls)
+        if isinstance(result, Failure):
+            final = result.kind in _FATAL  # who asks starts a new one itself
+        else:
+            final = not (result.notes.wrong or result.notes.remark)
+        if final or new or not under.state:
+            return result
+        # What earlier calls changed there, nobody can surely put right: it may be no fault of this.
+        self._connection.end()
+        return self._run(subject, inputs, words, calls=calls)
 
     def keep(self, subject: Subject, inputs: Inputs, *, graph: bool) -> Execution | Failure:
         """As ``run`` without an origin; its process keeps the call, and is not replaced by then."""

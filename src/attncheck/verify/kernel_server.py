@@ -103,7 +103,8 @@ class KernelServer:
         self._subject: Subject | None = None
         self._candidate: Candidate | None = None
         self._device = "cpu"
-        self._state: State = {}  # as it was loaded, but for what makes each call another draw
+        self._state: State = {}  # as it was loaded
+        self._left: dict[str, None] = {}  # what calls have changed of it
         # Whoever asks compares them with the digests of its own inputs.
         self._executor = InProcess(digests=True)
         self._compiling = Compiling()
@@ -165,8 +166,7 @@ class KernelServer:
             prepare(self._device)
             convention = words["convention"] or None
             self._candidate, self._subject = load_kernel(words["kernel"], convention)
-            state = process_state(torch.device(self._device))
-            self._state = {n: part for n, part in state.items() if "random generator" not in n}
+            self._state = process_state(torch.device(self._device))
             # The import of a kernel is often the first to import Triton.
             self._compiling.listen()
             return Frame(kind="described", words=describe_subject(self._subject))
@@ -216,7 +216,9 @@ class KernelServer:
         """Call the kernel on what a Case draws, or on the inputs that ``data`` holds."""
         kernel, origin = self._one(words["launch"]), None
         # Else what an earlier call has left, such as a default device, would break our drawing.
-        restore_process(self._state, torch.device(self._device))
+        # Not its random numbers: a kernel that draws some is to draw others in each call.
+        left = restore_process(self._state, torch.device(self._device), generators=False)
+        self._left.update(dict.fromkeys(left))
         if data:
             inputs = unpack_inputs(words["inputs"], data, self._device)
         else:
@@ -242,6 +244,8 @@ class KernelServer:
             return _failed(Failure(kind="crash", message=f"its process lost the GPU: {message}"))
         if isinstance(result, Failure):
             return _failed(result)
+        if words.get("under", {}).get("state") and self._left:
+            result.notes.remark = f"an earlier call changed {', '.join(self._left)}"
         compiling = self._compiling.seconds - compiled
         return _ran(result, problem, drawn=before, compiling=compiling)
 

@@ -190,12 +190,18 @@ def changed_parts(before: State, after: State) -> list[str]:
     return [name for name, value in before.items() if after[name] != value]
 
 
-def restore_process(before: State, device: torch.device) -> None:
-    """Make all that has changed what it was, as far as that is possible."""
-    for name in changed_parts(before, process_state(device)):
+def restore_process(before: State, device: torch.device, *, generators: bool = True) -> list[str]:
+    """Make all that has changed what it was, as far as that is possible; return its names.
+
+    Args:
+        generators: Whether also generators of random numbers.
+    """
+    changed = changed_parts(before, process_state(device))
+    for name in changed:
         write = _parts(device)[name].write
-        if write is not None:
+        if write is not None and (generators or "random generator" not in name):
             write(before[name])
+    return changed
 
 
 WINDOWS = 3  # windows of calls in each of which what leaks is more than before

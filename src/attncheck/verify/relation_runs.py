@@ -250,7 +250,11 @@ def _wrong_turn(
     finding = wrong(1)
     if finding is None or wrong(0) is not None:
         return None
-    what = f"{describe_turn(inputs, 1)}, is not exact attention as call 1 was"
+    how = "is not exact attention as call 1 was"
+    first, second = (each.outputs for each in executions[:2])
+    if first.out.shape == second.out.shape and compare_outputs(second, first, None) is None:
+        how = "returns the result of an earlier call on the same tensors"
+    what = f"{describe_turn(inputs, 1)}, {how}"
     return dataclasses.replace(finding, what=what)
 
 

@@ -190,11 +190,6 @@ class KernelConnection:
             with suppress(Died):  # which asking raises again
                 self._worker.send(Frame(kind=kind, words=words), seconds=seconds)
 
-    def start_next(self) -> None:
-        """Start the process that takes the place of this one: it imports torch meanwhile."""
-        if self._ahead is None:
-            self._ahead = self._new_worker()
-
     def hold(self, terms: Terms) -> dict[str, Any]:
         """Ask the kernel on other terms from now on, also in later processes; it says what it is.
 
@@ -230,11 +225,7 @@ class KernelConnection:
         if worker is not None:
             worker.end(self.deadlines.close)
 
-    def close(self) -> None:
-        """Let it end, and the next one that was started."""
-        self.end()
-        if self._ahead is not None:
-            self._ahead.kill(self.deadlines.close)
+    close = end
 
     def kill(self) -> None:
         """The same, at once."""
@@ -242,20 +233,17 @@ class KernelConnection:
         if worker is not None:
             worker.kill(self.deadlines.close)
 
-    def _new_worker(self) -> Worker:
-        return Worker(
+    def _start(self) -> dict[str, Any]:
+        import torch
+
+        ahead, self._ahead = self._ahead, None
+        self._worker = ahead or Worker(
             KERNEL_SERVER,
             environment=self._environment,
             folder=self._folder,
             paths=self._paths,
             echo=self._echo,
         )
-
-    def _start(self) -> dict[str, Any]:
-        import torch
-
-        ahead, self._ahead = self._ahead, None
-        self._worker = ahead or self._new_worker()
         self.started, self._cases, self.asked = self.started + 1, 0, {}
         try:
             self._exchange("start", {}, self.deadlines.start)
@@ -294,7 +282,10 @@ class KernelConnection:
             if sent == (self._worker, kind, words):
                 frame = None
             elif sent is not None and sent[0] is self._worker:  # nobody has waited for it
-                self._worker.exchange(None, seconds=seconds, most=_LARGEST, what="with outputs")
+                try:
+                    self._worker.exchange(None, seconds=seconds, most=_LARGEST, what="with outputs")
+                except Died:  # of what it was not asked
+                    self._start()
             return self._worker.exchange(frame, seconds=seconds, most=most, what=_REQUESTS[kind])
         except BaseException:  # it died, or we were interrupted: it is killed
             self._worker = None

@@ -66,8 +66,29 @@ class Leaf:
 
 def _adjoint(changed: torch.Tensor, source: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """The gradient of ``source`` from that of what it was changed to; may be called again."""
-    (result,) = torch.autograd.grad(changed, source, gradient, retain_graph=True)
+    (result,) = torch.autograd.grad(_loss([changed], [gradient]), source, retain_graph=True)
     return result
+
+
+class _Loss(torch.autograd.Function):
+    """A number whose gradients with respect to some results are those that it is given.
+
+    To torch's own ``grad_outputs`` it looks with half a second of imports.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[torch.Tensor], *results: torch.Tensor) -> torch.Tensor:
+        ctx.gradients = gradients
+        return results[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return (None, *ctx.gradients)
+
+
+def _loss(results: list[torch.Tensor], gradients: list[torch.Tensor]) -> torch.Tensor:
+    with torch.enable_grad():
+        return _Loss.apply(gradients, *results)  # type: ignore[no-any-return, no-untyped-call]  # torch's
 
 
 class GradientCall:
@@ -150,9 +171,8 @@ class GradientCall:
             if not lse.requires_grad:
                 raise Refused("its LSE has no gradient")
             results, gradients = [out, lse], [self._dout, self._dlse]
-        of_leaves = torch.autograd.grad(
-            results, [leaf.tensor for leaf in self._leaves], gradients, allow_unused=True
-        )
+        leaves = [leaf.tensor for leaf in self._leaves]
+        of_leaves = torch.autograd.grad(_loss(results, gradients), leaves, allow_unused=True)
         for leaf, gradient in zip(self._leaves, of_leaves, strict=True):
             if gradient is None and leaf.name == "dsink":  # many kernels take sinks as constants
                 raise Refused("its result has no gradient with respect to its sinks")
