@@ -8,13 +8,12 @@ import torch
 from msgspec.structs import replace
 from tests.messages import one_line
 
-from attncheck.cases.variants import check_size
 from attncheck.cli import attncheck
 from attncheck.cli.standard_output import Interrupts
 from attncheck.core.errors import ProblemError, UsageError
 from attncheck.core.mod_spec import Spec
 from attncheck.diagnose.reproduce import new_failure, run_again
-from attncheck.inputs.problem import Case, Problem
+from attncheck.inputs.problem import Case, Problem, check_size
 from attncheck.records.failures import keep_failure
 from attncheck.reporting.diagnosis_text import kept_failure_text
 from attncheck.subjects.load import load_subject

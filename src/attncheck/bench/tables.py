@@ -6,10 +6,10 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from attncheck.cases.variants import FURTHER, VARIANTS, Shape, check_size
+from attncheck.cases.variants import FURTHER, VARIANTS, Shape
 from attncheck.core.errors import UsageError, require_known
 from attncheck.core.formats import DTYPES
-from attncheck.inputs.problem import Problem
+from attncheck.inputs.problem import Problem, check_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,7 +7,6 @@ of a plan under its variant's name (``plan_cells``).
 from __future__ import annotations
 
 import itertools
-import os
 import re
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,7 +22,7 @@ from attncheck.core.formats import DTYPES, round_to
 from attncheck.core.mod_spec import FULL, NONE, Entry, Spec
 from attncheck.core.paged_layout import Paging
 from attncheck.inputs.distributions import DISTRIBUTIONS, Sizes
-from attncheck.inputs.problem import SOFTMAX_DTYPES, Problem, head_arrangement
+from attncheck.inputs.problem import SOFTMAX_DTYPES, Problem, check_size, head_arrangement
 from attncheck.mods.masks import MASKS
 from attncheck.mods.scores import SCORES
 
@@ -398,48 +397,6 @@ def check_measured(dtype: str) -> None:
     measured = [name for name, d in DTYPES.items() if d.measured]
     if dtype not in measured:
         raise UnknownName("dtype", dtype, measured)
-
-
-def check_size(problem: Problem, device: str) -> None:
-    """Raise ProblemError where inputs do not fit, or the exact result would take over an hour.
-
-    Inputs alone, in float64 while drawn: no one holds all scores of a head, neither the oracle nor
-    a fused kernel. What they need is time; of a kernel that does hold them its process says that it
-    had no memory.
-    """
-    dims = problem.head_dim + problem.value_dim
-    numbers = dims * (problem.query * problem.heads + problem.kv * problem.kv_heads)
-    if problem.operation == "softmax":
-        numbers = 2 * problem.heads * problem.query * problem.kv
-    # A backward has a gradient for each of them.
-    needed = 8 * problem.batch * numbers * (2 if problem.backward else 1)
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > available:
-        raise ProblemError(
-            f"shape {problem.shape} needs {needed / 2**30:.0f} GiB for inputs and outputs in "
-            f"float64; this machine has {available / 2**30:.0f} GiB."
-        )
-    hours = exact_seconds(problem, device) / 3600
-    if hours > _MOST_HOURS:
-        pairs = problem.batch * problem.heads * problem.query * problem.kv
-        where = "CPU" if device == "cpu" else "GPU"
-        raise ProblemError(
-            f"shape {problem.shape} has {pairs:.1e} pairs of a row and a key, whose exact result "
-            f"would take some {hours:,.0f} h on this {where}: ask with fewer rows, keys or heads."
-        )
-
-
-# Products a second of the exact result, in float64: one thread of a CPU had 1.2e10 (8192 rows and
-# keys, November 2026); a GPU's tensor cores have thousands of times that.
-_RATES = {"cpu": 1e10, "cuda": 1e13}
-_MOST_HOURS = 1.0
-
-
-def exact_seconds(problem: Problem, device: str) -> float:
-    """Return about how long the exact result takes on a ``cpu`` or ``cuda``."""
-    pairs = problem.batch * problem.heads * problem.query * problem.kv
-    work = 2 * pairs * (problem.head_dim + problem.value_dim) * (3 if problem.backward else 1)
-    return work / _RATES[device]
 
 
 # ------------------------------------------------------------ one cell by its name

@@ -112,10 +112,9 @@ def repro(
 
 def _case(kept: Reproduction, device: str) -> Case:
     """Raises UsageError for what is no Case, in one line that says which file has it."""
-    from attncheck.cases.variants import check_size
     from attncheck.core.errors import UsageError
     from attncheck.core.sanitize_text import one_line
-    from attncheck.inputs.problem import Case
+    from attncheck.inputs.problem import Case, check_size
     from attncheck.verify.question_fit import check_question
 
     try:

@@ -367,13 +367,8 @@ def _cells(options: RmseOptions, device: str) -> list[Cell]:
 
     Raises ProblemError where gradients of recorded inputs are asked for and cannot be.
     """
-    from attncheck.cases.variants import (
-        DEFAULT_SHAPES,
-        check_size,
-        own_variant,
-        plan_cells,
-        recorded_cells,
-    )
+    from attncheck.cases.variants import DEFAULT_SHAPES, own_variant, plan_cells, recorded_cells
+    from attncheck.inputs.problem import check_size
     from attncheck.verify.environment import prepare
 
     if options.recording is not None:

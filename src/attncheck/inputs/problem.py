@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -393,3 +394,39 @@ def head_arrangement(problem: Problem) -> str:
     if problem.kv_heads == problem.heads:
         return "MHA"
     return "MQA" if problem.kv_heads == 1 else "GQA"
+
+
+# Products a second of the exact result, in float64: one thread of a CPU had 1.2e10 (8192 rows and
+# keys, November 2026); a GPU's tensor cores have thousands of times that.
+_RATES = {"cpu": 1e10, "cuda": 1e13}
+_MOST_HOURS = 1.0
+
+
+def check_size(problem: Problem, device: str) -> None:
+    """Raise ProblemError where inputs do not fit, or the exact result would take over an hour.
+
+    Inputs alone, in float64 while drawn: no one holds all scores of a head, neither the oracle nor
+    a fused kernel. What they need is time; of a kernel that does hold them its process says that it
+    had no memory.
+    """
+    dims = problem.head_dim + problem.value_dim
+    numbers = dims * (problem.query * problem.heads + problem.kv * problem.kv_heads)
+    if problem.operation == "softmax":
+        numbers = 2 * problem.heads * problem.query * problem.kv
+    # A backward has a gradient for each of them.
+    needed = 8 * problem.batch * numbers * (2 if problem.backward else 1)
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > available:
+        raise ProblemError(
+            f"shape {problem.shape} needs {needed / 2**30:.0f} GiB for inputs and outputs in "
+            f"float64; this machine has {available / 2**30:.0f} GiB."
+        )
+    pairs = problem.batch * problem.heads * problem.query * problem.kv
+    products = 2 * pairs * dims * (3 if problem.backward else 1)
+    hours = products / _RATES[device] / 3600
+    if hours > _MOST_HOURS:
+        where = "CPU" if device == "cpu" else "GPU"
+        raise ProblemError(
+            f"shape {problem.shape} has {pairs:.1e} pairs of a row and a key, whose exact result "
+            f"would take some {hours:,.0f} h on this {where}: ask with fewer rows, keys or heads."
+        )

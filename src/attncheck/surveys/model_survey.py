@@ -22,10 +22,9 @@ import torch
 from msgspec.structs import replace
 
 from attncheck import oracles
-from attncheck.cases.variants import check_size
 from attncheck.core.errors import UsageError
 from attncheck.core.mod_spec import NONE
-from attncheck.inputs.problem import Case, Problem, short_id
+from attncheck.inputs.problem import Case, Problem, check_size, short_id
 from attncheck.inputs.recorded_calls import Call, Recording
 from attncheck.inputs.recording_file import write_calls
 from attncheck.records.failures import KeptFailure, keep_failure
