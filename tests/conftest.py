@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -71,6 +72,29 @@ _QUICK = (
     "workers/test_shards.py",
 )
 
+# Sweeps of dear tests: of each the README's command runs one in so many, ``pytest -m slow`` the
+# others. A sweep shows one thing of many kernels, faults or rows; what shows another thing is none.
+_SLOW = {
+    "cases/test_crossed.py::test_a_fault_of_one_value_is_shown": 3,
+    "cases/test_crossed.py::test_a_right_function_passes_all_of_it": 3,
+    "diagnose/test_confirmation.py::test_a_fault_is_named_and_without_its_model_never_another": 3,
+    "fault_models/test_fault_models.py::test_a_kernel_with_the_fault_is_named": 4,
+    "faults/test_catalogue.py::test_it_is_planted_and_gives_an_answer_of_the_right_shape": 3,
+    "hostile/test_hostile.py::test_it_ends_as_the_table_says": 3,
+    "judge/test_gradients_of_kernels.py::test_a_right_backward_is_within": 3,
+    "kernels/test_hopper.py::test_backwards_fit_and_hardly_spill": 4,
+    "kernels/test_hopper.py::test_flash3_fits_and_hardly_spills": 3,
+    "probes/test_right_kernels.py::test_a_scale_that_is_rounded_into_the_operands": 4,
+    "probes/test_right_kernels.py::test_no_probe_asks_for_more_than_every_right_design_gives": 4,
+    "probes/test_right_kernels.py::test_the_bound_finds_nothing": 3,
+    "probes/test_right_kernels.py::test_the_exact_rule_finds_nothing": 4,
+    "relations/test_right_kernels.py::test_other_right_kernels_pass": 3,
+    "relations/test_right_kernels.py::test_the_ideal_kernel_passes": 4,
+    "verify/test_long_sums.py::test_it_is_seen_in_tiles_of_any_usual_size": 3,
+    "verify/test_long_sums.py::test_right_kernels_pass": 4,
+    "verify/test_long_sums.py::test_sums_of_fp8_products_are_seen": 3,
+}
+
 _FEATURES = """
 try:
     from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__
@@ -90,13 +114,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of ``pytest -m quick``."""
+    """Mark the tests of ``pytest -m quick`` and of ``pytest -m slow``."""
     here = Path(__file__).parent
+    places: Counter[str] = Counter()
     for item in items:
         if item.path.is_relative_to(here):
             name = f"{item.path.relative_to(here).as_posix()}::{item.name}"
             if any(name.startswith((f"{each}::", f"{each}[")) or name == each for each in _QUICK):
                 item.add_marker("quick")
+            sweep = name.partition("[")[0]
+            if places[sweep] % _SLOW.get(sweep, 1):
+                item.add_marker("slow")
+            places[sweep] += 1
 
 
 def _python(code: str, **environment: str) -> str:
@@ -160,24 +189,10 @@ def shared_evidence():
 
     Not where a test changes an oracle or the judge.
     """
-    from attncheck.diagnose import confirmation, diagnosis, out_of_bounds_reads
-    from attncheck.verify import evidence_builder, run_case, verify
-
-    build, kept = evidence_builder.EvidenceBuilder, {}
-
-    def shared(case, device, *given, **more):
-        if given or more:
-            return build(case, device, *given, **more)
-        key = case.id, device
-        if key not in kept:
-            if len(kept) == 64:  # the oldest
-                del kept[next(iter(kept))]
-            kept[key] = build(case, device)
-        return kept[key]
+    from tests.kept_evidence import Kept
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (confirmation, diagnosis, out_of_bounds_reads, verify, run_case):
-            patch.setattr(module, "EvidenceBuilder", shared)
+        Kept(64).stands_in(patch.setattr)
         yield
 
 

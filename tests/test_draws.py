@@ -152,7 +152,7 @@ def test_integers_below_a_power_of_two_are_the_leading_bits(power):
 
 @given(st.integers(1, 2**32 - 1))
 def test_integers_are_the_high_half_of_the_product(bound):
-    raw = next(Draws(7)._chunks("a", np.empty(16)))[1]
+    raw = Draws(7)._filled("a", np.empty(16, np.uint64), lambda bits, part: np.copyto(part, bits))
     expected = [int(number) * bound >> 64 for number in raw]
     assert Draws(7).integers("a", (16,), bound).tolist() == expected
 
@@ -175,3 +175,15 @@ def test_normal_is_the_quantile_at_the_break_points(break_point):
     numbers = normal_of(list(range(at - 50, at + 50)))
     exact = np.array([QUANTILE(m * 2.0**-53) for m in range(at - 50, at + 50)])
     assert (abs(numbers - exact) <= ACKLAM * abs(exact)).all()
+
+
+@pytest.mark.parametrize("size", [draws._SPAN + 1, 3 * draws._SPAN - 5])
+def test_what_is_drawn_in_threads_has_the_bits_of_one_thread(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each span starts its generator where the one before it ends."""
+    in_threads = Draws(7).normal("q", (size,)), Draws(7).integers("k", (size,), 1000)
+    monkeypatch.setattr(draws, "_SPAN", size)
+    alone = Draws(7).normal("q", (size,)), Draws(7).integers("k", (size,), 1000)
+    for one, other in zip(in_threads, alone, strict=True):
+        assert (one == other).all()

@@ -427,6 +427,16 @@ def test_the_page_has_a_table_of_all_inputs():
     assert named == list(ACTION["inputs"])
 
 
+def test_every_sweep_of_the_slow_ones_is_there():
+    """Of one that has another name all tests would run, or none of ``-m slow``."""
+    text = (ROOT / "tests" / "conftest.py").read_text().partition("_SLOW = {")[2].partition("}")[0]
+    sweeps = re.findall(r'^    "(.+)::(\w+)": \d,$', text, re.M)
+    assert len(sweeps) == text.count("::")
+    for file, test in sweeps:
+        source = (ROOT / "tests" / file).read_text()
+        assert re.search(rf"@pytest\.mark\.parametrize\([^@]*\ndef {test}\(", source), test
+
+
 def test_every_file_of_the_quick_subset_is_there():
     """A file that is gone would leave ``pytest -m quick`` with nothing, and say so to nobody."""
     text = (ROOT / "tests" / "conftest.py").read_text()

@@ -1,6 +1,7 @@
 """A Python that has imported what takes long, and runs each command in a fork of itself.
 
-Importing torch is most of the time that a small command takes. ``Servers.run`` takes a command as
+Importing torch is most of the time that a small command takes, and what a plain function is tried
+on first is most of the rest (``kept_evidence.py``). ``Servers.run`` takes a command as
 ``subprocess.run`` does: it has a process, a folder, an environment and descriptors of its own, and
 ends as Python ends. Only what it imports first may be there already, so a test of imports, of
 descriptors or of signals starts a real Python, and so does at least one test of each verb.
@@ -13,6 +14,7 @@ import contextlib
 import gc
 import hashlib
 import importlib
+import importlib.util
 import inspect
 import itertools
 import json
@@ -31,6 +33,7 @@ import types
 from collections.abc import Mapping
 from pathlib import Path
 
+_KEPT = Path(__file__).with_name("kept_evidence.py")
 # What Python reads when it starts, or a module when it is imported: servers differ in it.
 _READ_EARLY = ("PYTHON", "OMP_", "MKL_", "NPY_", "OPENBLAS_", "TRITON_INTERPRET")
 _READ_LATE = {"PYTHONPATH"}  # by the fork
@@ -39,22 +42,21 @@ _READ_LATE = {"PYTHONPATH"}  # by the fork
 _HEAVY = ("torch", "torch.nn.attention.flex_attention", "sympy", "networkx", "mpmath", "ml_dtypes")
 # Imports Triton: where the environment says that it is interpreted, whoever imports it.
 _HEAVY_IF_INTERPRETED = ("torch._dynamo",)
-# pytest rewrites what is imported under it, the plugins attncheck and Hypothesis too.
+_ROOMS = (
+    "attncheck.diagnose.diagnosis",
+    "attncheck.verify.claims",
+    "attncheck.verify.evidence_builder",
+    "attncheck.verify.executor",
+    "attncheck.verify.kernel_server",
+    "attncheck.reporting.rendering",
+    "attncheck.verify.verify",
+    "attncheck.workers.worker_main",
+    "attncheck.subjects.capabilities.configuration",
+)
+# Plugins, Hypothesis among them, pytest wants to import itself, to rewrite their assertions.
 _OWN = {
-    "attncheck": (
-        "attncheck.cli.check",
-        "attncheck.cases.strategies.problems",
-        "attncheck.diagnose.diagnosis",
-        "attncheck.verify.claims",
-        "attncheck.verify.evidence_builder",
-        "attncheck.verify.executor",
-        "attncheck.verify.kernel_server",
-        "attncheck.reporting.rendering",
-        "attncheck.verify.verify",
-        "attncheck.workers.worker_main",
-        "attncheck.subjects.capabilities.configuration",
-    ),
-    "pytest": (),
+    "attncheck": (*_ROOMS, "attncheck.cases.strategies.problems", "attncheck.cli.check"),
+    "pytest": _ROOMS,
 }
 
 
@@ -79,17 +81,19 @@ class Servers:
         env: Mapping[str, str] | None = None,
         timeout: float | None = None,
         forks: bool = True,
+        keeps: bool = True,
     ) -> subprocess.CompletedProcess[str]:
         """What ``python -m module …`` says, and how it ends; or ``python module.py`` or ``-c``.
 
         With ``forks`` the workers that it starts are forks of it: they import nothing anew either.
         Not with a GPU, which no fork can use. The fixture ``forked_workers`` does so in a test.
+        With ``keeps`` it has what the server keeps of exact results.
         """
         env = dict(os.environ if env is None else env)
         forks = forks and not sees_gpu(env)
         address = self.start(module, env)
         words = [module, *arguments]
-        asked = {"words": words, "cwd": str(cwd), "env": env, "forks": forks}
+        asked = {"words": words, "cwd": str(cwd), "env": env, "forks": forks, "keeps": keeps}
         with socket.socket(socket.AF_UNIX) as line, _file() as out, _file() as err:
             line.settimeout(timeout)
             line.connect(str(address))
@@ -300,10 +304,19 @@ if __name__ == "__main__":
     sys.path.pop(0)  # this folder
     for _name in sys.argv[2:]:
         importlib.import_module(_name)
+    # Else pytest would warn that it is imported already: it is a plugin's package.
+    sys.modules["attncheck"].__doc__ += "\nPYTEST_DONT_REWRITE"
+    _kept = None
+    if "attncheck.cli.check" in sys.argv[2:] and not sees_gpu(os.environ):
+        _spec = importlib.util.spec_from_file_location("kept_evidence", _KEPT)
+        _spec.loader.exec_module(_module := importlib.util.module_from_spec(_spec))
+        _kept = _module.keep_for_forks()
     gc.collect()
     gc.freeze()  # what is here stays, and forks share it
     _request, _descriptors = _serve(sys.argv[1])
     _become(_request, _descriptors)
     if _request["forks"]:
         subprocess.Popen = Forked
+    if _kept and not _request["keeps"]:
+        _kept.steps_down()
     _end(_exit_code(_request["words"]))

@@ -251,6 +251,24 @@ def test_what_fails_beyond_what_a_kernel_takes_is_asked_beyond_it():
     assert (found.level, found.ranked[0].model) == ("named", "tail-unmasked")
 
 
+def test_a_problem_that_is_taken_by_itself_is_asked_with_other_numbers():
+    """Planted: of ragged lengths only the numbers of the failure are taken."""
+
+    class Padded(Ideal):
+        name = "padded"
+
+        def inside(self, keys, kv):
+            return torch.ones_like(keys, dtype=torch.bool)
+
+        def unsupported(self, problem, device):
+            return "too ragged" if problem.kv % 128 and problem.seed else None
+
+    record = run_case(Padded(), Case(problem=PLAIN.replace(seed=0)), device="cpu")
+    assert record.status == "fail"
+    found = diagnose_failure(record, Padded(), device="cpu").diagnosis
+    assert (found.level, found.ranked[0].model) == ("named", "tail-unmasked")
+
+
 def test_a_loop_that_is_wrong_under_a_mask_alone_is_right_without_one():
     """Planted: what passed without a mask must not contradict it."""
 

@@ -118,6 +118,17 @@ def test_rows_of_zeros_are_off_by_no_factor(monkeypatch):
     assert told(monkeypatch, call, PLAIN.replace(kv=128)).family == ""
 
 
+def test_what_the_first_sequence_has_right_is_no_factor(monkeypatch):
+    """Planted: the second one's output is off by a factor, as one is that reads another's."""
+
+    def call(run, inputs):
+        outputs = run(inputs)
+        factors = 1.0 + 0.5 * torch.arange(inputs.problem.batch).view(-1, 1, 1, 1)
+        return Outputs((outputs.out.float() * factors).to(outputs.out.dtype), outputs.lse)
+
+    assert told(monkeypatch, call, PLAIN.replace(kv=128)).family == FAMILIES["mapping"]
+
+
 def test_a_first_tile_that_is_gone_may_have_been_rescaled_by_0(monkeypatch):
     """Planted: of two tiles the last alone counts, in the output and in LSE."""
 

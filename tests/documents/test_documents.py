@@ -21,7 +21,8 @@ _LARGEST_IMAGE = 300_000  # bytes
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_every_snippet_does_what_it_says(run_snippets, name):
-    run = run_snippets(ROOT / name, fresh=name == "README.md")
+    # One of them as in a user's shell: elsewhere that is the most of its time.
+    run = run_snippets(ROOT / name, fresh=name == "docs/reference/reports.md")
     assert run.returncode == 0, run.stderr
 
 

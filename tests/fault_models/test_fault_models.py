@@ -18,7 +18,7 @@ from attncheck import oracles
 from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
 from attncheck.diagnose.explanations import explain
-from attncheck.fault_models import FAULT_MODELS
+from attncheck.fault_models import FAULT_MODELS, RIGHT
 from attncheck.fault_models.exact_attention import TRIED_TILES, ExactAttention, ExactGradients
 from attncheck.fault_models.fault_model import SIGNS
 from attncheck.faults.catalogue import FAULTS
@@ -92,6 +92,29 @@ def test_a_mask_one_key_too_wide_is_named_where_the_loop_ends_with_its_block(siz
     assert (first.name, first.all) == ("mask-one-key-wider", True)
 
 
+def test_without_a_slip_splits_are_merged_to_the_exact_result():
+    call = ExactAttention(draw_inputs(Problem(query=9, kv=150, head_dim=16, dtype="bf16")))
+    forms = list(call.by_tile(RIGHT))
+    assert {parameters.get("splits") for _, parameters in forms} == {None, 2, 3, 4}
+    for outputs, _ in forms:
+        torch.testing.assert_close(outputs.out, call.exact.out)
+        torch.testing.assert_close(outputs.lse, call.exact.lse)
+
+
+def test_rows_of_zeros_are_no_bias_and_not_certainly_unwritten():
+    """Planted: values are not there for rows of all blocks but the first; or for none."""
+    problem = Problem(query=77, kv=40, head_dim=16, dtype="bf16")
+    evidence = EvidenceBuilder(Case(problem=problem), "cpu")
+    evidence.establish(reference_errors=False)
+    call = ExactAttention(evidence.inputs)
+    for first in (0, 64):
+        gone = (call.i[..., 0] >= first).expand(call.shape[:3])
+        found = explain(execution(problem, call.with_out(gone, 0.0)), evidence)
+        equals = [one.name for one in found.ranking[: count_equals(found.ranking)]]
+        assert "values-missing" in equals
+        assert "normaliser-biased" not in equals
+
+
 @pytest.mark.parametrize("number", range(0, len(PROBLEMS), 2))
 def test_a_right_kernel_has_none(number):
     found = exact(number)
@@ -120,7 +143,7 @@ FEATURES = (
 )  # fmt: skip
 # What nobody asked for, or what masks the end of a tile or the tiles' first maximum.
 NOT_OF_THE_PROBLEM = {"causal-always", "mask-times-infinity", "scale-of-zero-after-mask"}
-NOT_OF_THE_PROBLEM |= {"tail-unmasked"}
+NOT_OF_THE_PROBLEM |= {"tail-unmasked", "only-padding-counts"}
 
 
 @pytest.mark.parametrize("name", FAULT_MODELS)

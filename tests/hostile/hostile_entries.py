@@ -132,7 +132,9 @@ def run(entry: Entry, folder: Path, servers: Servers) -> subprocess.CompletedPro
         if not entry.fresh:
             # Not of this folder, lest the server seem to be left behind.
             servers.start("attncheck", {**env, "HOME": "/", "TMPDIR": ""})
-            return servers.run(*words[2:], cwd=work, env=env, timeout=_SECONDS, forks=True)
+            # What a kernel may change before it is needed is not made before it is asked.
+            keeps = entry.family != "Kernels that patch the judge"
+            return servers.run(*words[2:], cwd=work, env=env, timeout=_SECONDS, keeps=keeps)
     return subprocess.run(
         words,
         cwd=work,
@@ -153,10 +155,11 @@ def _environment(folder: Path, entry: Entry) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": "",
         "HOME": str(folder / "home"),
         "OMP_NUM_THREADS": "1",
-        "OMP_WAIT_POLICY": "PASSIVE",
         "TMPDIR": str(folder / "tmp"),
     }
-    if not entry.fresh and not entry.line:
+    if entry.fresh or entry.line:
+        ours["OMP_WAIT_POLICY"] = "PASSIVE"
+    else:  # as other tests have it: their server will do
         ours["TRITON_INTERPRET"] = "1"
     whole = {**kept, **ours, **entry.environment}
     return {name: value for name, value in whole.items() if value}

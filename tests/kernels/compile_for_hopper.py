@@ -21,7 +21,7 @@ from attncheck.core.mod_spec import Spec
 from attncheck.inputs.problem import Problem
 from attncheck.kernels import flash3_forward, gradient_terms
 from attncheck.kernels.decode_forward import _merge, _split
-from attncheck.kernels.flash3_forward import OWN, SHAPES, layout_of
+from attncheck.kernels.flash3_forward import OWN, SHAPES, WHOLE_SHAPES, layout_of
 from attncheck.kernels.launch import block_dim
 from attncheck.kernels.softmax_forward import KINDS, Launch, _softmax
 from attncheck.mods.scores import temperature
@@ -63,6 +63,31 @@ def spilled(kernel):
         file.flush()
         said = subprocess.run([TOOL, "-res-usage", file.name], capture_output=True, text=True)
     return int(re.search(r"STACK:(\d+)", said.stdout)[1])
+
+
+def spills_in_loops(kernel):
+    """How often the innermost loops over matrix instructions read or write spilled registers."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        said = subprocess.run([TOOL, "-sass", file.name], capture_output=True, text=True)
+    code = [(int(at, 16), text) for at, text in re.findall(r"/\*(\w{4,})\*/ +(.+?);", said.stdout)]
+
+    def places(*names):
+        return [at for at, text in code if any(name in text for name in names)]
+
+    # Behind the last exit a barrier that was missed is waited for, and jumped back from.
+    last = max(places("EXIT"))
+    jumps = [
+        (int(to[1], 16), at)
+        for at, text in code
+        if at < last and (to := re.search(r"BRA.* 0x(\w+)", text))
+    ]
+    products, spills = places("HGMMA"), places("LDL", "STL")
+    loops = {(to, at) for to, at in jumps if any(to <= product <= at for product in products)}
+    inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+    assert inner, "a kernel that walks over keys has a loop"
+    return sum(to <= spill <= at for to, at in inner for spill in spills)
 
 
 # decode: as its subject launches it there it hardly spills
@@ -225,33 +250,48 @@ def deltas(*how):
 # flash3: as its subject launches it
 
 
-def flash3():
-    """Print head dim, limits, shared memory and spilled bytes of each kind."""
-    for width, shape in SHAPES.items():
-        boxes = {name: layout_of(torch.bfloat16, rows, width) for name, rows in (
-            ("q_desc", OWN), ("k_desc", shape.keys), ("v_desc", shape.keys), ("out_desc", OWN)
-        )}  # fmt: skip
-        types = {
-            name: f"tensordesc<bf16[1,1,{OWN if name[0] in 'qo' else shape.keys},{width}],{box!r}>"
-            for name, box in boxes.items()
-        }
-        types |= {"lse_ptr": "*fp32", "again_ptr": "*i32", "factor": "fp32"}
-        # Fewer limits are fewer instructions: compiled at the width that has no register left.
-        fewer = ((False, False), (True, False)) if width == 256 else ()
-        for upper, lower in (*fewer, (True, True)):
-            constants = {
-                "GROUPS": shape.groups, "STAGES": shape.stages, "REGISTERS": shape.registers,
-                "PINGPONG": shape.pingpong, "SAFE": shape.safe, "UPPER": upper, "LOWER": lower,
-            }  # fmt: skip
-            names = flash3_forward._forward.arg_names
-            source = GluonASTSource(
-                flash3_forward._forward,
-                {n: types.get(n, "constexpr" if n in constants else "i32") for n in names},
-                constants,
-            )
-            kernel = triton.compile(source, target=HOPPER, options={"num_warps": 4})
-            limits = f"{upper:d}{lower:d}"
-            sys.stdout.write(f"{width} {limits} {kernel.metadata.shared} {spilled(kernel)}\n")
+def flash3(head_dim):
+    """Print head dim, limits, shared memory, spilled bytes and spills in loops of each kind."""
+    # Fewer limits are fewer instructions: compiled at the width that has no register left.
+    both = [(width, shape, True, True) for width, shape in SHAPES.items()]
+    fewer = [(256, SHAPES[256], True, False)]
+    none = [(width, shape, False, False) for width, shape in WHOLE_SHAPES.items()]
+    for width, shape, upper, lower in (*both, *fewer, *none):
+        if width != int(head_dim):
+            continue
+        kernel = flash3_kernel(width, shape, upper=upper, lower=lower)
+        counts = f"{kernel.metadata.shared} {spilled(kernel)} {spills_in_loops(kernel)}"
+        sys.stdout.write(f"{width} {upper:d}{lower:d} {counts}\n")
+
+
+def crowded():
+    """Print how often three groups of rows spill in their loops under a mask."""
+    kernel = flash3_kernel(64, WHOLE_SHAPES[64], upper=True, lower=False)
+    sys.stdout.write(f"{spills_in_loops(kernel)}\n")
+
+
+def flash3_kernel(width, shape, *, upper, lower):
+    """The kernel of one shape and its mask's limits."""
+    boxes = {name: layout_of(torch.bfloat16, rows, width) for name, rows in (
+        ("q_desc", OWN), ("k_desc", shape.keys), ("v_desc", shape.keys), ("out_desc", OWN)
+    )}  # fmt: skip
+    types = {
+        name: f"tensordesc<bf16[1,1,{OWN if name[0] in 'qo' else shape.keys},{width}],{box!r}>"
+        for name, box in boxes.items()
+    }
+    types |= {"lse_ptr": "*fp32", "again_ptr": "*i32", "factor": "fp32"}
+    constants = {
+        "GROUPS": shape.groups, "STAGES": shape.stages, "REGISTERS": shape.registers,
+        "PINGPONG": shape.pingpong, "UPPER": upper, "LOWER": lower,
+    }  # fmt: skip
+    names = flash3_forward._forward.arg_names
+    source = GluonASTSource(
+        flash3_forward._forward,
+        {n: types.get(n, "constexpr" if n in constants else "i32") for n in names},
+        constants,
+    )
+    options = {"num_warps": 4, "enable_fp_fusion": False}
+    return triton.compile(source, target=HOPPER, options=options)
 
 
 globals()[sys.argv[1]](*sys.argv[2:])

@@ -33,10 +33,11 @@ def compile_kernels(tmp_path):
 BACKWARDS = ("flash2-dq", "flash2-dkdv", "varlen-dq", "varlen-dkdv")
 
 
-def test_backwards_fit_and_hardly_spill(compile_kernels):
+@pytest.mark.parametrize("name", BACKWARDS)
+def test_backwards_fit_and_hardly_spill(name, compile_kernels):
     sizes = ("--dtype", "bf16", "--head-dim", "64", "256", "--kind", "causal", "atomic")
-    lines = compile_kernels("--kernel", *BACKWARDS, *sizes, script=SPILLS)[2:]
-    assert len(lines) == 10
+    lines = compile_kernels("--kernel", name, *sizes, script=SPILLS)[2:]
+    assert len(lines) == (4 if name == "flash2-dkdv" else 2)
     for line in map(str.split, lines):
         *_, spilled, shared, products, _, _ = line
         assert int(shared) <= SHARED_MEMORY
@@ -54,13 +55,19 @@ def test_dq_fits_with_the_gradients_of_what_a_score_mod_reads(compile_kernels):
     assert all(int(line.split()[-3]) > 0 for line in lines)  # products of 16-bit operands
 
 
-def test_flash3_fits_and_hardly_spills(compile_kernels):
-    lines = [list(map(int, line.split())) for line in compile_kernels("flash3")]
-    assert len(lines) == 5
+@pytest.mark.parametrize(("head_dim", "kinds"), [(64, 2), (128, 2), (256, 3)])
+def test_flash3_fits_and_hardly_spills(head_dim, kinds, compile_kernels):
+    lines = [list(map(int, line.split())) for line in compile_kernels("flash3", str(head_dim))]
+    assert len(lines) == kinds
     for line in lines:
-        _, _, shared, spilled = line
+        _, _, shared, spilled, in_loops = line
         assert shared <= SHARED_MEMORY, line
-        assert spilled <= MOST_SPILLED, line
+        # What is spilled before and after its loop costs a program little, whatever it is.
+        assert spilled <= MOST_SPILLED or in_loops == 0, line
+
+
+def test_where_it_has_too_few_registers_the_loop_shows_it(compile_kernels):
+    assert int(compile_kernels("crowded")[0]) > 0
 
 
 def test_softmax_loads_wide_and_does_not_spill(compile_kernels):

@@ -40,6 +40,7 @@ TWO = ("--kernel=ideal", "--kernel=sdpa-math", "--device=cpu")
 
 
 FAMILIES = ("full", "causal", "padding")
+NAMES = ("one", "two", "three", "four")
 DTYPES = ("fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2")
 NOTHING_HEAVY = """
 def pytest_sessionfinish(session):
@@ -78,27 +79,33 @@ def test_by_default_they_are_the_projects_own(repository):
     assert done.stdout.splitlines()[0] == "test_a.py::test_it[mine]", done.stdout + done.stderr
 
 
-PROPERTY = """
+PROPERTIES = """
 from attncheck.suite import asks
 
-@asks("compare", families=("full", "causal", "padding"))
-def test_it(kernel, case):
-    kernel.must_hold(case)
+def of_kernels():
+    @asks("compare", families=("full", "causal", "padding"))
+    def test_it(kernel, case):
+        kernel.must_hold(case)
+    return test_it
+
+test_one, test_two, test_three, test_four = (of_kernels() for _ in range(4))
 """
 
 
 def test_kernels_that_nobody_named_are_asked_a_covering(repository):
     def found(*words):
-        done = repository("--collect-only", "--device=cpu", *words, test_a=PROPERTY)
+        done = repository("--collect-only", "--device=cpu", *words, test_a=PROPERTIES)
         assert done.returncode == 0, done.stderr
         lines = done.stdout.splitlines()
         return {line for line in lines if "[ideal-" in line}, "deselected" in lines[-1]
 
     few, said = found()
-    assert len(few) == 6
     assert said
-    every = {f"test_a.py::test_it[ideal-{d}-{f}]" for d in DTYPES for f in FAMILIES}
+    every = {f"test_a.py::test_{n}[ideal-{d}-{f}]" for n in NAMES for d in DTYPES for f in FAMILIES}
     assert few < every
+    assert len(few) < len(every) / 2
+    # Each kernel in every pair, by one property or another.
+    assert len({line.partition("[")[2] for line in few}) == len(every) / len(NAMES)
     # Whoever chooses tests, or asks more, has all of them.
-    for words in (["-k", "test_it"], ["--tier=pr"], ["--kernel=ideal", "test_a.py::test_it"]):
+    for words in (["-k", "test_"], ["--tier=pr"], ["--kernel=ideal"]):
         assert found(*words) == (every, False), words

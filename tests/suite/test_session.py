@@ -174,22 +174,33 @@ def test_a_kernel_of_gradients_alone_is_asked_for_them():
     assert not found.untaken
 
 
-@pytest.mark.parametrize(("families", "count"), [(1, 4), (3, 4), (4, 4), (7, 7)])
-def test_a_covering_has_every_dtype_and_every_family_and_turns(families, count):
-    dtypes, masks = ("fp32", "tf32", "fp16", "bf16"), tuple(MASK_FAMILIES)[:families]
-    params = session(Ideal(), dtypes=dtypes).params(asked(*masks))
-    assert len(params) == len(dtypes) * families
-    chosen = [covering(params, turn) for turn in range(families)]
-    for few in chosen:
-        assert len(few) == count
-        assert {each.dtype for each in few} == set(dtypes)
-        assert {each.family for each in few} == set(masks)
-    assert {each.id for few in chosen for each in few} == {each.id for each in params}
+def parts(properties: int, *subjects: Ideal, families: tuple[str, ...] = tuple(MASK_FAMILIES)):
+    """``{test: (property, part)}`` of the tests that draw."""
+    params = session(*subjects).params(asked(*families))
+    return {
+        (name, each.id): (name, each)
+        for name in map(str, range(properties))
+        for each in params
+        if not each.refused
+    }
 
 
-def test_a_covering_keeps_what_alone_has_its_family():
-    params = session(Narrow()).params(asked("full", "causal"))
-    taken = [each for each in params if not each.refused]
-    for turn in (0, 1):
-        ids = {each.id for each in covering(taken, turn)}
-        assert ids >= {"narrow-fp16-causal", "narrow-bf16-full"}
+def test_a_covering_has_all_but_the_triples():
+    every = parts(9, Ideal(), Narrow())
+
+    def asked_of(tests):
+        found = [(name, p.kernel.name, p.dtype, p.family) for name, p in map(every.get, tests)]
+        return {
+            kind: {tuple(row[axis] for axis in kind) for row in found}
+            for kind in [(0, 1), (0, 2), (0, 3), (1, 2, 3)]
+        }
+
+    few = covering(every)
+    assert asked_of(few) == asked_of(every)
+    assert len(few) < len(every) / 4
+    assert few == covering(dict(reversed(every.items())))  # whoever collected them
+
+
+def test_of_one_property_nothing_is_left_out():
+    every = parts(1, Ideal(), Narrow(), families=("full", "causal"))
+    assert covering(every) == set(every)

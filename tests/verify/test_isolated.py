@@ -11,7 +11,7 @@ import torch
 from msgspec.structs import replace
 from tests.verify import planted_processes as planted
 
-from attncheck.core.errors import UsageError
+from attncheck.core.errors import HostError, UsageError
 from attncheck.core.mod_spec import Spec
 from attncheck.core.paged_layout import Paging
 from attncheck.diagnose.reproduce import exact_runs
@@ -25,7 +25,7 @@ from attncheck.verify.isolated import IsolatedExecutor, IsolatedKernel
 from attncheck.verify.remote_kernel import Deadlines, RemoteSubject
 from attncheck.verify.run_case import new_record, run_case
 from attncheck.verify.verify import iter_records
-from attncheck.workers.process import Died, HostError
+from attncheck.workers.process import Died
 from attncheck.workers.transport import KEY, LARGEST_WORDS, Frame, Receiver, Sender
 from attncheck.workers.worker_main import serve
 

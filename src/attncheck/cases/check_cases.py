@@ -22,13 +22,13 @@ _USUAL_LAYOUTS = ("ragged", "causal")
 # it, from what each question shows of each model. A question that is not there comes after these.
 ORDER = tuple(
     """
-    negative decode-empty-rows causal-tall window-edge padding positive-ragged
-    decode-causal-even uniform isolated-ragged gqa long-sum window-wide one-key scale
-    decode-one-query window large ones-ragged one-hot sink ramp-ragged empty-rows ones-causal
-    positive-causal decode-causal-wide two_level-ragged plain decode-causal-tall causal-even
-    causal-wide ragged decode-padding decode-window negative-ragged outliers mean-causal
-    isolated-causal-2 causal ramp-causal-2 two_level-causal-2 negative-causal one-query
-    mean-ragged decode-ragged decode-causal decode-gqa
+    padding window-edge decode-empty-rows uniform decode-causal-tall causal-even
+    negative-ragged gqa large long-sum window-wide one-key decode-window decode-one-query scale
+    one-hot ones-ragged ramp-ragged negative decode-causal-wide one-query empty-rows sink
+    ones-causal positive-causal two_level-ragged plain window causal-wide decode-gqa
+    causal-tall decode-padding ragged isolated-ragged positive-ragged decode-causal-even
+    mean-ragged decode-ragged negative-causal decode-causal two_level-causal-2 outliers causal
+    isolated-causal-2 ramp-causal-2 mean-causal
     """.split()  # noqa: SIM905  # as a list it has a line for each of fifty
 )
 _ROUNDS = 2  # of a probe's numbers: decoding is done in one, ramps are fast and slow

@@ -31,7 +31,7 @@ class Tier:
     combinations: int = 1  # in how many (dtype, family) a gate asks each property; 0 for every one
     draws: int = 1  # cases that a gate draws for each of them
     # Whether a gate asks every probe in every dtype, or each in one; and pytest built-in kernels
-    # each property in every (dtype, family), or in every dtype and every family.
+    # each property in every (dtype, family), or a covering of them.
     each_dtype: bool = False
     layouts: int = 1  # on how many problems a question about memory or determinism is asked
     measured: int = 12  # cases that are measured for a baseline; 0 for all that the bounds ask

@@ -12,7 +12,13 @@ import re
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from attncheck.core.errors import ProblemError, UnknownName, UsageError, without_recorded
+from attncheck.core.errors import (
+    ProblemError,
+    UnknownName,
+    UsageError,
+    require_known,
+    without_recorded,
+)
 from attncheck.core.formats import DTYPES, round_to
 from attncheck.core.mod_spec import FULL, NONE, Entry, Spec
 from attncheck.core.paged_layout import Paging
@@ -329,6 +335,51 @@ def plan_cells(
     for cell in cells:
         check_size(cell.problem, device)
     # A softmax has no kv heads, so its Problem comes once for each number of them.
+    return list(dict.fromkeys(cells))
+
+
+# ------------------------------------------------------------------ of the oracles
+
+ORACLE_VARIANTS = ("full", "causal", SHARP.name, "softmax")
+
+CERTIFIED_VARIANTS = ("full", "causal", "alibi", "softcap", SHARP.name, "softmax")
+"""Proven by default: score mods too, whose own roundings are the oracle's as well."""
+
+
+def oracle_plan(
+    *,
+    variants: Sequence[str],
+    distributions: Sequence[str],
+    dtype: str,
+    shape: str,
+    seed: int,
+    default: Sequence[str] = ORACLE_VARIANTS,
+) -> list[Cell]:
+    """Return each variant on each distribution, in the order in which a report shows them.
+
+    Args:
+        variants: Names of ``VARIANTS``, or ``sharp``; none: those of ``default``.
+        distributions: Names; none: all. Of softmax those that it has.
+
+    Raises UnknownName or ProblemError for what cannot be, before anything is computed.
+    """
+    variants_by_name = VARIANTS | {SHARP.name: SHARP}
+    cells: list[Cell] = []
+    for name in variants or default:
+        require_known("variant", [name], variants_by_name)
+        names = tuple(distributions or DISTRIBUTIONS)
+        existing = tuple(d for d in names if variants_by_name[name].exists(dtype, d))
+        # By name it must exist: the Problem says why it does not.
+        must = bool(variants) and (bool(distributions) or not existing)
+        for distribution in names if must else existing:
+            cells += plan_cells(
+                dtypes=(dtype,),
+                variants=() if name == SHARP.name else (name,),
+                own=SHARP if name == SHARP.name else None,
+                shapes=(shape,),
+                distributions=(distribution,),
+                seed=seed,
+            )
     return list(dict.fromkeys(cells))
 
 

@@ -76,10 +76,10 @@ def oracles(
     With --certify the errors are proven on balls. Exit code 1 when that of the one that kernels are
     compared with is not proven, or to be more than a hundredth of what a kernel is allowed only.
     """
+    from attncheck.cases.variants import CERTIFIED_VARIANTS, ORACLE_VARIANTS, oracle_plan
     from attncheck.cli.long_runs import progress
     from attncheck.core.errors import UsageError
     from attncheck.reporting import rendering
-    from attncheck.surveys.oracle_survey import CERTIFIED_VARIANTS, DEFAULT_VARIANTS, oracle_plan
 
     # Ignored in silence, it would look as if the proof had so many digits.
     if certify and digits is not None:
@@ -101,7 +101,7 @@ def oracles(
         dtype=dtype or (CERTIFIED_DTYPE if certify else DEFAULT_DTYPE),
         shape=shape or (CERTIFIED_SHAPE if certify else DEFAULT_SHAPE),
         seed=seed,
-        default=CERTIFIED_VARIANTS if certify else DEFAULT_VARIANTS,
+        default=CERTIFIED_VARIANTS if certify else ORACLE_VARIANTS,
     )
     if directory is not None:
         # Now: the survey takes minutes, and its report would be lost.

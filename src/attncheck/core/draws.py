@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +23,16 @@ from attncheck.core.mod_spec import GENERATOR
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
+Number = TypeVar("Number", bound=np.generic)
 
 # A few float64 temporaries of this length stay in the second-level cache.
 _CHUNK = 1 << 14
+# What is longer than this is drawn in threads, each a span of it: 100 million normal numbers, q, k
+# and v of 16 heads of 16,384 rows, took 5 s in one. Longer chunks there: threads wait for one
+# another between two operations of NumPy.
+_SPAN = 1 << 20
+_CHUNK_OF_SPAN = 1 << 16
+_OF_A_COUNT = 4  # 64-bit numbers that Philox makes of one count
 
 # Peter J. Acklam, "An algorithm for computing the inverse normal cumulative distribution function"
 # (2003): rational approximations, highest power first; |relative error| < 1.15e-9.
@@ -82,19 +92,18 @@ class Draws:
         Each is the high half of a 64-bit random number times ``bound``: no rejection, and no
         number is more than 2**-32 of its probability away from even.
         """
-        out = np.empty(math.prod(shape), np.int64)
         factor, half = np.uint64(bound), np.uint64(32)
-        for part, raw in self._chunks(stream, out):
+
+        def scale(raw: NDArray[np.uint64], part: NDArray[np.generic]) -> None:
             low = ((raw & np.uint64(2**32 - 1)) * factor) >> half
             part[:] = ((raw >> half) * factor + low) >> half
-        return out.reshape(shape)
+
+        return self._filled(stream, np.empty(math.prod(shape), np.int64), scale).reshape(shape)
 
     def uniform(self, stream: str, shape: tuple[int, ...]) -> Floats:
         """Odd multiples of 2**-53 strictly between 0 and 1, all equally likely."""
         out = np.empty(math.prod(shape), np.float64)
-        for part, raw in self._chunks(stream, out):
-            _to_uniform(raw, part)
-        return out.reshape(shape)
+        return self._filled(stream, out, _to_uniform).reshape(shape)
 
     def normal(self, stream: str, shape: tuple[int, ...]) -> Floats:
         """Standard normal numbers; none is beyond ±8.3.
@@ -103,22 +112,43 @@ class Draws:
         what ``uniform`` gives for the same stream.
         """
         out = np.empty(math.prod(shape), np.float64)
-        for part, raw in self._chunks(stream, out):
-            _to_uniform(raw, part)
-            _to_normal(part)
-        return out.reshape(shape)
+        return self._filled(stream, out, _to_quantile).reshape(shape)
 
-    def _chunks(
-        self, stream: str, out: NDArray[np.generic]
-    ) -> Iterator[tuple[NDArray[np.generic], NDArray[np.uint64]]]:
-        """Consecutive parts of ``out``, each with a random 64-bit number an element."""
+    def _filled(
+        self,
+        stream: str,
+        out: NDArray[Number],
+        fill: Callable[[NDArray[np.uint64], NDArray[np.generic]], None],
+    ) -> NDArray[Number]:
+        """``out``, each part of it filled from as many random 64-bit numbers."""
         name = f"attncheck draws {GENERATOR}/{self.seed}/{stream}"
         # Name and seed are hashed to a key: streams are independent, and none is another's tail.
         key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "little")
-        generator = np.random.Philox(key=key)
-        for start in range(0, out.size, _CHUNK):
-            part = out[start : start + _CHUNK]
-            yield part, generator.random_raw(part.size)
+
+        def draw(first: int, beyond: int, chunk: int) -> None:
+            generator = np.random.Philox(key=key)
+            generator.advance(first // _OF_A_COUNT)
+            for start in range(first, beyond, chunk):
+                part = out[start : min(start + chunk, beyond)]
+                fill(generator.random_raw(part.size), part)
+
+        if out.size <= _SPAN:
+            draw(0, out.size, _CHUNK)
+            return out
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            spans = [
+                pool.submit(draw, first, min(first + _SPAN, out.size), _CHUNK_OF_SPAN)
+                for first in range(0, out.size, _SPAN)
+            ]
+        for span in spans:
+            span.result()
+        return out
+
+
+def _to_quantile(raw: NDArray[np.uint64], out: NDArray[np.generic]) -> None:
+    """Standard normal numbers of random bits."""
+    _to_uniform(raw, out)
+    _to_normal(out)
 
 
 def _to_uniform(raw: NDArray[np.uint64], out: NDArray[np.generic]) -> None:

@@ -29,6 +29,10 @@ class UnknownName(UsageError):
         super().__init__(f"{kind} {name!r} is not known: {choose} from {', '.join(names)}.")
 
 
+class HostError(AttncheckError):
+    """A worker cannot be had, or does not answer as ours does."""
+
+
 def require_known(kind: str, names: Iterable[object], valid: Collection[object]) -> None:
     """Raise UnknownName for the first of ``names`` that is not ``valid``."""
     for name in names:

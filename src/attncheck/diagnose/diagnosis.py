@@ -133,6 +133,11 @@ def diagnose_failure(
     return replace(record, diagnosis=UNSET if diagnosis is None else diagnosis)
 
 
+def certain_models(record: Record) -> list[str]:
+    """Return the fault models that certainly explain a failure, the best first."""
+    return [one.model for one in certain_explanations(record) if one.model in FAULT_MODELS]
+
+
 def explain_failure(
     record: Record,
     subject: Subject,
@@ -189,7 +194,7 @@ class CauseSearch:
         record = diagnose_failure(
             record, subject, device=device, executor=executor, passed=tuple(self._passed)
         )
-        models = [one.model for one in certain_explanations(record) if one.model in FAULT_MODELS]
+        models = certain_models(record)
         self._models |= dict.fromkeys(models)
         if not models:
             self._closed.add(kind)
@@ -312,10 +317,15 @@ class _Failure:
                 yield findings
 
     def takes(self, problem: Problem) -> bool:
-        """Return whether it is asked ``problem``: any, where it failed beyond what it takes."""
+        """Return whether it is asked ``problem``: any, where it failed beyond what it takes.
+
+        And the one that it failed with other numbers, which is all that a claim may take of it.
+        """
         refusal = partial(self.executor.refusal, self.subject, device=self.device)
         own = Case.from_json(self.record.case).problem
-        return refusal(problem) is None or refusal(own) is not None
+        numbers = {"seed": own.seed, "scale": own.scale, "distribution": own.distribution}
+        alike = problem.replace(**numbers) == own
+        return alike or refusal(problem) is None or refusal(own) is not None
 
     def ask(self, case: Case) -> list[Asked]:
         """Return what it gives in each run of ``case``; nothing where it does not take it."""

@@ -17,6 +17,7 @@ from attncheck.judge.fault_explanation import (
     FaultExplanation,
     FaultPrediction,
     ObservedError,
+    count_equals,
     rank_explanations,
 )
 from attncheck.records.record import TileMap
@@ -121,6 +122,11 @@ class Findings:
     finite: bool
     asked: Asked | None = None
     varies: bool = False  # whether two calls, with other things in free memory, differ
+
+    @property
+    def equals(self) -> list[str]:
+        """Models that explain all, and equally well."""
+        return [one.name for one in self.ranking[: count_equals(self.ranking)]]
 
 
 Forms = dict[object, set[object]]

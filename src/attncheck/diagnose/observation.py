@@ -44,6 +44,7 @@ _WHOLE_TILES = 128  # keys that are whole tiles of any size
 _HALF = 0.5  # of a key, from which it counts
 _MOST_CALLS = 4  # in which the weights of all keys are measured
 _LEAST_OF_FP16 = FORMATS["fp16"].subnormal_spacing
+_FEW_ROWS = 8  # of a head, of which chance makes all right
 _PLAINLY = 16.0  # times what rounding allows that an error is of no rounding
 
 
@@ -133,6 +134,8 @@ def _own_family(run: Asked, *, counts: _Counts | None) -> Family | None:
         return "empty rows" if bool(alive.any()) else None
     if set(error.wrong) == {"lse"}:
         return "lse"
+    if _of_some_heads(run.call, rows):
+        return "mapping"
     wrong = [error.got[name][off & _rows_of(off, alive)] for name, off in beyond.items()]
     told = None if counts is None else counts.family()
     if not all(bool(x.isfinite().all()) for x in wrong):
@@ -140,6 +143,19 @@ def _own_family(run: Asked, *, counts: _Counts | None) -> Family | None:
         alone = all(not bool(x.isfinite().any()) for x in wrong)
         return "overflow" if alone and _is_finite(run.call) else told
     return told or _of_row_factors(run)
+
+
+def _of_some_heads(call: ExactAttention, rows: Tensor) -> bool:
+    """Return whether all rows of some sequences and heads are wrong, and none of the first.
+
+    What is done to scores, weights and tiles is done to those of each alike.
+    """
+    problem = call.problem
+    alike = bool((call.seen == call.seen[:1, :1]).all()) and problem.score == NONE
+    if not alike or problem.sink or problem.formats.scaled or rows.shape[2] < _FEW_ROWS:
+        return False
+    some, every = rows.any(-1).flatten(), rows.all(-1).flatten()
+    return bool((some == every).all()) and bool(some.any()) and not bool(some[0])
 
 
 def _of_row_factors(run: Asked) -> Family | None:

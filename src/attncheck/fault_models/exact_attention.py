@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +19,7 @@ from attncheck.core.outputs import Outputs
 from attncheck.mods.captured_gradients import CapturedSums
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from attncheck.mods.signatures import MaskMod, ScoreMod
 
 TRIED_TILES = (16, 32, 64, 128)  # keys of a tile that are tried where a kernel declares none
+_SPLITS = (2, 3, 4)  # of keys, each of which a recurrence walks over
+_MOST_SPLIT_ROWS = 64  # that who decodes has
 _KEY_TILES = (16, 32, 48, 64, 96, 128)  # where rows may be more, or fewer
 
 # What a mod raises that takes 0-d indices alone, or reads a table behind its end.
@@ -65,6 +67,20 @@ class SoftmaxParts:
     def outputs(self) -> Outputs:
         """Both."""
         return Outputs(self.out, self.lse)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Slip:
+    """What a recurrence does otherwise that is planted in no ideal kernel."""
+
+    # (scores of a tile, the maximum) → what weights are powers of.
+    exponent: Callable[[Tensor, Tensor], Tensor] = lambda part, shift: part - shift
+    # (what was summed so far, what rescales it) → what is kept of it.
+    of_out: Callable[[Tensor, Tensor], Tensor] = lambda sums, alpha: sums * alpha
+    of_sum: Callable[[Tensor, Tensor], Tensor] = lambda sums, alpha: sums * alpha
+    # What a tile's sums are multiplied by.
+    sign_of_out: float = 1.0
+    sign_of_sum: float = 1.0
 
 
 class ExactAttention:
@@ -301,8 +317,7 @@ class ExactAttention:
         seen = self.seen if mask is None else self.visible(mask)
         z = torch.where(seen, s, steps.hidden)
         if steps.by_tile:
-            for size in self.key_tiles:
-                yield self.online(size, steps, z), {"tile": size}
+            yield from self.by_tile(steps, z)
             return
         parts = self.softmax(z, v, sink=self.sink if steps.sink else None)
         lse = parts.lse if steps.lse is None else steps.lse(parts.lse)
@@ -321,12 +336,45 @@ class ExactAttention:
             ratios[name] = self.by_query_head(change(name, own) / own)[..., None, None]
         return x * (ratios["q"] * ratios["k"]), self.v * ratios["v"]
 
-    def online(self, size: int, steps: Steps, z: Tensor | None = None) -> Outputs:
+    def by_tile(
+        self, steps: Steps, z: Tensor | None = None, slip: Slip | None = None
+    ) -> Iterator[tuple[Outputs, dict[str, int]]]:
+        """Yield what the recurrence gives over tiles of all sizes, also in each of several splits.
+
+        Arguments as of ``online``.
+        """
+        z, kv = self.z if z is None else z, self.problem.kv
+        for size in self.key_tiles:
+            yield self.online(size, steps, z, slip=slip), {"tile": size}
+        for count, size in product(_SPLITS, self.key_tiles):
+            length = -(-kv // count)
+            # Each has several tiles, or it is as without.
+            if size < length and self.sink is None and len(self.rows) <= _MOST_SPLIT_ROWS:
+                parts = [
+                    self.online(size, steps, z[..., at:end], self.v[:, :, at:end], slip)
+                    for at, end in pairwise([*range(0, kv, length), kv])
+                ]
+                yield merged(parts), {"tile": size, "splits": count}
+
+    def online(
+        self,
+        size: int,
+        steps: Steps,
+        z: Tensor | None = None,
+        v: Tensor | None = None,
+        slip: Slip | None = None,
+    ) -> Outputs:
         """FlashAttention-2's recurrence over tiles of ``size`` keys, with ``steps``.
 
         In float64, but that what is 0 or infinite in fp32 is so here.
+
+        Args:
+            z: Scores, −∞ where hidden; the call's unless told.
+            v: Their values; the call's unless told.
+            slip: What is done otherwise beside ``steps``.
         """
-        z = self.z if z is None else z
+        z, v = self.z if z is None else z, self.v if v is None else v
+        slip = slip or Slip()
         shape = z.shape[:3]
         m = z.new_full(shape, steps.first_maximum)
         total, out = z.new_zeros(shape), z.new_zeros((*shape, self.v.shape[-1]))
@@ -343,16 +391,18 @@ class ExactAttention:
             if steps.zero_maximum_when_empty:
                 new = shift
             relative = steps.relative(last=start == starts[-1])
-            p = _fp32_exp(part - shift[..., None] if relative else part)
+            p = _fp32_exp(slip.exponent(part, shift[..., None]) if relative else part)
             if start == 0 and steps.first_weight != 1.0:
                 p = torch.cat([p[..., :1] * steps.first_weight, p[..., 1:]], -1)
             alpha = _fp32_exp((m - shift * steps.rescale_maximum) * steps.rescale_exponent)
             summed = p if steps.summed_weights is None else steps.summed_weights(p)
-            total = total * (alpha if steps.rescales_sum else 1.0) + summed.sum(-1)
+            kept = slip.of_sum(total, alpha if steps.rescales_sum else torch.ones_like(alpha))
+            total = kept + slip.sign_of_sum * summed.sum(-1)
             p = p if weights is None else weights(p)
             # 1 + 0 · α: an infinite factor spoils out whether it is applied or not.
             factor = alpha if steps.rescales_out else 1.0 + 0 * alpha
-            out = out * factor[..., None] + weighted_sum(p, self.v[:, :, start : start + size])
+            added = weighted_sum(p, v[:, :, start : start + size])
+            out = slip.of_out(out, factor[..., None]) + slip.sign_of_out * added
             out = out if steps.kept_out is None else steps.kept_out(out)
             total = total if steps.kept_sum is None else steps.kept_sum(total)
             m = new
@@ -481,6 +531,13 @@ class ExactGradients:
             dcaptured=self.captured(dz) if problem.dcaptured else None,
         )
 
+    def of_scores(self, dz: Tensor) -> Outputs:
+        """The gradients where those of the scores are ``dz``, after the score mod."""
+        call, group = self.call, self.call.problem.group
+        dx = dz * self.slopes
+        dk = _signed_sum(dx.mT, call.q) * call.scale
+        return replace(self.exact, dq=_signed_sum(dx, call.k) * call.scale, dk=sum_group(dk, group))
+
     def seeing(self, seen: Tensor) -> Outputs:
         """The gradients where rows see other keys in the backward."""
         return self.gradients(weights=self.weights(seen=seen))
@@ -555,6 +612,15 @@ class ExactGradients:
         at = (call.b, call.h, call.i, call.j)
         sums.add(call.x, at, dz, call.seen if where is None else call.seen & where)
         return sums.sums
+
+
+def merged(parts: Sequence[Outputs], base: float = 1.0) -> Outputs:
+    """Return outputs of parts of the keys, merged by LSE times ``base``."""
+    outs, lses = (torch.stack(x) for x in zip(*((one.out, one.lse) for one in parts), strict=True))
+    lse = (lses * base).logsumexp(0)
+    shift = torch.where(lse == -math.inf, 0.0, lse)
+    weights = (lses * base - shift).exp()
+    return Outputs((weights[..., None] * outs).sum(0), lse)
 
 
 def weighted_sum(weights: Tensor, values: Tensor) -> Tensor:

@@ -262,15 +262,17 @@ def _(grad: ExactGradients) -> Iterator[Form]:
 
 
 @_model(
-    "backward-operand-missing", "the backward reads one of q, k, v and dO as 0, or its last row"
+    "backward-operand-missing",
+    "the backward reads one of q, k, v, dO and LSE as 0, or its last row",
 )
 def _(grad: ExactGradients) -> Iterator[Form]:
     for whose, tensors in _whose(grad).items():
-        if not {"lse", "delta"} & {*tensors}:
-            for of, kept in {"all of it": 0, "its last row": -1}.items():
-                read = {name: x.clone() for name, x in tensors.items()}
-                for x in read.values():
-                    x[:, :, kept:] = 0.0
+        for of, kept in {"all of it": 0, "its last row": -1}.items():
+            read = {name: x.clone() for name, x in tensors.items()}
+            for x in read.values():
+                x[:, :, kept:] = 0.0
+            # Without delta, or anything of the rows, it is another fault.
+            if whose != "delta" and not (kept == 0 and {"dout", "delta"} <= {*tensors}):
                 yield grad.reading(read), {"of": whose, "rows": of}
 
 
@@ -299,6 +301,10 @@ def _(grad: ExactGradients) -> Iterator[Form]:
             place = torch.arange(length) % size
             read = {name: x[:, :, place] for name, x in tensors.items()}
             yield grad.reading(read), {"of": whose, "tile": size}
+            # Or the first row of each tile in place of all of it.
+            first = torch.arange(length) // size * size
+            read = {name: x[:, :, first] for name, x in tensors.items()}
+            yield grad.reading(read), {"of": whose, "tile": size, "index": "within a tile"}
     # The mask may be asked about the first tile, too: it counts once for each of them.
     for of, index in {"all of keys": call.j, "all of rows": call.i}.items():
         for size in call.key_tiles:

@@ -11,9 +11,10 @@ import torch
 
 from attncheck.fault_models.exact_attention import TRIED_TILES, ExactGradients, sum_group
 from attncheck.fault_models.fault_model import Form, ModelTable, Prediction, has_mask, has_score
+from attncheck.fault_models.layout_models import places, read_at
 from attncheck.fault_models.mask_models import mask_without
 from attncheck.fault_models.steps import LOG2E, Steps, round_to_format
-from attncheck.fault_models.tile_models import tile_visibility
+from attncheck.fault_models.tile_models import bounded_loops, tile_visibility
 from attncheck.mods import masks
 
 if TYPE_CHECKING:
@@ -76,6 +77,24 @@ _model(
         Steps(delta=lambda delta, dlse: -delta - dlse),
     ),
 )
+
+
+@_model("delta-not-summed", "delta is the largest product of dO and O, not the sum of them")
+def _(grad: ExactGradients) -> Iterator[Form]:
+    delta = (grad.dout * grad.call.parts.out).amax(-1)
+    # What lies behind the last column is 0, and has no part in a sum.
+    for one in (delta, delta.clamp(min=0.0)):
+        yield grad.gradients(delta=one)
+
+
+@_model("ds-factor-missing", "dS is P alone, or dP − delta alone, not their product")
+def _(grad: ExactGradients) -> Iterator[Form]:
+    p, off = grad.weights(), grad.dp - (grad.delta - grad.dlse)[..., None]
+    seen = grad.call.seen
+    for ds in (p, off, torch.where(seen, off, 0.0)):
+        yield grad.of_scores(ds)
+
+
 _model(
     "dlse-ignored",
     "the gradient that arrives by LSE is ignored",
@@ -127,7 +146,8 @@ def _(grad: ExactGradients) -> Iterator[Form]:
 
 @_model("gradient-missing", "a gradient is 0, or some of it is")
 def _(grad: ExactGradients) -> Iterator[Form]:
-    for names in (("dq",), ("dk",), ("dv",), ("dsink",), ("dq", "dk")):
+    some = (("dq",), ("dk",), ("dv",), ("dsink",), ("dq", "dk"), ("dk", "dv"), ("dq", "dk", "dv"))
+    for names in some:
         yield grad.times(0.0, *names), {"of": ", ".join(names)}
 
 
@@ -286,6 +306,12 @@ def _(grad: ExactGradients) -> Iterator[Form]:
         for name, lost in gone.items():
             word = name if name.startswith("the") else name.split()[0]
             yield grad.seeing(call.seen & ~lost), {"of": of, "which": word}
+    known: dict[bytes, Outputs] = {}
+    for visited, parameters in bounded_loops(call):
+        same = visited.numpy().tobytes()
+        if same not in known:
+            known[same] = grad.seeing(call.seen & visited)
+        yield known[same], {"of": "keys", **parameters}
     last = call.i[..., 0] == call.problem.query - 1
     yield grad.gradients(delta=torch.where(last, 0.0, grad.delta)), {"of": "delta"}
 
@@ -311,6 +337,19 @@ def _(grad: ExactGradients) -> Iterator[Form]:
     # A tile of rows that begins one row off.
     for later in (1, -1):
         yield grad.gradients(delta=grad.delta.roll(later, -1))
+    # Or one whose kernel has an index or a stride missing where it reads O and dO.
+    out, dout = (x.contiguous() for x in (grad.call.parts.out, grad.dout))
+    b, h, i, _ = dout.stride()
+    columns = dout.shape[3]
+    for of, stride in {
+        "not times the columns": (b // columns, h // columns, 1, 1),
+        "without head": (0, 0, i, 1),
+        "without row": (b, h, 0, 1),
+    }.items():
+        steps = places(tuple(dout.shape), stride)
+        at = sum(steps, torch.zeros((), dtype=torch.int64))
+        delta = (read_at(out, at)[0] * read_at(dout, at)[0]).sum(-1)
+        yield grad.gradients(delta=delta), {"of": of}
 
 
 @_model(

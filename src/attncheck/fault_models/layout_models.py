@@ -5,12 +5,18 @@ from __future__ import annotations
 import dataclasses
 import math
 from itertools import permutations, product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from attncheck.core.outputs import Outputs
-from attncheck.fault_models.fault_model import Form, ModelTable, Prediction, is_attention
+from attncheck.fault_models.fault_model import (
+    Form,
+    ModelTable,
+    Parameters,
+    Prediction,
+    is_attention,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,6 +25,8 @@ if TYPE_CHECKING:
 
     from attncheck.fault_models.exact_attention import ExactAttention
     from attncheck.inputs.problem import Problem
+
+Whole = tuple[Outputs, Parameters]
 
 MODELS = ModelTable("mapping")
 
@@ -73,7 +81,7 @@ def wider(tensor: Tensor, axis: int, length: int) -> Iterator[Tensor]:
 
 def with_keys(
     call: ExactAttention, k: Tensor, v: Tensor, **parameters: str | int
-) -> Iterator[Form]:
+) -> Iterator[Whole]:
     """Yield outputs with other k and v ``(batch, heads, kv, …)``: both, and each alone."""
     # Keys and values have index computations of their own: one may be right.
     for whose in ("keys and values", "keys", "values"):
@@ -86,7 +94,7 @@ def _shared(problem: Problem) -> bool:
     return is_attention(problem) and problem.kv_heads > 1
 
 
-def _key_heads(call: ExactAttention, **others: Tensor) -> Iterator[Form]:
+def _key_heads(call: ExactAttention, **others: Tensor) -> Iterator[Whole]:
     """Yield outputs with key heads of these indices, one a query head, by each form's name."""
     _, k, v = call.inputs.promoted()
     for name, heads in others.items():
@@ -106,8 +114,12 @@ def _(call: ExactAttention) -> Iterator[Form]:
 
 
 @_model("kv-heads-first", "every query head reads the first key head", applies=_shared)
-def _(call: ExactAttention) -> Iterator[Form]:
-    yield from _key_heads(call, first=0 * call.h.flatten())
+def _(call: ExactAttention) -> Iterator[Prediction]:
+    for outputs, parameters in _key_heads(call, first=0 * call.h.flatten()):
+        yield Prediction(outputs=outputs, parameters=parameters)
+        # A number of heads that share one may be 0 where any do, and right where none does.
+        some = outputs if call.problem.group > 1 else call.exact
+        yield Prediction(outputs=some, parameters={**parameters, "when": "heads are shared"})
 
 
 @_model("heads-swapped", "query heads read each other's key heads", applies=_shared)
@@ -135,7 +147,12 @@ def _(call: ExactAttention) -> Iterator[Form]:
         yield from with_keys(call, call.k[of], call.v[of], batch=name)
 
 
-@_model("batch-first", "every sequence of a batch reads the keys of the first", applies=_batched)
+@_model(
+    "batch-first",
+    "every sequence of a batch reads the keys of the first",
+    # Of pages it reads the first one's, which a model of their own says.
+    applies=lambda problem: _batched(problem) and problem.paging is None,
+)
 def _(call: ExactAttention) -> Iterator[Form]:
     of = torch.zeros(call.problem.batch, dtype=torch.int64)
     yield from with_keys(call, call.k[of], call.v[of])
@@ -143,7 +160,11 @@ def _(call: ExactAttention) -> Iterator[Form]:
 
 @_model("operand-swapped", "one of q, k and v is read in place of another", applies=is_attention)
 def _(call: ExactAttention) -> Iterator[Form]:
+    by_query_head = {"q": call.q, "k": call.k, "v": call.v}
     for mine, other in permutations("qkv", 2):
+        # Where keys are repeated for the heads that share them the other's is that of the head.
+        if by_query_head[mine].shape == by_query_head[other].shape:
+            yield attending(call, {mine: by_query_head[other]}), {"of": f"{other} for {mine}"}
         for read, inside in read_in_place(*(getattr(call.inputs, name) for name in (mine, other))):
             # What lies behind the other is nobody's to predict.
             if bool(inside.all()):
@@ -177,6 +198,9 @@ INDICES: dict[str, tuple[int, ...]] = {
     "sequence, head and row": (0, 1, 2),
 }
 """Axes of q, k and v that an index, or several in one, tells apart; keys are their rows."""
+
+
+INDEX_NAMES = ("sequence", "head", "row")
 
 
 def same_along(tensor: Tensor, axes: tuple[int, ...], number: int) -> Tensor:
@@ -216,11 +240,11 @@ def _(call: ExactAttention) -> Iterator[Form]:
 def _(call: ExactAttention) -> Iterator[Form]:
     # Taken for contiguous, with heads before rows, or rows before heads; pages are not.
     names = "qkv" if call.problem.paging is None else "q"
-    for whose, order in product(names, ((0, 1, 2, 3), (0, 2, 1, 3))):
+    for whose, order in product(names, _ORDERS):
         tensor: Tensor = getattr(call.inputs, whose).permute(order).contiguous()
         shape, own = tuple(tensor.shape), tensor.stride()
         for axis in range(3):
-            parameters = {"of": whose, "index": ("sequence", "head", "row")[order[axis]]}
+            parameters = {"of": whose, "index": INDEX_NAMES[order[axis]]}
             if shape[axis] == 1:
                 yield call.exact, parameters
                 continue
@@ -230,6 +254,116 @@ def _(call: ExactAttention) -> Iterator[Form]:
                 read, inside = read_at(tensor, sum(steps, torch.zeros((), dtype=torch.int64)))
                 if bool(inside.all()):
                     yield _reading(call, {whose: read.permute(order)})[0], parameters
+        # One index for all rows of all sequences, as of packed ones.
+        rows = order.index(2)
+        for other in {*own} - {own[rows]} if rows == 1 else ():
+            steps = places(shape, (shape[1] * other, other, *own[2:]))
+            read, inside = read_at(tensor, sum(steps, torch.zeros((), dtype=torch.int64)))
+            if bool(inside.all()):
+                parameters = {"of": whose, "index": "sequence and row"}
+                yield _reading(call, {whose: read.permute(order)})[0], parameters
+
+
+def key_counts(problem: Problem) -> tuple[int, ...]:
+    """Return how many keys each sequence has by a padding mask, or all that there are."""
+    lengths: tuple[int, ...] = (problem.kv,) * problem.batch
+    for spec in problem.mask.walk():
+        if spec.name == "padding":
+            own: Any = spec.values["lengths"]
+            lengths = tuple(map(min, lengths, own))
+    return lengths
+
+
+_WHOSE = ("q", "k", "v", "kv", "qkv")
+_PARTS = (1, 2, 3, 4, 8)  # of the keys
+_ORDERS = ((0, 1, 2, 3), (0, 2, 1, 3))
+"""Heads before rows, or rows before heads."""
+
+
+@_model(
+    "index-of-another-axis",
+    "where q, k or v is read one index is in another's place, or has the wrong sign",
+    applies=lambda problem: is_attention(problem) and problem.paging is None,
+)
+def _(call: ExactAttention) -> Iterator[Form]:
+    problem = call.problem
+    if call.inputs.descale is not None:  # other numbers have descales of their own
+        return
+    key_head, keys = call.h // problem.group, torch.arange(problem.kv).view(1, 1, -1, 1)
+    of_heads = {"the query head": call.h, "the key head": key_head, "the sequence": call.b}
+    of_heads["its place in its group"] = call.h % problem.group
+    of_heads["its sequence by groups"] = call.b // problem.group
+    others = {
+        0: {"the query head": call.h, "the key head": key_head},
+        1: of_heads,
+        2: {"the query head": call.h, "the sequence": call.b},
+    }
+    tensors = dict(zip("qkv", call.inputs.promoted(), strict=True))
+    own_rows = {"q": call.i, "k": keys, "v": keys}
+    for order, whose in product(_ORDERS, _WHOSE):
+        memory = {name: tensors[name].permute(order).contiguous() for name in whose}
+        for axis, of in others.items():
+            for name, other in {**of, "of the wrong sign": None}.items():
+                read, inside = {}, True
+                for one in whose:
+                    own = [call.b, call.h if one == "q" else key_head, own_rows[one]]
+                    own[axis] = -own[axis] if other is None else other
+                    own.append(torch.arange(tensors[one].shape[3]))
+                    stride = memory[one].stride()
+                    steps = [own[place] * step for place, step in zip(order, stride, strict=True)]
+                    read[one], there = read_at(memory[one], sum(steps, torch.zeros((), dtype=int)))
+                    shape = (*call.shape[:2], own_rows[one].numel(), tensors[one].shape[3])
+                    read[one] = read[one].expand(shape)
+                    inside = inside and bool(there.all())
+                words = {"of": ", ".join(whose), "index": INDEX_NAMES[axis], "instead": name}
+                # What lies elsewhere is nobody's to predict.
+                if inside:
+                    yield attending(call, read), words
+
+
+@_model(
+    "load-transposed",
+    "a row index stands where a column's belongs, or the reverse, in a load or in what bounds it: "
+    "a vector is spread along the other axis of a tile",
+    applies=is_attention,
+)
+def _(call: ExactAttention) -> Iterator[Form]:
+    if not call.whole:
+        return
+    for whose in ("q", "k", "v", "kv"):
+        # Only of tiles with as many rows as columns.
+        dims = {getattr(call, name).shape[-1] for name in whose}
+        wide = 1 << (max(dims) - 1).bit_length()
+        if len(dims) > 1 or wide not in (*call.row_tiles, *call.key_tiles):
+            continue
+        forms: dict[str, dict[str, Tensor]] = {}
+        for name in whose:
+            own: Tensor = getattr(call, name)
+            row, column = torch.arange(own.shape[2])[:, None], torch.arange(own.shape[3])
+            place, start, last = row % wide, row // wide * wide, own.shape[2] - 1
+            there = start + column <= last
+            of_column = own[:, :, (start + column).clamp(max=last), column.expand_as(there)]
+            ends = torch.tensor(key_counts(call.problem)).view(-1, 1, 1, 1)
+            of_row = own[:, :, row, place.clamp(max=own.shape[3] - 1)].expand(own.shape)
+            for form, read in {
+                "rows by columns": torch.where(there, of_column, 0.0),
+                "columns by rows": torch.where(place < own.shape[3], of_row, 0.0),
+                "the tile": _transposed(own, wide),
+                "the end of the rows": own * there,
+                "the end of the columns": own * (place < own.shape[3]),
+                "the end of each sequence": own * (start + column < ends),
+            }.items():
+                forms.setdefault(form, {})[name] = read
+        for form, read in forms.items():
+            yield attending(call, read), {"of": ", ".join(whose), "which": form}
+
+
+def _transposed(own: Tensor, size: int) -> Tensor:
+    """Each tile of as many rows as columns with one for the other; 0 beyond its own."""
+    *_, rows, columns = own.shape
+    whole = torch.nn.functional.pad(own, (0, size - columns, 0, -rows % size))
+    tiles = whole.view(*own.shape[:2], -1, size, size).mT
+    return tiles.reshape(*own.shape[:2], -1, size)[:, :, :rows, :columns]
 
 
 @_model(
@@ -248,7 +382,8 @@ def _(call: ExactAttention) -> Iterator[Form]:
 
 @_model(
     "last-row-as-zero",
-    "the last row of q, k or v is read as 0: its load ends one too early",
+    "the last row of q, k or v, or that of each split of the keys, is read as 0: its load ends one "
+    "too early",
     applies=is_attention,
 )
 def _(call: ExactAttention) -> Iterator[Form]:
@@ -260,6 +395,15 @@ def _(call: ExactAttention) -> Iterator[Form]:
         rows = call.rows if whose == "q" else torch.arange(length)
         inside = (rows < length - 1)[:, None]
         yield attending(call, {whose: getattr(call, whose) * inside}), {"of": whose}
+    kv = call.problem.kv
+    for count in _PARTS:
+        # The last one may be shorter than the others.
+        length = -(-kv // count)
+        j = torch.arange(kv)
+        inside = ((j % length < length - 1) & (j < kv - 1))[:, None]
+        for names in ("kv",) if count == 1 else ("k", "v", "kv"):
+            read = {name: getattr(call, name) * inside for name in names}
+            yield attending(call, read), {"of": ", ".join(names), "each of": str(count)}
 
 
 @_model(
@@ -282,6 +426,28 @@ def _(call: ExactAttention) -> Iterator[Form]:
     for size in call.row_tiles:
         if call.whole:
             place = torch.arange(query) % size
+            yield attending(call, {"q": call.q[:, :, place]}), {"of": "q", "tile": size}
+
+
+@_model(
+    "first-of-tile-again",
+    "the first row, or key, of each tile stands for all of it: the index within it is missing",
+    applies=is_attention,
+)
+def _(call: ExactAttention) -> Iterator[Form]:
+    kv = call.problem.kv
+    for size in call.key_tiles:
+        place = torch.arange(kv) // size * size
+        for names in ("k", "v", "kv"):
+            read = {name: getattr(call, name)[:, :, place] for name in names}
+            yield attending(call, read), {"of": ", ".join(names), "tile": size}
+        # The mask may be asked about it, too: it counts once for each key that a tile has room for.
+        first = call.j % size == 0
+        outputs = call.attend(s=call.s + math.log(size), seen=call.seen & first)
+        yield outputs, {"of": "all", "tile": size}
+    for size in call.row_tiles:
+        if call.whole:
+            place = torch.arange(call.problem.query) // size * size
             yield attending(call, {"q": call.q[:, :, place]}), {"of": "q", "tile": size}
 
 
@@ -399,6 +565,9 @@ def _(call: ExactAttention) -> Iterator[Form]:
         if kept < problem.head_dim:
             x = call.q[..., :kept] @ call.k[..., :kept].mT * call.scale
             yield call.attend(x=x), {"columns": kept}
+            # One bound may be of both.
+            both = call.v * (torch.arange(problem.value_dim) < kept)
+            yield call.attend(x=x, v=both), {"columns": kept}
 
 
 _FAR = 2**31

@@ -10,12 +10,14 @@ from torch.nn.functional import pad
 from attncheck.core.mod_spec import FULL, Dimensions, Spec
 from attncheck.fault_models.fault_model import ModelTable, Parameters, has_mask
 from attncheck.fault_models.steps import Steps, replace_mask_parts
-from attncheck.fault_models.tile_models import tile_visibility
+from attncheck.fault_models.tile_models import first_key, tile_visibility
 from attncheck.mods import masks
 from attncheck.mods.library import build_mask
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from torch import Tensor
 
     from attncheck.core.outputs import Outputs
     from attncheck.fault_models.exact_attention import ExactAttention
@@ -299,7 +301,32 @@ def _(call: ExactAttention) -> Iterator[Rows]:
             yield parts.outputs, {}
 
 
-@_model("causal-always", "a causal mask is applied that nobody asked for")
+@_model(
+    "mask-reversed",
+    "the mask is the wrong way round: what is hidden counts, and what is seen does not",
+    applies=has_mask(),
+)
+def _(call: ExactAttention) -> Iterator[Rows]:
+    shown = call.visible(call.mask)
+    edges: dict[str, Tensor] = {}
+    if not bool(shown.all()):
+        edges["the mask"] = ~shown
+    later = first_key(call.problem) or 0
+    if has_mask("causal", "causal_bottom_right")(call.problem):
+        edges["the diagonal"] = (call.j >= call.i + later).expand(call.shape)
+    for of, seen in edges.items():
+        yield call.attend(seen=seen), {"of": of}
+        # A causal loop ends with the block all the same.
+        known: dict[bytes, Outputs] = {}
+        for rows, size in call.any_tiles:
+            visited = call.j // size * size < (call.i // rows + 1) * rows + later
+            same = visited.numpy().tobytes()
+            if same not in known:
+                known[same] = call.attend(seen=seen & visited)
+            yield known[same], {"of": of, "tile": size, "rows": rows}
+
+
+@_model("causal-always", "a causal mask, or its reverse, is applied that nobody asked for")
 def _(call: ExactAttention) -> Iterator[Rows]:
     # Both alignments that published kernels have.
     corners = [0, call.problem.kv - call.problem.query]
@@ -308,3 +335,7 @@ def _(call: ExactAttention) -> Iterator[Rows]:
         corners += [corner - 1 for corner in corners]
     for later in dict.fromkeys(corners):
         yield call.attend(seen=call.seen & (call.i + later >= call.j)), {"offset": later}
+    # Of what is causal its reverse leaves nothing.
+    for later in dict.fromkeys(corners) if not has_mask(*_CAUSAL)(call.problem) else ():
+        seen = call.seen & (call.i + later < call.j)
+        yield call.attend(seen=seen), {"offset": later, "which": "its reverse"}

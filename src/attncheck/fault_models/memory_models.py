@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from itertools import permutations
 from typing import TYPE_CHECKING
 
 import torch
 
 from attncheck.fault_models.fault_model import Form, ModelTable, Prediction, has_mask, is_attention
-from attncheck.fault_models.layout_models import wider, with_keys
+from attncheck.fault_models.layout_models import key_counts, read_at, wider, with_keys
 from attncheck.fault_models.steps import LOG2E
 from attncheck.fault_models.tile_models import padded_keys, tile_visibility, with_padding
 from attncheck.mods.page_table import draw_page_table, pack_pages
@@ -54,6 +55,64 @@ def _(call: ExactAttention) -> Iterator[Form]:
         # Descales are one a head: of other pages they would be the same, and are not tried.
         if call.inputs.descale is None:
             yield from with_keys(call, *read)
+
+
+@_model(
+    "page-index-wrong",
+    "a key's page, its slot there or its head is not what the table and its number say: an index "
+    "or a stride is missing, or another's",
+    applies=lambda problem: problem.paging is not None,
+    family="mapping",
+)
+def _(call: ExactAttention) -> Iterator[Form]:
+    problem = call.problem
+    assert problem.paging is not None, "asked of what has pages"
+    if call.inputs.descale is not None:
+        return
+    size = problem.paging.size
+    table = draw_page_table(problem.paging, problem.batch, problem.kv, key_counts(problem))
+    pools = [pack_pages(x, table).contiguous() for x in (call.inputs.k, call.inputs.v)]
+    flat, most = table.table.flatten().long(), table.table.shape[1]
+    b, h, t = call.b, call.h, torch.arange(problem.kv).view(1, 1, -1, 1)
+    head, page, slot = h // problem.group, t // size, t % size
+    entries = {"": b * most + page, "without place": b * most, "without sequence": page}
+    entries |= {"sequence not times the width": b + page, "key for place": b * most + t}
+    entries |= {"slot for place": b * most + slot, "of the second": most + page}
+    slots = {"missing": 0 * t, "the second": 0 * t + 1, "the page's number": page, "the key": t}
+    heads = {"the query head": h, "the second": 0 * h + 1, "the sequence": b}
+    heads |= {"its place in its group": h % problem.group}
+    pages = {name: (_entry(flat, at), slot, head) for name, at in entries.items() if name}
+    own = _entry(flat, entries[""])
+    pages |= {"page 0": (0 * own, slot, head), "page 1": (0 * own + 1, slot, head)}
+    pages |= {f"slot: {name}": (own, at, head) for name, at in slots.items()}
+    pages |= {f"head: {name}": (own, slot, at) for name, at in heads.items()}
+    for name, indices in pages.items():
+        steps = pools[0].stride()[:3]
+        at = sum((i * step for i, step in zip(indices, steps, strict=True)), 0 * t)
+        yield from _of_pools(call, pools, at, name)
+    for axis, other in permutations(range(3), 2):
+        steps = [*pools[0].stride()[:3]]
+        steps[axis] = steps[other]
+        at = sum((i * step for i, step in zip((own, slot, head), steps, strict=True)), 0 * t)
+        yield from _of_pools(call, pools, at, f"stride {axis} for {other}")
+
+
+def _entry(flat: Tensor, at: Tensor) -> Tensor:
+    """Return entries of the table; of what lies beyond it a page that there is not."""
+    return torch.where(at < len(flat), flat[at.clamp(max=len(flat) - 1)], 1 << 40)
+
+
+def _of_pools(call: ExactAttention, pools: list[Tensor], at: Tensor, name: str) -> Iterator[Form]:
+    """Yield outputs with keys and values that begin ``at`` these numbers of their pools."""
+    read, inside = [], True
+    for pool in pools:
+        values, there = read_at(pool, at + torch.arange(pool.shape[3]))
+        shape = (*call.shape[:2], call.problem.kv, pool.shape[3])
+        read.append(values.double().expand(shape))
+        inside = inside and bool(there.all())
+    # What lies behind all pages is nobody's to predict.
+    if inside and pools[0].shape == pools[1].shape:
+        yield from with_keys(call, *read, which=name)
 
 
 @_model(

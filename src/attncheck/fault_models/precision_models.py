@@ -11,9 +11,11 @@ import torch
 
 from attncheck.core.formats import FORMATS
 from attncheck.core.outputs import Outputs
+from attncheck.fault_models.exact_attention import Slip
 from attncheck.fault_models.fault_model import Form, ModelTable, Prediction, is_attention
-from attncheck.fault_models.steps import LOG2E, Steps, round_to_format
-from attncheck.fault_models.tile_models import tile_visibility
+from attncheck.fault_models.softmax_models import SENTINELS
+from attncheck.fault_models.steps import LOG2E, RIGHT, Steps, round_to_format
+from attncheck.fault_models.tile_models import padded_keys, tile_visibility
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -28,7 +30,8 @@ RECURRENCE = ModelTable(
 )  # of the online softmax: tile by tile, with something not rescaled
 FP8 = ModelTable("factor")  # of descales, and of what of P is lost in 8 bits
 MODELS = ModelTable("precision")  # of what is rounded that must not be, or rounded too far
-
+_SUMS = ("out", "sum")
+_LEAST_FACTOR = 2.0**-10  # of an output: what is smaller is 0
 
 for _name, _sentence, _steps in (
     (
@@ -84,13 +87,71 @@ RECURRENCE.add(
     "maximum-not-subtracted",
     "weights are not relative to the maximum, in LSE and where they are rescaled they are taken "
     "for such",
-    steps=Steps(maximum_in_tiles="none"),
+    # Or 0 is in its place there, too.
+    steps=(
+        Steps(maximum_in_tiles="none"),
+        Steps(maximum_in_tiles="none", rescale_maximum=0.0),
+    ),
 )
-RECURRENCE.add(
+
+
+@RECURRENCE.add(
     "maximum-from-zero",
-    "the running maximum starts at 0: rows whose scores are all far below lose their weights",
+    "the running maximum starts at 0, or another number that is finite: rows whose scores are all "
+    "far below lose their weights",
     steps=(Steps(first_maximum=0.0), Steps(zero_maximum_when_empty=True)),
 )
+def _(call: ExactAttention) -> Iterator[Form]:
+    lowest = float(call.parts.maximum.min())
+    for first in SENTINELS:
+        if first < lowest:  # every row rises above it
+            yield call.exact, {"first": str(first)}
+        elif first < 0:
+            for outputs, parameters in call.predict(Steps(first_maximum=first)):
+                yield outputs, {**parameters, "first": str(first)}
+
+
+@RECURRENCE.add(
+    "weights-of-another-sign",
+    "weights are powers of score plus maximum, or of maximum less score: not of score less maximum",
+)
+def _(call: ExactAttention) -> Iterator[Form]:
+    for of, exponent in {
+        "plus": lambda part, shift: part + shift,
+        "reversed": lambda part, shift: torch.where(part == -math.inf, math.inf, shift - part),
+    }.items():
+        for outputs, parameters in call.by_tile(RIGHT, slip=Slip(exponent=exponent)):
+            # What is hidden weighs infinitely much then, padding too.
+            padded = of == "reversed" and padded_keys(call, parameters["tile"])
+            every = torch.ones_like(call.parts.dead)
+            spoilt = call.with_out(every, math.nan, lse=math.inf)
+            yield spoilt if padded else outputs, {**parameters, "of": of}
+
+
+@RECURRENCE.add(
+    "sum-of-the-largest",
+    "each tile adds its largest weight to the row sum, not the sum of its weights",
+)
+def _(call: ExactAttention) -> Iterator[Form]:
+    yield from call.predict(Steps(summed_weights=lambda p: p.amax(-1, keepdim=True)))
+
+
+@RECURRENCE.add(
+    "alpha-misapplied",
+    "what was summed so far is not multiplied by what rescales it: it is divided by it, or that "
+    "stands in its place or is added, or a tile is taken off and not added",
+)
+def _(call: ExactAttention) -> Iterator[Form]:
+    slips = {
+        "divided": lambda sums, alpha: sums / alpha,
+        "in its place": lambda sums, alpha: alpha + 0 * sums,
+        "added": lambda sums, alpha: sums + alpha,
+    }
+    every = [(f"{of} {name}", {f"of_{of}": slip}) for of in _SUMS for name, slip in slips.items()]
+    every += [(f"{of} taken off", {f"sign_of_{of}": -1.0}) for of in _SUMS]
+    for name, slip in every:
+        for outputs, parameters in call.by_tile(RIGHT, slip=Slip(**slip)):  # type: ignore[arg-type]
+            yield outputs, {**parameters, "of": name}
 
 
 @RECURRENCE.add(
@@ -119,6 +180,16 @@ def _(call: ExactAttention) -> Iterator[Form]:
                 "both": dataclasses.replace(parts, values=values, total=total),
             }.items():
                 yield one.outputs, {"of": of, **parameters}
+    slips = {"out": Slip(of_out=_lost), "sum": Slip(of_sum=_lost)}
+    for of, slip in {**slips, "both": Slip(of_out=_lost, of_sum=_lost)}.items():
+        for outputs, parameters in call.by_tile(RIGHT, slip=slip):
+            # Of each split its own last tile.
+            if "splits" in parameters:
+                yield outputs, {"of": of, **parameters}
+
+
+def _lost(sums: Tensor, _alpha: Tensor) -> Tensor:
+    return torch.zeros_like(sums)
 
 
 def _fp8(problem: Problem) -> bool:
@@ -288,8 +359,10 @@ def _(call: ExactAttention) -> Iterator[Form]:
     family="factor",
 )
 def _(call: ExactAttention) -> Iterator[Form]:
+    # Times 0 it is no bias: what is missing, or never written, is 0 as well.
     def at(share: float) -> Outputs:
-        ((outputs, _),) = call.predict(Steps(normaliser=1.0 + share))
+        off = 1.0 + share
+        ((outputs, _),) = call.predict(Steps(normaliser=off if abs(off) > _LEAST_FACTOR else 1.0))
         return outputs
 
     yield Prediction(outputs=at(-0.01), family=at, start=-0.01, parameter="share")

@@ -94,8 +94,8 @@ def _(call: ExactAttention) -> Iterator[Form]:
 )
 def _(call: ExactAttention) -> Iterator[Form]:
     # exp for exp2 or the reverse: the factor is missing, or there where exp has it already.
-    yield from _factor(call, 1.0 / LOG2E)
-    yield from _factor(call, LOG2E)
+    for factor in (1.0 / LOG2E, LOG2E, 1.0 / LOG2E**2):
+        yield from _factor(call, factor)
 
 
 @_model(
@@ -107,6 +107,8 @@ def _(call: ExactAttention) -> Iterator[Form]:
 )
 def _(call: ExactAttention) -> Iterator[Form]:
     yield from _factor(call, 1.0 / call.scale**2)
+    # Divided by it in base 2.
+    yield from _factor(call, 1.0 / (call.scale * LOG2E) ** 2)
     yield from _factor(call, math.sqrt(call.problem.head_dim) / call.scale)
 
 
@@ -251,6 +253,26 @@ for _name, _sentence, _steps in (
         "softcap multiplies tanh(score / cap) by the score, not by the cap",
         _softcap(lambda s, cap: s * torch.tanh(s / cap)),
     ),
+    (
+        "softcap-not-of-the-quotient",
+        (
+            "softcap is not cap · tanh(score / cap): a cap is missing, or divides and multiplies "
+            "the wrong way round"
+        ),
+        tuple(
+            _softcap(one)
+            for one in (
+                lambda s, cap: cap * torch.tanh(s * cap),
+                lambda s, cap: cap * torch.tanh(s),
+                lambda s, cap: cap * torch.tanh(cap / s),
+                lambda s, cap: torch.tanh(s / cap),
+                lambda s, cap: torch.tanh(s / cap) / cap,
+                lambda s, cap: cap / torch.tanh(s / cap),
+                lambda s, cap: cap * torch.tanh(s / cap / 2),
+                lambda s, cap: cap * torch.tanh(s / cap * 2),
+            )
+        ),
+    ),
 ):
     _model(_name, _sentence, applies=has_score("softcap"), steps=_steps)
 
@@ -266,7 +288,12 @@ def _(call: ExactAttention) -> Iterator[Form]:
     yield call.attend(s=s, seen=torch.ones_like(call.seen))
 
 
-@_model("score-mod-ignored", "the score mod is ignored", applies=has_score())
+@_model(
+    "score-mod-ignored",
+    "the score mod is ignored",
+    # Of softcap alone there is a model of its own.
+    applies=lambda problem: has_score()(problem) and problem.score.name != "softcap",
+)
 def _(call: ExactAttention) -> Iterator[Form]:
     yield call.attend(s=call.x)
     for part in dict.fromkeys(part.name for part in call.problem.score.walk()):

@@ -35,18 +35,37 @@ _model = MODELS.add
 
 # 0, as of a mask that is multiplied; large numbers of published kernels; the lowest of fp16 and
 # fp32.
-_SENTINELS = (0.0, -1e4, -1e5, -1e6, -1e9, -1e10, -1e30, -65504.0, -3.4028234663852886e38)
+SENTINELS = (0.0, -1e4, -1e5, -1e6, -1e9, -1e10, -1e30, -65504.0, -3.4028234663852886e38)
 
 
 @_model(
     "not-normalised",
-    "the output is not divided by the row sum, or multiplied by it",
+    "the output is not divided by the row sum, but multiplied by it, or divides it",
     family="rescaling",
 )
 def _(call: ExactAttention) -> Iterator[Form]:
     parts = call.parts
     yield Outputs(parts.values, parts.lse)
     yield Outputs(parts.values * parts.total[..., None], parts.lse), {"of": "multiplied"}
+    yield Outputs(parts.total[..., None] / parts.values, parts.lse), {"of": "the wrong way round"}
+
+
+@_model(
+    "sum-of-another-row",
+    "a row is divided by the row sums of others: they are spread along the columns",
+    applies=is_attention,
+    family="rescaling",
+)
+def _(call: ExactAttention) -> Iterator[Form]:
+    parts, query = call.parts, call.problem.query
+    columns = torch.arange(call.problem.value_dim)
+    # Only of a block with as many rows as columns.
+    wide = 1 << (call.problem.value_dim - 1).bit_length()
+    if wide in call.row_tiles and call.whole:
+        of = torch.arange(query)[:, None] // wide * wide + columns
+        # Of rows behind the last one, which are zeros, all keys weigh 1.
+        more = torch.nn.functional.pad(parts.total, (0, wide), value=float(call.problem.kv))
+        yield Outputs(parts.values / more[:, :, of], parts.lse)
 
 
 @_model(
@@ -71,6 +90,12 @@ def _(call: ExactAttention) -> Iterator[Form]:
 )
 def _(call: ExactAttention) -> Iterator[Form]:
     yield Outputs(torch.zeros_like(call.parts.out), call.parts.lse)
+    # Or of some blocks of rows: all but the first, or the last, if it is not full.
+    for rows in call.row_tiles:
+        number, last = call.i[..., 0] // rows, (call.problem.query - 1) // rows
+        for which, gone in {"later blocks": number > 0, "the last block": number == last}.items():
+            lost = call.with_out(gone.expand(call.shape[:3]), 0.0)
+            yield lost, {"rows": rows, "which": which}
 
 
 @_model(
@@ -81,6 +106,27 @@ def _(call: ExactAttention) -> Iterator[Form]:
 def _(call: ExactAttention) -> Iterator[Form]:
     parts = call.parts
     yield Outputs(torch.zeros_like(parts.out), torch.full_like(parts.lse, -math.inf))
+
+
+@_model(
+    "only-padding-counts",
+    "the padding of the last tile counts in place of the keys, alone or with what is hidden: a "
+    "comparison with the end, or what is done to what it hides, is the wrong way round",
+    applies=is_attention,
+    family="rescaling",
+)
+def _(call: ExactAttention) -> Iterator[Form]:
+    shown = call.visible(call.mask)
+    v = torch.nn.functional.pad(call.v, (0, 0, 0, 1))
+    for size in dict.fromkeys(size for _, size in call.tiles):
+        count = padded_keys(call, size)
+        for of, seen in {"the end": torch.zeros_like(shown), "what is hidden": ~shown}.items():
+            # A key that is the end itself may be hidden, too.
+            for more in (count, max(0, count - 1)):
+                score = math.log(more) if more else -math.inf
+                behind = call.s.new_full((*call.shape[:3], 1), score)
+                z = torch.cat([torch.where(seen, call.s, -math.inf), behind], -1)
+                yield call.softmax(z, v, sink=call.sink).outputs, {"of": of, "tile": size}
 
 
 @_model(
@@ -115,7 +161,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
 def _sentinels(call: ExactAttention) -> dict[float, float]:
     """Sentinels by the score that each is, put there before or after the scale, or in base 2."""
     units = dict.fromkeys((1.0, call.scale, 1.0 / LOG2E))
-    return {unit * one: one for one in _SENTINELS for unit in units}
+    return {unit * one: one for one in SENTINELS for unit in units}
 
 
 @_model(
@@ -178,7 +224,7 @@ _model(
 
 @_model("lse-finite-of-empty", "LSE of rows that see no key is a finite number", applies=has_mask())
 def _(call: ExactAttention) -> Iterator[Form]:
-    for number in _SENTINELS:
+    for number in SENTINELS:
         lse = torch.where(call.parts.dead, number, call.parts.lse)
         yield call.with_lse(lse), {"lse": number}
 

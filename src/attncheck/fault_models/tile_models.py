@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import pad
 
 from attncheck.core.outputs import Outputs
-from attncheck.fault_models.exact_attention import TRIED_TILES
+from attncheck.fault_models.exact_attention import TRIED_TILES, SoftmaxParts, merged
 from attncheck.fault_models.fault_model import (
     Form,
     ModelTable,
@@ -162,6 +162,41 @@ def _(call: ExactAttention) -> Iterator[Form]:
         # A causal loop that ends where the block's own rows begin.
         if has_mask("causal", "causal_bottom_right", "sliding_window")(call.problem):
             yield _without(call, call.j >= call.i // rows * rows, rows=rows)
+    known: dict[bytes, Outputs] = {}
+    for visited, parameters in bounded_loops(call):
+        same = visited.numpy().tobytes()
+        if same not in known:
+            known[same] = call.attend(seen=call.seen & visited)
+        yield known[same], parameters
+
+
+def first_key(problem: Problem) -> int | None:
+    """Return which key is row 0's own, of a mask that has a diagonal; None of another."""
+    parts = {spec.name: spec for spec in problem.mask.walk()}
+    if not {*parts} & {"causal", "causal_bottom_right", "sliding_window"}:
+        return None
+    own = problem.kv - problem.query if "causal_bottom_right" in parts else 0
+    offset: Any = parts["offset"].values["rows"] if "offset" in parts else 0
+    return own + int(offset)
+
+
+def bounded_loops(call: ExactAttention) -> Iterator[tuple[Tensor, Parameters]]:
+    """Yield which keys ``(1, 1, rows, kv)`` loops visit whose bounds are computed otherwise.
+
+    Of a mask with an edge: a block of rows visits tiles up to its last key, or from its first.
+    """
+    later = first_key(call.problem)
+    for rows, size in call.any_tiles if later is not None else ():
+        block, tile = call.i // rows, call.j // size * size
+        first = block * rows + later
+        for name, end in {
+            "its first row": first,
+            "the block before": first - rows,
+            "its number": block + 1,
+            "one block": torch.full_like(block, rows),
+        }.items():
+            yield tile < end, {"tile": size, "rows": rows, "ends with": name}
+        yield tile + size > first, {"tile": size, "rows": rows, "begins with": "its first row"}
 
 
 @_model(
@@ -459,11 +494,7 @@ def _splits(call: ExactAttention) -> Iterator[tuple[dict[str, int], Tensor, Tens
 
 
 def _merged(outs: Tensor, lses: Tensor, base: float = 1.0) -> Outputs:
-    """Merged by LSE, times ``base``."""
-    lse = (lses * base).logsumexp(0)
-    shift = torch.where(lse == -math.inf, 0.0, lse)
-    weights = (lses * base - shift).exp()
-    return Outputs((weights[..., None] * outs).sum(0), lse)
+    return merged([Outputs(*one) for one in zip(outs, lses, strict=True)], base)
 
 
 def _more_keys(problem: Problem) -> bool:
@@ -506,6 +537,83 @@ def _(call: ExactAttention) -> Iterator[Form]:
             assert merged.lse is not None, "as it was made"
             for lse in (merged.lse, merged.lse / base, mixed, exact):
                 yield Outputs(merged.out, lse), parameters
+
+
+@SPLITS.add(
+    "split-weights-wrong",
+    "splits of the keys are merged with other weights than powers of their maximum less the "
+    "largest, or not by their sum: in the output, in the row sum, or in both",
+    applies=lambda p: _more_keys(p) and not p.sink,
+)
+def _(call: ExactAttention) -> Iterator[Form]:
+    for parameters, parts in _split_parts(call):
+        m = torch.stack([one.maximum for one in parts])
+        sums = torch.stack([one.total for one in parts])
+        values = torch.stack([one.values for one in parts])
+        top = m.amax(0)
+        top = torch.where(top == -math.inf, 0.0, top)
+        right = (m - top).exp()
+        others = {"of 1": torch.ones_like(right), "of the maximum alone": m.exp()}
+        others |= {"of the sum": (m + top).exp(), "of the reverse": (top - m).exp()}
+        weighted = {"right": (sums * right).sum(0), "largest": (sums * right).amax(0)}
+        weighted |= {name: (sums * w).sum(0) for name, w in others.items()}
+        weighted["without sums"] = right.sum(0)
+        outs = {"right": (values * right[..., None]).sum(0)}
+        outs["largest"] = (values * right[..., None]).amax(0)
+        outs |= {name: (values * w[..., None]).sum(0) for name, w in others.items()}
+        # Among as many as a power of two, of which the last are empty.
+        outs["largest with empty ones"] = outs["largest"].clamp(min=0.0)
+        for name in sorted({*weighted, *outs} - {"right"}):
+            pairs = {"both": (outs.get(name), weighted.get(name))}
+            pairs |= {"out": (outs.get(name), weighted["right"])}
+            pairs |= {"the sum": (outs["right"], weighted.get(name))}
+            for of, (out, total) in pairs.items():
+                if out is not None and total is not None:
+                    gone = total == 0
+                    safe = torch.where(gone, 1.0, total)
+                    lse = torch.where(gone, -math.inf, top + safe.log())
+                    yield Outputs(out / safe[..., None], lse), {**parameters, "of": of}
+
+
+def _split_parts(call: ExactAttention) -> Iterator[tuple[dict[str, int], list[SoftmaxParts]]]:
+    """Keys in equal parts, each but the last of whole tiles or not: the softmax of each."""
+    kv = call.problem.kv
+    for count in _COUNTS:
+        length = -(-kv // count)
+        if count <= kv:
+            starts = [min(kv, n * length) for n in range(count + 1)]
+            if starts[-2] < kv:
+                yield (
+                    {"splits": count},
+                    [
+                        call.softmax(call.z[..., a:b], call.v[:, :, a:b], sink=None)
+                        for a, b in pairwise(starts)
+                    ],
+                )
+
+
+@SPLITS.add(
+    "split-bounds-wrong",
+    "splits of the keys overlap, or leave keys out: where they begin or end is computed otherwise",
+    applies=lambda problem: _more_keys(problem) and not problem.sink,
+    family="tile",
+)
+def _(call: ExactAttention) -> Iterator[Form]:
+    kv, j = call.problem.kv, call.j
+    for count in _COUNTS:
+        length = -(-kv // count)
+        begins = {"": [n * length for n in range(count)], "at its number": list(range(count))}
+        begins |= {"at 0": [0] * count, "at the second": [length] * count}
+        for begin, starts in begins.items():
+            # Of each split, or of all together, so many keys; or all that there are.
+            ends = {"": [start + length for start in starts], "with the last": [kv] * count}
+            ends |= {"with the first": [length] * count}
+            for end, stops in ends.items():
+                if begin or end:
+                    pairs = zip(starts, stops, strict=True)
+                    times = sum(((j >= a) & (j < b)).double() for a, b in pairs)
+                    outputs = call.attend(s=call.s + torch.as_tensor(times).log())
+                    yield outputs, {"splits": count, "begins": begin, "ends": end}
 
 
 @SPLITS.add(

@@ -11,11 +11,10 @@ from attncheck.core.errors import ProblemError
 from attncheck.core.mod_spec import FULL, NONE, Spec
 from attncheck.diagnose import diagnosis
 from attncheck.diagnose.reproduce import new_failure
-from attncheck.fault_models import FAULT_MODELS
 from attncheck.gate.planning import Choices, Planning, move_case
 from attncheck.gate.property_stage import KNOWN
 from attncheck.inputs.problem import USUAL_SCALE, Case, Problem
-from attncheck.records.failure_causes import certain_explanations, symptom
+from attncheck.records.failure_causes import symptom
 from attncheck.records.failures import keep_failure
 from attncheck.records.record import FAILED_STATUSES, Record
 from attncheck.verify.kernel_hosts import KernelHost
@@ -229,7 +228,7 @@ class FailureLog:
             return None
         how = _call_options(unit, host)
         first = self.diagnose(first, unit, host)
-        models = {one.model for one in certain_explanations(first)} & FAULT_MODELS.keys()
+        models = set(diagnosis.certain_models(first))
         shrunk = shrink_case(
             first,
             ask,

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from attncheck.core.errors import AttncheckError, UsageError
+from attncheck.core.errors import AttncheckError, HostError, UsageError
 from attncheck.gate.gate_failures import SHRUNK_STATUSES, FailureLog
 from attncheck.gate.plan import plan_kernel
 from attncheck.gate.planning import CachingExecutor, Choices, Planning
@@ -32,7 +32,7 @@ from attncheck.verify.isolated import IsolatedExecutor, IsolatedKernel
 from attncheck.verify.kernel_hosts import KernelHost, on_terms, open_kernel
 from attncheck.verify.remote_kernel import Deadlines
 from attncheck.verify.run_case import run_case
-from attncheck.workers.process import Died, HostError
+from attncheck.workers.process import Died
 from attncheck.workers.units import Done, Unit
 
 _UNCLAIMED = "not refused: "  # before the name of a question beyond a kernel's claims

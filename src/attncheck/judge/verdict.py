@@ -39,6 +39,7 @@ class KernelResult:
     arithmetic: Arithmetic  # the profile that the allowance assumes
     # Whether the inputs are drawn without structure, so that roundings are independent.
     generic: bool
+    keys: int = 1  # how many there are
     # ``(block_query, block_kv)`` of the kernel's declared tiling, where it declares one.
     tiles: tuple[int, int] | None = None
     structure: str = ""  # fault that an exact probe shows, in one line; empty where nothing
@@ -125,7 +126,7 @@ def decide(
         *(rules.beyond_bound(share, allowance.oracle_share) for share in bounds.values()),
         *(rules.improbable(s, generic=generic, proven=proven) for s in probable.values()),
         rules.imprecise_heads(heads, arithmetic, generic=generic, proven=proven),
-        rules.residual(precision, arithmetic, generic=generic),
+        rules.residual(precision, arithmetic, generic=generic, keys=result.keys),
         rules.undecidable(tensors[0], allowance),
         *(rules.unbounded_gradient(one) for one in tensors if one.name in GRADIENTS),
     ]

@@ -28,11 +28,11 @@ from attncheck.judge.allowance import (
 )
 from attncheck.judge.head_precision import (
     FAR,
-    RESIDUAL,
     SPREAD,
     HeadPrecision,
     Z,
     can_fail_by_precision,
+    residual_gate,
 )
 
 PROVEN = 0.01
@@ -245,19 +245,21 @@ def _imprecise_text(z: Tensor, spread: Tensor, wrong: Tensor) -> str:
     return f"{'; '.join(parts)} ({int(wrong.sum())} of {wrong.numel()} heads)"
 
 
-def residual(precision: Precision, arithmetic: Arithmetic, *, generic: bool) -> list[Finding]:
-    """Return a warning of out farther from its emulation than right kernels are.
+def residual(
+    precision: Precision, arithmetic: Arithmetic, *, generic: bool, keys: int
+) -> list[Finding]:
+    """Return a warning of out farther from its emulation than right kernels of ``keys`` are.
 
     Of generic inputs alone: where a problem has few different roundings, one that falls the other
     way is a large part of the whole error.
     """
-    gate = RESIDUAL.get(arithmetic.weights.name)
+    gate = residual_gate(arithmetic.weights.name, keys)
     if not generic or gate is None or precision.residual is None or precision.residual <= gate:
         return []
     text = (
         "out differs from the ideal kernel at the same tiling by "
         f"{share_text(precision.residual, gate)} × that kernel's error, but should by at most "
-        f"{gate:g} ×: it rounds elsewhere than declared"
+        f"{gate:.2g} ×: it rounds elsewhere than declared"
     )
     return [Finding(status="warn", rule="precision", text=text)]
 

@@ -51,6 +51,7 @@ def prepare_triton(device: str) -> None:
         )
 
 
+@cache
 def on_hopper(device: torch.device) -> bool:
     """Return whether ``device`` is a GPU of that generation, and there."""
     import torch
@@ -81,9 +82,16 @@ def sound_assembler(device: str) -> AbstractContextManager[None]:
 def _use_assembler(path: str) -> Iterator[None]:
     from triton import knobs
 
-    with knobs.nvidia.scope():
-        knobs.nvidia.ptxas = path
+    # Not by Triton's own ``scope``: it reads and writes each variable of the environment that it
+    # knows, which took longer than the launch of a compiled kernel.
+    choices = vars(knobs.nvidia)
+    before = dict(choices)
+    choices["ptxas"] = path
+    try:
         yield
+    finally:
+        choices.clear()
+        choices.update(before)
 
 
 @cache

@@ -7,15 +7,15 @@ for another. A program that takes one block of rows after the other (``Shape.per
 next block's keys under way while it stores the last one's.
 
 Keys are walked over from those that a mask may touch to those that every row of the block sees, of
-which none is masked. A block of rows whose sums are not finite, or whose scores are so large that
-rounding the factor's product is no longer small, is done again by ``flash2_forward``'s careful
-launch.
+which none is masked. Under a mask a block of rows whose sums are not finite is done again by
+``flash2_forward``'s careful launch.
 """
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -56,7 +56,6 @@ class Shape:
     # causal mask take unlike times: in a graph on an H100 it is 1.09 times as fast by their own at
     # 16,384 keys, 1.4 times at 4,096, and without a mask as fast.
     persistent: bool = False
-    safe: bool = True
 
     @property
     def rows(self) -> int:
@@ -67,14 +66,16 @@ class Shape:
 OWN = 64  # rows of a warpgroup, as many as its matrix instruction has
 SHAPES = {
     64: Shape(keys=128, stages=4),
-    128: Shape(keys=128, stages=2),
+    128: Shape(keys=128, stages=2, pingpong=False),
     256: Shape(keys=64, stages=2),
 }
+# Without a mask, where a third group's registers do not spill.
+WHOLE_SHAPES = {**SHAPES, 64: Shape(keys=128, stages=3, groups=3, registers=160)}
 
 
-def shape_for(head_dim: int) -> Shape:
-    """Return how rows of ``head_dim`` numbers are taken."""
-    return SHAPES[_width(head_dim)]
+def shape_for(head_dim: int, band: Band | None) -> Shape:
+    """Return how rows of ``head_dim`` numbers are taken, which see keys within ``band``."""
+    return (WHOLE_SHAPES if band == Band() else SHAPES)[_width(head_dim)]
 
 
 def unsupported_by_kernel(
@@ -141,7 +142,7 @@ def flash3_forward(
     batch, heads, query, head_dim = q.shape
     kv_heads, kv = k.shape[1:3]
     band = band.within(query, kv)
-    shape = shape or shape_for(head_dim)
+    shape = shape or shape_for(head_dim, band)
     out = torch.empty((batch, heads, query, v.shape[3]), dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, heads, query), dtype=torch.float32, device=q.device)
     blocks, together = -(-query // shape.rows), batch * heads
@@ -156,7 +157,10 @@ def flash3_forward(
             _descriptor(out, OWN), lse, again, blocks, together, heads, heads // kv_heads, query,
             kv, band.least or 0, band.most or 0, scale * LOG2E, GROUPS=shape.groups,
             STAGES=shape.stages, REGISTERS=shape.registers, PINGPONG=shape.pingpong,
-            UPPER=band.most is not None, LOWER=band.least is not None, SAFE=shape.safe, num_warps=4,
+            UPPER=band.most is not None, LOWER=band.least is not None, num_warps=4,
+            # Fused, score · factor − maximum is not 0 where the score is the maximum, which is
+            # rounded: from 2^30 on its weight is infinite, or 0.
+            enable_fp_fusion=False,
         )
         # fmt: on
     if redo and band != Band() and needs_careful_launch(again):
@@ -186,19 +190,35 @@ _ALIGNED = 16  # bytes: what TMA takes addresses and strides by
 
 def _descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
     """What TMA knows of ``x``, or of a copy where it cannot read it: tiles of ``rows``."""
-    ahead = _ALIGNED // x.element_size()
-    steps = [step for step, size in zip(x.stride(), x.shape, strict=True) if size > 1]
-    if (
-        x.stride(3) != 1
-        or x.data_ptr() % _ALIGNED
-        or any(step % ahead or step <= 0 for step in steps if step != 1)
-    ):
+    if not _is_readable(x.shape, x.stride(), x.element_size()):
         x = x.contiguous()
-    width = _width(x.shape[3])
+    if x.data_ptr() % _ALIGNED:
+        x = x.clone(memory_format=torch.contiguous_format)
+    # Checking it takes Triton longer than the rest of a launch, and only the address is new.
+    descriptor = copy(_descriptor_of(x.shape, x.stride(), x.dtype, rows))
+    descriptor.base = x
+    return descriptor
+
+
+@lru_cache(maxsize=256)
+def _is_readable(shape: torch.Size, strides: tuple[int, ...], size: int) -> bool:
+    """Return whether TMA can read a tensor of elements of ``size`` bytes."""
+    ahead = _ALIGNED // size
+    steps = [step for step, length in zip(strides, shape, strict=True) if length > 1]
+    return strides[3] == 1 and all(step > 0 and step % ahead == 0 for step in steps if step != 1)
+
+
+@lru_cache(maxsize=256)
+def _descriptor_of(
+    shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, rows: int
+) -> TensorDescriptor:
+    """The descriptor of any such tensor, without its memory."""
+    width = _width(shape[3])
     # Along an axis of one a tensor's stride means nothing, and may be what TMA refuses.
-    strides = [step if size > 1 else width for step, size in zip(x.stride(), x.shape, strict=True)]
+    own = [step if length > 1 else width for step, length in zip(strides, shape, strict=True)]
+    nothing, block = torch.empty(0, dtype=dtype), [1, 1, rows, width]
     return TensorDescriptor(
-        x, list(x.shape), [*strides[:3], 1], [1, 1, rows, width], layout_of(x.dtype, rows, width)
+        nothing, list(shape), [*own[:3], 1], block, layout_of(dtype, rows, width)
     )
 
 
@@ -302,16 +322,11 @@ def _hidden(
 
 
 @gluon.jit
-def _advanced(s, m, factor, SAFE: gl.constexpr):
+def _advanced(s, m):
     """The new maximum, a tile's weights, and the factor of what was summed before it."""
-    largest = gl.max(s, 1)
-    if not SAFE:
-        largest = largest * factor
-    m_new = gl.maximum(m, largest)
+    m_new = gl.maximum(m, gl.max(s, 1))
     # A row that has seen nothing keeps m = −inf; 0 stands in so that −inf − −inf never happens.
     shift = gl.where(m_new == float("-inf"), 0.0, m_new)
-    if not SAFE:
-        s = s * factor
     return m_new, gl.exp2(s - shift[:, None]), gl.exp2(m - shift)
 
 
@@ -320,8 +335,7 @@ def _step(
     turn, done, passed, q, k_s, v_s, k_full, k_empty, v_full, v_empty, turns, m, total, acc, p,
     rows, first, count, late, early, kv, least, most, factor, OWN: gl.constexpr,
     GROUPS: gl.constexpr, PINGPONG: gl.constexpr, MASKED: gl.constexpr, UPPER: gl.constexpr,
-    LOWER: gl.constexpr, SAFE: gl.constexpr, SCORES: gl.constexpr, SUMS: gl.constexpr,
-    WEIGHTS: gl.constexpr,
+    LOWER: gl.constexpr, SCORES: gl.constexpr, SUMS: gl.constexpr, WEIGHTS: gl.constexpr,
 ):
     """One tile: its scores are begun, then the last tile's P·V; its softmax is done beside that."""
     STAGES: gl.constexpr = k_s.shape[0]
@@ -343,12 +357,11 @@ def _step(
         mbarrier.arrive(turns.index((OWN + 1) % GROUPS), count=1)
     s = warpgroup_mma_wait(1, deps=[product])
     mbarrier.arrive(k_empty.index(stage), count=1)
-    if SAFE:
-        s = s * factor
+    s = s * factor
     if MASKED:
         key = tile_of(turn, first, count, late, early) * KEYS
         s = _hidden(s, key, rows, kv, least, most, UPPER, LOWER, SCORES)
-    m, weights, alpha = _advanced(s, m, factor, SAFE)
+    m, weights, alpha = _advanced(s, m)
     total = total * alpha + gl.sum(weights, 1)
     rounded = weights.to(v_s.dtype)
     # It was waited for above: without a barrier here ptxas moves the wait for P·V in front of the
@@ -363,7 +376,7 @@ def _step(
 @gluon.jit
 def _attend(
     memory, OWN: gl.constexpr, GROUPS: gl.constexpr, PINGPONG: gl.constexpr, UPPER: gl.constexpr,
-    LOWER: gl.constexpr, SAFE: gl.constexpr,
+    LOWER: gl.constexpr,
 ):
     """A warpgroup's rows of every block: the OWN-th of its groups of rows."""
     (
@@ -396,12 +409,11 @@ def _attend(
         product = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[product])
         mbarrier.arrive(k_empty.index(stage), count=1)
-        if SAFE:
-            s = s * factor
+        s = s * factor
         key = tile_of(0, first, count, late, early) * KEYS
         s = _hidden(s, key, rows, kv, least, most, UPPER, LOWER, SCORES)
         m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-        m, weights, _ = _advanced(s, m, factor, SAFE)
+        m, weights, _ = _advanced(s, m)
         total = gl.sum(weights, 1)
         p = gl.convert_layout(weights.to(v_s.dtype), WEIGHTS)
         acc = gl.full([ROWS, WIDTH], 0.0, gl.float32, SUMS)
@@ -413,7 +425,7 @@ def _attend(
                 m, total, acc, p = _step(
                     turn, done, passed, q, k_s, v_s, k_full, k_empty, v_full, v_empty, turns, m,
                     total, acc, p, rows, first, count, late, early, kv, least, most, factor, OWN,
-                    GROUPS, PINGPONG, True, UPPER, LOWER, SAFE, SCORES, SUMS, WEIGHTS,
+                    GROUPS, PINGPONG, True, UPPER, LOWER, SCORES, SUMS, WEIGHTS,
                 )
                 done += 1
                 passed += 1
@@ -421,7 +433,7 @@ def _attend(
             m, total, acc, p = _step(
                 turn, done, passed, q, k_s, v_s, k_full, k_empty, v_full, v_empty, turns, m, total,
                 acc, p, rows, first, count, late, early, kv, least, most, factor, OWN, GROUPS,
-                PINGPONG, False, UPPER, LOWER, SAFE, SCORES, SUMS, WEIGHTS,
+                PINGPONG, False, UPPER, LOWER, SCORES, SUMS, WEIGHTS,
             )
             done += 1
             passed += 1
@@ -454,7 +466,7 @@ def _attend(
 def _forward(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, again_ptr, blocks, together, heads, group, query,
     kv, least, most, factor, GROUPS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
-    PINGPONG: gl.constexpr, UPPER: gl.constexpr, LOWER: gl.constexpr, SAFE: gl.constexpr,
+    PINGPONG: gl.constexpr, UPPER: gl.constexpr, LOWER: gl.constexpr,
 ):
     """Shared memory and barriers of a program, and its warps' work."""
     ROWS: gl.constexpr = q_desc.block_type.shape[2]
@@ -490,15 +502,15 @@ def _forward(
     )
     if GROUPS == 2:
         gl.warp_specialize([
-            (_attend, (read, 0, GROUPS, PINGPONG, UPPER, LOWER, SAFE)),
-            (_attend, (read, 1, GROUPS, PINGPONG, UPPER, LOWER, SAFE)),
+            (_attend, (read, 0, GROUPS, PINGPONG, UPPER, LOWER)),
+            (_attend, (read, 1, GROUPS, PINGPONG, UPPER, LOWER)),
             (_copy, (copied, GROUPS, UPPER, LOWER)),
         ], [4, 1], [REGISTERS, 24])
     else:
         gl.warp_specialize([
-            (_attend, (read, 0, GROUPS, PINGPONG, UPPER, LOWER, SAFE)),
-            (_attend, (read, 1, GROUPS, PINGPONG, UPPER, LOWER, SAFE)),
-            (_attend, (read, 2, GROUPS, PINGPONG, UPPER, LOWER, SAFE)),
+            (_attend, (read, 0, GROUPS, PINGPONG, UPPER, LOWER)),
+            (_attend, (read, 1, GROUPS, PINGPONG, UPPER, LOWER)),
+            (_attend, (read, 2, GROUPS, PINGPONG, UPPER, LOWER)),
             (_copy, (copied, GROUPS, UPPER, LOWER)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])
 

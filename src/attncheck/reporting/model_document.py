@@ -162,7 +162,7 @@ def _status(record: ModelRecord) -> tuple[str, Look]:
     if record.status == "unsupported":
         return "not taken", "dim"
     if record.beside:
-        return ("beside" if record.status == "pass" else record.status), "dim"
+        return ("reference" if record.status == "pass" else record.status), "dim"
     looks: dict[str, Look] = {"pass": "good", "warn": "notable", "inconclusive": "notable"}
     return record.status, looks.get(record.status, "bad")
 

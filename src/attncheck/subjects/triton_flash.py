@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
     from attncheck.kernels.flash3_forward import Shape
-    from attncheck.kernels.launch import KernelPages, Launch, VisitList
+    from attncheck.kernels.launch import Band, KernelPages, Launch, VisitList
 
     Gradients = tuple[
         torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None
@@ -498,15 +498,15 @@ class Flash3(Flash):
         There the tiles at both ends come first, in an order that no Tiling has.
         """
         del device
-        shape, band = self._chosen(problem), band_of(problem.mask, problem.dimensions)
-        if band is not None and band.within(problem.query, problem.kv).least is not None:
+        shape, band = self._chosen(problem), _band(problem)
+        if band is not None and band.least is not None:
             return None
         return Tiling(block_query=shape.rows, block_kv=shape.keys, reverse=True)
 
     def _chosen(self, problem: Problem) -> Shape:
         from attncheck.kernels.flash3_forward import shape_for
 
-        return self._shape or shape_for(problem.head_dim)
+        return self._shape or shape_for(problem.head_dim, _band(problem))
 
     def launches(self, problem: Problem, device: str) -> Mapping[str, Subject]:
         """With half the keys in a tile, and with several blocks of rows a program, out of turn."""
@@ -514,7 +514,9 @@ class Flash3(Flash):
         own = self._chosen(problem)
         return {
             f"{own.keys // 2} keys": type(self)(replace(own, keys=own.keys // 2)),
-            "several blocks a program": type(self)(replace(own, persistent=True, pingpong=False)),
+            "several blocks a program": type(self)(
+                replace(own, persistent=True, pingpong=not own.pingpong)
+            ),
         }
 
     def visited(self, problem: Problem, device: torch.device) -> dict[str, Any]:
@@ -527,6 +529,12 @@ class Flash3(Flash):
         from attncheck.kernels import flash3_forward
 
         return flash3_forward.flash3_forward
+
+
+def _band(problem: Problem) -> Band | None:
+    """The band of a Problem's mask, as far as it hides anything there; None of another mask."""
+    band = band_of(problem.mask, problem.dimensions)
+    return None if band is None else band.within(problem.query, problem.kv)
 
 
 def _on_hopper(problem: Problem) -> dict[str, Any]:

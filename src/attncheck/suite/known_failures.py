@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import tomllib
-import zlib
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -151,21 +149,20 @@ def applicable_tests(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 def beyond_covering(
     items: Sequence[pytest.Item], known: Collection[pytest.Item]
 ) -> list[pytest.Item]:
-    """Return properties whose dtype and family other tests of the same kernel have both.
+    """Return properties whose kernel, dtype and family other tests have, as ``covering`` says.
 
     A test that is skipped, or known to fail, draws nothing: it is none of them, and stands for
     none.
     """
-    grids: defaultdict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
-    for item in items:
-        draws = item.get_closest_marker(MARK) and not item.get_closest_marker("skip")
-        if draws and item not in known:
-            grids[_name(item), param_of(item).kernel.name].append(item)
-    beyond = []
-    for (name, _), grid in grids.items():
-        chosen = covering([param_of(item) for item in grid], zlib.crc32(name.encode()))
-        beyond += [item for item in grid if param_of(item) not in chosen]
-    return beyond
+    drawing = {
+        item: (_name(item), param_of(item))
+        for item in items
+        if item.get_closest_marker(MARK)
+        and not item.get_closest_marker("skip")
+        and item not in known
+    }
+    chosen = covering(drawing)
+    return [item for item in drawing if item not in chosen]
 
 
 def known_failures(

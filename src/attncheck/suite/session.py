@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
 
 from attncheck.cases.check_cases import check_cases
 from attncheck.cases.mask_samples import PLAIN_KIND, ProblemKind
-from attncheck.core.errors import UsageError
+from attncheck.core.errors import HostError, UsageError
 from attncheck.core.formats import DTYPES
 from attncheck.subjects.capabilities import named_kernels
 from attncheck.subjects.capabilities.configuration import read_configuration
@@ -29,11 +31,11 @@ from attncheck.verify.executor import InProcess
 from attncheck.verify.kernel_hosts import open_kernel
 from attncheck.verify.kernel_server import Compiling
 from attncheck.verify.remote_kernel import Deadlines
-from attncheck.workers.process import HostError
 
 NO_KERNEL = "attncheck-asks-nothing"
 """Id of a property that concerns none of the kernels; it is taken out when all is collected."""
 
+_T = TypeVar("_T")
 _KINDS = (PLAIN_KIND, ProblemKind(paged=True), ProblemKind(sink=True), ProblemKind(backward=True))
 
 
@@ -222,24 +224,28 @@ class Session:
         return self._takes_dtype[key]
 
 
-def covering(params: Sequence[Param], turn: int) -> list[Param]:
-    """Return few of ``params``, a property's of one kernel, that have every dtype and family.
+def covering(asked: Mapping[_T, tuple[str, Param]]) -> set[_T]:
+    """Return few of properties' tests, each of its property and its part of the suite.
 
-    Args:
-        turn: Which diagonals of that grid come first: another property has other pairs.
+    Together they ask every kernel each property and every (dtype, family) that all have, and each
+    property every dtype and every family that all have: only the triple of a property, a kernel
+    and a pair is left out, where its parts are asked elsewhere.
     """
-    dtypes = list(dict.fromkeys(each.dtype for each in params))
-    families = list(dict.fromkeys(each.family for each in params))
-
-    def diagonal(each: Param) -> int:
-        return (dtypes.index(each.dtype) + families.index(each.family) + turn) % len(families)
-
-    chosen: list[Param] = []
-    seen: set[str] = set()
-    for each in sorted(params, key=diagonal):
-        if not {each.dtype, each.family} <= seen:
-            chosen.append(each)
-            seen |= {each.dtype, each.family}
+    pairs = {}
+    for test, (name, param) in asked.items():
+        kernel, dtype, family = param.kernel.name, param.dtype, param.family
+        pairs[test] = {(name, kernel), (name, dtype), (name, "", family), (kernel, dtype, family)}
+    # In no order of the files', and the same in every process.
+    tests = sorted(
+        asked, key=lambda test: zlib.crc32(f"{asked[test][0]} {asked[test][1].id}".encode())
+    )
+    chosen: set[_T] = set()
+    seen: set[tuple[str, ...]] = set()
+    for least in (4, 3, 2, 1):  # those first that have most of what is missing
+        for test in tests:
+            if len(pairs[test] - seen) >= least:
+                chosen.add(test)
+                seen |= pairs[test]
     return chosen
 
 

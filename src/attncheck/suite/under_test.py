@@ -13,7 +13,6 @@ from attncheck.cases.tier import TIERS, Tier
 from attncheck.diagnose.diagnosis import diagnose_failure, explain_failure, explained_by
 from attncheck.diagnose.explanations import Findings
 from attncheck.inputs.problem import Case
-from attncheck.judge.fault_explanation import count_equals
 from attncheck.records.failure_causes import symptom
 from attncheck.records.record import UNTRUSTED_STATUSES, Record
 from attncheck.records.run_reports import Tally
@@ -135,8 +134,7 @@ class UnderTest(KernelSupport):
             return False
         if symptom(record) != symptom(self._first):
             return True
-        ranking = self._findings.ranking if self._findings else []
-        models = {one.name for one in ranking[: count_equals(ranking)]}
+        models = self._findings.equals if self._findings else []
         if not models or record.case_id == self._first.case_id:
             return False
         if record.case_id not in self._alike:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from importlib.util import find_spec
 from typing import Any
 
 import msgspec
@@ -16,7 +15,12 @@ from attncheck.inputs.input_tensors import Inputs
 from attncheck.inputs.problem import Problem
 from attncheck.subjects.capabilities import named_kernels
 from attncheck.subjects.capabilities.subject import Subject
-from attncheck.verify.environment import default_device, environment, prepare
+from attncheck.verify.environment import (
+    default_device,
+    environment,
+    prepare,
+    replacement_assembler,
+)
 from attncheck.verify.executor import Execution, InProcess
 
 # With q = 0 and V = 1 every weight is 1 and a power of two of them is summed: out is exactly 1 in
@@ -55,12 +59,7 @@ def check_machine() -> dict[str, Any]:
 
 def _assembler(device: str) -> list[dict[str, Any]]:
     """A warning of Triton's own ptxas, where it is not to be trusted; it concerns other kernels."""
-    # Nothing is assembled there.
-    if device == "cpu" or not find_spec("triton"):
-        return []
-    from attncheck.kernels.compilation import replacement_assembler
-
-    better = replacement_assembler()
+    better = replacement_assembler(device)
     if better is None:
         return []
     finding = (

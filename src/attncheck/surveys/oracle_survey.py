@@ -18,12 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attncheck import oracles
-from attncheck.cases.variants import SHARP, VARIANTS, Cell, plan_cells
-from attncheck.core.errors import UsageError, require_known
+from attncheck.core.errors import UsageError
 from attncheck.core.judgement import Place
 from attncheck.core.outputs import Outputs
 from attncheck.inputs import input_tensors
-from attncheck.inputs.distributions import DISTRIBUTIONS
 from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.mpmath_algebra import MPMATH
 from attncheck.oracles.mp_numbers import ManyDigits, Mp
@@ -66,51 +64,6 @@ the plan's variants and distributions keep scores below 10^6: no rounding comes 
 
 _HALF_ULP = 2.0**-53
 _SMALLEST_NORMAL = 2.0**-1022
-
-
-# ------------------------------------------------------------------ which Problems
-
-DEFAULT_VARIANTS = ("full", "causal", SHARP.name, "softmax")
-
-CERTIFIED_VARIANTS = ("full", "causal", "alibi", "softcap", SHARP.name, "softmax")
-"""Proven by default: score mods too, whose own roundings are the oracle's as well."""
-
-
-def oracle_plan(
-    *,
-    variants: Sequence[str],
-    distributions: Sequence[str],
-    dtype: str,
-    shape: str,
-    seed: int,
-    default: Sequence[str] = DEFAULT_VARIANTS,
-) -> list[Cell]:
-    """Return each variant on each distribution, in the order in which a report shows them.
-
-    Args:
-        variants: Names of ``cases.variants.VARIANTS``, or ``sharp``; none: those of ``default``.
-        distributions: Names; none: all. Of softmax those that it has.
-
-    Raises UnknownName or ProblemError for what cannot be, before anything is computed.
-    """
-    variants_by_name = VARIANTS | {SHARP.name: SHARP}
-    cells: list[Cell] = []
-    for name in variants or default:
-        require_known("variant", [name], variants_by_name)
-        names = tuple(distributions or DISTRIBUTIONS)
-        existing = tuple(d for d in names if variants_by_name[name].exists(dtype, d))
-        # By name it must exist: the Problem says why it does not.
-        must = bool(variants) and (bool(distributions) or not existing)
-        for distribution in names if must else existing:
-            cells += plan_cells(
-                dtypes=(dtype,),
-                variants=() if name == SHARP.name else (name,),
-                own=SHARP if name == SHARP.name else None,
-                shapes=(shape,),
-                distributions=(distribution,),
-                seed=seed,
-            )
-    return list(dict.fromkeys(cells))
 
 
 def check_problem_size(problem: Problem, rows: int, most: int, what: str) -> None:

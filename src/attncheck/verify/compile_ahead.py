@@ -14,12 +14,13 @@ from contextlib import contextmanager
 
 import torch
 
+from attncheck.core.errors import HostError
 from attncheck.inputs.input_tensors import zero_inputs
 from attncheck.inputs.problem import Problem
 from attncheck.subjects.capabilities.named_kernels import BUILTIN, subject_named
 from attncheck.subjects.capabilities.subject import Subject
 from attncheck.verify.environment import prepare
-from attncheck.workers.process import HostError, Worker
+from attncheck.workers.process import Worker
 from attncheck.workers.transport import Frame
 
 SERVER = "attncheck.verify.compile_ahead:Compiler"

@@ -47,6 +47,15 @@ def prepare(device: str) -> None:
         prepare_triton(device)
 
 
+def replacement_assembler(device: str) -> str | None:
+    """Return the ptxas that our kernels get on ``device`` in place of one that is not sound."""
+    if device == "cpu" or not find_spec("triton"):  # nothing is assembled there
+        return None
+    from attncheck.kernels import compilation
+
+    return compilation.replacement_assembler()
+
+
 def environment(device: str) -> Environment:
     """This process on ``device`` (``cpu`` or ``cuda``)."""
     # Late, because the command line imports this module at its start.

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
+from attncheck.core.errors import HostError
 from attncheck.subjects.load import Entry
 from attncheck.verify.call_conditions import PLAIN_CALL, CallConditions, judged_conditions
 from attncheck.verify.executor import Execution, Failure, Origin, Turn
@@ -37,7 +38,7 @@ from attncheck.verify.kernel_messages import (
 )
 from attncheck.verify.obligations import arithmetic_error, inputs_digest, output_bytes, output_error
 from attncheck.verify.remote_kernel import KernelConnection, RemoteSubject
-from attncheck.workers.process import Died, HostError
+from attncheck.workers.process import Died
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

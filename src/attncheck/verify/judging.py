@@ -65,6 +65,7 @@ def judge_outputs(
         allowance=allowance,
         arithmetic=arithmetic,
         generic=evidence.evidence.generic,
+        keys=evidence.case.problem.kv,
         tiles=(tiling.block_query, tiling.block_kv) if tiling else None,
         structure=structure,
         ideal=None if at is None else evidence.ideal_outputs(at, truncates=truncates).out,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, g
 import torch
 
 from attncheck.core.declared_arithmetic import Arithmetic
-from attncheck.core.errors import UsageError
+from attncheck.core.errors import HostError, UsageError
 from attncheck.core.formats import FORMATS, Format
 from attncheck.core.outputs import Outputs
 from attncheck.core.tensor_names import AXES
@@ -25,7 +25,6 @@ from attncheck.inputs.problem import Problem
 from attncheck.subjects.capabilities.subject import Subject, Tiling
 from attncheck.verify.call_conditions import CallNotes
 from attncheck.verify.timing import Clock
-from attncheck.workers.process import HostError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping

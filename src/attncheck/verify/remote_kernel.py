@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
-from attncheck.core.errors import UsageError
+from attncheck.core.errors import HostError, UsageError
 from attncheck.inputs.question_parameters import PROMISES
 from attncheck.subjects.capabilities.subject import Call, Subject, Tiling, WrittenCall
 from attncheck.verify.kernel_messages import (
@@ -18,7 +18,7 @@ from attncheck.verify.kernel_messages import (
     read_tiling,
     remote_error,
 )
-from attncheck.workers.process import KERNEL_SERVER, Died, HostError, Worker
+from attncheck.workers.process import KERNEL_SERVER, Died, Worker
 from attncheck.workers.transport import Frame
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from attncheck.core.errors import AttncheckError
+from attncheck.core.errors import HostError
 from attncheck.core.sanitize_text import one_line
 from attncheck.workers.reaper import MARK, kill_family, new_mark
 from attncheck.workers.transport import KEY, BrokenFrame, Closed, Frame, Receiver, Sender
@@ -44,10 +44,6 @@ _OURS = f"{Path(__file__).parents[1]}{os.sep}"
 
 # The worker finds modules where this process does, and not in the folder that it is in.
 _CODE = "import sys; sys.path[:] = {path!r}; from attncheck.workers.worker_main import main; main()"
-
-
-class HostError(AttncheckError):
-    """A worker cannot be had, or does not answer as ours does."""
 
 
 class Died(HostError):
