@@ -178,13 +178,14 @@ def test_what_the_first_call_in_each_mode_changes_is_a_warning():
     """As torch.compile does, which compiles once more where grad mode is another."""
     modes = set()
 
-    def attention(query, key, value):
+    def attention(query, key, value, is_causal=False):
         if torch.is_grad_enabled() not in modes:
             modes.add(torch.is_grad_enabled())
             sys.setrecursionlimit(sys.getrecursionlimit() + 1)
-        return torch.nn.functional.scaled_dot_product_attention(query, key, value)
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        return sdpa(query, key, value, is_causal=is_causal)
 
-    case = Case(problem=SMALL, question="state")
+    case = Case(problem=SMALL.replace(kv_heads=4), question="state")
     with torch.enable_grad():
         record = run_case(adopted(attention, "compiles"), case, device="cpu")
     assert modes == {True, False}
