@@ -129,6 +129,22 @@ def test_what_the_first_sequence_has_right_is_no_factor(monkeypatch):
     assert told(monkeypatch, call, PLAIN.replace(kv=128)).family == FAMILIES["mapping"]
 
 
+def test_keys_that_one_sequence_has_lost_may_be_of_its_length(monkeypatch):
+    """Planted: the second of two sequences is taken for as short as its first tile."""
+    spec = Spec.of("padding", lengths=[30, 64])
+    problem = PLAIN.replace(kv=64, mask=spec)
+
+    def call(run, inputs):
+        own = inputs.problem
+        if own.mask != spec:
+            return run(inputs)
+        return run(inputs.replace(problem=own.replace(mask=Spec.of("padding", lengths=[30, 32]))))
+
+    found = told(monkeypatch, call, problem)
+    assert found.family != FAMILIES["tile"]
+    assert any("keys 32–63 do not count" in fact for fact in found.facts)
+
+
 def test_a_first_tile_that_is_gone_may_have_been_rescaled_by_0(monkeypatch):
     """Planted: of two tiles the last alone counts, in the output and in LSE."""
 

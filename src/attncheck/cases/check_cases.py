@@ -25,10 +25,10 @@ ORDER = tuple(
     padding window-edge decode-empty-rows uniform decode-causal-tall causal-even
     negative-ragged gqa large long-sum window-wide one-key decode-window decode-one-query scale
     one-hot ones-ragged ramp-ragged negative decode-causal-wide one-query empty-rows sink
-    ones-causal positive-causal two_level-ragged plain window causal-wide decode-gqa
-    causal-tall decode-padding ragged isolated-ragged positive-ragged decode-causal-even
-    mean-ragged decode-ragged negative-causal decode-causal two_level-causal-2 outliers causal
-    isolated-causal-2 ramp-causal-2 mean-causal
+    ones-causal positive-causal two_level-ragged window plain causal-wide decode-causal-even
+    negative-causal mean-causal ragged isolated-ragged positive-ragged causal-tall mean-ragged
+    decode-padding decode-ragged two_level-causal-2 causal isolated-causal-2 ramp-causal-2
+    decode-causal outliers decode-gqa
     """.split()  # noqa: SIM905  # as a list it has a line for each of fifty
 )
 _ROUNDS = 2  # of a probe's numbers: decoding is done in one, ramps are fast and slow

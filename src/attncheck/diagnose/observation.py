@@ -102,7 +102,7 @@ def observe(
     # A score mod that is off changes weights as if parts were not rescaled, or keys not there.
     elif family is None or (family != "gradient" and needed & {"score", "sink"}):
         family = next((family for name, family in _TOLD_BY.items() if name in needed), family)
-    if family is None and (fact := _misplaced(runs, call)):
+    if family in {None, "mapping"} and (fact := _misplaced(runs, call)):
         family, facts = "mapping", [*facts, fact]
     if family is None and (fact := _by_order(case.problem, call, takes)):
         family, facts = "rescaling", [*facts, fact]
@@ -421,6 +421,10 @@ class _Counts:
         gone = self._tiles(wrong.double()).sum(-1) > 0
         if bool((kept & gone).any()):
             return "mask"
+        # Of sequences of other lengths one may have lost what its length says.
+        own = wrong.any(dim=(1, 2, 3))
+        if not bool(own.all()) and not bool((self.seen == self.seen[:1]).all()):
+            return None
         # What is lost before others are summed may have been rescaled by 0, and where nothing is
         # kept in any row the sum, or the output, may be what is not kept.
         some = kept.any(-1)

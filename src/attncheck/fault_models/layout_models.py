@@ -311,7 +311,8 @@ def _(call: ExactAttention) -> Iterator[Form]:
                     own.append(torch.arange(tensors[one].shape[3]))
                     stride = memory[one].stride()
                     steps = [own[place] * step for place, step in zip(order, stride, strict=True)]
-                    read[one], there = read_at(memory[one], sum(steps, torch.zeros((), dtype=int)))
+                    at = sum(steps, torch.zeros((), dtype=torch.int64))
+                    read[one], there = read_at(memory[one], at)
                     shape = (*call.shape[:2], own_rows[one].numel(), tensors[one].shape[3])
                     read[one] = read[one].expand(shape)
                     inside = inside and bool(there.all())

@@ -91,9 +91,9 @@ def _(call: ExactAttention) -> Iterator[Form]:
         at = sum((i * step for i, step in zip(indices, steps, strict=True)), 0 * t)
         yield from _of_pools(call, pools, at, name)
     for axis, other in permutations(range(3), 2):
-        steps = [*pools[0].stride()[:3]]
-        steps[axis] = steps[other]
-        at = sum((i * step for i, step in zip((own, slot, head), steps, strict=True)), 0 * t)
+        strides = [*pools[0].stride()[:3]]
+        strides[axis] = strides[other]
+        at = sum((i * step for i, step in zip((own, slot, head), strides, strict=True)), 0 * t)
         yield from _of_pools(call, pools, at, f"stride {axis} for {other}")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -147,10 +147,11 @@ def _(call: ExactAttention) -> Iterator[Form]:
         "in its place": lambda sums, alpha: alpha + 0 * sums,
         "added": lambda sums, alpha: sums + alpha,
     }
+    every: list[tuple[str, dict[str, Any]]]
     every = [(f"{of} {name}", {f"of_{of}": slip}) for of in _SUMS for name, slip in slips.items()]
     every += [(f"{of} taken off", {f"sign_of_{of}": -1.0}) for of in _SUMS]
     for name, slip in every:
-        for outputs, parameters in call.by_tile(RIGHT, slip=Slip(**slip)):  # type: ignore[arg-type]
+        for outputs, parameters in call.by_tile(RIGHT, slip=Slip(**slip)):
             yield outputs, {**parameters, "of": name}
 
 

@@ -186,7 +186,9 @@ def bounded_loops(call: ExactAttention) -> Iterator[tuple[Tensor, Parameters]]:
     Of a mask with an edge: a block of rows visits tiles up to its last key, or from its first.
     """
     later = first_key(call.problem)
-    for rows, size in call.any_tiles if later is not None else ():
+    if later is None:
+        return
+    for rows, size in call.any_tiles:
         block, tile = call.i // rows, call.j // size * size
         first = block * rows + later
         for name, end in {
@@ -609,10 +611,11 @@ def _(call: ExactAttention) -> Iterator[Form]:
             ends = {"": [start + length for start in starts], "with the last": [kv] * count}
             ends |= {"with the first": [length] * count}
             for end, stops in ends.items():
-                if begin or end:
-                    pairs = zip(starts, stops, strict=True)
-                    times = sum(((j >= a) & (j < b)).double() for a, b in pairs)
-                    outputs = call.attend(s=call.s + torch.as_tensor(times).log())
+                pairs = zip(starts, stops, strict=True)
+                times = torch.as_tensor(sum(((j >= a) & (j < b)).double() for a, b in pairs))
+                # Where none counts every row is empty, which is another's.
+                if (begin or end) and bool(times.any()):
+                    outputs = call.attend(s=call.s + times.log())
                     yield outputs, {"splits": count, "begins": begin, "ends": end}
 
 
