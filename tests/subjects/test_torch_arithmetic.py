@@ -110,3 +110,21 @@ def imports_torchs_compiler(mode):
 def test_it_imports_no_compiler(mode):
     assert not imports_torchs_compiler(mode)
     assert imports_torchs_compiler(Plain)
+
+
+@pytest.mark.parametrize("mode", [CpuFlashDetector(), GuardBands("", torch.device("cpu"))])
+def test_a_compiled_kernel_is_called_compiled_and_nothing_of_ours_is(mode):
+    """Else its operators were compiled one by one as they came by, with warnings of too many."""
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append([node.name for node in graph.graph.nodes if node.op.startswith("call")])
+        return graph.forward
+
+    torch._dynamo.reset()
+    attention = torch.nn.functional.scaled_dot_product_attention
+    kernel = torch.compile(lambda q: attention(q, q, q).sin() + 1, backend=backend)
+    with mode:
+        kernel(torch.ones(1, 2, 8, 16))
+    assert graphs == [["scaled_dot_product_attention", "sin", "add"]]
+    assert getattr(mode, "called", True)

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import json
+import sys
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tests.verify.asked_checks import RIGHT, SMALL, ask, ready
 from attncheck.inputs import input_tensors as inputs_room
 from attncheck.inputs.problem import Case
 from attncheck.relations import RELATIONS
+from attncheck.subjects.conventions.declarations import adopted
 from attncheck.subjects.load import load_subject
 from attncheck.verify import memory_patterns
 from attncheck.verify.call_checks import CHECKS
@@ -170,6 +172,26 @@ def test_what_earlier_calls_have_changed_already_is_found(isolated, tmp_path):
     assert found.rule == "state"
     assert "environment variables" in found.reason
     assert "torch.backends.cudnn.deterministic" in found.reason
+
+
+def test_what_the_first_call_in_each_mode_changes_is_a_warning():
+    """As torch.compile does, which compiles once more where grad mode is another."""
+    modes = set()
+
+    def attention(query, key, value, is_causal=False):
+        if torch.is_grad_enabled() not in modes:
+            modes.add(torch.is_grad_enabled())
+            sys.setrecursionlimit(sys.getrecursionlimit() + 1)
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        return sdpa(query, key, value, is_causal=is_causal)
+
+    case = Case(problem=SMALL.replace(kv_heads=4), question="state")
+    with torch.enable_grad():
+        record = run_case(adopted(attention, "compiles"), case, device="cpu")
+    assert modes == {True, False}
+    assert record.status == "pass", record.judgement
+    (said,) = record.judgement.warnings
+    assert said.startswith("its first call changed the recursion limit")
 
 
 def test_what_the_first_call_alone_changes_is_a_warning():

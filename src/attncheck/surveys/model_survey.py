@@ -388,7 +388,8 @@ def _compared(
     spec: str, name: str, size: ModelSize, right: int, advance: Callable[[str], None]
 ) -> _Compared:
     model = make_model(spec, size)
-    config = model.config.get_text_config()
+    config: Any = model.config
+    config = config.get_text_config()
     heads, width, length = config.num_attention_heads, config.hidden_size, size.length
     shape = {"batch": size.batch, "heads": heads, "query": length, "head_dim": width // heads}
     check_size(Problem(**shape, dtype=size.dtype, backward=True), size.device)

@@ -163,6 +163,11 @@ class CpuFlashDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         self.called = False  # whether it was
 
     @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Else a kernel that compiles a graph would be called uncompiled, operator by operator."""
+        return True
+
+    @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Else torch imports its compiler, which takes longer than torch itself, and Triton."""
         return False
