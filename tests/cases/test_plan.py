@@ -1,11 +1,11 @@
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 import pytest
 
-from attncheck.cases import variants as plan_room
 from attncheck.cases.variants import (
     ALL,
     DEFAULT_SHAPES,
@@ -237,9 +237,9 @@ def test_what_fits_to_the_byte_is_planned(monkeypatch):
     q_and_out, k_and_v = 4 * 64 * (16 + 8), 2 * 24 * (16 + 8)
     size = 8 * 3 * (q_and_out + k_and_v)  # float64
     shapes = ["3x4/2x64/24x16/8"]
-    monkeypatch.setattr(plan_room.os, "sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": size}.get)
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": size}.get)
     assert cells(shapes=shapes)
-    monkeypatch.setattr(plan_room.os, "sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": size - 1}.get)
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": size - 1}.get)
     with pytest.raises(ProblemError, match="this machine has"):
         cells(shapes=shapes)
 
@@ -297,9 +297,9 @@ def test_gradients_that_there_are_not_are_refused_when_asked_for(asked, says):
 def test_a_backward_needs_twice_the_memory(monkeypatch):
     size = 2 * 8 * (4 * 64 * 32 + 2 * 24 * 32)
     asked = {"shapes": ["1x4/2x64/24x16"], "backward": True}
-    monkeypatch.setattr(plan_room.os, "sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": size}.get)
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": size}.get)
     assert cells(**asked)
-    monkeypatch.setattr(plan_room.os, "sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": size - 1}.get)
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": size - 1}.get)
     with pytest.raises(ProblemError, match="this machine has"):
         cells(**asked)
 
@@ -322,9 +322,9 @@ def test_kernels_are_not_measured_in_fp64(variants):
 def test_a_softmax_that_fits_to_the_byte_is_planned(monkeypatch):
     size = 8 * 2 * 64 * 24  # x and out in float64
     asked = {"variants": ["softmax"], "shapes": ["3x4/2x64/24x16/8"]}
-    monkeypatch.setattr(plan_room.os, "sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": size}.get)
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": size}.get)
     assert cells(**asked)
-    monkeypatch.setattr(plan_room.os, "sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": size - 1}.get)
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": size - 1}.get)
     with pytest.raises(ProblemError, match="B1 H1 R64 C24 needs"):
         cells(**asked)
 
