@@ -16,6 +16,9 @@ if "ATTNCHECK_CACHE_DIR" not in os.environ:  # processes of pytest-xdist share t
     _FOUND = tempfile.TemporaryDirectory(prefix="attncheck-tests-")
     os.environ["ATTNCHECK_CACHE_DIR"] = _FOUND.name
 
+# Processes of several threads each wait for one another on few cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Triton decides at its import whether it compiles or interprets; without a GPU it must interpret.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
