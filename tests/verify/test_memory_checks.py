@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import json
+import subprocess
 import sys
 
 import pytest
@@ -226,3 +227,29 @@ def test_a_record_of_a_check_is_plain_data():
 
     record = ask(planted.ByteAfter(), "guards")
     assert json.loads(msgspec.json.encode(record))["case"]["question"] == "guards"
+
+
+BROKEN_HEAP = """
+import ctypes
+from attncheck.verify.process_effects import stir_heap
+stir_heap()
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+# Two blocks that nobody has any more, one after the other in the library's list.
+blocks = [libc.malloc(4096) for _ in range(4)]
+libc.free(blocks[0])
+libc.free(blocks[2])
+ctypes.memset(blocks[2], 255, 16)
+print("returned", flush=True)
+stir_heap()
+print("unnoticed", flush=True)
+"""
+
+
+def test_what_a_call_breaks_of_the_heap_ends_its_process():
+    """Which nothing had noticed when the call returned."""
+    done = subprocess.run(
+        [sys.executable, "-c", BROKEN_HEAP], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "returned\n"
+    assert done.returncode < 0

@@ -33,7 +33,7 @@ from attncheck.verify.kernel_messages import (
     unpack_inputs,
 )
 from attncheck.verify.obligations import inputs_digest, requested_outputs
-from attncheck.verify.process_effects import State, process_state, restore_process
+from attncheck.verify.process_effects import State, process_state, restore_process, stir_heap
 from attncheck.verify.relation_runs import draw_case_inputs
 from attncheck.workers.transport import LARGEST_WORDS, Frame
 
@@ -233,6 +233,7 @@ class KernelServer:
             result = self._executor.run(
                 kernel, inputs, origin=origin, timed=words["timed"], under=under
             )
+        stir_heap()  # what this call broke is to end it here, and not after its answer
         problem = inputs.problem
         if any(map(strided_alloc.has_far_rows, inputs.tensors().values())):
             del inputs  # gibibytes, which the next question of another process may need

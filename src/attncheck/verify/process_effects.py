@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import itertools
 import os
@@ -202,6 +203,34 @@ def restore_process(before: State, device: torch.device, *, generators: bool = T
         if write is not None and (generators or "random generator" not in name):
             write(before[name])
     return changed
+
+
+def _c_allocator() -> tuple[Callable[[int], int | None], Callable[[int | None], None]] | None:
+    """C's malloc and free, where they can be called."""
+    try:
+        library = ctypes.CDLL(None)
+        library.malloc.argtypes, library.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
+        library.free.argtypes, library.free.restype = [ctypes.c_void_p], None
+    except (OSError, AttributeError, TypeError):
+        return None
+    return library.malloc, library.free
+
+
+_ALLOCATOR = _c_allocator()  # bound here, before any kernel's module is imported
+# Bytes: two blocks of each size of which glibc keeps a list, and one for which it joins free ones.
+_SMALL = (*range(8, 1024, 8), 1 << 16)
+
+
+def stir_heap() -> None:
+    """Ask for C memory of every small size and give it back: a broken heap ends the process.
+
+    The C library looks at a block as it hands it out, takes it back or joins it to the next. What
+    a call breaks would else be noticed in a later one, or where nobody waits any more.
+    """
+    if _ALLOCATOR is not None:
+        allocate, free = _ALLOCATOR
+        for block in [allocate(size) for size in _SMALL]:
+            free(block)
 
 
 WINDOWS = 3  # windows of calls in each of which what leaks is more than before
