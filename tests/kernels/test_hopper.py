@@ -60,10 +60,11 @@ def test_flash3_fits_and_hardly_spills(head_dim, kinds, compile_kernels):
     lines = [list(map(int, line.split())) for line in compile_kernels("flash3", str(head_dim))]
     assert len(lines) == kinds
     for line in lines:
-        _, _, shared, spilled, in_loops = line
+        width, limits, shared, spilled, in_loops = line
         assert shared <= SHARED_MEMORY, line
-        # What is spilled before and after its loop costs a program little, whatever it is.
-        assert spilled <= MOST_SPILLED or in_loops == 0, line
+        assert in_loops == 0, line
+        # Three groups of rows spill more, before and after their loop.
+        assert spilled <= MOST_SPILLED or (width, limits) == (64, 0), line
 
 
 def test_where_it_has_too_few_registers_the_loop_shows_it(compile_kernels):

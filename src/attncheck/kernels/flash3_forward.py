@@ -69,7 +69,7 @@ SHAPES = {
     128: Shape(keys=128, stages=2, pingpong=False),
     256: Shape(keys=64, stages=2),
 }
-# Without a mask, where a third group's registers do not spill.
+# Without a mask, where a third group spills before and after its loop alone.
 WHOLE_SHAPES = {**SHAPES, 64: Shape(keys=128, stages=3, groups=3, registers=160)}
 
 
