@@ -160,6 +160,21 @@ def test_what_it_does_not_take_the_other_kernel_does(mask):
     assert torch.equal(one.lse, other.lse)
 
 
+def test_a_descriptor_has_an_address_that_tma_takes_and_keeps_no_other_memory():
+    moved = torch.arange(70 * 64 + 1).bfloat16()[1:].view(1, 1, 70, 64)
+    assert moved.data_ptr() % 16
+    columns = torch.ones(1, 1, 64, 70, dtype=torch.bfloat16).mT
+    plain = torch.zeros(1, 1, 70, 64, dtype=torch.bfloat16)
+    for x, is_copied in ((moved, True), (columns, True), (plain, False)):
+        base = flash3_forward._descriptor(x, 64).base
+        assert base.data_ptr() % 16 == 0
+        assert torch.equal(base, x)
+        assert (base is not x) == is_copied
+    # Of the next tensor all but the address is the same.
+    kept = flash3_forward._descriptor_of(plain.shape, plain.stride(), plain.dtype, 64)
+    assert kept.base.numel() == 0
+
+
 problem_of = partial(Problem, heads=2, query=70, head_dim=64, dtype="bf16", mask=CAUSAL)
 
 

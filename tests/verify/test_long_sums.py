@@ -7,6 +7,7 @@ from attncheck.cases.check_cases import check_cases
 from attncheck.cases.named_problems import CONTRACT, FP8, LONG, tagged
 from attncheck.fault_models.steps import Steps, round_to_format
 from attncheck.inputs.problem import Case, Problem
+from attncheck.judge.head_precision import residual_gate
 from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.subjects.conventions.declarations import adopted
 from attncheck.subjects.ideal import Ideal
@@ -231,3 +232,27 @@ def test_weights_that_are_flushed_to_zero_below_normal_fp16_pass():
             return running * torch.where(alpha < 2.0**-14, 0.0, alpha)
 
     assert failures(Flushing(), {"long-sum": of_check()["long-sum"]}) == []
+
+
+class Backwards(Ideal):
+    """A right kernel that adds up each product from its last term to its first."""
+
+    def product(self, rows, columns):
+        return super().product(rows.flip(-1).contiguous(), columns.flip(-2).contiguous())
+
+
+class ShortWeights(Ideal):
+    """Its weights are rounded to fp16 before they are added up and rounded to bf16."""
+
+    def exp2(self, exponent):
+        return super().exp2(exponent).half().float()
+
+
+@pytest.mark.parametrize("keys", [4096, 16384])
+def test_the_emulation_of_long_sums_is_near_enough_to_tell(keys):
+    case = Case(problem=Problem(heads=1, query=128, kv=keys, head_dim=64, dtype="bf16"))
+    right, wrong = (run_case(each(), case, device="cpu") for each in (Backwards, ShortWeights))
+    assert (right.status, wrong.status) == ("pass", "fail")
+    gate = residual_gate("bf16", keys)
+    assert right.judgement.precision.residual < gate
+    assert wrong.judgement.precision.residual > 3 * gate

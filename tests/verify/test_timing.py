@@ -2,6 +2,8 @@
 
 import itertools
 import time
+import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -49,6 +51,18 @@ def test_a_call_is_timed_between_events_after_the_cache_is_flushed(cuda):
     assert watch.seconds() == 1e-3
     assert cuda == ["flush", "record", "call", "record", "wait"]
     assert watch.clock == "events"
+
+
+@pytest.mark.usefixtures("cuda")
+def test_a_graph_keeps_the_tensors_of_its_call(monkeypatch):
+    """It reads their memory, which is another's when they are gone."""
+    monkeypatch.setattr(timing, "_captured", lambda _: lambda: None)
+    tensor = torch.zeros(1)
+    alive = weakref.ref(tensor)
+    watch = Stopwatch(partial(torch.neg, tensor), GPU, graph=True)
+    del tensor
+    assert watch.clock == "graph"
+    assert alive() is not None
 
 
 def test_what_cannot_be_captured_is_timed_by_events(cuda, monkeypatch):

@@ -9,8 +9,8 @@ so that no compiler can fuse or reorder them.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -135,13 +135,10 @@ class Draws:
         if out.size <= _SPAN:
             draw(0, out.size, _CHUNK)
             return out
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            spans = [
-                pool.submit(draw, first, min(first + _SPAN, out.size), _CHUNK_OF_SPAN)
-                for first in range(0, out.size, _SPAN)
-            ]
-        for span in spans:
-            span.result()
+        with ThreadPoolExecutor() as pool:
+            firsts = range(0, out.size, _SPAN)
+            beyond = (min(first + _SPAN, out.size) for first in firsts)
+            list(pool.map(draw, firsts, beyond, itertools.repeat(_CHUNK_OF_SPAN)))  # or it raises
         return out
 
 

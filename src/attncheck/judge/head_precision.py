@@ -82,8 +82,9 @@ def residual_gate(weights: str, keys: int) -> float | None:
     A kernel and its emulation add up the same numbers in fp32, each in its own order. After n
     terms their sums differ by the order of √n roundings. In that part of the outputs one sum is
     rounded up and the other down, by a whole unit of the output format: the root mean square of
-    all differences grows as the root of that part, with n^¼. The Triton kernel's is 0.11 at 4,096
-    keys and 0.155 to 0.17 at 16,384, where this allows 0.21 (``reports/h100/bench.md``).
+    all differences grows as the root of that part, with n^¼. Our Triton kernels' are 0.097 to
+    0.116 at 4,096 keys without a mask and 0.155 to 0.168 at 16,384, where this allows 0.21
+    (``reports/h200/bench.json``): 1.45 to 1.6 times, where n^¼ is 1.41.
     """
     gate = RESIDUAL.get(weights)
     return None if gate is None else gate * max(1.0, keys / _CALIBRATED_KEYS) ** 0.25
