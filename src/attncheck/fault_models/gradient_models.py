@@ -14,7 +14,7 @@ from attncheck.fault_models.fault_model import Form, ModelTable, Prediction, has
 from attncheck.fault_models.layout_models import places, read_at
 from attncheck.fault_models.mask_models import mask_without
 from attncheck.fault_models.steps import LOG2E, Steps, round_to_format
-from attncheck.fault_models.tile_models import bounded_loops, tile_visibility
+from attncheck.fault_models.tile_models import bounded_loops, once_for_each, tile_visibility
 from attncheck.mods import masks
 
 if TYPE_CHECKING:
@@ -306,12 +306,9 @@ def _(grad: ExactGradients) -> Iterator[Form]:
         for name, lost in gone.items():
             word = name if name.startswith("the") else name.split()[0]
             yield grad.seeing(call.seen & ~lost), {"of": of, "which": word}
-    known: dict[bytes, Outputs] = {}
+    of_keys = once_for_each(lambda visited: grad.seeing(call.seen & visited))
     for visited, parameters in bounded_loops(call):
-        same = visited.numpy().tobytes()
-        if same not in known:
-            known[same] = grad.seeing(call.seen & visited)
-        yield known[same], {"of": "keys", **parameters}
+        yield of_keys(visited), {"of": "keys", **parameters}
     last = call.i[..., 0] == call.problem.query - 1
     yield grad.gradients(delta=torch.where(last, 0.0, grad.delta)), {"of": "delta"}
 

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 from attncheck.core.mod_spec import FULL, Dimensions, Spec
 from attncheck.fault_models.fault_model import ModelTable, Parameters, has_mask
 from attncheck.fault_models.steps import Steps, replace_mask_parts
-from attncheck.fault_models.tile_models import first_key, tile_visibility
+from attncheck.fault_models.tile_models import first_key, once_for_each, tile_visibility
 from attncheck.mods import masks
 from attncheck.mods.library import build_mask
 
@@ -312,18 +312,15 @@ def _(call: ExactAttention) -> Iterator[Rows]:
     if not bool(shown.all()):
         edges["the mask"] = ~shown
     later = first_key(call.problem) or 0
+    of_keys = once_for_each(lambda keys: call.attend(seen=keys))
     if has_mask("causal", "causal_bottom_right")(call.problem):
         edges["the diagonal"] = (call.j >= call.i + later).expand(call.shape)
     for of, seen in edges.items():
         yield call.attend(seen=seen), {"of": of}
         # A causal loop ends with the block all the same.
-        known: dict[bytes, Outputs] = {}
         for rows, size in call.any_tiles:
             visited = call.j // size * size < (call.i // rows + 1) * rows + later
-            same = visited.numpy().tobytes()
-            if same not in known:
-                known[same] = call.attend(seen=seen & visited)
-            yield known[same], {"of": of, "tile": size, "rows": rows}
+            yield of_keys(seen & visited), {"of": of, "tile": size, "rows": rows}
 
 
 @_model("causal-always", "a causal mask, or its reverse, is applied that nobody asked for")

@@ -162,12 +162,22 @@ def _(call: ExactAttention) -> Iterator[Form]:
         # A causal loop that ends where the block's own rows begin.
         if has_mask("causal", "causal_bottom_right", "sliding_window")(call.problem):
             yield _without(call, call.j >= call.i // rows * rows, rows=rows)
-    known: dict[bytes, Outputs] = {}
+    of_keys = once_for_each(lambda visited: call.attend(seen=call.seen & visited))
     for visited, parameters in bounded_loops(call):
+        yield of_keys(visited), parameters
+
+
+def once_for_each(outputs: Callable[[Tensor], Outputs]) -> Callable[[Tensor], Outputs]:
+    """Return ``outputs`` of which keys are visited, which computes those of equal keys once."""
+    known: dict[bytes, Outputs] = {}
+
+    def get(visited: Tensor) -> Outputs:
         same = visited.numpy().tobytes()
         if same not in known:
-            known[same] = call.attend(seen=call.seen & visited)
-        yield known[same], parameters
+            known[same] = outputs(visited)
+        return known[same]
+
+    return get
 
 
 def first_key(problem: Problem) -> int | None:
