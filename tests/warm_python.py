@@ -37,7 +37,7 @@ _KEPT = Path(__file__).with_name("kept_evidence.py")
 # What Python reads when it starts, or a module when it is imported: servers differ in it.
 _READ_EARLY = ("PYTHON", "OMP_", "MKL_", "NPY_", "OPENBLAS_", "TRITON_INTERPRET")
 _READ_LATE = {"PYTHONPATH", "PYTHONIOENCODING"}  # by the fork
-_KEEP_AFTER = 2  # commands: a server of which one test asks another environment has hardly more
+_KEEP_AFTER = 2  # commands: of a server with an environment of a test's own there are hardly more
 
 # Nothing here imports Triton, which may be interpreted only if nobody imported it before.
 _HEAVY = ("torch", "torch.nn.attention.flex_attention", "sympy", "networkx", "mpmath", "ml_dtypes")
@@ -169,7 +169,7 @@ def _read(file) -> str:
 def _serve(address: str, keep) -> tuple[dict, list[int]]:
     """Ends where standard input does; in a fork it returns what is to be run.
 
-    Before the first command after ``_KEEP_AFTER`` others it calls ``keep``.
+    Before the first command of attncheck's after ``_KEEP_AFTER`` others it calls ``keep``.
     """
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
@@ -182,25 +182,28 @@ def _serve(address: str, keep) -> tuple[dict, list[int]]:
         if sys.stdin in select.select([listener, sys.stdin], [], [])[0]:
             sys.exit()
         line, _ = listener.accept()
-        if commands == _KEEP_AFTER:
-            keep()
-        commands += 1
+        _, descriptors, _, _ = socket.recv_fds(line, 1, 2)
+        with line.makefile() as asked:
+            request = json.loads(asked.readline())
+        if request["words"][0] == "attncheck":
+            if commands == _KEEP_AFTER:
+                keep()
+            commands += 1
         if os.fork() == 0:
             listener.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            return _forked(line)
-        line.close()
+            _fork_again(line)
+            return request, descriptors
+        for descriptor in (line.detach(), *descriptors):
+            os.close(descriptor)
 
 
-def _forked(line: socket.socket) -> tuple[dict, list[int]]:
-    """Forks once more, to tell how it ends."""
-    _, descriptors, _, _ = socket.recv_fds(line, 1, 2)
-    with line.makefile() as asked:
-        request = json.loads(asked.readline())
+def _fork_again(line: socket.socket) -> None:
+    """Returns in a second fork alone: the first tells its id, and how it ends."""
     process = os.fork()
     if process == 0:
         line.close()
-        return request, descriptors
+        return
     with contextlib.suppress(BrokenPipeError):  # who asked no longer waits
         line.sendall(f"{process}\n".encode())
         _, status = os.waitpid(process, 0)
