@@ -431,7 +431,7 @@ def test_the_page_has_a_table_of_all_inputs():
 def test_every_sweep_of_the_slow_ones_is_there():
     """Of one that has another name all tests would run, or none of ``-m slow``."""
     text = (ROOT / "tests" / "conftest.py").read_text().partition("_SLOW = {")[2].partition("}")[0]
-    sweeps = re.findall(r'^    "(.+)::(\w+)": \d,$', text, re.M)
+    sweeps = re.findall(r'^    "(.+)::(\w+)": \d+,$', text, re.M)
     assert len(sweeps) == text.count("::")
     for file, test in sweeps:
         source = ast.parse((ROOT / "tests" / file).read_text())
