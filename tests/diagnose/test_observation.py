@@ -198,3 +198,50 @@ def test_rows_in_which_no_key_counts_are_told(monkeypatch):
     found = told(monkeypatch, call, PLAIN.replace(batch=1, mask=Spec.of("causal"), kv=40))
     assert found.family == FAMILIES["tile"]
     assert any("do not count in rows 0–15" in fact for fact in found.facts)
+
+
+class Capped(Ideal):
+    """A cap that is made of something else than tanh."""
+
+    name = "capped"
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def prepare(self, inputs):
+        problem = inputs.problem
+        if problem.score.name != "softcap":
+            return super().prepare(inputs)
+
+        def call():
+            q, k, v = inputs.promoted()
+            k, v = (x.repeat_interleave(problem.group, 1) for x in (k, v))
+            cap = problem.score.values["cap"]
+            s = cap * self.function(q @ k.mT * problem.scale / cap)
+            out = torch.softmax(s, -1) @ v
+            return Outputs(out.to(inputs.q.dtype), s.logsumexp(-1).float())
+
+        return call
+
+
+@pytest.mark.parametrize(
+    ("function", "sign"),
+    [(lambda x: x / (1 + x.abs()), True), (lambda x: x.tanh().to(torch.float16).double(), False)],
+    ids=["another", "rounded"],
+)
+def test_a_cap_is_another_function_or_a_rounded_one(function, sign, monkeypatch):
+    def by_none(*values, among=FAULT_MODELS, **named):
+        return explain(*values, among=(), **named)
+
+    monkeypatch.setattr(diagnosis, "explain", by_none)
+    problem = PLAIN.replace(score=Spec.of("softcap", cap=20.0), dtype="fp32")
+    kernel = Capped(function)
+    record = run_case(kernel, Case(problem=problem), device="cpu")
+    assert record.status == "fail"
+    found = diagnose_failure(record, kernel, device="cpu").diagnosis
+    if sign:
+        assert (found.level, found.tried) == ("named", 0)
+        assert [one.model for one in found.ranked] == ["softcap-of-another-function"]
+    else:
+        assert (found.level, found.family) == ("family", FAMILIES["precision"])

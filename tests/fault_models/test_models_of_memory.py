@@ -4,7 +4,7 @@ import pytest
 import torch
 from tests.fault_models.planted_predictions import execution
 
-from attncheck.diagnose.explanations import explain, fitting_forms, observed_error
+from attncheck.diagnose.explanations import explain, fitting_predictions, observed_error
 from attncheck.fault_models import FAULT_MODELS
 from attncheck.fault_models.exact_attention import ExactAttention
 from attncheck.fault_models.layout_models import contiguous, read_as, wider
@@ -52,7 +52,7 @@ def test_where_nothing_lies_behind_the_keys_nothing_is_wrong():
     right = execution(GAPPED, evidence.truth)
     among = ["values-behind-keys", "scale-twice"]
     asked = observed_error(right, evidence)
-    refuted = {name for name in among if fitting_forms(asked, FAULT_MODELS[name]) == {}}
+    refuted = {name for name in among if fitting_predictions(asked, FAULT_MODELS[name]) == []}
     assert set(among) - refuted == {"values-behind-keys"}
 
 

@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -139,6 +140,14 @@ def test_a_name_is_judged_by_the_table(mine):
     assert judged(models=(), level="family", certain=0, kind="lse") == "family"
     assert judged(models=("free-memory-read",), level="proven", of=None) == "proven"
     assert judged(status="crash") == ""
+
+
+def test_what_is_written_out_of_bounds_is_its_own_cause():
+    """Nobody calls such a kernel again: no search is there to."""
+    failed = SimpleNamespace(judgement=SimpleNamespace(rule="memory"))
+    told = {}
+    mutant_scoring._Job._name(failed, None, None, lambda **fields: told.update(fields))
+    assert (told["level"], told["models"], told["certain"]) == ("proven", ["memory"], 1)
 
 
 def test_one_that_ends_its_process_or_hangs_is_caught(monkeypatch):

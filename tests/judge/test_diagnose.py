@@ -159,3 +159,26 @@ def test_a_right_kernel_has_nothing_to_explain():
 def test_where_nothing_is_known_nothing_is_asked():
     allowed = {name: torch.full_like(x, math.inf) for name, x in ALLOWED.items()}
     assert not ObservedError(moved(out=2.0), EXACT, allowed).wrong
+
+
+def test_a_rounding_may_fall_the_other_way_in_few_numbers():
+    """Planted: two of 200 numbers where a tie went the other way; more are no tie."""
+    exact = {"lse": torch.zeros(1, 1, 200).double()}
+    allowed = {"lse": torch.full((1, 1, 200), 0.1).double()}
+    says = {"lse": torch.full((1, 1, 200), 1.0).double()}
+    for ties, rounds, whole in ((2, True, True), (2, False, False), (20, True, False)):
+        got = {"lse": says["lse"].clone()}
+        got["lse"][..., :ties] = 1.5
+        one = FaultPrediction(name="rounded", tensors=says, rounds=rounds)
+        (found,) = rank_explanations(ObservedError(got, exact, allowed), [one])
+        assert found.all == whole, (ties, rounds)
+
+
+def test_what_is_hardly_nearer_is_no_tie():
+    """Planted: few numbers are wrong, and a rounding that moves none of them."""
+    got = moved()
+    got["out"][0, 0, 0, 0] = 1.0
+    near = moved()
+    near["out"][0, 0, 0, 0] = 0.05
+    (found,) = ranking(got, FaultPrediction(name="rounded", tensors=near, rounds=True))
+    assert not found.all

@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING
+
+import torch
 
 from attncheck.core.errors import ProblemError
 from attncheck.diagnose.explanations import (
     Asked,
     Forms,
-    fitting_forms,
+    fitting_predictions,
     form_tiles,
+    forms_of,
     within_twice,
+    words_of,
 )
 from attncheck.fault_models import FAULT_MODELS
 from attncheck.inputs.problem import USUAL_SCALE, Case
@@ -27,12 +32,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
     from attncheck.inputs.problem import Problem
+    from attncheck.judge.fault_explanation import FaultPrediction
 
     Ask = Callable[[Case], Sequence[Asked]]
     """What the kernel gives in each run of a Case; nothing where it does not take it."""
 
 _FEWEST = 7  # cases that are asked however long they take
 _ENOUGH = 3  # answers, of fewer of which nothing is confirmed
+_SAME = 2.0**-30  # of float64 numbers that are computed otherwise, and far below any rounding
 
 
 def independent_cases(
@@ -102,8 +109,21 @@ class Confirmation:
     """What is left of the models that explain a failure, and whether a further wrong answer did."""
 
     left: tuple[str, ...]
+    # Of each model the largest share of the error in a case that it explains.
+    shares: dict[str, float]
     confirmed: bool
     problems: int
+    # What each predicts of the cases, by their numbers, in forms that fit; and what was given.
+    said: dict[str, dict[int, list[FaultPrediction]]]
+    given: dict[int, Asked]
+
+    def are_alike(self, names: Sequence[str]) -> bool:
+        """Return whether these predict the very same numbers wherever they were asked.
+
+        There they are one fault in several words.
+        """
+        first, *others = (self.said[name] for name in names)
+        return all(_are_alike(first, other, self.given) for other in others)
 
 
 def confirm(
@@ -130,6 +150,9 @@ def confirm(
     left: dict[str, dict[object, dict[int, set[object]]] | None] = dict.fromkeys(models)
     # Of tiles that hold all keys any fault may be that loses a row: one of several has to fit.
     in_part: set[str] = set()
+    shares = dict.fromkeys(models, 0.0)
+    said: dict[str, dict[int, list[FaultPrediction]]] = {name: {} for name in models}
+    given: dict[int, Asked] = {}
     telling = number = 0
     end = time.monotonic() + seconds
     for other in independent_cases(case, takes):
@@ -137,9 +160,14 @@ def confirm(
             break
         for asked in ask(other):
             number += 1
+            given[number] = asked
             for name, before in list(left.items()):
-                now = fitting_forms(asked, FAULT_MODELS[name])
-                if now is not None:
+                fitting = fitting_predictions(asked, FAULT_MODELS[name])
+                now = None if fitting is None else forms_of(fitting, other.problem)
+                if fitting is not None and now is not None:
+                    said[name][number] = fitting
+                    each = [asked.error.explained(one) for one in fitting if asked.error.proven]
+                    shares[name] = max(shares[name], *(one.share for one in each if one), 0.0)
                     left[name] = _common(before, now, other.problem.head_dim)
                 if now and asked.error.proven and _is_in_part(now, asked):
                     in_part.add(name)
@@ -147,7 +175,14 @@ def confirm(
             telling += asked.error.proven and _is_telling(asked)
     some = tuple(n for n in left if n in in_part or FAULT_MODELS[n].family != "tile")
     confirmed = bool(some and telling and number >= _ENOUGH)
-    return Confirmation(left=some or tuple(left), confirmed=confirmed, problems=number)
+    return Confirmation(
+        left=some or tuple(left),
+        shares=shares,
+        confirmed=confirmed,
+        problems=number,
+        said=said,
+        given=given,
+    )
 
 
 def contradicted(
@@ -195,6 +230,38 @@ def _common(
         if known is not None and (same := tiles & known.get(head_dim, tiles)):
             both[words] = {**known, head_dim: same}
     return both
+
+
+def _are_alike(
+    one: dict[int, list[FaultPrediction]],
+    other: dict[int, list[FaultPrediction]],
+    given: dict[int, Asked],
+) -> bool:
+    """Return whether a form of each predicts the same of all that a kernel gave, in every case."""
+    both = [number for number in one if number in other]
+    forms = [{words_of(each) for of in said.values() for each in of} for said in (one, other)]
+
+    def same(number: int, words: object, its: object) -> bool:
+        of, to = (
+            [x.tensors for x in said[number] if x.free is None and words_of(x) == its_words]
+            for said, its_words in ((one, words), (other, its))
+        )
+        names = given[number].error.got
+        return any(
+            all(
+                name in a
+                and name in b
+                and torch.allclose(
+                    a[name].double(), b[name].double(), rtol=_SAME, atol=_SAME, equal_nan=True
+                )
+                for name in names
+            )
+            for a, b in product(of, to)
+        )
+
+    return bool(both) and any(
+        all(same(number, words, its) for number in both) for words, its in product(*forms)
+    )
 
 
 def _is_in_part(forms: Forms, asked: Asked) -> bool:

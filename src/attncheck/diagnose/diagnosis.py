@@ -63,6 +63,7 @@ EXPLANATIONS_SHOWN = 3
 _MOST_EQUALS = 12  # by these failures of one cause know each other
 
 _MOST_HEADS = 2**12  # of all sequences: each is worked out by itself, over and over
+_LIKELY = 0.05  # above it one may be asked about, where nothing is beyond its bound
 _TELLING = 0.5  # below this share a model explains less than it leaves
 # Seconds that a model's confirmation on independent problems takes, and looking where none is left.
 _CONFIRMING, _OBSERVING = 1.0, 0.5
@@ -386,14 +387,17 @@ class _Failure:
             ]
             problems += bool({one.name for one in ranking} & {one.name for one in before.ranking})
         case = Case.from_json(self.record.case)
+        equals = ranking[: count_equals(ranking)]
+        # Too far off in the mean, and no number is beyond its bound: other problems may tell.
+        if findings.asked is not None and not findings.asked.error.proven:
+            likely = [one for one in ranking if one.share >= _LIKELY and not one.loose]
+            equals = [dataclasses.replace(one, all=True) for one in likely[:_MOST_EQUALS]]
+            ranking = equals
         models = [
             one.name
-            for one in ranking[: count_equals(ranking)]
+            for one in equals
             # Rows that hold what memory held are others where it holds something else.
-            if FAULT_MODELS[one.name].applies(case.problem)
-            and (findings.varies or not one.loose)
-            # What is within the bound with a model, and hardly nearer to it than without, is not.
-            and one.share >= _TELLING
+            if FAULT_MODELS[one.name].applies(case.problem) and (findings.varies or not one.loose)
         ]
         with _skip_unfit():
             wrong = set()
@@ -401,12 +405,21 @@ class _Failure:
                 wrong = contradicted(models, passed, findings.asked, self.device)
             models = [name for name in models if name not in wrong]
         told = confirm(models, case, self.ask, seconds=_CONFIRMING, takes=self.takes)
-        plain = [name for name in told.left if FAULT_MODELS[name].order < _FITTED]
-        left, families = plain or told.left, {FAULT_MODELS[name].family for name in told.left}
+        # What is within the bound with a model, and nowhere plainly nearer than without, is not it.
+        ranking = [
+            dataclasses.replace(one, share=max(one.share, told.shares.get(one.name, 0.0)))
+            for one in ranking
+        ]
+        plainly = {one.name for one in ranking if one.share >= _TELLING}
+        rest = [name for name in told.left if name in plainly]
+        plain = [name for name in rest if FAULT_MODELS[name].order < _FITTED]
+        left, families = plain or rest, {FAULT_MODELS[name].family for name in rest}
         ranking = [one for one in ranking if one.name in left]
         diagnosis = _as_diagnosis(ranking, findings, case.problem, problems + told.problems)
-        if told.confirmed and len(plain) == 1:
-            return replace(diagnosis, family=FAMILIES[FAULT_MODELS[plain[0]].family])
+        # Of several that predict the very same it is each of them: one fault in several words.
+        one = len(plain) == 1 or (len(plain) > 1 and len(families) == 1 and told.are_alike(plain))
+        if told.confirmed and one:
+            return replace(diagnosis, family=FAMILIES[FAULT_MODELS[left[0]].family])
         if told.confirmed and len(families) == 1:
             return replace(diagnosis, level="family", family=FAMILIES[families.pop()])
         return replace(diagnosis, level="unknown", tied=0)
@@ -427,6 +440,11 @@ class _Failure:
                 )
         if seen is None:
             return diagnosis
+        if seen.sign:
+            proof = (_sign(seen.sign),)
+            return replace(
+                diagnosis, level="named", ranked=proof, tied=1, tried=0, facts=seen.facts
+            )
         if diagnosis.level == "family" or seen.family is None:
             return replace(diagnosis, facts=seen.facts)
         # Models that nothing refuted stay beside it where they are of that family.

@@ -133,25 +133,31 @@ Forms = dict[object, set[object]]
 """Forms of a model by their words, each with the tiles that it may be of."""
 
 
-def fitting_forms(asked: Asked, model: FaultModel) -> Forms | None:
-    """Return the forms of ``model`` that predict all that a kernel gave, right or wrong.
+def fitting_predictions(asked: Asked, model: FaultModel) -> list[FaultPrediction] | None:
+    """Return what ``model`` predicts, of its forms that predict all that a kernel gave.
 
     None where the model says nothing of it, and the kernel is right; empty where it is refuted.
-    Other numbers than a tile go with the problem's sizes.
     """
     error, problem = asked.error, asked.call.problem
     of = "forward" if error.forward else "backward"
     if error.proven and model.of != of:
-        return {}
+        return []
     every = list(_predictions(asked.call, [model])) if model.applies(problem) else []
-    if not error.proven and all(error.agrees(one) for one in every):
-        return None
+    fitting = [one for one in every if error.agrees(one)]
+    return None if not error.proven and len(fitting) == len(every) else fitting
+
+
+def forms_of(fitting: Iterable[FaultPrediction], problem: Problem) -> Forms:
+    """Return these forms by their words: other numbers than a tile go with the problem's sizes."""
     forms: Forms = {}
-    for one in every:
-        if error.agrees(one):
-            words = tuple((k, v) for k, v in one.parameters.items() if isinstance(v, str))
-            forms.setdefault(words, set()).update(_tiles_alike(one, problem))
+    for one in fitting:
+        forms.setdefault(words_of(one), set()).update(_tiles_alike(one, problem))
     return forms
+
+
+def words_of(one: FaultPrediction) -> tuple[tuple[str, str], ...]:
+    """Return those of a form's parameters that are words."""
+    return tuple((k, v) for k, v in one.parameters.items() if isinstance(v, str))
 
 
 def _tiles_alike(one: FaultPrediction, problem: Problem) -> Iterable[object]:
@@ -288,6 +294,7 @@ def _predictions(call: ExactAttention, models: list[FaultModel]) -> Iterator[Fau
                     start=one.start,
                     parameter=one.parameter,
                     free=one.free,
+                    rounds=model.family == "precision",
                 )
 
 

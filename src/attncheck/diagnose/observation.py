@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -43,9 +43,13 @@ _TILE = 16  # keys of the smallest tile that kernels have
 _WHOLE_TILES = 128  # keys that are whole tiles of any size
 _HALF = 0.5  # of a key, from which it counts
 _MOST_CALLS = 4  # in which the weights of all keys are measured
+_ROUNDED = FORMATS["bf16"].unit_roundoff
 _LEAST_OF_FP16 = FORMATS["fp16"].subnormal_spacing
 _FEW_ROWS = 8  # of a head, of which chance makes all right
 _PLAINLY = 16.0  # times what rounding allows that an error is of no rounding
+_FEW_SCORES = 64  # of which any look like a function
+_SOME = 0.05  # of all scores, so many that are plainly off
+_SMOOTH = 0.25  # of what scores are off by, what neighbours differ by: of noise it is more than 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +58,7 @@ class Observations:
 
     family: Family | None = None
     facts: tuple[str, ...] = ()
+    sign: str = ""  # what is proven by it, one of ``SIGNS``
 
 
 def observe(
@@ -102,11 +107,33 @@ def observe(
     # A score mod that is off changes weights as if parts were not rescaled, or keys not there.
     elif family is None or (family != "gradient" and needed & {"score", "sink"}):
         family = next((family for name, family in _TOLD_BY.items() if name in needed), family)
+    if "score" in needed and (of_cap := _of_cap(runs[0], case, ask, call)):
+        sign = "softcap-of-another-function" if of_cap == "score" else ""
+        return Observations(family=of_cap, facts=tuple(filter(None, facts)), sign=sign)
     if family in {None, "mapping"} and (fact := _misplaced(runs, call)):
         family, facts = "mapping", [*facts, fact]
     if family is None and (fact := _by_order(case.problem, call, takes)):
         family, facts = "rescaling", [*facts, fact]
     return Observations(family=family, facts=tuple(filter(None, facts)))
+
+
+def _of_cap(run: Asked, case: Case, ask: Ask, call: Call) -> Family | None:
+    """Return whether a cap makes another function of the score than it should, or rounds it.
+
+    In fp32 where the kernel takes it: there weights say most of a score.
+    """
+    if case.problem.score.name != "softcap":
+        return None
+    cap: Any = case.problem.score.values["cap"]
+    for one in [*_asked_with(case, {"dtype": "fp32"}, ask), run]:
+        counts = _Counts.of(one, call) if one.error.proven else None
+        told = None if counts is None else counts.by_score()
+        if told is not None and told[1] < _SMOOTH:
+            return "score"
+        # By less than the roundings of one of 16 bits, and not as its neighbours.
+        if told is not None and one.call.problem.dtype == "fp32":
+            return "precision" if told[0] < _ROUNDED * cap and told[1] > 2 * _SMOOTH else None
+    return None
 
 
 def _common_family(runs: Sequence[Asked], counts: Sequence[_Counts | None]) -> Family | None:
@@ -430,6 +457,26 @@ class _Counts:
         some = kept.any(-1)
         later = bool((gone & (kept.cumsum(-1) > 0)).any())
         return "tile" if later or bool((gone.any(-1) & ~some).any() & some.any()) else None
+
+    def by_score(self) -> tuple[float, float] | None:
+        """Return by how much scores are off at most, and how far each is from its neighbours.
+
+        Of the latter the root mean square, in that of what all are off by: in order of size two
+        neighbours are off by the same of any function, and by other roundings. None where few
+        weights are there to tell, or, but in fp32, none is plainly off.
+        """
+        sure = self.seen & (self.counts > 2 * self.doubt)
+        if not self.with_lse or int(sure.sum()) < _FEW_SCORES:
+            return None
+        call = self.asked.call
+        order = call.x.expand(sure.shape)[sure].argsort()
+        off, doubt = self.counts[sure].log()[order], (self.doubt / self.counts)[sure][order]
+        far = (off.abs() > 2 * doubt).double().mean()
+        if call.problem.dtype != "fp32" and float(far) < _SOME:
+            return None
+        apart = off[1:-1] - (off[:-2] + off[2:]) / 2
+        rough = apart.square().mean().sqrt() / off.square().mean().sqrt()
+        return float(off.abs().amax()), float(rough)
 
     def _of_one_factor(self) -> bool:
         """Return whether the weights are those of all scores times one number."""

@@ -160,6 +160,11 @@ class ExactAttention:
         return tensor.repeat_interleave(self.problem.group, dim=1)
 
     @cached_property
+    def every_q(self) -> Tensor:
+        """Return all query rows, also of a call of which some are predicted."""
+        return self.inputs.promoted()[0]
+
+    @cached_property
     def sink(self) -> Tensor | None:
         """Each head's, ``(1, heads, 1)``."""
         sink = self.inputs.sink
@@ -492,7 +497,10 @@ class ExactGradients:
         # A row without keys has weights of 0, not exp(∞).
         base = torch.where(lse == -math.inf, 0.0, lse)[..., None]
         seen = call.seen if seen is None else seen
-        return torch.where(seen, ((call.s if s is None else s) - base).exp(), 0.0)
+        p = ((call.s if s is None else s) - base).exp()
+        # In fp32 it overflows.
+        p = torch.where(p > torch.finfo(torch.float32).max, math.inf, p)
+        return torch.where(seen, p, 0.0)
 
     def gradients(  # a place to change each
         self,

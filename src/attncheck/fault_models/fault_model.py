@@ -145,6 +145,10 @@ def _of_one_kernel(whole: Prediction, exact: Outputs) -> Iterator[Prediction]:
     kernels: dict[str, tuple[TensorName, ...]] = {"dq": ("dq",), "dk, dv": ("dk", "dv")}
     right = exact.tensors()
     changed = {n for n, x in whole.outputs.tensors().items() if not torch.equal(x, right[n])}
+    if not changed:  # where it shows nothing it may be of either
+        for of in kernels:
+            yield replace(whole, parameters={**whole.parameters, "kernel of": of})
+        return
     for of, mine in kernels.items():
         others = {name: right[name] for names in kernels.values() for name in names}
         others = {name: x for name, x in others.items() if name not in mine}
@@ -244,6 +248,10 @@ SIGNS: dict[str, str] = {
     "strides-not-taken": (
         "where a tensor's elements lie is not taken from its strides: the same numbers are right "
         "contiguous, and wrong laid out otherwise"
+    ),
+    "softcap-of-another-function": (
+        "the cap makes another function of a score than cap · tanh(score / cap): it is right "
+        "without one, and with it the weights of equal scores are off by the same factor"
     ),
     "far-offsets-wrap": (
         "a tensor is right laid out near, and wrong with the same layout 2³¹ elements apart: its "

@@ -15,9 +15,12 @@ from attncheck.fault_models.gradient_models import BackwardTable, nan_where
 from attncheck.fault_models.layout_models import (
     INDICES,
     contiguous,
+    places,
     read_as,
+    read_at,
     read_in_place,
     same_along,
+    transposed_load,
     wider,
 )
 from attncheck.fault_models.steps import Steps
@@ -286,6 +289,17 @@ def _(grad: ExactGradients) -> Iterator[Form]:
             if all(axes[-1] < x.dim() and number < x.shape[axes[-1]] for x in tensors.values()):
                 read = {n: same_along(x, axes, number) for n, x in tensors.items()}
                 yield grad.reading(read), {"of": whose, "index": name}
+        # Or no index is multiplied by how many columns there are.
+        if all(x.dim() == 4 for x in tensors.values()):
+            read = {}
+            for name, x in tensors.items():
+                own = x.contiguous()
+                b, h, _, _ = own.stride()
+                columns = own.shape[3]
+                steps = places(tuple(own.shape), (b // columns, h // columns, 1, 1))
+                at = sum(steps, torch.zeros((), dtype=torch.int64))
+                read[name] = read_at(own, at)[0]
+            yield grad.reading(read), {"of": whose, "index": "not times the columns"}
 
 
 @_model(
@@ -311,6 +325,35 @@ def _(grad: ExactGradients) -> Iterator[Form]:
             count = -(-index.numel() // size)
             weights = count * grad.weights(seen=call.seen & (index < size))
             yield grad.gradients(weights=weights), {"of": of, "tile": size}
+
+
+@_model(
+    "backward-load-transposed",
+    "a row index stands where a column's belongs in a load of the backward, or in what bounds it",
+)
+def _(grad: ExactGradients) -> Iterator[Form]:
+    call, out = grad.call, grad.call.parts.out
+    for whose, tensors in _whose(grad).items():
+        # Only of tiles with as many rows as columns.
+        wides = {1 << (x.shape[-1] - 1).bit_length() for x in tensors.values() if x.dim() == 4}
+        if len(wides) != 1 or any(x.dim() != 4 for x in tensors.values()):
+            continue
+        (wide,) = wides
+        if wide not in (*call.row_tiles, *call.key_tiles):
+            continue
+        for form in ("the end of the rows", "the tile", "rows by columns"):
+            read = {name: transposed_load(x, wide)[form] for name, x in tensors.items()}
+            yield grad.reading(read), {"of": whose, "which": form}
+            # Or where it is an operand of one product alone.
+            if whose == "q":
+                s = call.modified(read["q"] @ call.k.mT * call.scale)
+                yield grad.gradients(weights=grad.weights(s=s)), {"of": "scores", "which": form}
+            if whose == "dout":
+                yield grad.gradients(dp=read["dout"] @ call.v.mT), {"of": "dP", "which": form}
+                delta = (read["dout"] * out).sum(-1)
+                yield grad.gradients(delta=delta), {"of": "delta", "which": form}
+                delta = (grad.dout * transposed_load(out, wide)[form]).sum(-1)
+                yield grad.gradients(delta=delta), {"of": "delta", "which": form}
 
 
 @_model("dout-strides", "dO is read with other strides than its own", order=1, family="mapping")

@@ -242,17 +242,58 @@ _model(
 def _(grad: ExactGradients) -> Iterator[Form]:
     call = grad.call
     # The factor is missing or there twice where P is computed again.
-    for factor in (call.scale, 1.0 / call.scale, LOG2E, 1.0 / LOG2E):
+    both = call.scale * LOG2E
+    # Or it divides.
+    factors = (call.scale, 1.0 / call.scale, LOG2E, 1.0 / LOG2E, 1.0 / both, both**-2)
+    for factor in (*factors, call.scale**-2):
         yield grad.gradients(weights=grad.weights(s=call.modified(call.x * factor)))
 
 
-@_model("backward-scores-rounded", "the backward rounds scores to too few bits", order=1)
+@_model(
+    "backward-scores-rounded",
+    "the backward rounds scores to too few bits",
+    order=1,
+    family="precision",
+)
 def _(grad: ExactGradients) -> Iterator[Form]:
     call = grad.call
     # Natural ones, or those to base 2.
     for name, unit in product(("fp16", "bf16"), (1.0, LOG2E)):
         s = call.modified(round_to_format(name)(call.x * unit) / unit)
         yield grad.gradients(weights=grad.weights(s=s)), {"format": name}
+
+
+@_model(
+    "gradient-rounded",
+    "a gradient, or what it is a product of, is rounded to too few bits",
+    order=1,
+    family="precision",
+)
+def _(grad: ExactGradients) -> Iterator[Form]:
+    call, exact = grad.call, grad.exact
+    p, off = grad.weights(), (grad.delta - grad.dlse)[..., None]
+    dx = p * (grad.dp - off) * grad.slopes
+    for name in ("fp16", "bf16"):
+        rounded = round_to_format(name)
+        yield grad.gradients(weights=rounded(p)), {"format": name, "of": "P"}
+        yield replace(exact, dv=grad.gradients(weights=rounded(p)).dv), {"format": name, "of": "P"}
+        yield grad.gradients(dp=rounded(grad.dp)), {"format": name, "of": "dP"}
+        yield grad.gradients(delta=rounded(grad.delta)), {"format": name, "of": "delta"}
+        yield grad.of_scores(rounded(p * (grad.dp - off))), {"format": name, "of": "dS"}
+        # What a tile adds, or the sum behind each; before the scale, or after it.
+        products = {"dq": (dx, call.k, call.key_tiles)}
+        products["dk"] = (dx.mT, call.q, call.row_tiles)
+        products["dv"] = (p.mT, grad.dout, call.row_tiles)
+        for of, (weights, values, sizes) in products.items():
+            units = (1.0,) if of == "dv" else dict.fromkeys((call.scale, 1.0))
+            for size, unit, summed in product(sizes, units, (False, True)):
+                sums = torch.zeros_like(weights[..., :1] * values[..., :1, :])
+                for at in range(0, values.shape[2], size):
+                    part = weights[..., at : at + size] @ values[..., at : at + size, :] * unit
+                    sums = rounded(sums + part) if summed else sums + rounded(part)
+                whole = sums if of == "dv" else sums * (call.scale / unit)
+                whole = whole if of == "dq" else sum_group(whole, call.problem.group)
+                yield replace(exact, **{of: whole}), {"format": name, "of": of, "tile": size}
 
 
 @_model("dq-tile-dropped", "a tile of keys adds nothing to dQ", order=1)
@@ -301,7 +342,8 @@ def _(grad: ExactGradients) -> Iterator[Form]:
         length = index.numel()
         # The first or the last one alone, or whole tiles.
         gone = {"the first": index < 1, "the last": index >= length - 1}
-        gone |= {f"from {end}": index >= end for end in range(step, length, step)}
+        # A loop that ends behind the last one is right.
+        gone |= {f"from {end}": index >= end for end in range(step, length + step, step)}
         gone |= {f"up to {end}": index < end for end in range(step, length, step)}
         for name, lost in gone.items():
             word = name if name.startswith("the") else name.split()[0]
@@ -334,6 +376,8 @@ def _(grad: ExactGradients) -> Iterator[Form]:
     # A tile of rows that begins one row off.
     for later in (1, -1):
         yield grad.gradients(delta=grad.delta.roll(later, -1))
+    # Or of the first column alone.
+    yield grad.gradients(delta=grad.dout[..., 0] * grad.call.parts.out[..., 0]), {"of": "column 0"}
     # Or one whose kernel has an index or a stride missing where it reads O and dO.
     out, dout = (x.contiguous() for x in (grad.call.parts.out, grad.dout))
     b, h, i, _ = dout.stride()
@@ -342,6 +386,7 @@ def _(grad: ExactGradients) -> Iterator[Form]:
         "not times the columns": (b // columns, h // columns, 1, 1),
         "without head": (0, 0, i, 1),
         "without row": (b, h, 0, 1),
+        "without column": (b, h, i, 0),
     }.items():
         steps = places(tuple(dout.shape), stride)
         at = sum(steps, torch.zeros((), dtype=torch.int64))

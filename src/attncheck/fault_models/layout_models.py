@@ -329,8 +329,6 @@ def _(call: ExactAttention) -> Iterator[Form]:
     applies=is_attention,
 )
 def _(call: ExactAttention) -> Iterator[Form]:
-    if not call.whole:
-        return
     for whose in ("q", "k", "v", "kv"):
         # Only of tiles with as many rows as columns.
         dims = {getattr(call, name).shape[-1] for name in whose}
@@ -339,24 +337,33 @@ def _(call: ExactAttention) -> Iterator[Form]:
             continue
         forms: dict[str, dict[str, Tensor]] = {}
         for name in whose:
-            own: Tensor = getattr(call, name)
+            own: Tensor = call.every_q if name == "q" else getattr(call, name)
             row, column = torch.arange(own.shape[2])[:, None], torch.arange(own.shape[3])
-            place, start, last = row % wide, row // wide * wide, own.shape[2] - 1
-            there = start + column <= last
-            of_column = own[:, :, (start + column).clamp(max=last), column.expand_as(there)]
+            place, start = row % wide, row // wide * wide
             ends = torch.tensor(key_counts(call.problem)).view(-1, 1, 1, 1)
             of_row = own[:, :, row, place.clamp(max=own.shape[3] - 1)].expand(own.shape)
             for form, read in {
-                "rows by columns": torch.where(there, of_column, 0.0),
+                **transposed_load(own, wide),
                 "columns by rows": torch.where(place < own.shape[3], of_row, 0.0),
-                "the tile": _transposed(own, wide),
-                "the end of the rows": own * there,
                 "the end of the columns": own * (place < own.shape[3]),
                 "the end of each sequence": own * (start + column < ends),
             }.items():
-                forms.setdefault(form, {})[name] = read
+                forms.setdefault(form, {})[name] = read[:, :, call.rows] if name == "q" else read
         for form, read in forms.items():
             yield attending(call, read), {"of": ", ".join(whose), "which": form}
+
+
+def transposed_load(own: Tensor, wide: int) -> dict[str, Tensor]:
+    """Return what is read of tiles of ``wide`` rows and columns, by what is the wrong way round."""
+    row, column = torch.arange(own.shape[2])[:, None], torch.arange(own.shape[3])
+    start, last = row // wide * wide, own.shape[2] - 1
+    there = start + column <= last
+    of_column = own[:, :, (start + column).clamp(max=last), column.expand_as(there)]
+    return {
+        "rows by columns": torch.where(there, of_column, 0.0),
+        "the tile": _transposed(own, wide),
+        "the end of the rows": own * there,
+    }
 
 
 def _transposed(own: Tensor, size: int) -> Tensor:
@@ -425,9 +432,8 @@ def _(call: ExactAttention) -> Iterator[Form]:
         again = call.s + math.log(count)
         yield call.attend(s=again, seen=call.seen & there), {"of": "all", "tile": size}
     for size in call.row_tiles:
-        if call.whole:
-            place = torch.arange(query) % size
-            yield attending(call, {"q": call.q[:, :, place]}), {"of": "q", "tile": size}
+        place = torch.arange(query) % size
+        yield attending(call, {"q": _of_rows(call, place)}), {"of": "q", "tile": size}
 
 
 @_model(
@@ -447,9 +453,13 @@ def _(call: ExactAttention) -> Iterator[Form]:
         outputs = call.attend(s=call.s + math.log(size), seen=call.seen & first)
         yield outputs, {"of": "all", "tile": size}
     for size in call.row_tiles:
-        if call.whole:
-            place = torch.arange(call.problem.query) // size * size
-            yield attending(call, {"q": call.q[:, :, place]}), {"of": "q", "tile": size}
+        place = torch.arange(call.problem.query) // size * size
+        yield attending(call, {"q": _of_rows(call, place)}), {"of": "q", "tile": size}
+
+
+def _of_rows(call: ExactAttention, place: Tensor) -> Tensor:
+    """Return q with another row in place of each, of those that are predicted."""
+    return call.every_q[:, :, place[call.rows]]
 
 
 def attending(call: ExactAttention, read: dict[str, Tensor]) -> Outputs:
@@ -580,6 +590,8 @@ def _columns(problem: Problem) -> tuple[int, ...]:
     dim = problem.head_dim
     # Tiles are as wide as a power of two, or a whole number of blocks.
     some = {1 << (dim - 1).bit_length(), *(-(-dim // block) * block for block in _BLOCKS)}
+    # Or one more than there are, where a tile has room for it.
+    some |= {dim + 1} if dim & (dim - 1) else set()
     return tuple(sorted(columns for columns in some if columns > dim))
 
 

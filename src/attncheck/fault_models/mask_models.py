@@ -8,7 +8,9 @@ import torch
 from torch.nn.functional import pad
 
 from attncheck.core.mod_spec import FULL, Dimensions, Spec
+from attncheck.core.outputs import Outputs
 from attncheck.fault_models.fault_model import ModelTable, Parameters, has_mask
+from attncheck.fault_models.layout_models import key_counts
 from attncheck.fault_models.steps import Steps, replace_mask_parts
 from attncheck.fault_models.tile_models import first_key, once_for_each, tile_visibility
 from attncheck.mods import masks
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attncheck.core.outputs import Outputs
     from attncheck.fault_models.exact_attention import ExactAttention
     from attncheck.inputs.problem import Problem
     from attncheck.mods.signatures import MaskMod
@@ -313,14 +314,21 @@ def _(call: ExactAttention) -> Iterator[Rows]:
         edges["the mask"] = ~shown
     later = first_key(call.problem) or 0
     of_keys = once_for_each(lambda keys: call.attend(seen=keys))
-    if has_mask("causal", "causal_bottom_right")(call.problem):
+    if has_mask("causal", "causal_bottom_right", "sliding_window")(call.problem):
         edges["the diagonal"] = (call.j >= call.i + later).expand(call.shape)
     for of, seen in edges.items():
         yield call.attend(seen=seen), {"of": of}
         # A causal loop ends with the block all the same.
         for rows, size in call.any_tiles:
             visited = call.j // size * size < (call.i // rows + 1) * rows + later
-            yield of_keys(seen & visited), {"of": of, "tile": size, "rows": rows}
+            parameters: Parameters = {"of": of, "tile": size, "rows": rows}
+            outputs = of_keys(seen & visited)
+            yield outputs, parameters
+            # ∞ - ∞ in a first tile of which a row sees nothing.
+            blind = ~(seen & (call.j < size)).any(-1)
+            if outputs.lse is not None and bool(blind.any()):
+                nan = torch.where(blind[..., None], torch.nan, outputs.out)
+                yield Outputs(nan, torch.where(blind, torch.nan, outputs.lse)), parameters
 
 
 @_model("causal-always", "a causal mask, or its reverse, is applied that nobody asked for")
@@ -332,6 +340,9 @@ def _(call: ExactAttention) -> Iterator[Rows]:
         corners += [corner - 1 for corner in corners]
     for later in dict.fromkeys(corners):
         yield call.attend(seen=call.seen & (call.i + later >= call.j)), {"offset": later}
+    # Or that of each sequence, of which some are shorter.
+    own = torch.tensor(key_counts(call.problem)).view(-1, 1, 1, 1) - call.problem.query
+    yield call.attend(seen=call.seen & (call.i + own >= call.j)), {"offset": "of each sequence"}
     # Of what is causal its reverse leaves nothing.
     for later in dict.fromkeys(corners) if not has_mask(*_CAUSAL)(call.problem) else ():
         seen = call.seen & (call.i + later < call.j)

@@ -18,7 +18,7 @@ from attncheck.fault_models.steps import LOG2E, RIGHT, Steps, round_to_format
 from attncheck.fault_models.tile_models import padded_keys, tile_visibility
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch import Tensor
 
@@ -287,6 +287,11 @@ def _rounded_steps(call: ExactAttention, forms: Iterable[tuple[str, Steps]]) -> 
 def _(call: ExactAttention) -> Iterator[Form]:
     formats = ("fp16", "bf16", "e4m3", "e5m2")
     yield from _rounded_steps(call, ((f, Steps(weights=round_to_format(f))) for f in formats))
+    # And before they are summed, or there alone.
+    for name in ("fp16", "bf16"):
+        r = round_to_format(name)
+        forms = Steps(weights=r, summed_weights=r), Steps(summed_weights=r)
+        yield from _rounded_steps(call, ((name, steps) for steps in forms))
 
 
 @MODELS.add(
@@ -300,6 +305,25 @@ def _(call: ExactAttention) -> Iterator[Form]:
         rounded = round_to_format(name)
         both = Steps(kept_sum=rounded), Steps(summed_weights=rounded, kept_sum=rounded)
         yield from _rounded_steps(call, ((name, steps) for steps in both))
+
+
+@MODELS.add(
+    "alpha-rounded",
+    "what rescales what was summed so far is rounded to too few bits",
+    order=1,
+)
+def _(call: ExactAttention) -> Iterator[Form]:
+    for name in ("fp16", "bf16"):
+        rounded = round_to_format(name)
+
+        def slip(
+            sums: Tensor, alpha: Tensor, rounded: Callable[[Tensor], Tensor] = rounded
+        ) -> Tensor:
+            return sums * rounded(alpha)
+
+        for one in (Slip(of_out=slip, of_sum=slip), Slip(of_out=slip), Slip(of_sum=slip)):
+            for outputs, parameters in call.by_tile(RIGHT, slip=one):
+                yield outputs, {"format": name, **parameters}
 
 
 @MODELS.add("lse-rounded", "LSE is rounded to too few bits", order=1)

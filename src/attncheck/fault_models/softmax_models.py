@@ -156,6 +156,16 @@ def _(call: ExactAttention) -> Iterator[Form]:
 def _(call: ExactAttention) -> Iterator[Form]:
     for score, sentinel in _sentinels(call).items():
         yield call.attend(hidden=score), {"sentinel": sentinel}
+    # 0 in tiles that are visited alone, and what pads the last one as well.
+    v = torch.nn.functional.pad(call.v, (0, 0, 0, 1))
+    for rows, size in call.tiles:
+        visited = tile_visibility(call, rows, size)[0]
+        z = torch.where(call.seen, call.s, torch.where(visited, 0.0, -math.inf))
+        count = padded_keys(call, size)
+        padding = math.log(count) if count else -math.inf
+        behind = torch.where(visited[..., -1:], padding, -math.inf)
+        parts = call.softmax(torch.cat([z, behind], -1), v, sink=call.sink)
+        yield parts.outputs, {"tile": size, "rows": rows, "sentinel": 0.0}
 
 
 def _sentinels(call: ExactAttention) -> dict[float, float]:

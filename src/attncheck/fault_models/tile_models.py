@@ -33,6 +33,7 @@ SPLITS = ModelTable("rescaling")  # of splits of the keys, and of how they are m
 
 _model = MODELS.add
 _MOST_TILES = 12
+_COUNTS = (2, 3, 4, 7, 8)  # splits that kernels choose
 
 
 def padded_keys(call: ExactAttention, size: int) -> int:
@@ -67,14 +68,29 @@ def _(call: ExactAttention) -> Iterator[Form]:
     # Of all sizes: those that hold every key differ in how many are lacking.
     for size in dict.fromkeys(size for _, size in call.tiles):
         count = padded_keys(call, size)
+        if any(spec.name == "padding" for spec in call.problem.mask.walk()):
+            yield _with_own_padding(call, size), {"tile": size}
         if count:
             for outputs in with_padding(call, count):
                 yield outputs, {"tile": size}
-            if any(spec.name == "padding" for spec in call.problem.mask.walk()):
-                yield _with_own_padding(call, size), {"tile": size}
-            # A causal mask may hide the padding, which comes after every row's own key.
-            if has_mask("causal", "causal_bottom_right")(call.problem):
-                yield call.attend(), {"tile": size}
+            # The mask may hide some of it, at its own place behind the last key.
+            if first_key(call.problem) is not None:
+                yield _padding_where_it_is(call, count), {"tile": size}
+        else:
+            yield call.exact, {"tile": size}
+        # A key's place within its tile may be compared with the end: there one alone is right.
+        every = with_padding(call, count) if count and call.problem.kv > size else (call.exact,)
+        for outputs in every:
+            yield outputs, {"tile": size}
+
+
+def _padding_where_it_is(call: ExactAttention, count: int) -> Outputs:
+    """Outputs with padding that the mask is asked about behind the last key."""
+    j = torch.arange(call.problem.kv, call.problem.kv + count).view(1, 1, 1, -1)
+    seen = torch.as_tensor(call.mask(call.b, call.h, call.i, j))
+    more = torch.where(seen, _score_behind(call, count), -math.inf)
+    z = torch.cat([call.z, more.expand(*call.shape[:3], count)], -1)
+    return call.softmax(z, pad(call.v, (0, 0, 0, count)), sink=call.sink).outputs
 
 
 @_model(
@@ -87,6 +103,12 @@ def _(call: ExactAttention) -> Iterator[Form]:
         every = with_padding(call, 1) if padded_keys(call, size) else (call.exact,)
         for outputs in every:
             yield outputs, {"tile": size}
+        # Of each split one, but of those that are whole tiles.
+        for splits in _COUNTS:
+            edges = [*range(0, call.problem.kv, -(-call.problem.kv // splits)), call.problem.kv]
+            ragged = sum((b - a) % size > 0 for a, b in pairwise(edges))
+            for outputs in with_padding(call, ragged) if ragged else (call.exact,):
+                yield outputs, {"tile": size, "splits": splits}
 
 
 def _with_own_padding(call: ExactAttention, size: int) -> Outputs:
@@ -165,6 +187,14 @@ def _(call: ExactAttention) -> Iterator[Form]:
     of_keys = once_for_each(lambda visited: call.attend(seen=call.seen & visited))
     for visited, parameters in bounded_loops(call):
         yield of_keys(visited), parameters
+    # As many keys as there are rows, or tiles of them.
+    for size in (1, *call.key_tiles):
+        end = -(-call.problem.query // size) * size
+        yield of_keys(call.j < end), {"tile": size, "ends with": "the number of rows"}
+    # The bound of a causal loop, whatever the mask.
+    for rows, size in call.any_tiles if first_key(call.problem) is None else ():
+        visited = call.j // size * size < (call.i // rows + 1) * rows
+        yield of_keys(visited), {"tile": size, "rows": rows, "ends with": "its last row"}
 
 
 def once_for_each(outputs: Callable[[Tensor], Outputs]) -> Callable[[Tensor], Outputs]:
@@ -413,6 +443,34 @@ def _(call: ExactAttention) -> Iterator[Form]:
                 yield _as_full(call, full, rows, size), {"tile": size, "rows": rows}
 
 
+@_model(
+    "mask-within-the-tile",
+    "the mask, and perhaps the end of the keys, is asked about a key's place in its tile: where "
+    "that starts is missing",
+    applies=has_mask(),
+    family="mask",
+)
+def _(call: ExactAttention) -> Iterator[Form]:
+    kv, shape = call.problem.kv, call.shape
+    for size in call.key_tiles:
+        if size >= kv:
+            yield call.exact, {"tile": size}
+            continue
+        count = padded_keys(call, size)
+        asked = call.visible(call.mask)[..., torch.arange(kv + count) % size]
+        s = torch.cat([call.s, _score_behind(call, count).expand(*shape[:3], count)], -1)
+        v = pad(call.v, (0, 0, 0, count))
+        # All tiles, or those in which a block of rows sees anything.
+        blocks = (tile_visibility(call, rows, size)[0] for rows in TRIED_TILES)
+        for visited in (torch.ones(shape, dtype=torch.bool), *blocks):
+            there = torch.cat([visited, visited[..., -1:].expand(*shape[:3], count)], -1)
+            # The end of the keys may hide what it has to.
+            for end in (kv, kv + count) if count else (kv,):
+                seen = asked & there & (torch.arange(kv + count) < end)
+                z = torch.where(seen, s, -math.inf)
+                yield call.softmax(z, v, sink=call.sink).outputs, {"tile": size}
+
+
 def _whole_tiles(call: ExactAttention, rows: int, size: int) -> Tensor:
     """Return what the mask says in whole tiles, ``(batch', heads', rows, keys)``.
 
@@ -472,9 +530,6 @@ def _score_behind(call: ExactAttention, count: int) -> Tensor:
         return call.score(zeros, call.b, call.h, call.i, j).to(torch.float64)
     except _BEHIND_ITS_END:
         return call.modified(torch.zeros_like(call.x))[..., -1:]
-
-
-_COUNTS = (2, 3, 4, 7, 8)
 
 
 def _splits(call: ExactAttention) -> Iterator[tuple[dict[str, int], Tensor, Tensor]]:

@@ -397,11 +397,13 @@ class _Job:
         elif not asked:  # who takes nothing is not said to be right
             where |= {"status": "unsupported", "shown": "nothing could be asked of it"}
         tell(outcome="missed" if asked and failed is None else "caught", **where)
-        self._rest_for_peers(subject, named, peers, after=failed.variant if failed else "")
         tell(peers={one.rule: one.caught for one in peers.verdicts})
+        # First, because a call without guards may be its process's last.
         if failed is not None:
             self._name(failed, subject, search, tell)
-        elif asked:
+        self._rest_for_peers(subject, named, peers, after=failed.variant if failed else "")
+        tell(peers={one.rule: one.caught for one in peers.verdicts})
+        if failed is None and asked:
             tell(identical=_identical(subject, right, [case.problem for _, case in named]))
 
     @staticmethod
@@ -423,6 +425,11 @@ class _Job:
     def _name(
         failed: Record, subject: Subject, search: CauseSearch, tell: Callable[..., None]
     ) -> None:
+        judgement = failed.judgement
+        if judgement is not None and judgement.rule == "memory":
+            # Its words say what was written where, or was not: nobody need ask again.
+            tell(certain=1, level="proven", models=[judgement.rule], naming=0.0)
+            return
         began = time.perf_counter()
         record = search.diagnose(failed, subject, device="cpu")
         found = record.diagnosis
