@@ -22,13 +22,13 @@ _USUAL_LAYOUTS = ("ragged", "causal")
 # it, from what each question shows of each model. A question that is not there comes after these.
 ORDER = tuple(
     """
-    padding window-edge decode-empty-rows uniform decode-causal-tall causal-even
-    negative-ragged gqa large long-sum window-wide one-key decode-window decode-one-query scale
-    one-hot ones-ragged ramp-ragged negative decode-causal-wide one-query empty-rows sink
-    ones-causal positive-causal two_level-ragged window plain causal-wide decode-causal-even
-    negative-causal mean-causal ragged isolated-ragged positive-ragged causal-tall mean-ragged
-    decode-padding decode-ragged two_level-causal-2 causal isolated-causal-2 ramp-causal-2
-    decode-causal outliers decode-gqa
+    padding window-edge decode-empty-rows uniform decode-causal-tall negative-causal
+    causal-even gqa long-sum decode-window one-key negative window-wide decode-one-query scale
+    one-hot ramp-ragged ones-ragged causal-wide one-query empty-rows sink ones-causal large
+    plain decode-causal-wide negative-ragged two_level-ragged window positive-causal
+    causal-tall ragged decode-causal-even isolated-ragged positive-ragged decode-padding
+    outliers mean-ragged decode-ragged mean-causal causal isolated-causal-2 ramp-causal-2
+    two_level-causal-2 decode-gqa decode-causal
     """.split()  # noqa: SIM905  # as a list it has a line for each of fifty
 )
 _ROUNDS = 2  # of a probe's numbers: decoding is done in one, ramps are fast and slow
