@@ -57,6 +57,7 @@ class EvidenceBuilder:
         truth: The exact result, where it is known already.
         expected: Arithmetics of kernels that will be judged by it: bounds of several at once cost
             little more than of one.
+        tilings: Of such kernels, whose errors are compared with those of the ideal kernel there.
     """
 
     def __init__(
@@ -66,8 +67,9 @@ class EvidenceBuilder:
         inputs: Inputs | None = None,
         truth: Outputs | None = None,
         expected: Sequence[Arithmetic] = (),
+        tilings: Sequence[Tiling] = (),
     ) -> None:
-        self.case, self.device, self.expected = case, device, expected
+        self.case, self.device, self.expected, self.tilings = case, device, expected, tilings
         # Where a cached_property keeps its value: what is there is never computed.
         if inputs is not None:
             self.__dict__["inputs"] = inputs
@@ -94,6 +96,10 @@ class EvidenceBuilder:
         if reference_errors:
             _ = self.floor_rmse, self.input_rmse, self.gradient_floors
         self.__dict__.pop("_originals", None)  # many gigabytes, and needed no more
+        # A GPU is at work on them while the first kernel is compiled.
+        if reference_errors and self.device == "cuda":
+            for tiling in self.tilings:
+                self.ideal_outputs(tiling)
 
     @cached_property
     def _originals(self) -> Inputs:
