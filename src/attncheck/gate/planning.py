@@ -171,6 +171,7 @@ class Planning(KernelSupport):
         self.unit = unit  # the one that asks what it is: its kernel, convention, device, tier
         self.choices, self.environment = choices, environment
         self.refused: list[Answer] = []  # what of the plan it does not take: an answer each
+        self.bounds: list[Unit] | None = None  # of stage bounds, once they are planned
 
     @cached_property
     def dtypes(self) -> tuple[str, ...]:
