@@ -511,11 +511,14 @@ class _Threes:
         return whole, gain
 
     def every(self, row: Row) -> Iterator[Row]:
-        """Yield ``row`` with all values that there can be."""
+        """Yield ``row`` with all values; where there cannot be one, the nearest row that has it."""
+        named = {name for names, _ in self._exclusions for name in names if name not in VARIED}
+        changed = [name for name in self._axes if name in named]
+        others = [{}, *({name: value} for name in changed for value in self._axes[name])]
         for values in itertools.product(*(self._values(row, name) for name in VARIED)):
             whole = row | dict(zip(VARIED, values, strict=True))
-            if self._able(whole):
-                yield whole
+            able = (whole | other for other in others if self._able(whole | other))
+            yield from itertools.islice(able, 1)
 
     def _values(self, row: Row, name: str) -> Sequence[Any]:
         return self._alike[row["shape"]] if name == "shape" else self._axes[name]
