@@ -90,7 +90,7 @@ class GateWorker:
 
     def load(self, unit: Unit) -> None:
         """Load the kernel of ``unit``; what that breaks is said when something is asked."""
-        with suppress(AttncheckError):
+        with suppress(Exception):
             self._prepare_device(unit.device)
             host = self._hosts.of(unit)
             # To trace a mod imports half of torch, in this process and in the kernel's.
