@@ -175,12 +175,14 @@ def arguments() -> argparse.Namespace:
 
 def environment(device: str, *, backward: bool) -> dict[str, Any]:
     """What the numbers depend on besides the code."""
-    blocks = (backward_blocks_for if backward else blocks_for)(torch.device(device))
+    blocks_of = backward_blocks_for if backward else blocks_for
+    where = torch.device(device)
     return {
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
         "threads": torch.get_num_threads(),
-        "blocks": asdict(blocks),
+        "blocks": asdict(blocks_of(where)),
+        "fused_blocks": asdict(blocks_of(where, fused=True)),  # of a large problem on a Hopper GPU
     }
 
 

@@ -187,7 +187,7 @@ def test_what_mutants_cannot_be_asked_is_said_in_a_line(run, words, message):
 
 @pytest.mark.parametrize(
     ("cores", "gpus", "memory", "count"),
-    [(16, 1, 141, 14), (16, 1, 24, 4), (8, 1, 141, 6), (64, 2, 80, 26), (2, 1, 80, 1)],
+    [(16, 1, 141, 16), (16, 1, 24, 4), (8, 1, 141, 8), (64, 2, 80, 32), (2, 1, 80, 2)],
 )
 def test_workers_of_a_gpu_are_as_many_as_there_are_cores_and_memory_for(
     cores, gpus, memory, count, monkeypatch

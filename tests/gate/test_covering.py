@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from attncheck.cases import covering
 from attncheck.cases.covering import (
     ALONE,
     BACKWARD,
@@ -17,8 +18,11 @@ from attncheck.cases.covering import (
     SCORES,
     SHAPES,
     TOGETHER,
+    VARIED,
     alone_rows,
+    compiled_rows,
     covering_rows,
+    lengths_kind,
     row_problem,
 )
 from attncheck.cases.covering import AXES as ALL_AXES
@@ -56,6 +60,52 @@ def test_an_array_of_fewer_rows_misses_some():
     rows = covering_rows(AXES, 2, EXCLUDED)
     pairs = {(row["mask"], row["heads"]) for row in rows[: len(MASK_NAMES) * len(HEADS) - 1]}
     assert pairs != possible(AXES, ("mask", "heads"), EXCLUDED)
+
+
+COMPILED = AXES | {
+    "mask": ("full", "sliding_window", "window_bottom_right"),
+    "dims": ("64", "80"),
+    "shape": tuple(SHAPES["medium"]),
+    "distribution": ("normal", "uniform"),
+}
+
+
+def threes(rows):
+    return {frozenset(three) for row in rows for three in itertools.combinations(row.items(), 3)}
+
+
+def compilation(row):
+    of_row = {name: value for name, value in row.items() if name not in VARIED}
+    return (*of_row.items(), lengths_kind(SHAPES["medium"][row["shape"]]))
+
+
+@pytest.mark.parametrize("least", [0, 700])
+def test_few_compilations_have_every_three_that_there_can_be(least):
+    first, again = compiled_rows(COMPILED, "medium", least, EXCLUSIONS[:4])
+    plain = covering_rows(COMPILED, 3, EXCLUSIONS[:4])
+    assert threes([*first, *again]) == threes(plain)
+    assert not any(never(row) for row in (*first, *again) for _, never in EXCLUSIONS[:4])
+    compiled = [compilation(row) for row in first]
+    assert len(compiled) == len(set(compiled)) < 0.8 * len({compilation(row) for row in plain})
+    # Of a row that cannot have some lengths another mask has them.
+    assert len({compilation(row) for row in again} - set(compiled)) < 5
+    assert len(first) + len(again) >= least
+    assert (first, again) == compiled_rows(COMPILED, "medium", least, EXCLUSIONS[:4])
+
+
+def test_what_one_axis_after_the_other_misses_is_added(monkeypatch):
+    monkeypatch.setattr(covering._Threes, "varied", lambda self, row: (next(self.every(row)), 0))
+    covering._compiled_rows.cache_clear()
+    first, again = compiled_rows(COMPILED, "medium", 0, EXCLUSIONS[:4])
+    covering._compiled_rows.cache_clear()
+    assert threes([*first, *again]) == threes(covering_rows(COMPILED, 3, EXCLUSIONS[:4]))
+
+
+def test_of_few_values_there_are_as_many_rows():
+    one = {name: values[:1] for name, values in COMPILED.items()}
+    first, again = compiled_rows(one, "medium", 40, EXCLUSIONS[:4])
+    assert (len(first), len(again)) == (1, 39)
+    assert compiled_rows(one | {"dtype": ()}, "medium", 40) == ([], [])
 
 
 def test_nothing_excluded_is_in_a_row():

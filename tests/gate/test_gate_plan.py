@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from attncheck.cases.covering import DIMS, EXCLUSIONS, HEADS, SHAPES, row_problem, row_values
+from attncheck.cases.mask_samples import SOFTMAX
+from attncheck.cases.tier import TIERS
 from attncheck.core.errors import UnknownName, UsageError
 from attncheck.core.outputs import Outputs
-from attncheck.gate.bound_stage import axes_of, bound_units
+from attncheck.gate.bound_stage import AGAIN, axes_of, bound_units
 from attncheck.gate.plan import describe_units, plan_kernel, priority
 from attncheck.gate.planning import BaselineCases, CachingExecutor, Planning, parse_stages
 from attncheck.gate.property_stage import KnownFailures, choose_pairs, drawn_units
@@ -232,6 +234,32 @@ def test_a_pair_that_is_lost_where_rows_are_moved_has_a_row_of_its_own():
     assert {(mask, *HEADS[each]) for mask in axes["mask"] for each in axes["heads"]} <= heads
 
 
+def on_a_gpu(tier, **options):
+    (unit,) = describe_units(["mine"], device="cuda", tier=tier, convention="")
+    options = {"dtypes": "fp32,bf16", "stages": "bounds,baseline"} | options
+    return Planning(unit, Elsewhere(), InProcess(), choices(tier=tier, **options))
+
+
+def test_on_a_gpu_what_is_compiled_anyway_is_asked_again():
+    found = on_a_gpu("pr")
+    units = plan_kernel(found)
+    bounds = [unit for unit in units if unit.stage == "bounds"]
+    again = [unit for unit in bounds if unit.variant.endswith(AGAIN)]
+    assert len(bounds) > TIERS["pr"].threes_gpu > len(again) > len(bounds) / 2
+    # Of two stages that need them they are planned, and refusals said, once.
+    assert [unit for unit in bounds if unit.variant != SOFTMAX][-1] in found.bounds
+    assert len(found.refused) == len({answer.record.case_id for answer in found.refused})
+    on_cpu = plan_kernel(planning(tier="pr", stages="bounds"))
+    assert not any(unit.variant.endswith(AGAIN) for unit in on_cpu)
+
+
+def test_tier_pr_has_every_problem_of_smoke():
+    smoke, pr = (plan_kernel(on_a_gpu(tier, stages="bounds")) for tier in ("smoke", "pr"))
+    cases = {Case.from_json(unit.case).id for unit in pr}
+    missing = [unit for unit in smoke if Case.from_json(unit.case).id not in cases]
+    assert not missing
+
+
 def test_what_is_asked_first_is_what_the_kernel_is(whole):
     describe = describe_units(["ideal"], device="cpu", tier="smoke", convention="")
     ordered = sorted([*whole, *describe], key=priority)
@@ -279,6 +307,7 @@ def test_a_kernel_is_asked_once_what_it_takes_and_again_where_asking_failed():
             return said.pop(0)
 
     executor, problem = CachingExecutor(Counting()), Problem(query=4)
-    answers = [executor.refusal(load_subject("ideal"), problem, "cpu") for _ in range(4)]
+    problems = [problem, problem, problem, problem.replace(seed=1, distribution="uniform")]
+    answers = [executor.refusal(load_subject("ideal"), each, "cpu") for each in problems]
     assert isinstance(answers[0], Failure)
     assert answers[1:] == [None, None, None]

@@ -3,14 +3,16 @@
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
 from attncheck.core.mod_spec import Spec
 from attncheck.diagnose.reproduce import new_failure
 from attncheck.fault_models.fault_model import FAMILIES
+from attncheck.gate.bound_stage import AGAIN
 from attncheck.gate.gate_report import build_report
-from attncheck.gate.gate_worker import GateWorker
+from attncheck.gate.gate_worker import GateWorker, work
 from attncheck.gate.plan import describe_units, replay_units
 from attncheck.gate.property_stage import KNOWN, KnownFailures
 from attncheck.inputs.problem import Case, Problem
@@ -62,6 +64,33 @@ def test_a_right_kernel_passes(stage):
     found = answers(results)
     assert not wrong(results), [a.record.reason or a.record.judgement for a in wrong(results)]
     assert any(answer.record.status == "pass" for answer in found)
+
+
+def test_a_kernel_is_loaded_before_anything_is_asked():
+    (unit,) = describe_units([named("right")], device="cpu", tier="smoke", convention="")
+    gate = work(ahead=msgspec.json.encode(unit).decode(), **choices().options())
+    loaded = gate._hosts.of(unit)
+    assert gate.do(unit).facts["name"]
+    assert gate._hosts.of(unit) is loaded
+    gate.close()
+    (missing,) = describe_units(["nowhere.py::none"], device="cpu", tier="smoke", convention="")
+    gate = work(ahead=msgspec.json.encode(missing).decode(), **choices().options())
+    assert "nowhere.py" in gate.do(missing).facts["usage"]
+
+
+def test_of_what_is_asked_again_the_verdict_is_enough():
+    gate = GateWorker(choices(), KnownFailures(()))
+    (unit,) = describe_units([named("right")], device="cpu", tier="smoke", convention="")
+    asked = replace(
+        unit,
+        kind="ask",
+        stage="bounds",
+        variant="full",
+        case=Case(problem=Problem(query=4)).to_json(),
+    )
+    for variant, brief in (("full", False), (f"full {AGAIN}", True)):
+        (answer,) = gate.do(replace(asked, variant=variant)).answers
+        assert (answer.record.status, answer.record.out is None) == ("pass", brief)
 
 
 def test_a_failure_is_kept_made_smaller_and_asked_again(tmp_path):

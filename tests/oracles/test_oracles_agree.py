@@ -247,7 +247,7 @@ def test_nothing_is_lost_just_below_the_bound(allowance):
     k = torch.tensor([-1.0, 0.5, 1.0]).view(1, 1, 3, 1) * math.floor(largest)
     v = torch.tensor([[2.0**-126, 3e38]] * 3).view(1, 1, 3, 2)
     inputs = Inputs(problem=problem, q=q, k=k, v=v)
-    tiles = streaming_room._Tiles(inputs, None)
+    tiles = streaming_room._Tiles(inputs)
     assert tiles.bounded
     assert not allowance(inputs).misses(oracles.streaming(inputs), oracles.dense(inputs))
 
@@ -266,7 +266,7 @@ def _at_the_bound(signs, value, *, dtype="fp64", scale=1.0, descale=None):
 @pytest.mark.parametrize(("signs", "value"), [((-1, 1), 2.0**200), ((-1, -1), 2.0**-300)])
 def test_values_beyond_fp32_are_not_taken_for_bounded(signs, value, allowance, monkeypatch):
     inputs = _at_the_bound(signs, value)
-    assert not streaming_room._Tiles(inputs, None).bounded
+    assert not streaming_room._Tiles(inputs).bounded
     bound, truth = allowance(inputs), oracles.dense(inputs)
     assert not bound.misses(oracles.streaming(inputs), truth)
     monkeypatch.setattr(streaming_room, "all_moderate", lambda values: True)
@@ -278,8 +278,8 @@ def test_values_of_fp8_are_looked_at_with_their_descale(allowance):
     scales = Descale(q=one, k=one, v=one)
     small = _at_the_bound((0.5, 0.25), 57344.0, scale=1 / 64, dtype="e5m2", descale=scales)
     large = small.replace(descale=Descale(q=one, k=one, v=huge))
-    assert streaming_room._Tiles(small, None).bounded
-    assert not streaming_room._Tiles(large, None).bounded  # 2^127 · 57344 is 2^143
+    assert streaming_room._Tiles(small).bounded
+    assert not streaming_room._Tiles(large).bounded  # 2^127 · 57344 is 2^143
     for inputs in (small, large):
         assert not allowance(inputs).misses(oracles.streaming(inputs), oracles.dense(inputs))
 

@@ -14,6 +14,8 @@ from attncheck.relations import RELATIONS
 from attncheck.subjects.capabilities.subject import Refused
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify import relation_runs
+from attncheck.verify.accuracy import measure_accuracy
+from attncheck.verify.executor import InProcess
 from attncheck.verify.question_fit import question_summary
 from attncheck.verify.run_case import run_case
 
@@ -139,6 +141,25 @@ def test_wrong_elements_of_a_comparison_are_counted():
     judgement = run_case(Half(), Case(problem=PROBLEM), device="cpu").judgement
     assert judgement.worst.at.head == 0
     assert 0 < judgement.wrong <= 5 * 8 < judgement.compared == 2 * 5 * 8
+
+
+class ForAGpu(InProcess):
+    """Calls a kernel on a CPU, whatever device it is asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.devices = set()
+
+    def refusal(self, subject, problem, device):
+        self.devices.add(device)
+
+
+@pytest.mark.parametrize("ask", [run_case, measure_accuracy])
+def test_a_kernel_of_a_gpu_is_judged_on_a_cpu_where_that_is_wanted(ask):
+    executor = ForAGpu()
+    case = Case(problem=Problem(query=8, backward=True))
+    record = ask(Ideal(), case, device="cuda", place="cpu", executor=executor)
+    assert (record.status, executor.devices) == ("pass", {"cuda"})
 
 
 def test_an_unknown_question_is_a_usage_error():

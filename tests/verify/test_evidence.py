@@ -235,3 +235,16 @@ def test_the_inputs_of_a_probe_are_the_probe_s():
     allowed = found.allowance(declared(case.problem))
     given = Ideal().run(found.inputs)
     assert bool(((given.out.double() - found.truth.out).abs() <= allowed.out).all())
+
+
+def test_a_gpu_runs_ideal_kernels_before_the_first_kernel_and_a_verdict_alone_none():
+    case, tiling = Case(problem=attention()), Tiling(block_query=16, block_kv=16)
+    ahead = EvidenceBuilder(case, "cpu", tilings=[tiling])
+    ahead.establish()
+    assert not ahead._ideals
+    ahead.device = "cuda"  # of which nothing is asked any more
+    ahead.establish(reference_errors=False)
+    assert not ahead._ideals
+    ahead.establish()
+    assert [of for of, _ in ahead._ideals] == [tiling]
+    assert torch.equal(ahead.ideal_outputs(tiling).out, Ideal(tiling).run(ahead.inputs).out)

@@ -147,8 +147,8 @@ def test_a_process_that_has_done_enough_is_replaced(host, limit, value, monkeypa
 
 def test_what_a_process_compiled_is_gone_with_it(host):
     """Each new one has the time to compile, also what another one has called before."""
-    connection = SimpleNamespace(new=False, deadlines=Deadlines())
-    given = SimpleNamespace(problem=SMALL, device=SimpleNamespace(type="cuda"))
+    connection = SimpleNamespace(new=False, deadlines=Deadlines(), device="cuda")
+    given = SimpleNamespace(problem=SMALL)
     executor = IsolatedExecutor(connection)
     calls = []
     for connection.new in (True, False, False, True, False):

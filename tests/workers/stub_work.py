@@ -87,3 +87,12 @@ def refused():
 
 def dead():
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def made_twice(folder):
+    """As ``work``; the second that is made leaves a file ``second``."""
+    try:
+        (Path(folder) / "first").touch(exist_ok=False)
+    except FileExistsError:
+        (Path(folder) / "second").touch()
+    return Stub()

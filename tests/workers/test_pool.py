@@ -126,6 +126,14 @@ def test_a_lane_makes_its_work_once_and_closes_it(path, tmp_path):
     assert [one.name for one in folder.iterdir()] == [f"closed.{facts[0]['pid']}"]
 
 
+def test_lanes_are_made_while_one_says_what_there_is_to_do(path, tmp_path):
+    """Else the only unit that there is would wait for ever."""
+    first = unit("a", kind="describe", wait_for=str(tmp_path / "second"))
+    made = {"work": "tests.workers.stub_work:made_twice", "options": {"folder": str(tmp_path)}}
+    ended, _ = ran(path, [first], **made)
+    assert (ended.why, names(path)) == ("", ["a"])
+
+
 def test_each_lane_sees_its_gpu(path, tmp_path):
     """Both begin before either ends."""
     marks = [str(tmp_path / name) for name in "xy"]

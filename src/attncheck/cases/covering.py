@@ -394,6 +394,143 @@ def alone_rows(axes: Mapping[str, Sequence[Any]]) -> Iterator[Row]:
 Row = dict[str, Any]
 
 
+# ------------------------------------------------------------ every three, of few compilations
+
+VARIED = ("shape", "heads", "distribution")
+"""Axes along which a kernel that is compiled is asked again; of lengths those of one kind."""
+
+
+def lengths_kind(lengths: tuple[int, int]) -> tuple[int, ...]:
+    """Return for what of lengths Triton compiles anew: is each 1, is it a multiple of 16."""
+    return tuple(1 if length == 1 else 16 * (length % 16 == 0) for length in lengths)
+
+
+def compiled_rows(
+    axes: Mapping[str, Sequence[Any]],
+    shapes: str,
+    least: int,
+    exclusions: Sequence[Exclusion] = (),
+) -> tuple[list[Row], list[Row]]:
+    """Return rows that have every possible choice of values of any three axes.
+
+    As ``covering_rows`` of strength 3, for kernels that are compiled: what they are compiled for is
+    covered in as few rows as that takes, and each of these is asked several times, with other
+    lengths of one kind, heads and distributions.
+
+    Args:
+        axes: As of ``covering_rows``, those of ``VARIED`` among them.
+        shapes: A name of ``SHAPES``, where the lengths are.
+        least: Rows that there are at least, however few values the axes have.
+        exclusions: As of ``covering_rows``.
+
+    Returns:
+        The rows that are asked first, one of each compilation, and those that ask them again. In
+        this order two processes seldom compile the same.
+    """
+    if not all(axes.values()):
+        return [], []
+    items = tuple((name, tuple(values)) for name, values in axes.items())
+    rows, compilations = _compiled_rows(items, shapes, least, tuple(exclusions))
+    return rows[:compilations], rows[compilations:]
+
+
+@functools.lru_cache(maxsize=8)  # as ``_numbered_rows``
+def _compiled_rows(
+    items: tuple[tuple[str, tuple[Any, ...]], ...],
+    shapes: str,
+    least: int,
+    exclusions: tuple[Exclusion, ...],
+) -> tuple[list[Row], int]:
+    """The rows of ``compiled_rows``, and how many of them are the first."""
+    axes, kinds = dict(items), dict[tuple[int, ...], list[str]]()
+    for name in axes["shape"]:
+        kinds.setdefault(lengths_kind(SHAPES[shapes][name]), []).append(name)
+    alike = {names[0]: names for names in kinds.values()}  # the first stands for its kind
+    compiled = {name: axes[name] for name in axes if name not in VARIED}
+    once = covering_rows(compiled | {"shape": tuple(alike)}, 3, exclusions)
+    threes = _Threes(axes, alike, exclusions)
+    for row in once:
+        threes.add(threes.varied(row)[0])
+    more = True
+    while more:
+        more = False
+        for row in once:
+            whole, gain = threes.varied(row)
+            more |= gain > 0
+            if gain or len(threes.rows) < least:
+                threes.add(whole)
+        more |= len(threes.rows) < least
+    # A choice of one axis after the other may miss some.
+    for row in once:
+        for whole in threes.every(row):
+            if threes.gain(whole):
+                threes.add(whole)
+    return threes.rows, len(once)
+
+
+class _Threes:
+    """Rows, and which values of three axes, one of ``VARIED``, are together in them."""
+
+    def __init__(
+        self,
+        axes: Mapping[str, Sequence[Any]],
+        alike: Mapping[str, Sequence[str]],
+        exclusions: Sequence[Exclusion],
+    ) -> None:
+        self._axes, self._alike, self._exclusions = axes, alike, exclusions
+        self._seen: set[frozenset[tuple[str, Any]]] = set()
+        self._uses: Counter[tuple[str, Any]] = Counter()
+        self.rows: list[Row] = []
+
+    def add(self, row: Row) -> None:
+        """Add a whole row."""
+        self._seen.update(map(frozenset, itertools.combinations(row.items(), 3)))
+        self._uses.update(row.items())
+        self.rows.append({name: row[name] for name in self._axes})
+
+    def gain(self, row: Row) -> int:
+        """Return how many threes a whole row has that no other has."""
+        before = {name: value for name, value in row.items() if name not in VARIED}
+        gain = 0
+        for name in VARIED:
+            gain += self._new(before, (name, row[name]))
+            before[name] = row[name]
+        return gain
+
+    def varied(self, row: Row) -> tuple[Row, int]:
+        """Return ``row`` with the values that make most new threes, the least used of several."""
+        whole, gain = {name: value for name, value in row.items() if name not in VARIED}, 0
+        for name in VARIED:
+            merits = {
+                value: (self._new(whole, (name, value)), -self._uses[name, value])
+                for value in self._values(row, name)
+                if self._able(whole | {name: value})
+            }
+            whole[name] = max(merits, key=merits.__getitem__)
+            gain += merits[whole[name]][0]
+        return whole, gain
+
+    def every(self, row: Row) -> Iterator[Row]:
+        """Yield ``row`` with all values; where there cannot be one, the nearest row that has it."""
+        named = {name for names, _ in self._exclusions for name in names if name not in VARIED}
+        changed = [name for name in self._axes if name in named]
+        others = [{}, *({name: value} for name in changed for value in self._axes[name])]
+        for values in itertools.product(*(self._values(row, name) for name in VARIED)):
+            whole = row | dict(zip(VARIED, values, strict=True))
+            able = (whole | other for other in others if self._able(whole | other))
+            yield from itertools.islice(able, 1)
+
+    def _values(self, row: Row, name: str) -> Sequence[Any]:
+        return self._alike[row["shape"]] if name == "shape" else self._axes[name]
+
+    def _able(self, row: Row) -> bool:
+        return not any(set(names) <= row.keys() and never(row) for names, never in self._exclusions)
+
+    def _new(self, row: Row, item: tuple[str, Any]) -> int:
+        pairs = itertools.combinations(row.items(), 2)
+        return sum(frozenset((*pair, item)) not in self._seen for pair in pairs)
+
+
 # ------------------------------------------------------------ few rows, for a check
 
 

@@ -26,6 +26,9 @@ class Tier:
     strength: int = 2  # the bounds cover every choice of this many axes together
     sizes: str = "small"  # lengths of the bounds' problems on a CPU: a name of ``covering.SHAPES``
     sizes_gpu: str = "medium"  # the same on a GPU
+    # How many problems at least have every three of what is plain on a GPU, where a kernel that is
+    # compiled is asked again at little cost; 0 for as few as that takes, in whatever kernels.
+    threes_gpu: int = 0
     # Whether the bounds have every value of an axis, or the ones that find most.
     all_values: bool = False
     combinations: int = 1  # in how many (dtype, family) a gate asks each property; 0 for every one
@@ -89,6 +92,7 @@ TIERS: dict[str, Tier] = {
             profile="attncheck-ci",
             strength=3,
             sizes="medium",
+            threes_gpu=1600,
             combinations=3,
             each_dtype=True,
             layouts=2,

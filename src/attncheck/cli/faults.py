@@ -108,7 +108,7 @@ class FaultOptions:
     jobs: int | None = verb.option(
         "--jobs",
         "N",
-        "Faults at work at the same time (default: by cores, at most 4, or 14 for each GPU).",
+        "Faults at work at the same time (default: by cores, at most 4, or 16 for each GPU).",
         type=click.IntRange(1, 256),
     )
     json_file: str | None = verb.option("--json", "FILE", "Write the report as JSON.")

@@ -246,8 +246,8 @@ JOURNAL = "results.jsonl"
 
 _INTERRUPTED = 130
 # Workers that are started unless somebody asks for more: of a CPU, and of a GPU that has memory.
-_MOST_WORKERS, _MOST_OF_A_GPU = 4, 14
-_GPU_MEMORY = 6 << 30  # bytes for a worker and its kernel's process
+_MOST_WORKERS, _MOST_OF_A_GPU = 4, 16
+_GPU_MEMORY = 5 << 30  # bytes for a worker and its kernel's process
 
 
 def started_now() -> str:
@@ -272,7 +272,7 @@ def worker_places(jobs: int | None, device: str) -> list[WorkerPlace]:
     if jobs is None:
         memory = torch.cuda.get_device_properties(0).total_memory
         of_each = max(_MOST_WORKERS, min(_MOST_OF_A_GPU, memory // _GPU_MEMORY))
-        jobs = max(1, min(cores - 2, of_each * len(gpus)))
+        jobs = max(1, min(cores, of_each * len(gpus)))
     return [WorkerPlace(gpu=gpus[number % len(gpus)], threads=1) for number in range(jobs)]
 
 

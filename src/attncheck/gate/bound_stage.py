@@ -19,7 +19,9 @@ from attncheck.cases.covering import (
     PLAIN_ROW,
     SHAPES,
     STORED,
+    Row,
     alone_rows,
+    compiled_rows,
     covering_rows,
     restore_lost_pairs,
     row_name,
@@ -33,6 +35,9 @@ from attncheck.records.baseline_entries import architecture
 from attncheck.suite.kernel_support import NOT_APPLICABLE
 from attncheck.verify.environment import environment
 from attncheck.workers.units import Unit
+
+AGAIN = "again"
+"""How variants end whose kernel has been compiled for another: of these the verdict is enough."""
 
 # Of an axis with many values the first few, where there is little time: those that find most.
 _FEW = {"score": 6, "stored": 6, "heads": 6, "dims": 4, "distribution": 4}
@@ -50,21 +55,33 @@ def bound_units(planning: Planning) -> Iterator[Unit]:
 
     Pairs that are lost on the way have a row of their own, where the kernel takes one.
     """
+    if planning.bounds is None:  # two stages need them, and they take seconds
+        planning.bounds = [*_bound_units(planning)]
+    yield from planning.bounds
+
+
+def _bound_units(planning: Planning) -> Iterator[Unit]:
     tier, seed = planning.choices.tier, planning.choices.seed
     shapes, axes = tier.sizes_on(planning.device), axes_of(planning)
     together = {
         name: tuple(value for value in values if value not in ALONE.get(name, ()))
         for name, values in axes.items()
     }
-    rows = [*covering_rows(together, 2, EXCLUSIONS), *alone_rows(axes)]
+    rows, again = [*covering_rows(together, 2, EXCLUSIONS), *alone_rows(axes)], list[Row]()
     if tier.strength > 2:  # of every value they would be thousands
         core = {name: values[: _CORE.get(name, len(values))] for name, values in together.items()}
-        rows += covering_rows(core, tier.strength, EXCLUSIONS)
+        # Where nothing is compiled a row of one kernel costs what one of another does.
+        if planning.device == "cpu" or not tier.threes_gpu:
+            rows += covering_rows(core, tier.strength, EXCLUSIONS)
+        else:
+            first, again = compiled_rows(core, shapes, tier.threes_gpu, EXCLUSIONS)
+            rows += first
     # Two rows may move to the same problem, which is asked once.
     covered, known = [], set()
-    for number, row in enumerate(rows):
+    for number, row in enumerate([*rows, *again]):
         problem = row_problem(row, shapes, seed + number)
-        unit = planning.nearest_unit("bounds", problem, row_name(row))
+        name = row_name(row) + (f" {AGAIN}" if number >= len(rows) else "")
+        unit = planning.nearest_unit("bounds", problem, name.strip())
         if unit is None:
             continue
         # What was moved may have lost values that its row was there to cover.
@@ -74,7 +91,7 @@ def bound_units(planning: Planning) -> Iterator[Unit]:
             yield unit
     lost = restore_lost_pairs(together, covered, shapes, planning.supports)
     # Seeds go on from those of the rows, so that no draw comes twice.
-    for number, row in enumerate(lost, len(rows)):
+    for number, row in enumerate(lost, len(rows) + len(again)):
         problem = row_problem(row, shapes, seed + number)
         yield planning.unit_of("bounds", Case(problem=problem), row_name(row))
     yield from _softmax_units(planning)

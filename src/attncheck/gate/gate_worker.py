@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -14,6 +15,8 @@ import msgspec
 from msgspec.structs import replace
 
 from attncheck.core.errors import AttncheckError, HostError, UsageError
+from attncheck.core.mod_spec import Spec
+from attncheck.gate.bound_stage import AGAIN
 from attncheck.gate.gate_failures import SHRUNK_STATUSES, FailureLog
 from attncheck.gate.plan import plan_kernel
 from attncheck.gate.planning import CachingExecutor, Choices, Planning
@@ -35,12 +38,25 @@ from attncheck.verify.run_case import run_case
 from attncheck.workers.process import Died
 from attncheck.workers.units import Done, Unit
 
+# (row, key) of all heads up to which a kernel's answer is judged on a CPU: a core does that sooner
+# than a GPU that a dozen processes share, each with thousands of small operations. On an H100 and
+# fifteen of its cores 0.07 s of the smallest, not 0.28; but of four times as many 0.45, not 0.22.
+_MOST_PAIRS_ON_CPU = 1 << 16
+_READS = Spec.of("relative_bias", distance=1, seed=0)  # a score mod that reads a tensor
 _UNCLAIMED = "not refused: "  # before the name of a question beyond a kernel's claims
 
 
-def work(**options: Any) -> GateWorker:
-    """Return the worker of a gate; raises UsageError for options that are none of a gate's."""
-    return GateWorker(Choices.of(options))
+def work(*, ahead: str = "", **options: Any) -> GateWorker:
+    """Return the worker of a gate; raises UsageError for options that are none of a gate's.
+
+    Args:
+        ahead: JSON of a unit whose kernel is loaded before anything is asked; empty for none.
+        options: Those of ``Choices``.
+    """
+    worker = GateWorker(Choices.of(options))
+    if ahead:
+        worker.load(msgspec.json.decode(ahead, type=Unit))
+    return worker
 
 
 class GateWorker:
@@ -71,6 +87,15 @@ class GateWorker:
     def close(self) -> None:
         """End the kernel's process."""
         self._hosts.close()
+
+    def load(self, unit: Unit) -> None:
+        """Load the kernel of ``unit``; what that breaks is said when something is asked."""
+        with suppress(Exception):
+            self._prepare_device(unit.device)
+            host = self._hosts.of(unit)
+            # To trace a mod imports half of torch, in this process and in the kernel's.
+            problem = Problem(query=1, score=_READS, backward=True, dcaptured=True)
+            host.executor.concerns(host.subject, problem)
 
     def do(self, unit: Unit) -> Done:
         """Do ``unit``; what a kernel does to its own process raises nothing here."""
@@ -146,8 +171,7 @@ class GateWorker:
             return
         import torch
 
-        if device == "cpu":
-            torch.set_num_threads(1)  # at these sizes more mostly wait for each other
+        torch.set_num_threads(1)  # at these sizes more mostly wait for each other
         prepare(device)
         self._device, self._key = device, fingerprint(environment(device))
 
@@ -226,12 +250,21 @@ class GateWorker:
 
     def _run_case(self, unit: Unit, host: KernelHost, case: Case) -> tuple[Record, int]:
         def ask() -> Record:
-            fields = {"device": unit.device, "variant": unit.variant, "environment": self._key}
-            how: dict[str, Any] = {"executor": host.executor, **fields}
+            problem = case.problem
+            pairs = problem.batch * problem.heads * problem.query * problem.kv
+            here = self._choices.isolated and pairs <= _MOST_PAIRS_ON_CPU
+            how: dict[str, Any] = {
+                "executor": host.executor,
+                "device": unit.device,
+                "place": "cpu" if here else "",
+                "variant": unit.variant,
+                "environment": self._key,
+            }
             if unit.stage == "baseline":
                 return measure_accuracy(host.subject, case, **how)
             # Errors beside their reference errors where they are to be read; elsewhere the verdict.
-            return run_case(host.subject, case, brief=unit.stage != "bounds", **how)
+            brief = unit.stage != "bounds" or unit.variant.endswith(AGAIN)
+            return run_case(host.subject, case, brief=brief, **how)
 
         return confirm_death(host.subject, ask, slow=True)
 

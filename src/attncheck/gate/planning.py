@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, Self, cast
 
 from msgspec.structs import replace
@@ -171,6 +172,7 @@ class Planning(KernelSupport):
         self.unit = unit  # the one that asks what it is: its kernel, convention, device, tier
         self.choices, self.environment = choices, environment
         self.refused: list[Answer] = []  # what of the plan it does not take: an answer each
+        self.bounds: list[Unit] | None = None  # of stage bounds, once they are planned
 
     @cached_property
     def dtypes(self) -> tuple[str, ...]:
@@ -240,18 +242,25 @@ def move_case(case: Case, problem: Problem) -> Case:
     return Case(problem=problem, question=case.question, parameters=chosen)
 
 
+# All of a Problem but its numbers, by which no kernel can go: it is asked before they are drawn.
+_structure = attrgetter(
+    *(each.name for each in fields(Problem) if each.name not in {"seed", "distribution"})
+)
+
+
 class CachingExecutor:
     """An executor of one kernel that remembers what it said of each Problem; not that it failed.
 
     A plan asks about the same problems many times, and each question crosses a process boundary.
+    Those are the same that differ in their numbers alone.
     """
 
     _MOST = 20_000
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self._concerns: dict[Problem, bool] = {}
-        self._refusals: dict[tuple[Problem, str], str | None] = {}
+        self._concerns: dict[tuple[Any, ...], bool] = {}
+        self._refusals: dict[tuple[tuple[Any, ...], str], str | None] = {}
 
     def absence(self, subject: Subject, device: str) -> str | None:
         """Return what the executor does."""
@@ -259,15 +268,16 @@ class CachingExecutor:
 
     def concerns(self, subject: Subject, problem: Problem) -> bool:
         """Return what the executor does, or did."""
-        if problem not in self._concerns:
+        key = _structure(problem)
+        if key not in self._concerns:
             if len(self._concerns) >= self._MOST:
                 self._concerns.clear()
-            self._concerns[problem] = self._executor.concerns(subject, problem)
-        return self._concerns[problem]
+            self._concerns[key] = self._executor.concerns(subject, problem)
+        return self._concerns[key]
 
     def refusal(self, subject: Subject, problem: Problem, device: str) -> str | Failure | None:
         """Return what the executor does, or did."""
-        key = (problem, device)
+        key = (_structure(problem), device)
         if key in self._refusals:
             return self._refusals[key]
         answer = self._executor.refusal(subject, problem, device)

@@ -54,7 +54,7 @@ def compute_conditions(inputs: Inputs, truth: Outputs, rows: Rows) -> Conditions
         if problem.score != NONE:
             scores = _scored(inputs, products, rows)
         # Rows that see such a number have no finite result and no bound; others must not see it.
-        k, v = (torch.where(x.isfinite(), x, 0.0) for x in (k, v))
+        k, v = (x.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0) for x in (k, v))
     # A sink is one key more for the bounds: its q·k and its value are 0.
     if inputs.sink is not None:
         k, v = (torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in (k, v))
@@ -65,9 +65,10 @@ def compute_conditions(inputs: Inputs, truth: Outputs, rows: Rows) -> Conditions
     scores = torch.where(attended, scores, 0.0)
     if not same:
         products = torch.where(by_mask & ~torch.isneginf(products), products, 0.0)
-    maximum = torch.where(attended, scores, -math.inf).amax(-1)
+    weights = torch.where(attended, scores, -math.inf)
+    maximum = weights.amax(-1)
     maximum = torch.where(attended.any(-1), maximum, 0.0)
-    weights = torch.exp(scores - maximum[..., None]).masked_fill_(~attended, 0.0)
+    weights.sub_(maximum[..., None]).exp_()  # in place: passes are what this costs
     assert truth.lse is not None, "the oracle always gives LSE"
     return Conditions(
         rows=rows,

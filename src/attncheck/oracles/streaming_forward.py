@@ -2,7 +2,8 @@
 
 Speed is passes over memory. A tile costs two products and, between them,
 
-* one exponential, in place, where scores are known to be small (``_Bounded``);
+* one exponential, in place, where scores are known to be small (``_Bounded``), or none where that
+  is done as the product leaves its sums (``fused_weights``);
 * otherwise the running maximum of the online softmax (``_Online``).
 
 Values carry a column of ones, so that P·V gives the row sum too and no pass is spent on it.
@@ -26,6 +27,7 @@ from attncheck.inputs.input_tensors import Inputs
 from attncheck.inputs.problem import Problem
 from attncheck.mods.signatures import MaskMod
 from attncheck.oracles.float64_numbers import Float64, Nonfinite, nonfinite_sums
+from attncheck.oracles.fused_weights import fused_weights
 from attncheck.oracles.mod_calls import Indices, call_mask, call_score_mod, is_identity
 from attncheck.oracles.recurrence_steps import safe
 
@@ -49,9 +51,9 @@ def streaming(inputs: Inputs, *, blocks: Blocks | None = None) -> Outputs:
         there are sinks.
     """
     problem, device = inputs.problem, inputs.q.device
-    blocks = blocks or blocks_for(device)
-    visibility = Visibility(problem, blocks, device)
-    tiles = _Tiles(inputs, visibility)
+    tiles = _Tiles(inputs)
+    blocks = blocks or blocks_for(device, fused=tiles.fused is not None)
+    tiles.visibility = visibility = Visibility(problem, blocks, device)
     recurrence = _Bounded if tiles.bounded else _Online
     shape = (problem.batch, problem.kv_heads, problem.group, problem.query)
     out = torch.empty(*shape, problem.value_dim, dtype=torch.float64, device=device)
@@ -70,10 +72,11 @@ def streaming(inputs: Inputs, *, blocks: Blocks | None = None) -> Outputs:
 class _Tiles:
     """Data that all tiles of one call share: promoted tensors, mods and the score buffer."""
 
-    def __init__(self, inputs: Inputs, visibility: Visibility) -> None:
+    visibility: Visibility  # made for the blocks, which depend on these tensors
+
+    def __init__(self, inputs: Inputs) -> None:
         problem = self.problem = inputs.problem
         self.device = inputs.q.device
-        self.visibility = visibility
         # Promoted whole: k and v are O(kv) in memory, scores never are.
         q, self.k, self.v = (tensor.contiguous() for tensor in inputs.promoted())
         self.q = q.view(problem.batch, problem.kv_heads, problem.group, *q.shape[2:])
@@ -87,6 +90,7 @@ class _Tiles:
         small = self._largest_score() <= LARGEST_BOUNDED_SCORE
         self.bounded = self.plain and self.nonfinite is None and small and all_moderate(self.v)
         self.v = with_ones(self.v)
+        self.fused = fused_weights(problem, self.device) if self.bounded else None
         self._buffer = q.new_empty(0)
 
     def _by_key_head(self, sink: Tensor) -> Tensor:
@@ -105,11 +109,14 @@ class _Tiles:
 
         The product's own factor: q·k of 16-bit inputs stays exact and is rounded once.
         """
-        shape = (q.shape[0], q.shape[1], k.shape[1])
-        if self._buffer.numel() < math.prod(shape):
-            self._buffer = q.new_empty(math.prod(shape))
-        tile = self._buffer[: math.prod(shape)].view(shape)
+        tile = self.buffer((q.shape[0], q.shape[1], k.shape[1]))
         return torch.baddbmm(tile, q, k.mT, beta=0, alpha=self.problem.scale, out=tile)
+
+    def buffer(self, shape: tuple[int, int, int]) -> Tensor:
+        """What is there of the last tile."""
+        if self._buffer.numel() < math.prod(shape):
+            self._buffer = self.q.new_empty(math.prod(shape))
+        return self._buffer[: math.prod(shape)].view(shape)
 
 
 class _Rows:
@@ -151,6 +158,11 @@ class _Rows:
         """Mask visibility of a partial tile."""
         return self.tiles.visibility.tile(self.heads, self.rows, run.keys)
 
+    def seen(self, run: Run) -> Tensor | None:
+        """The same of any tile, ``(batch, heads, rows, keys)``; None where all is visible."""
+        sizes = len(self.heads.batch), len(self.heads.query), len(self.rows), len(run.keys)
+        return self.visible(run).expand(sizes) if run.partial else None
+
     @property
     def total(self) -> Tensor:
         """Σ weight, ``(kv heads, group · rows, 1)``."""
@@ -175,10 +187,19 @@ class _Bounded(_Rows):
             self.total.copy_(self.sink.exp())
 
     def add(self, run: Run) -> None:
-        weights = self.tiles.scores(self.q, self.keys(self.tiles.k, run)).exp_()
+        k, v = (self.keys(tensor, run) for tensor in (self.tiles.k, self.tiles.v))
+        if self.tiles.fused is not None and len(run.keys) % 2 == 0:
+            weights = self.tiles.buffer((*self.q.shape[:2], len(run.keys)))
+            parts = self.tiles.fused(weights, self.q, k, self.seen(run), self.tiles.problem.scale)
+            # Without the column of ones, which would cost a tile of columns.
+            columns = self.tiles.problem.value_dim
+            self.sums[:, :, :columns].baddbmm_(weights, v[:, :, :columns])
+            self.total.add_(parts.sum(dim=-1, keepdim=True))
+            return
+        weights = self.tiles.scores(self.q, k).exp_()
         if run.partial:
             self.by_index(weights).mul_(self.visible(run))  # weights are finite: 0·weight = 0
-        self.sums.baddbmm_(weights, self.keys(self.tiles.v, run))
+        self.sums.baddbmm_(weights, v)
 
     def finish(self) -> tuple[Tensor, Tensor]:
         return self._quotient(), self.total.log()
@@ -272,21 +293,23 @@ class Blocks:
 
 _CPU = Blocks(rows=1024, query=256, query_most=512, kv=512, cell=64)
 _GPU = Blocks(rows=32768, query=512, query_most=2048, kv=2048, cell=128)
+_FUSED = Blocks(rows=32768, query=512, query_most=2048, kv=4096, cell=128)
 
 
-def blocks_for(device: torch.device) -> Blocks:
-    """Sizes for a CPU (score buffer 4 MB, inside its last cache) or a GPU (512 MB)."""
-    return _CPU if device.type == "cpu" else _GPU
+def blocks_for(device: torch.device, *, fused: bool = False) -> Blocks:
+    """Sizes for a CPU (score buffer 4 MB, inside its last cache) or a GPU (512 MB, or 1 GB)."""
+    return _CPU if device.type == "cpu" else _FUSED if fused else _GPU
 
 
 # Two buffers of a tile, and five products: less of each fits beside them in a CPU's caches.
 _CPU_BACKWARD = Blocks(rows=512, query=256, query_most=512, kv=512, cell=64)
 _GPU_BACKWARD = Blocks(rows=16384, query=512, query_most=2048, kv=2048, cell=128)
+_FUSED_BACKWARD = Blocks(rows=16384, query=512, query_most=1024, kv=4096, cell=128)
 
 
-def backward_blocks_for(device: torch.device) -> Blocks:
-    """The same for the backward, with two score buffers: 2 MB each, or 256 MB."""
-    return _CPU_BACKWARD if device.type == "cpu" else _GPU_BACKWARD
+def backward_blocks_for(device: torch.device, *, fused: bool = False) -> Blocks:
+    """The same for the backward, with two score buffers: 2 MB each, 256 MB, or 512 MB."""
+    return _CPU_BACKWARD if device.type == "cpu" else _FUSED_BACKWARD if fused else _GPU_BACKWARD
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,8 @@ As in the streaming forward, speed is passes over memory. A tile costs five prod
 them,
 
 * one exponential and one product in place, where scores are known to be small (``_Bounded``):
-  exp(score) needs no LSE subtracted, for exp(−LSE) is a factor of its row and goes into dO;
+  exp(score) needs no LSE subtracted, for exp(−LSE) is a factor of its row and goes into dO; and
+  neither where they are done as the products leave their sums (``fused_weights``);
 * otherwise P from the LSE, the slope of the score mod and what hidden keys must not reach
   (``_General``).
 
@@ -23,6 +24,7 @@ from attncheck.core.outputs import Outputs
 from attncheck.inputs.input_tensors import Inputs
 from attncheck.mods.captured_gradients import CapturedSums
 from attncheck.oracles.float64_numbers import Nonfinite, nonfinite_sums
+from attncheck.oracles.fused_weights import fused_weights
 from attncheck.oracles.mod_calls import Indices, call_score_mod_with_slope, is_identity
 from attncheck.oracles.streaming_forward import (
     Blocks,
@@ -56,8 +58,7 @@ def streaming_backward(inputs: Inputs, *, blocks: Blocks | None = None) -> Outpu
         kv_heads, dsink ``(heads,)`` of a Problem with a sink, dcaptured ``(numbers,)`` of one with
         dcaptured.
     """
-    device = inputs.q.device
-    sums = _Sums(inputs, streaming(inputs), blocks or backward_blocks_for(device))
+    sums = _Sums(inputs, streaming(inputs), blocks)
     for block, rows in enumerate(query_blocks(inputs.problem, sums.blocks)):
         for heads in head_ranges(inputs.problem, sums.blocks, len(rows)):
             tiles = (_Bounded if sums.bounded else _General)(sums, heads, rows)
@@ -84,10 +85,9 @@ class _Sums:
         counts: How many of the rows that attend to a key have NaN, +∞ and −∞ in dO, turned.
     """
 
-    def __init__(self, inputs: Inputs, forward: Outputs, blocks: Blocks) -> None:
+    def __init__(self, inputs: Inputs, forward: Outputs, blocks: Blocks | None) -> None:
         self.problem, self.sink, self.forward = inputs.problem, inputs.sink, forward
-        self.blocks, device = blocks, inputs.q.device
-        self.visibility = Visibility(self.problem, blocks, device)
+        device = inputs.q.device
         assert forward.lse is not None
         q, k, v = (tensor.contiguous() for tensor in inputs.promoted())
         dout, dlse = inputs.loss()
@@ -115,6 +115,10 @@ class _Sums:
         self.marks = None if apart[3] is None else apart[3].marks
         self.dq, self.dk, self.dv = torch.empty_like(q), _turned(k), _turned(v)
         self.counts = None if self.marks is None else _turned(v.repeat(1, 1, 1, 3))
+        fused = fused_weights(self.problem, device, gradient=True) if self.bounded else None
+        self.fused = fused
+        self.blocks = blocks or backward_blocks_for(device, fused=fused is not None)
+        self.visibility = Visibility(self.problem, self.blocks, device)
         self._buffers = [q.new_empty(0), q.new_empty(0)]
 
     def _by_key_head(self, tensor: Tensor) -> Tensor:
@@ -123,11 +127,14 @@ class _Sums:
 
     def product(self, number: int, left: Tensor, right: Tensor, factor: float = 1.0) -> Tensor:
         """``factor · left·rightᵀ`` of one tile, ``(heads, rows, keys)``, in buffer ``number``."""
-        shape = (left.shape[0], left.shape[1], right.shape[1])
-        if self._buffers[number].numel() < math.prod(shape):
-            self._buffers[number] = left.new_empty(math.prod(shape))
-        tile = self._buffers[number][: math.prod(shape)].view(shape)
+        tile = self.buffer(number, (left.shape[0], left.shape[1], right.shape[1]))
         return torch.baddbmm(tile, left, right.mT, beta=0, alpha=factor, out=tile)
+
+    def buffer(self, number: int, shape: tuple[int, int, int]) -> Tensor:
+        """What is there of the last tile."""
+        if self._buffers[number].numel() < math.prod(shape):
+            self._buffers[number] = self.q.new_empty(math.prod(shape))
+        return self._buffers[number][: math.prod(shape)].view(shape)
 
     def outputs(self) -> Outputs:
         """All results, once every tile was added."""
@@ -187,6 +194,11 @@ class _Rows:
         """Mask visibility of a partial tile."""
         return self.sums.visibility.tile(self.heads, self.rows, run.keys)
 
+    def seen(self, run: Run) -> Tensor | None:
+        """The same of any tile, ``(batch, heads, rows, keys)``; None where all is visible."""
+        sizes = len(self.heads.batch), len(self.heads.query), len(self.rows), len(run.keys)
+        return self.visible(run).expand(sizes) if run.partial else None
+
     def add(self, run: Run) -> None:
         """Add the keys of one tile."""
         raise NotImplementedError
@@ -206,12 +218,19 @@ class _Bounded(_Rows):
         self.dout = self.loss[..., : sums.problem.value_dim].contiguous()
 
     def add(self, run: Run) -> None:
-        sums, k = self.sums, self.keys(self.sums.k, run)
-        weights = sums.product(0, self.q, k, sums.problem.scale).exp_()
-        if run.partial:
-            self.by_index(weights).mul_(self.visible(run))  # weights are finite: 0·weight = 0
+        sums = self.sums
+        k, v, scale = self.keys(sums.k, run), self.keys(sums.v, run), sums.problem.scale
+        if sums.fused is not None and len(run.keys) % 2 == 0:
+            shape = (*self.q.shape[:2], len(run.keys))
+            weights, dx = sums.buffer(0, shape), sums.buffer(1, shape)
+            of_values = dx, self.loss, v[:, :, : sums.problem.value_dim]
+            sums.fused(weights, self.q, k, self.seen(run), scale, of_values)
+        else:
+            weights = sums.product(0, self.q, k, scale).exp_()
+            if run.partial:
+                self.by_index(weights).mul_(self.visible(run))  # finite: 0·weight = 0
+            dx = sums.product(1, self.loss, v).mul_(weights)
         self.turned(sums.dv, run).baddbmm_(self.dout.mT, weights)
-        dx = sums.product(1, self.loss, self.keys(sums.v, run)).mul_(weights)
         self.dq.baddbmm_(dx, k)
         self.turned(sums.dk, run).baddbmm_(self.q.mT, dx)
 

@@ -43,6 +43,7 @@ def measure_accuracy(
     environment: str = "",
     executor: Executor | None = None,
     runs: int = RUNS,
+    place: str = "",
 ) -> Record:
     """Compare ``subject`` on ``case`` as ``run_case`` does, and say how much was chance.
 
@@ -54,11 +55,13 @@ def measure_accuracy(
         case: A Case whose question is ``compare``.
         executor: How to call the kernel; in this process by default.
         runs: Of a kernel that may give other bits each time.
+        place: As of ``run_case``.
 
     Never raises for what the kernel does; see ``run_case``.
     """
     # One builder for all runs: inputs and truth stay, and what differs is the kernel's doing.
-    evidence, executor = EvidenceBuilder(case, device), executor or executor_of(subject)
+    evidence = EvidenceBuilder(case, device, place=place)
+    executor = executor or executor_of(subject)
     worst: Record | None = None
     for _ in range(1 if promises_same_bits(subject, case.problem) else runs):
         blank = new_record(subject, case, device=device, variant=variant, environment=environment)

@@ -25,7 +25,7 @@ class Evidence:
     """The facts that a kernel's outputs on a Case are held against."""
 
     case: Case
-    device: str  # ``cpu`` or ``cuda``, where kernels run and the truth was computed
+    device: str  # ``cpu`` or ``cuda``, where the truth was computed
     inputs: Inputs  # the tensors that the kernel and the oracle read
     # The exact result in float64: out ``(batch, heads, query, value_dim)``, LSE ``(batch, heads,
     # query)``, and gradients of a backward.

@@ -52,11 +52,13 @@ class EvidenceBuilder:
 
     Args:
         case: The Case; of a probe's the inputs are the probe's.
-        device: ``cpu`` or ``cuda``, where kernels run and the truth is computed.
+        device: ``cpu`` or ``cuda``, where kernels run.
+        place: The same of the truth and the judge; by default where kernels run.
         inputs: What is read, where it is not drawn: tensors of a user's, or a relation's.
         truth: The exact result, where it is known already.
         expected: Arithmetics of kernels that will be judged by it: bounds of several at once cost
             little more than of one.
+        tilings: Of such kernels, whose errors are compared with those of the ideal kernel there.
     """
 
     def __init__(
@@ -66,8 +68,11 @@ class EvidenceBuilder:
         inputs: Inputs | None = None,
         truth: Outputs | None = None,
         expected: Sequence[Arithmetic] = (),
+        tilings: Sequence[Tiling] = (),
+        place: str = "",
     ) -> None:
-        self.case, self.device, self.expected = case, device, expected
+        self.case, self.device, self.expected, self.tilings = case, device, expected, tilings
+        self._place = place or device
         # Where a cached_property keeps its value: what is there is never computed.
         if inputs is not None:
             self.__dict__["inputs"] = inputs
@@ -83,7 +88,7 @@ class EvidenceBuilder:
     @cached_property
     def evidence(self) -> Evidence:
         """The facts that any kernel's outputs are held against, frozen."""
-        return Evidence(case=self.case, device=self.device, inputs=self.inputs, truth=self.truth)
+        return Evidence(case=self.case, device=self._place, inputs=self.inputs, truth=self.truth)
 
     def establish(self, *, reference_errors: bool = True) -> None:
         """Compute inputs and truth now, so that nothing a kernel does can change them.
@@ -94,6 +99,10 @@ class EvidenceBuilder:
         if reference_errors:
             _ = self.floor_rmse, self.input_rmse, self.gradient_floors
         self.__dict__.pop("_originals", None)  # many gigabytes, and needed no more
+        # A GPU is at work on them while the first kernel is compiled.
+        if reference_errors and self.device == "cuda":
+            for tiling in self.tilings:
+                self.ideal_outputs(tiling)
 
     @cached_property
     def _originals(self) -> Inputs:
@@ -104,14 +113,14 @@ class EvidenceBuilder:
         rows = problem.batch * problem.heads * (problem.query + problem.kv)
         kept = problem.operation == "attention" and rows <= _MOST_KEPT_ROWS
         draw = _draw_kept if kept else _draw_kept.__wrapped__
-        numbers = draw(plain, distribution_named(problem.distribution), self.device)
+        numbers = draw(plain, distribution_named(problem.distribution), self._place)
         return numbers.replace(problem=exact)
 
     @cached_property
     def inputs(self) -> Inputs:
         """The tensors that the kernel and the oracle read."""
         if self.case.question in probes.PROBES:
-            return probes.inputs(self.case, self.device)
+            return probes.inputs(self.case, self._place)
         return input_tensors.round_inputs(self._originals, self.case.problem)
 
     @cached_property

@@ -183,7 +183,8 @@ class IsolatedExecutor:
         if isinstance(result, Execution):
             self.compiling += result.compiling
             # It came with the outputs: asked later it would cost a round trip.
-            _remote(subject).remember_tiling(inputs.problem, inputs.device.type, result.tiling)
+            device = self._connection.device
+            _remote(subject).remember_tiling(inputs.problem, device, result.tiling)
         self._call_next()
         return result
 
@@ -217,7 +218,7 @@ class IsolatedExecutor:
         self._compiled.add(structure)
         return self._connection.deadlines.of_run(
             min(calls, _MOST_CALLS),
-            inputs.device.type,
+            self._connection.device,
             new=self._connection.new,
             unseen=unseen,
             compiles=_remote(subject).compiles or self.compiling > 0,

@@ -63,6 +63,7 @@ def run_case(  # noqa: PLR0913  # one case, and how it is run
     timed: bool = False,
     brief: bool = False,
     evidence: EvidenceBuilder | None = None,
+    place: str = "",
     stage: Callable[[str], None] = lambda _: None,
 ) -> Record:
     """Return the Record of ``case``, asked of ``subject`` as that may take it.
@@ -81,6 +82,8 @@ def run_case(  # noqa: PLR0913  # one case, and how it is run
         brief: Whether the verdict alone is needed, without errors beside their reference errors:
             half the time.
         evidence: Of this very Case, where several kernels share it.
+        place: Where a comparison or a probe of a kernel in another process is judged: ``cpu`` or
+            ``cuda``; by default where the kernel runs.
         stage: Called with what is done next of a comparison or a probe; what it raises ends it.
 
     Never raises for what the kernel does: see ``without_outputs``.
@@ -104,7 +107,7 @@ def run_case(  # noqa: PLR0913  # one case, and how it is run
         else:
             # Shared evidence is of the case as it was asked, not of its paged form.
             if evidence is None or evidence.case != adapted:
-                evidence = EvidenceBuilder(adapted, device)
+                evidence = EvidenceBuilder(adapted, device, place=place)
             record, _ = run_on_evidence(
                 record, subject, evidence, executor, timed=timed, brief=brief, stage=stage
             )

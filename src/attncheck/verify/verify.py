@@ -15,6 +15,7 @@ from attncheck.probes import PROBES
 from attncheck.records.record import Report
 from attncheck.subjects.capabilities.named_kernels import BUILTIN
 from attncheck.subjects.capabilities.subject import Subject
+from attncheck.subjects.ideal import Ideal
 from attncheck.verify.deaths import confirm_death
 from attncheck.verify.environment import environment, fingerprint, prepare
 from attncheck.verify.evidence_builder import EvidenceBuilder
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from attncheck.core.declared_arithmetic import Arithmetic
     from attncheck.inputs.problem import Case, Problem
     from attncheck.records.record import Record
+    from attncheck.subjects.capabilities.subject import Tiling
     from attncheck.verify.executor import Executor
 
     NamedCase = tuple[str, Case]
@@ -121,8 +123,12 @@ def iter_records(  # noqa: PLR0913  # what is asked, and how
         # A single kernel needs nothing to share, and may be asked the case in pages.
         evidence = None
         if len(chosen) > 1:
-            expected = own_arithmetics(chosen, case.problem, device)
-            evidence = EvidenceBuilder(case, device, expected=expected)
+            evidence = EvidenceBuilder(
+                case,
+                device,
+                expected=own_arithmetics(chosen, case.problem, device),
+                tilings=_own_tilings(chosen, case.problem, device),
+            )
         for subject in chosen:
             caller = executor or executor_of(subject)
             if isinstance(caller, IsolatedExecutor):
@@ -147,9 +153,20 @@ def own_arithmetics(
     subjects: Sequence[Subject], problem: Problem, device: str
 ) -> tuple[Arithmetic, ...]:
     """Return those of attncheck's own kernels that take ``problem``: others run elsewhere."""
+    own = _own_kernels(subjects, problem, device)
+    return tuple(dict.fromkeys(each.arithmetic(problem, device) for each in own))
+
+
+def _own_tilings(subjects: Sequence[Subject], problem: Problem, device: str) -> tuple[Tiling, ...]:
+    """Return those of the ideal kernels beside them."""
+    default = Ideal().tiling(problem, device)
+    own = _own_kernels(subjects, problem, device)
+    return tuple(dict.fromkeys(each.tiling(problem, device) or default for each in own))
+
+
+def _own_kernels(subjects: Sequence[Subject], problem: Problem, device: str) -> list[Subject]:
     own = [subject for subject in subjects if subject.name in BUILTIN]
-    taken = [subject for subject in own if not InProcess().refusal(subject, problem, device)]
-    return tuple(dict.fromkeys(subject.arithmetic(problem, device) for subject in taken))
+    return [subject for subject in own if not InProcess().refusal(subject, problem, device)]
 
 
 def _tell(stage: Callable[[str], None], cell: str, what: str) -> None:

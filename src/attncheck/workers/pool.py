@@ -119,6 +119,7 @@ class Schedule:
 
 Why = Literal["", "interrupted", "time is up", "stopped early"]
 
+_MANY = 1 << 16  # workers: as many as there may be
 _LONGEST_WAIT = 0.5  # seconds between two looks at the clocks
 
 
@@ -219,7 +220,12 @@ class _Run:
     def assign(self) -> None:
         if self.why:
             return
-        self.pool.staff(len(self.schedule) + len(self.running), fresh=int(self.making_room))
+        wanted = len(self.schedule) + len(self.running)
+        # What describes a kernel is followed by more than there are workers, which start meanwhile.
+        nearest = [self.schedule.peek(0), *(unit for unit, _ in self.running.values())]
+        if any(unit is not None and unit.kind == "describe" for unit in nearest):
+            wanted = _MANY
+        self.pool.staff(wanted, fresh=int(self.making_room))
         for worker in self.pool.ready():
             unit = self.schedule.peek(len(self.running))
             if unit is None or (unit.alone and not self.is_fresh(worker)):
