@@ -47,6 +47,7 @@ PROBLEMS = (
     GRADIENTS | {"score": OF("softcap", cap=2.0), "heads": 4, "kv_heads": 2},
     GRADIENTS | {"query": 77, "kv": 40, "mask": OF("causal_bottom_right")},
     GRADIENTS | {"value_dim": 16},
+    GRADIENTS | {"dtype": "fp32"},
 )  # fmt: skip
 
 
@@ -55,6 +56,7 @@ FIRST = {"window": 3, "prefix": 4, "document": 5, "padding": 6, "batch": 6, "emp
 FIRST |= {"sentinel": 8, "softcap": 9, "head-order": 10, "kv-heads": 10, "score-mod": 7, "alibi": 7}
 FIRST |= {"bias": 7, "sink": 12, "descale": 16, "weights": 16, "products": 16, "maximum": 19}
 FIRST |= {"page": 20, "tanh": 21, "slope": 25, "group-last": 25}
+FIRST |= {"gradient-rounded": 28}
 
 
 def problems_showing(model):
