@@ -104,7 +104,7 @@ def split(problem, page):
         "BLOCK_Q": chosen.block_query, "BLOCK_K": chosen.block_kv,
         "BLOCK_D": block_dim(problem.head_dim, storage),
         "BLOCK_V": block_dim(problem.value_dim, storage), "PRECISION": chosen.precision,
-        "IMPRECISE": chosen.max_num_imprecise_acc,
+        "IMPRECISE": chosen.max_num_imprecise_acc, "EARLY": True,
         "q_col": 1, "k_col": 1, "v_col": 1,
     }  # fmt: skip
     stored = {"fp32": "*fp32", "bf16": "*bf16", "e4m3": "*fp8e4nv"}[problem.dtype]
@@ -129,7 +129,7 @@ def decode():
         assert found <= MOST_SPILLED, (dtype, query, page, found)
     types = dict.fromkeys(("part_ptr", "part_lse_ptr", "lse_ptr"), "*fp32")
     types |= {"out_ptr": "*bf16", "sink": ("*fp32",)}
-    merge = {"SINK": True, "BLOCK_R": 16, "BLOCK_V": 128}
+    merge = {"SINK": True, "BLOCK_S": 64, "BLOCK_V": 128, "EARLY": True}
     assert spilled(compiled(_merge, merge, types, ("i32",))) == 0
 
 
