@@ -96,7 +96,8 @@ def decode_forward(
         _split[grid](
             q, k, v, part, part_lse, *q.stride(), *k.stride(), *v.stride(), rows, kv_heads, group,
             query, kv, kv if launch.free else min(whole, kv), head_dim, value_dim,
-            scale * LOG2E if identity else scale, scales(descale), () if pages is None else pages.arguments(), mask.captured,
+            scale * LOG2E if identity else scale, scales(descale),
+            () if pages is None else pages.arguments(), mask.captured,
             () if score is None else score.captured, MASK=mask.function,
             SCORE=mask.function if score is None else score.function, IDENTITY=identity,
             FREE=launch.free, PAGE=0 if pages is None else pages.size, SCALED=descale is not None,
