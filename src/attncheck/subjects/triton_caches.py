@@ -274,6 +274,7 @@ _LONG_TILES = {64: (128, 4, 3), 128: (128, 4, 2)}
 _SPLIT_BLOCKS = 4  # of keys, at least, on a GPU: below it a split costs more than it brings
 _MOST_SPLITS = 132  # on a GPU: what is merged stays little beside the keys
 _PROGRAMS = 264  # of one sequence: two for each multiprocessor of an H100 or H200
+_FEW_SPLITS = 16  # of a sequence with as many programs as that anyhow
 _MOST_SPLITS_INTERPRETED = 3
 _OTHER_SPLITS = (1, 2, 3, 7)
 
@@ -376,13 +377,14 @@ class Decode(Flash):
 def splits_of(kv: int, block_kv: int, kv_heads: int, device: str) -> int:
     """Into how many splits ``kv`` keys are cut: whatever the batch, so that no bit depends on it.
 
-    On a GPU as many as fill it with one sequence, of 4 blocks of keys at least, at most 132. In the
+    On a GPU as many as fill it with one sequence, 16 to 132, of 4 blocks of keys at least. In the
     interpreter, where a split costs what a block does, one a block, at most 3: enough to be merged.
     """
     blocks = _blocks(kv, block_kv)
     if device == "cpu":
         return min(blocks, _MOST_SPLITS_INTERPRETED)
-    return max(1, min(blocks // _SPLIT_BLOCKS, _PROGRAMS // kv_heads, _MOST_SPLITS))
+    filling = max(_PROGRAMS // kv_heads, _FEW_SPLITS)
+    return max(1, min(blocks // _SPLIT_BLOCKS, filling, _MOST_SPLITS))
 
 
 def _blocks(kv: int, block_kv: int) -> int:
