@@ -152,7 +152,12 @@ def flash3_forward(
         or score is not None
         or any(others.get(name) is not None for name in ("sink", "pages")),
     )
-    of_both = {"scale": scale, "mask": mask, "descale": descale, "out_dtype": out_dtype}
+    of_both: dict[str, Any] = {
+        "scale": scale,
+        "mask": mask,
+        "descale": descale,
+        "out_dtype": out_dtype,
+    }
     if refused or band is None:
         return flash2_forward(q, k, v, score=score, launch=launch, **of_both, **others)
     batch, heads, query, head_dim = q.shape
