@@ -21,7 +21,14 @@ from attncheck.core.mod_spec import Spec
 from attncheck.inputs.problem import Problem
 from attncheck.kernels import flash3_forward, gradient_terms
 from attncheck.kernels.decode_forward import _merge, _split
-from attncheck.kernels.flash3_forward import OWN, SHAPES, WHOLE_SHAPES, layout_of
+from attncheck.kernels.flash3_forward import (
+    FP8_SHAPES,
+    OWN,
+    SHAPES,
+    WHOLE_FP8_SHAPES,
+    WHOLE_SHAPES,
+    layout_of,
+)
 from attncheck.kernels.launch import block_dim
 from attncheck.kernels.softmax_forward import KINDS, Launch, _softmax
 from attncheck.mods.scores import temperature
@@ -83,7 +90,7 @@ def spills_in_loops(kernel):
         for at, text in code
         if at < last and (to := re.search(r"BRA.* 0x(\w+)", text))
     ]
-    products, spills = places("HGMMA"), places("LDL", "STL")
+    products, spills = places("HGMMA", "QGMMA"), places("LDL", "STL")
     loops = {(to, at) for to, at in jumps if any(to <= product <= at for product in products)}
     inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
     assert inner, "a kernel that walks over keys has a loop"
@@ -104,7 +111,7 @@ def split(problem, page):
         "BLOCK_Q": chosen.block_query, "BLOCK_K": chosen.block_kv,
         "BLOCK_D": block_dim(problem.head_dim, storage),
         "BLOCK_V": block_dim(problem.value_dim, storage), "PRECISION": chosen.precision,
-        "IMPRECISE": chosen.max_num_imprecise_acc,
+        "IMPRECISE": chosen.max_num_imprecise_acc, "EARLY": True,
         "q_col": 1, "k_col": 1, "v_col": 1,
     }  # fmt: skip
     stored = {"fp32": "*fp32", "bf16": "*bf16", "e4m3": "*fp8e4nv"}[problem.dtype]
@@ -129,7 +136,7 @@ def decode():
         assert found <= MOST_SPILLED, (dtype, query, page, found)
     types = dict.fromkeys(("part_ptr", "part_lse_ptr", "lse_ptr"), "*fp32")
     types |= {"out_ptr": "*bf16", "sink": ("*fp32",)}
-    merge = {"SINK": True, "BLOCK_R": 16, "BLOCK_V": 128}
+    merge = {"SINK": True, "BLOCK_S": 64, "BLOCK_V": 128, "EARLY": True}
     assert spilled(compiled(_merge, merge, types, ("i32",))) == 0
 
 
@@ -251,17 +258,16 @@ def deltas(*how):
 
 
 def flash3(head_dim):
-    """Print head dim, limits, shared memory, spilled bytes and spills in loops of each kind."""
+    """Print dtype, head dim, limits, shared memory, spilled bytes and spills in loops of each."""
     # Fewer limits are fewer instructions: compiled at the width that has no register left.
-    both = [(width, shape, True, True) for width, shape in SHAPES.items()]
-    fewer = [(256, SHAPES[256], True, False)]
-    none = [(width, shape, False, False) for width, shape in WHOLE_SHAPES.items()]
-    for width, shape, upper, lower in (*both, *fewer, *none):
-        if width != int(head_dim):
-            continue
-        kernel = flash3_kernel(width, shape, upper=upper, lower=lower)
+    width = int(head_dim)
+    kinds = [("bf16", SHAPES, True, True), ("bf16", WHOLE_SHAPES, False, False)]
+    kinds += [("e4m3", FP8_SHAPES, True, True), ("e4m3", WHOLE_FP8_SHAPES, False, False)]
+    kinds += [("bf16", SHAPES, True, False)] * (width == 256)
+    for dtype, shapes, upper, lower in kinds:
+        kernel = flash3_kernel(width, shapes[width], upper=upper, lower=lower, dtype=dtype)
         counts = f"{kernel.metadata.shared} {spilled(kernel)} {spills_in_loops(kernel)}"
-        sys.stdout.write(f"{width} {upper:d}{lower:d} {counts}\n")
+        sys.stdout.write(f"{dtype} {width} {upper:d}{lower:d} {counts}\n")
 
 
 def crowded():
@@ -270,19 +276,27 @@ def crowded():
     sys.stdout.write(f"{spills_in_loops(kernel)}\n")
 
 
-def flash3_kernel(width, shape, *, upper, lower):
+def flash3_kernel(width, shape, *, upper, lower, dtype="bf16"):
     """The kernel of one shape and its mask's limits."""
-    boxes = {name: layout_of(torch.bfloat16, rows, width) for name, rows in (
-        ("q_desc", OWN), ("k_desc", shape.keys), ("v_desc", shape.keys), ("out_desc", OWN)
-    )}  # fmt: skip
-    types = {
-        name: f"tensordesc<bf16[1,1,{OWN if name[0] in 'qo' else shape.keys},{width}],{box!r}>"
-        for name, box in boxes.items()
+    scaled = dtype == "e4m3"
+    stored = torch.float8_e4m3fn if scaled else torch.bfloat16
+    tiles = {
+        "q_desc": (stored, OWN, width),
+        "k_desc": (stored, shape.keys, width),
+        "v_desc": (stored, width, shape.keys) if scaled else (stored, shape.keys, width),
+        "out_desc": (torch.bfloat16, OWN, width),
     }
-    types |= {"lse_ptr": "*fp32", "again_ptr": "*i32", "factor": "fp32"}
+    named = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8e4nv"}
+    types = {
+        name: f"tensordesc<{named[tile[0]]}[1,1,{tile[1]},{tile[2]}],{layout_of(*tile)!r}>"
+        for name, tile in tiles.items()
+    }
+    types |= dict.fromkeys(("lse_ptr", "q_scale", "k_scale", "v_scale"), "*fp32")
+    types |= {"again_ptr": "*i32", "factor": "fp32"}
     constants = {
         "GROUPS": shape.groups, "STAGES": shape.stages, "REGISTERS": shape.registers,
-        "PINGPONG": shape.pingpong, "UPPER": upper, "LOWER": lower,
+        "PINGPONG": shape.pingpong, "UPPER": upper, "LOWER": lower, "SCALED": scaled,
+        "LIFT": 8.0 if scaled else 0.0,
     }  # fmt: skip
     names = flash3_forward._forward.arg_names
     source = GluonASTSource(

@@ -171,10 +171,13 @@ def test_what_it_does_not_take():
     assert not decode.concerns(Problem(operation="softmax", query=2, kv=3))
 
 
-def test_splits_follow_the_number_of_keys_alone():
-    """On a GPU one for four blocks of keys; in the interpreter one a block, up to three."""
-    assert [splits_of(kv, 64, "cuda") for kv in (1, 448, 512, 4096, 2**20)] == [1, 1, 2, 16, 64]
-    assert [splits_of(kv, 64, "cpu") for kv in (1, 65, 129, 4096)] == [1, 2, 3, 3]
+def test_splits_do_not_follow_the_batch():
+    """On a GPU one sequence fills it, in four blocks of keys or more; interpreted up to three."""
+    lengths = (1, 896, 1024, 8192, 2**20)
+    for kv_heads, most in ((1, 132), (4, 66), (300, 16)):
+        counts = [1, 1, 2, 16, most]
+        assert [splits_of(kv, 128, kv_heads, "cuda") for kv in lengths] == counts
+    assert [splits_of(kv, 64, 2, "cpu") for kv in (1, 65, 129, 4096)] == [1, 2, 3, 3]
     problem = small()
     own = Decode().launch(problem, "cpu").splits
     assert own == Decode().launch(problem.replace(batch=1, heads=2), "cpu").splits == BLOCKS

@@ -171,8 +171,24 @@ def test_a_descriptor_has_an_address_that_tma_takes_and_keeps_no_other_memory():
         assert torch.equal(base, x)
         assert (base is not x) == is_copied
     # Of the next tensor all but the address is the same.
-    kept = flash3_forward._descriptor_of(plain.shape, plain.stride(), plain.dtype, 64)
+    kept = flash3_forward._descriptor_of(plain.shape, plain.stride(), plain.dtype, 64, 64)
     assert kept.base.numel() == 0
+
+
+@pytest.mark.usefixtures("_interpreted")
+@pytest.mark.parametrize("kv", [16, 70, 300])
+def test_fp8_values_are_turned_in_the_order_of_their_weights(kv):
+    """Keys 0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15 of every 16, and zeros behind the last."""
+    wide = -(-kv // 16) * 16
+    whole = torch.arange(2 * 3 * wide * 48).view(2, wide, 3, 48) % 100
+    v = whole.to(torch.float8_e4m3fn)[:, :kv].transpose(1, 2)
+    order = torch.tensor([0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15])
+    keys = (torch.arange(wide).view(-1, 16)[:, order]).flatten()
+    whole[:, kv:] = 0
+    expected = whole.to(torch.float8_e4m3fn).float()[:, keys].permute(0, 2, 3, 1)
+    turned = flash3_forward._by_columns(v, 128)
+    assert turned.block_shape == [1, 1, 64, 128]
+    assert torch.equal(turned.base.float(), expected)
 
 
 problem_of = partial(Problem, heads=2, query=70, head_dim=64, dtype="bf16", mask=CAUSAL)
@@ -184,8 +200,10 @@ problem_of = partial(Problem, heads=2, query=70, head_dim=64, dtype="bf16", mask
         (problem_of(), None),
         (problem_of(dtype="fp16", head_dim=128, value_dim=72, mask=LATER), None),
         (problem_of(head_dim=256, mask=FULL), None),
-        (problem_of(dtype="fp32"), "it takes fp16 and bf16"),
-        (problem_of(dtype="e4m3"), "it takes fp16 and bf16"),
+        (problem_of(dtype="fp32"), "it takes fp16, bf16 and e4m3"),
+        (problem_of(dtype="e5m2"), "it takes fp16, bf16 and e4m3"),
+        (problem_of(dtype="e4m3", value_dim=48), None),
+        (problem_of(dtype="e4m3", value_dim=40), "it takes multiples of 16 up to 256"),
         (problem_of(score=Spec.of("alibi")), "it takes no score mod"),
         (problem_of(mask=DOCUMENT), "it takes masks that go by distance alone"),
         (problem_of(mask=Spec.of("and", CAUSAL, DOCUMENT)), "masks that go by distance alone"),

@@ -50,16 +50,17 @@ def test_dq_fits_with_the_gradients_of_what_a_score_mod_reads(compile_kernels):
     assert all(int(line.split()[-3]) > 0 for line in lines)  # products of 16-bit operands
 
 
-@pytest.mark.parametrize(("head_dim", "kinds"), [(64, 2), (128, 2), (256, 3)])
+@pytest.mark.parametrize(("head_dim", "kinds"), [(64, 4), (128, 4), (256, 5)])
 def test_flash3_fits_and_hardly_spills(head_dim, kinds, compile_kernels):
-    lines = [list(map(int, line.split())) for line in compile_kernels("flash3", str(head_dim))]
+    lines = [line.split() for line in compile_kernels("flash3", str(head_dim))]
     assert len(lines) == kinds
+    # Three groups of rows spill more, before and after their loop.
+    crowded = (["bf16", "64", "00"], ["e4m3", "128", "00"])
     for line in lines:
-        width, limits, shared, spilled, in_loops = line
+        shared, spilled, in_loops = map(int, line[3:])
         assert shared <= SHARED_MEMORY, line
         assert in_loops == 0, line
-        # Three groups of rows spill more, before and after their loop.
-        assert spilled <= MOST_SPILLED or (width, limits) == (64, 0), line
+        assert spilled <= MOST_SPILLED or line[:3] in crowded, line
 
 
 def test_where_it_has_too_few_registers_the_loop_shows_it(compile_kernels):

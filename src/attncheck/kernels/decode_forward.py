@@ -14,9 +14,10 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attncheck.inputs.input_tensors import Descale
-from attncheck.kernels.compilation import sound_assembler
+from attncheck.kernels.compilation import on_hopper, sound_assembler
 from attncheck.kernels.launch import COUNTS, LOG2E, KernelPages, Launch, block_dim, scales
 from attncheck.kernels.tile import (
     advanced,
@@ -36,7 +37,7 @@ from attncheck.kernels.tile import (
 )
 from attncheck.mods.to_triton import TritonMod
 
-_MERGED_ROWS = 16  # of a program that merges
+_MERGED = 64  # splits at a time, of one row
 
 
 def decode_forward(
@@ -53,6 +54,7 @@ def decode_forward(
     sink: torch.Tensor | None = None,
     pages: KernelPages | None = None,
     kv: int | None = None,
+    whole: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of ``q`` over ``k`` and ``v``, and its log-sum-exp.
 
@@ -69,6 +71,7 @@ def decode_forward(
         v: ``(batch, kv_heads, kv, value_dim)``, or as k with ``pages``.
         launch: ``splits``, of which there may be more than blocks of keys, tile sizes and the like.
             ``block_query`` counts packed rows, a block of them a program; ``causal`` has no effect.
+        whole: How many keys, from the first on, the mask shows to every row: it is not asked there.
 
     Returns:
         As ``flash2_forward``. A row that sees an infinite value may be NaN also where a much larger
@@ -85,26 +88,30 @@ def decode_forward(
     out = torch.empty((*shape, value_dim), dtype=out_dtype or q.dtype, device=q.device)
     lse = torch.empty(shape, **fp32)
     identity = score is None
+    # A program of the merge is started while the last splits are at work, and waits for them.
+    early = {"launch_pdl": True} if on_hopper(q.device) else {}
     grid = (launch.splits, batch * kv_heads, triton.cdiv(query * group, launch.block_query))
     # fmt: off
     with sound_assembler(q.device.type):
         _split[grid](
             q, k, v, part, part_lse, *q.stride(), *k.stride(), *v.stride(), rows, kv_heads, group,
-            query, kv, head_dim, value_dim, scale * LOG2E if identity else scale,
-            scales(descale), () if pages is None else pages.arguments(), mask.captured,
+            query, kv, kv if launch.free else min(whole, kv), head_dim, value_dim,
+            scale * LOG2E if identity else scale, scales(descale),
+            () if pages is None else pages.arguments(), mask.captured,
             () if score is None else score.captured, MASK=mask.function,
             SCORE=mask.function if score is None else score.function, IDENTITY=identity,
             FREE=launch.free, PAGE=0 if pages is None else pages.size, SCALED=descale is not None,
             WEIGHTS_SCALE=launch.weights_scale, BLOCK_Q=launch.block_query,
             BLOCK_K=launch.block_kv, BLOCK_D=block_dim(head_dim, q.dtype),
             BLOCK_V=block_dim(value_dim, v.dtype), PRECISION=launch.precision,
-            IMPRECISE=launch.max_num_imprecise_acc, num_warps=launch.warps,
+            IMPRECISE=launch.max_num_imprecise_acc, EARLY=bool(early), num_warps=launch.warps,
             num_stages=launch.stages,
         )
-        _merge[(triton.cdiv(rows, _MERGED_ROWS),)](
+        _merge[(rows,)](
             part, part_lse, out, lse, () if sink is None else (sink,), launch.splits, rows, heads,
-            query, value_dim, SINK=sink is not None, BLOCK_R=_MERGED_ROWS,
-            BLOCK_V=int(triton.next_power_of_2(value_dim)), num_warps=4,
+            query, value_dim, SINK=sink is not None,
+            BLOCK_S=min(_MERGED, int(triton.next_power_of_2(launch.splits))),
+            BLOCK_V=int(triton.next_power_of_2(value_dim)), EARLY=bool(early), num_warps=4, **early,
         )
     # fmt: on
     return out, lse
@@ -112,16 +119,18 @@ def decode_forward(
 
 # A column of forty names says less than five lines of them.
 # fmt: off
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit(do_not_specialize=("whole", *COUNTS))
 def _split(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_batch, q_head, q_row, q_col, k_batch, k_head, k_row,
-    k_col, v_batch, v_head, v_row, v_col, rows_of_all, kv_heads, group, query, kv, head_dim,
+    k_col, v_batch, v_head, v_row, v_col, rows_of_all, kv_heads, group, query, kv, whole, head_dim,
     value_dim, factor, descale, pages, mask_captured, score_captured, MASK: tl.constexpr,
     SCORE: tl.constexpr, IDENTITY: tl.constexpr, FREE: tl.constexpr, PAGE: tl.constexpr,
     SCALED: tl.constexpr, WEIGHTS_SCALE: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
-    IMPRECISE: tl.constexpr,
+    IMPRECISE: tl.constexpr, EARLY: tl.constexpr,
 ):
+    if EARLY:
+        gdc_launch_dependents()
     b = tl.program_id(1) // kv_heads
     b64 = b.to(tl.int64)
     kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)
@@ -150,19 +159,16 @@ def _split(
     split = tl.program_id(0).to(tl.int64)
     first = (split * blocks // tl.num_programs(0)).to(tl.int32)
     last = ((split + 1) * blocks // tl.num_programs(0)).to(tl.int32)
-    whole = first  # blocks before it are visible to every row
-    if FREE:
-        whole = tl.maximum(first, tl.minimum(last, kv // BLOCK_K))
+    whole = tl.maximum(first, tl.minimum(last, whole // BLOCK_K))
     m, total = started(q_ptr, heads, False, IDENTITY, BLOCK_Q)  # the sink is merged, once
     acc = tl.zeros([BLOCK_Q, BLOCK_V], tl.float32)
-    if FREE:
-        for block in range(first, whole):
-            m, total, acc = _step(
-                block, q_block, k_ptr, v_ptr, k_batch, k_row, k_col, v_batch, v_row, v_col, table,
-                m, total, acc, b, heads, rows, kv, head_dim, value_dim, factor, mask_captured,
-                score_captured, MASK, SCORE, IDENTITY, PAGE, False, False, WEIGHTS_SCALE, BLOCK_Q,
-                BLOCK_K, BLOCK_D, BLOCK_V, PRECISION, IMPRECISE,
-            )
+    for block in range(first, whole):
+        m, total, acc = _step(
+            block, q_block, k_ptr, v_ptr, k_batch, k_row, k_col, v_batch, v_row, v_col, table, m,
+            total, acc, b, heads, rows, kv, head_dim, value_dim, factor, mask_captured,
+            score_captured, MASK, SCORE, IDENTITY, PAGE, False, False, WEIGHTS_SCALE, BLOCK_Q,
+            BLOCK_K, BLOCK_D, BLOCK_V, PRECISION, IMPRECISE,
+        )
     for block in range(whole, last):
         m, total, acc = _step(
             block, q_block, k_ptr, v_ptr, k_batch, k_row, k_col, v_batch, v_row, v_col, table, m,
@@ -235,46 +241,49 @@ def _step(
 @triton.jit(do_not_specialize=COUNTS)
 def _merge(
     part_ptr, part_lse_ptr, out_ptr, lse_ptr, sink, splits, rows, heads, query, value_dim,
-    SINK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
+    SINK: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr, EARLY: tl.constexpr,
 ):
-    """Out and LSE of some rows from those of the splits, which have weight e^(LSE_i − largest).
+    """Out and LSE of a row from those of the splits, which have weight e^(LSE_i − largest).
 
     A split of which a row sees nothing has LSE −inf and out 0.
     """
-    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    here = row < rows
+    row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK_V)
-    inside = here[:, None] & (cols[None, :] < value_dim)
     sink_ptr = part_lse_ptr
     if SINK:
         sink_ptr = sink[0]
-    largest, total = started(sink_ptr, row // query % heads, SINK, False, BLOCK_R)
-    own = largest
-    at = row
-    for _ in range(splits):
-        lse = tl.load(part_lse_ptr + at, mask=here, other=float("-inf"))
-        largest = tl.maximum(largest, lse)
-        at += rows
+    own, total = started(sink_ptr, row // query % heads, SINK, False, 1)
+    if EARLY:
+        gdc_wait()
+    most = tl.full([BLOCK_S], float("-inf"), tl.float32)
+    for first in range(0, splits, BLOCK_S):
+        split = first + tl.arange(0, BLOCK_S)
+        at = split.to(tl.int64) * rows + row
+        lse = tl.load(part_lse_ptr + at, mask=split < splits, other=float("-inf"))
+        most = tl.maximum(most, lse)
+    largest = tl.maximum(own, tl.max(most, 0))
     # A row that sees nothing has no largest; 0 stands in so that −inf − −inf never happens.
     shift = tl.where(largest == float("-inf"), 0.0, largest)
     total = total * power(own - shift, False)
-    acc = tl.zeros([BLOCK_R, BLOCK_V], tl.float32)
-    at = row
-    for _ in range(splits):
-        lse = tl.load(part_lse_ptr + at, mask=here, other=float("-inf"))
+    acc = tl.zeros([1, BLOCK_V], tl.float32)
+    for first in range(0, splits, BLOCK_S):
+        split = first + tl.arange(0, BLOCK_S)
+        at = split.to(tl.int64) * rows + row
+        lse = tl.load(part_lse_ptr + at, mask=split < splits, other=float("-inf"))
         part = tl.load(
-            part_ptr + at[:, None] * value_dim + cols[None, :], mask=inside, other=0.0
+            part_ptr + at[:, None] * value_dim + cols[None, :],
+            mask=(split < splits)[:, None] & (cols < value_dim)[None, :],
+            other=0.0,
         )
         weight = power(lse - shift, False)
-        total += weight
-        acc += weight[:, None] * part
-        at += rows
+        total += tl.sum(weight, 0)
+        acc += tl.sum(weight[:, None] * part, 0)[None, :]
     tl.store(
-        out_ptr + row[:, None] * value_dim + cols[None, :],
+        out_ptr + row * value_dim + cols[None, :],
         normalised(acc, total).to(out_ptr.dtype.element_ty),
-        mask=inside,
+        mask=(cols < value_dim)[None, :],
     )
-    tl.store(lse_ptr + row, log_sum(shift, total, False), mask=here)
+    tl.store(lse_ptr + row + tl.arange(0, 1), log_sum(shift, total, False))
 
 
 # fmt: on

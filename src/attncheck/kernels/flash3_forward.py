@@ -13,6 +13,7 @@ which none is masked. Under a mask a block of rows whose sums are not finite is 
 
 from __future__ import annotations
 
+import math
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
@@ -32,10 +33,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from attncheck.inputs.input_tensors import Descale
 from attncheck.kernels.compilation import on_hopper, sound_assembler
 from attncheck.kernels.flash2_forward import flash2_forward
-from attncheck.kernels.launch import COUNTS, LOG2E, Band, Launch, needs_careful_launch
-from attncheck.kernels.tile import number_of, place
+from attncheck.kernels.launch import COUNTS, LOG2E, Band, Launch, needs_careful_launch, scales
+from attncheck.kernels.tile import loaded, number_of, place
 from attncheck.mods.to_triton import TritonMod
 
 # Triton 3.8 or so renamed both.
@@ -71,11 +73,19 @@ SHAPES = {
 }
 # Without a mask, where a third group spills before and after its loop alone.
 WHOLE_SHAPES = {**SHAPES, 64: Shape(keys=128, stages=3, groups=3, registers=160)}
+# The same in fp8, where half as many registers hold P.
+FP8_SHAPES = {
+    64: Shape(keys=128, stages=4, groups=3, registers=160),
+    128: Shape(keys=128, stages=3, pingpong=False),
+    256: Shape(keys=64, stages=2, pingpong=False),
+}
+WHOLE_FP8_SHAPES = {**FP8_SHAPES, 128: Shape(keys=128, stages=2, groups=3, registers=160)}
 
 
-def shape_for(head_dim: int, band: Band | None) -> Shape:
+def shape_for(head_dim: int, band: Band | None, dtype: torch.dtype) -> Shape:
     """Return how rows of ``head_dim`` numbers are taken, which see keys within ``band``."""
-    return (WHOLE_SHAPES if band == Band() else SHAPES)[_width(head_dim)]
+    masked, whole = (FP8_SHAPES, WHOLE_FP8_SHAPES) if dtype == _FP8 else (SHAPES, WHOLE_SHAPES)
+    return (whole if band == Band() else masked)[_width(head_dim)]
 
 
 def unsupported_by_kernel(
@@ -83,14 +93,15 @@ def unsupported_by_kernel(
 ) -> str | None:
     """Return why the kernel does not take these, in one line; None if it does."""
     if dtype not in _ELEMENTS:
-        return "it takes fp16 and bf16"
+        return "it takes fp16, bf16 and e4m3"
     if others:
-        return "it takes no score mod, scale of fp8, sink or pages"
+        return "it takes no score mod, sink or pages"
     if band is None:
         return "it takes masks that go by distance alone: causal ones and windows"
-    if any(dim % 8 or dim > max(SHAPES) for dim in dims) or _width(dims[0]) != _width(dims[1]):
+    ahead, most = _ALIGNED // dtype.itemsize, max(SHAPES)
+    if any(dim % ahead or dim > most for dim in dims) or _width(dims[0]) != _width(dims[1]):
         return (
-            f"head dims {dims[0]} and {dims[1]}: it takes multiples of 8 up to {max(SHAPES)}, both "
+            f"head dims {dims[0]} and {dims[1]}: it takes multiples of {ahead} up to {most}, both "
             f"within the same of {', '.join(map(str, SHAPES))}"
         )
     return None
@@ -108,6 +119,8 @@ def flash3_forward(
     band: Band | None = None,
     shape: Shape | None = None,
     redo: bool = True,
+    descale: Descale | None = None,
+    out_dtype: torch.dtype | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of ``q`` over ``k`` and ``v``, and its log-sum-exp: as ``flash2_forward``.
@@ -124,6 +137,8 @@ def flash3_forward(
         score: A score mod, for the other kernel.
         band: The same mask, if it goes by distance alone; None if it does not.
         shape: How this one is launched (default: ``shape_for`` the head dim).
+        descale: Of e4m3, as of ``flash2_forward``. Sums are the tensor core's own, of 13 bits.
+        out_dtype: Of out; of e4m3 bf16 alone.
         others: What ``flash2_forward`` takes besides.
 
     Returns:
@@ -133,17 +148,26 @@ def flash3_forward(
         q.dtype,
         (q.shape[3], v.shape[3]),
         band,
-        others=others.get("out_dtype", q.dtype) not in {None, q.dtype}
+        others=out_dtype not in ({torch.bfloat16} if q.dtype == _FP8 else {None, q.dtype})
         or score is not None
-        or any(others.get(name) is not None for name in ("descale", "sink", "pages")),
+        or any(others.get(name) is not None for name in ("sink", "pages")),
     )
+    of_both: dict[str, Any] = {
+        "scale": scale,
+        "mask": mask,
+        "descale": descale,
+        "out_dtype": out_dtype,
+    }
     if refused or band is None:
-        return flash2_forward(q, k, v, scale=scale, mask=mask, score=score, launch=launch, **others)
+        return flash2_forward(q, k, v, score=score, launch=launch, **of_both, **others)
     batch, heads, query, head_dim = q.shape
     kv_heads, kv = k.shape[1:3]
     band = band.within(query, kv)
-    shape = shape or shape_for(head_dim, band)
-    out = torch.empty((batch, heads, query, v.shape[3]), dtype=q.dtype, device=q.device)
+    shape = shape or shape_for(head_dim, band, q.dtype)
+    scaled = q.dtype == _FP8
+    out = torch.empty(
+        (batch, heads, query, v.shape[3]), dtype=out_dtype or q.dtype, device=q.device
+    )
     lse = torch.empty((batch, heads, query), dtype=torch.float32, device=q.device)
     blocks, together = -(-query // shape.rows), batch * heads
     again = torch.empty((-(-query // OWN), together), dtype=torch.int32, device=q.device)
@@ -153,11 +177,13 @@ def flash3_forward(
     with sound_assembler(q.device.type):
         # fmt: off
         _forward[(programs,)](
-            _descriptor(q, OWN), _descriptor(k, shape.keys), _descriptor(v, shape.keys),
-            _descriptor(out, OWN), lse, again, blocks, together, heads, heads // kv_heads, query,
-            kv, band.least or 0, band.most or 0, scale * LOG2E, GROUPS=shape.groups,
-            STAGES=shape.stages, REGISTERS=shape.registers, PINGPONG=shape.pingpong,
-            UPPER=band.most is not None, LOWER=band.least is not None, num_warps=4,
+            _descriptor(q, OWN), _descriptor(k, shape.keys),
+            _by_columns(v, shape.keys) if scaled else _descriptor(v, shape.keys),
+            _descriptor(out, OWN), lse, *(scales(descale) or (lse,) * 3), again, blocks,
+            together, heads, heads // kv_heads, query, kv, band.least or 0, band.most or 0,
+            scale * LOG2E, GROUPS=shape.groups, STAGES=shape.stages, REGISTERS=shape.registers,
+            PINGPONG=shape.pingpong, UPPER=band.most is not None, LOWER=band.least is not None,
+            SCALED=scaled, LIFT=math.log2(launch.weights_scale), num_warps=4,
             # Fused, score · factor − maximum is not 0 where the score is the maximum, which is
             # rounded: from 2^30 on its weight is infinite, or 0.
             enable_fp_fusion=False,
@@ -165,13 +191,12 @@ def flash3_forward(
         # fmt: on
     if redo and band != Band() and needs_careful_launch(again):
         own = replace(launch, block_query=OWN, registers=None)
-        flash2_forward(
-            q, k, v, scale=scale, mask=mask, score=None, launch=own, redo=(out, lse, again)
-        )
+        flash2_forward(q, k, v, score=None, launch=own, redo=(out, lse, again), **of_both)
     return out, lse
 
 
-_ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+_FP8 = torch.float8_e4m3fn
+_ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, _FP8: gl.float8e4nv}
 
 
 @cache
@@ -188,16 +213,37 @@ def _width(dim: int) -> int:
 _ALIGNED = 16  # bytes: what TMA takes addresses and strides by
 
 
-def _descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
+def _descriptor(x: torch.Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
     """What TMA knows of ``x``, or of a copy where it cannot read it: tiles of ``rows``."""
+    columns = columns or _width(x.shape[3])
     if not _is_readable(x.shape, x.stride(), x.element_size()):
         x = x.contiguous()
     if x.data_ptr() % _ALIGNED:
         x = x.clone(memory_format=torch.contiguous_format)
     # Checking it takes Triton longer than the rest of a launch, and only the address is new.
-    descriptor = copy(_descriptor_of(x.shape, x.stride(), x.dtype, rows))
+    descriptor = copy(_descriptor_of(x.shape, x.stride(), x.dtype, rows, columns))
     descriptor.base = x
     return descriptor
+
+
+_TURNED = 128  # keys of a program
+
+
+def _by_columns(v: torch.Tensor, keys: int) -> TensorDescriptor:
+    """What TMA knows of a copy of fp8 ``v``, ``(batch, kv_heads, value_dim, kv)``.
+
+    A product in fp8 reads the keys of a column one behind the other. There are zeros up to a whole
+    16 of them.
+    """
+    batch, kv_heads, kv, dim = v.shape
+    wide, width = -(-kv // _ALIGNED) * _ALIGNED, _width(dim)
+    out = torch.empty((batch, kv_heads, dim, wide), dtype=v.dtype, device=v.device)
+    # As bytes, which Triton loads and moves in the interpreter as well.
+    _turn[(triton.cdiv(wide, _TURNED), batch * kv_heads)](
+        v.view(torch.uint8), out.view(torch.uint8), *v.stride(), kv_heads, kv, wide, dim,
+        BLOCK_K=_TURNED, BLOCK_V=width,
+    )  # fmt: skip
+    return _descriptor(out, width, keys)
 
 
 @lru_cache(maxsize=256)
@@ -210,10 +256,9 @@ def _is_readable(shape: torch.Size, strides: tuple[int, ...], size: int) -> bool
 
 @lru_cache(maxsize=256)
 def _descriptor_of(
-    shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, rows: int
+    shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, rows: int, width: int
 ) -> TensorDescriptor:
     """The descriptor of any such tensor, without its memory."""
-    width = _width(shape[3])
     # Along an axis of one a tensor's stride means nothing, and may be what TMA refuses.
     own = [step if length > 1 else width for step, length in zip(strides, shape, strict=True)]
     nothing, block = torch.empty(0, dtype=dtype), [1, 1, rows, width]
@@ -230,6 +275,30 @@ def layout_of(dtype: torch.dtype, rows: int, width: int) -> gl.NVMMASharedLayout
 
 # A column of twenty names says less than three lines of them.
 # fmt: off
+@triton.jit(do_not_specialize=COUNTS)
+def _turn(
+    v_ptr, out_ptr, v_batch, v_head, v_row, v_col, kv_heads, kv, wide, dim,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):
+    """V by columns, every 16 keys in the order 0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15.
+
+    Four threads have the scores of 16 keys so, four each: each stores four bytes of P at once.
+    """
+    bh = tl.program_id(1)
+    at = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    within = at % 16
+    keys = at - within + within // 4 * 2 + within % 2 + within // 2 % 2 * 8
+    cols = tl.arange(0, BLOCK_V)
+    v_ptr += (bh // kv_heads).to(tl.int64) * v_batch + (bh % kv_heads).to(tl.int64) * v_head
+    v = loaded(v_ptr, keys, cols, v_row, v_col, kv, dim)
+    out_ptr += bh.to(tl.int64) * dim * wide
+    tl.store(
+        out_ptr + cols[:, None].to(tl.int64) * wide + at[None, :],
+        tl.trans(v),
+        mask=(cols[:, None] < dim) & (at[None, :] < wide),
+    )
+
+
 @triton.jit
 def walk(
     block, query, kv, least, most, ROWS: tl.constexpr, KEYS: tl.constexpr, UPPER: tl.constexpr,
@@ -268,7 +337,9 @@ def tile_of(turn, first, count, late, early):
 
 
 @gluon.jit
-def _copy(memory, GROUPS: gl.constexpr, UPPER: gl.constexpr, LOWER: gl.constexpr):
+def _copy(
+    memory, GROUPS: gl.constexpr, UPPER: gl.constexpr, LOWER: gl.constexpr, SCALED: gl.constexpr,
+):
     """Every block's rows, and its keys and values tile by tile, on their way to shared memory."""
     (
         q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty,
@@ -301,7 +372,10 @@ def _copy(memory, GROUPS: gl.constexpr, UPPER: gl.constexpr, LOWER: gl.constexpr
                     _load(q_desc, [b, h, row, 0], q_full.index(own), q_s.index(own))
             mbarrier.wait(v_empty.index(stage), phase ^ 1)
             mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-            _load(v_desc, [b, h // group, key, 0], v_full.index(stage), v_s.index(stage))
+            if SCALED:
+                _load(v_desc, [b, h // group, 0, key], v_full.index(stage), v_s.index(stage))
+            else:
+                _load(v_desc, [b, h // group, key, 0], v_full.index(stage), v_s.index(stage))
             done += 1
         turn_of_q ^= 1
 
@@ -322,20 +396,57 @@ def _hidden(
 
 
 @gluon.jit
-def _advanced(s, m):
+def _advanced(s, m, LIFT: gl.constexpr):
     """The new maximum, a tile's weights, and the factor of what was summed before it."""
     m_new = gl.maximum(m, gl.max(s, 1))
     # A row that has seen nothing keeps m = −inf; 0 stands in so that −inf − −inf never happens.
-    shift = gl.where(m_new == float("-inf"), 0.0, m_new)
-    return m_new, gl.exp2(s - shift[:, None]), gl.exp2(m - shift)
+    shift = gl.where(m_new == float("-inf"), 0.0, _base(m_new, LIFT))
+    return m_new, gl.exp2(s - shift[:, None]), gl.exp2(_base(m, LIFT) - shift)
+
+
+@gluon.jit
+def _base(m, LIFT: gl.constexpr):
+    """The score that has weight 1: LIFT below the largest, so that weights are not multiplied.
+
+    From 2^22 on the largest itself: there the difference may be rounded to one so much larger that
+    the weight is beyond e4m3.
+    """
+    if LIFT > 0:
+        m = gl.where(gl.abs(m) < 4194304.0, m - LIFT, m)
+    return m
+
+
+@gluon.jit
+def _rounded(weights, dtype: gl.constexpr, WEIGHTS: gl.constexpr, SCALED: gl.constexpr):
+    """Weights in v's format, laid out as P·V reads them; in fp8 in ``_turn``'s order."""
+    if SCALED:
+        ROWS: gl.constexpr = weights.shape[0]
+        KEYS: gl.constexpr = weights.shape[1]
+        apart = weights.reshape([ROWS, KEYS // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4))
+        # No weight changes its thread, or it would not compile.
+        ordered = gl.convert_layout(apart.reshape([ROWS, KEYS]), WEIGHTS, assert_trivial=True)
+        rounded = ordered.to(dtype)
+    else:
+        rounded = gl.convert_layout(weights.to(dtype), WEIGHTS)
+    return rounded
+
+
+@gluon.jit
+def _values(v_s, stage, SCALED: gl.constexpr):
+    """V of a tile, (keys, columns)."""
+    v = v_s.index(stage).reshape([v_s.shape[3], v_s.shape[4]])
+    if SCALED:
+        v = v.permute((1, 0))
+    return v
 
 
 @gluon.jit
 def _step(
-    turn, done, passed, q, k_s, v_s, k_full, k_empty, v_full, v_empty, turns, m, total, acc, p,
-    rows, first, count, late, early, kv, least, most, factor, OWN: gl.constexpr,
+    turn, done, passed, q, p_s, k_s, v_s, k_full, k_empty, v_full, v_empty, turns, m, total, acc,
+    p, rows, first, count, late, early, kv, least, most, factor, OWN: gl.constexpr,
     GROUPS: gl.constexpr, PINGPONG: gl.constexpr, MASKED: gl.constexpr, UPPER: gl.constexpr,
-    LOWER: gl.constexpr, SCORES: gl.constexpr, SUMS: gl.constexpr, WEIGHTS: gl.constexpr,
+    LOWER: gl.constexpr, SCALED: gl.constexpr, LIFT: gl.constexpr, SCORES: gl.constexpr,
+    SUMS: gl.constexpr, WEIGHTS: gl.constexpr,
 ):
     """One tile: its scores are begun, then the last tile's P·V; its softmax is done beside that."""
     STAGES: gl.constexpr = k_s.shape[0]
@@ -345,14 +456,14 @@ def _step(
     before = (done - 1) % STAGES
     phase_before = ((done - 1) // STAGES) & 1
     k = k_s.index(stage).reshape([KEYS, k_s.shape[4]])
-    v = v_s.index(before).reshape([KEYS, v_s.shape[4]])
+    v = _values(v_s, before, SCALED)
     mbarrier.wait(k_full.index(stage), phase)
     if PINGPONG:
         mbarrier.wait(turns.index(OWN), (passed & 1) ^ (1 if OWN == 0 else 0))
     zeros = gl.full([m.shape[0], KEYS], 0.0, gl.float32, SCORES)
     product = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(before), phase_before)
-    summed = warpgroup_mma(p, v, acc, is_async=True)
+    summed = warpgroup_mma(p_s if SCALED else p, v, acc, is_async=True)
     if PINGPONG:
         mbarrier.arrive(turns.index((OWN + 1) % GROUPS), count=1)
     s = warpgroup_mma_wait(1, deps=[product])
@@ -361,35 +472,41 @@ def _step(
     if MASKED:
         key = tile_of(turn, first, count, late, early) * KEYS
         s = _hidden(s, key, rows, kv, least, most, UPPER, LOWER, SCORES)
-    m, weights, alpha = _advanced(s, m)
+    m, weights, alpha = _advanced(s, m, LIFT)
     total = total * alpha + gl.sum(weights, 1)
-    rounded = weights.to(v_s.dtype)
+    rounded = _rounded(weights, v_s.dtype, WEIGHTS, SCALED)
     # It was waited for above: without a barrier here ptxas moves the wait for P·V in front of the
     # softmax.
     mbarrier.wait(k_full.index(stage), phase)
     acc = warpgroup_mma_wait(0, deps=[summed])
     mbarrier.arrive(v_empty.index(before), count=1)
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, SUMS))[:, None]
-    return m, total, acc, gl.convert_layout(rounded, WEIGHTS)
+    if SCALED:
+        p_s.store(rounded)
+        fence_async_shared()
+        rounded = p
+    return m, total, acc, rounded
 
 
 @gluon.jit
 def _attend(
     memory, OWN: gl.constexpr, GROUPS: gl.constexpr, PINGPONG: gl.constexpr, UPPER: gl.constexpr,
-    LOWER: gl.constexpr,
+    LOWER: gl.constexpr, SCALED: gl.constexpr, LIFT: gl.constexpr,
 ):
     """A warpgroup's rows of every block: the OWN-th of its groups of rows."""
     (
-        out_desc, lse_ptr, again_ptr, q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full,
-        v_empty, turns, blocks, together, heads, query, kv, least, most, factor,
+        out_desc, lse_ptr, q_scale, k_scale, v_scale, again_ptr, q_s, k_s, v_s, out_s, p_s, q_full,
+        q_empty, k_full, k_empty, v_full, v_empty, turns, blocks, together, heads, group, query,
+        kv, least, most, factor,
     ) = memory
     STAGES: gl.constexpr = k_s.shape[0]
     ROWS: gl.constexpr = q_s.shape[3]
     KEYS: gl.constexpr = k_s.shape[3]
     WIDTH: gl.constexpr = q_s.shape[4]
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    AT_ONCE: gl.constexpr = 32 if SCALED else 16  # products that an instruction adds up
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, AT_ONCE])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, AT_ONCE])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, AT_ONCE // 8)
     q = q_s.index(OWN).reshape([ROWS, WIDTH])
     done = 0
     passed = 0
@@ -401,6 +518,9 @@ def _attend(
         )
         row = (block * GROUPS + OWN) * ROWS
         rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
+        of_scores = factor
+        if SCALED:
+            of_scores = factor * (gl.load(q_scale + bh // group) * gl.load(k_scale + bh // group))
         mbarrier.wait(q_full.index(OWN), turn_of_q)
         stage = done % STAGES
         mbarrier.wait(k_full.index(stage), (done // STAGES) & 1)
@@ -409,13 +529,17 @@ def _attend(
         product = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[product])
         mbarrier.arrive(k_empty.index(stage), count=1)
-        s = s * factor
+        s = s * of_scores
         key = tile_of(0, first, count, late, early) * KEYS
         s = _hidden(s, key, rows, kv, least, most, UPPER, LOWER, SCORES)
         m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-        m, weights, _ = _advanced(s, m)
+        m, weights, _ = _advanced(s, m, LIFT)
         total = gl.sum(weights, 1)
-        p = gl.convert_layout(weights.to(v_s.dtype), WEIGHTS)
+        p = _rounded(weights, v_s.dtype, WEIGHTS, SCALED)
+        if SCALED:
+            p_s.index(OWN).store(p)
+            fence_async_shared()
+            p = 0  # it is in shared memory
         acc = gl.full([ROWS, WIDTH], 0.0, gl.float32, SUMS)
         done += 1
         masked = late + early
@@ -423,29 +547,31 @@ def _attend(
         if UPPER or LOWER:
             for turn in range(1, masked):
                 m, total, acc, p = _step(
-                    turn, done, passed, q, k_s, v_s, k_full, k_empty, v_full, v_empty, turns, m,
-                    total, acc, p, rows, first, count, late, early, kv, least, most, factor, OWN,
-                    GROUPS, PINGPONG, True, UPPER, LOWER, SCORES, SUMS, WEIGHTS,
+                    turn, done, passed, q, p_s.index(OWN), k_s, v_s, k_full, k_empty, v_full,
+                    v_empty, turns, m, total, acc, p, rows, first, count, late, early, kv, least,
+                    most, of_scores, OWN, GROUPS, PINGPONG, True, UPPER, LOWER, SCALED, LIFT,
+                    SCORES, SUMS, WEIGHTS,
                 )
                 done += 1
                 passed += 1
         for turn in range(gl.maximum(masked, 1), count):
             m, total, acc, p = _step(
-                turn, done, passed, q, k_s, v_s, k_full, k_empty, v_full, v_empty, turns, m, total,
-                acc, p, rows, first, count, late, early, kv, least, most, factor, OWN, GROUPS,
-                PINGPONG, False, UPPER, LOWER, SCORES, SUMS, WEIGHTS,
+                turn, done, passed, q, p_s.index(OWN), k_s, v_s, k_full, k_empty, v_full, v_empty,
+                turns, m, total, acc, p, rows, first, count, late, early, kv, least, most,
+                of_scores, OWN, GROUPS, PINGPONG, False, UPPER, LOWER, SCALED, LIFT, SCORES, SUMS,
+                WEIGHTS,
             )
             done += 1
             passed += 1
         stage = (done - 1) % STAGES
         mbarrier.wait(v_full.index(stage), ((done - 1) // STAGES) & 1)
-        v = v_s.index(stage).reshape([KEYS, WIDTH])
-        summed = warpgroup_mma(p, v, acc, is_async=True)
+        p = p_s.index(OWN) if SCALED else p
+        summed = warpgroup_mma(p, _values(v_s, stage, SCALED), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[summed])
         mbarrier.arrive(v_empty.index(stage), count=1)
 
         empty = total == 0.0
-        lse = (m + gl.log2(gl.where(empty, 1.0, total))) * 0.6931471805599453
+        lse = (_base(m, LIFT) + gl.log2(gl.where(empty, 1.0, total))) * 0.6931471805599453
         lse = gl.where(empty, float("-inf"), lse)
         gl.store(lse_ptr + bh.to(gl.int64) * query + rows, lse, mask=rows < query)
         if UPPER or LOWER:
@@ -453,10 +579,12 @@ def _attend(
             own = number_of(block * GROUPS + OWN, bh, gl.cdiv(query, ROWS), together)
             gl.store(again_ptr + own, 1 - gl.min(finite, 0), mask=row < query)
         inverse = gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, total))
+        if SCALED:
+            inverse *= gl.load(v_scale + bh // group)
         acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, SUMS))[:, None]
-        q.store(acc.to(out_desc.dtype))
+        out_s.index(OWN).reshape([ROWS, WIDTH]).store(acc.to(out_desc.dtype))
         fence_async_shared()
-        _store(out_desc, [bh // heads, bh % heads, row, 0], q_s.index(OWN))
+        _store(out_desc, [bh // heads, bh % heads, row, 0], out_s.index(OWN))
         tma.store_wait(0)
         mbarrier.arrive(q_empty.index(OWN), count=1)
         turn_of_q ^= 1
@@ -464,9 +592,10 @@ def _attend(
 
 @gluon.jit(do_not_specialize=("blocks", "together", "least", "most", *COUNTS))
 def _forward(
-    q_desc, k_desc, v_desc, out_desc, lse_ptr, again_ptr, blocks, together, heads, group, query,
-    kv, least, most, factor, GROUPS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
-    PINGPONG: gl.constexpr, UPPER: gl.constexpr, LOWER: gl.constexpr,
+    q_desc, k_desc, v_desc, out_desc, lse_ptr, q_scale, k_scale, v_scale, again_ptr, blocks,
+    together, heads, group, query, kv, least, most, factor, GROUPS: gl.constexpr,
+    STAGES: gl.constexpr, REGISTERS: gl.constexpr, PINGPONG: gl.constexpr, UPPER: gl.constexpr,
+    LOWER: gl.constexpr, SCALED: gl.constexpr, LIFT: gl.constexpr,
 ):
     """Shared memory and barriers of a program, and its warps' work."""
     ROWS: gl.constexpr = q_desc.block_type.shape[2]
@@ -475,7 +604,18 @@ def _forward(
     dtype: gl.constexpr = q_desc.dtype
     q_s = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, ROWS, WIDTH], q_desc.layout)
     k_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, KEYS, WIDTH], k_desc.layout)
-    v_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, KEYS, WIDTH], v_desc.layout)
+    TALL: gl.constexpr = v_desc.block_type.shape[2]  # keys, in fp8 columns
+    WIDE: gl.constexpr = v_desc.block_type.shape[3]
+    v_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, TALL, WIDE], v_desc.layout)
+    out_s = q_s  # the rows are not read again
+    p_s = q_s
+    if SCALED:
+        out_s = gl.allocate_shared_memory(
+            out_desc.dtype, [GROUPS, 1, 1, ROWS, WIDTH], out_desc.layout
+        )
+        # From registers, kept from one tile to the next byte by byte, it took 1.15 times as long.
+        P_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, KEYS], dtype)
+        p_s = gl.allocate_shared_memory(dtype, [GROUPS, ROWS, KEYS], P_LAYOUT)
     q_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     turns = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
@@ -497,21 +637,22 @@ def _forward(
         blocks, together, heads, group, query, kv, least, most,
     )
     read = (
-        out_desc, lse_ptr, again_ptr, q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full,
-        v_empty, turns, blocks, together, heads, query, kv, least, most, factor,
+        out_desc, lse_ptr, q_scale, k_scale, v_scale, again_ptr, q_s, k_s, v_s, out_s, p_s, q_full,
+        q_empty, k_full, k_empty, v_full, v_empty, turns, blocks, together, heads, group, query,
+        kv, least, most, factor,
     )
     if GROUPS == 2:
         gl.warp_specialize([
-            (_attend, (read, 0, GROUPS, PINGPONG, UPPER, LOWER)),
-            (_attend, (read, 1, GROUPS, PINGPONG, UPPER, LOWER)),
-            (_copy, (copied, GROUPS, UPPER, LOWER)),
+            (_attend, (read, 0, GROUPS, PINGPONG, UPPER, LOWER, SCALED, LIFT)),
+            (_attend, (read, 1, GROUPS, PINGPONG, UPPER, LOWER, SCALED, LIFT)),
+            (_copy, (copied, GROUPS, UPPER, LOWER, SCALED)),
         ], [4, 1], [REGISTERS, 24])
     else:
         gl.warp_specialize([
-            (_attend, (read, 0, GROUPS, PINGPONG, UPPER, LOWER)),
-            (_attend, (read, 1, GROUPS, PINGPONG, UPPER, LOWER)),
-            (_attend, (read, 2, GROUPS, PINGPONG, UPPER, LOWER)),
-            (_copy, (copied, GROUPS, UPPER, LOWER)),
+            (_attend, (read, 0, GROUPS, PINGPONG, UPPER, LOWER, SCALED, LIFT)),
+            (_attend, (read, 1, GROUPS, PINGPONG, UPPER, LOWER, SCALED, LIFT)),
+            (_attend, (read, 2, GROUPS, PINGPONG, UPPER, LOWER, SCALED, LIFT)),
+            (_copy, (copied, GROUPS, UPPER, LOWER, SCALED)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])
 
 

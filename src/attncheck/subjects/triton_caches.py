@@ -15,7 +15,12 @@ from attncheck.subjects.conventions.call_tensors import paged_inputs
 from attncheck.subjects.conventions.function_gradients import Leaf
 from attncheck.subjects.conventions.layouts import pack, packed_layout
 from attncheck.subjects.conventions.window_masks import band_window, mask_band
-from attncheck.subjects.kernel_mods import mask_expression, score_expression, slope_expression
+from attncheck.subjects.kernel_mods import (
+    band_of,
+    mask_expression,
+    score_expression,
+    slope_expression,
+)
 from attncheck.subjects.triton_flash import BY_KEYS, BY_ROWS, Flash, Flash2, launch_flash
 
 if TYPE_CHECKING:
@@ -264,8 +269,12 @@ MOST_ROWS = 128  # query rows times heads of a group: what one program was meant
 _SMALLEST_BLOCK = 16  # rows of a tensor core's product
 # Rows and columns for which fewer warps are enough; fp32's products take many registers.
 _SMALL_BLOCK, _SMALL_DIM, _SMALL_WARPS = 32, 128, 4
+# Keys, warps and stages of such a block in 16 bits, by head dim: what fills an H100's memory best.
+_LONG_TILES = {64: (128, 4, 3), 128: (128, 4, 2)}
 _SPLIT_BLOCKS = 4  # of keys, at least, on a GPU: below it a split costs more than it brings
-_MOST_SPLITS = 64  # on a GPU: what is merged stays little beside the keys
+_MOST_SPLITS = 132  # on a GPU: what is merged stays little beside the keys
+_PROGRAMS = 264  # of one sequence: two for each multiprocessor of an H100 or H200
+_FEW_SPLITS = 16  # of a sequence with as many programs as that anyhow
 _MOST_SPLITS_INTERPRETED = 3
 _OTHER_SPLITS = (1, 2, 3, 7)
 
@@ -307,12 +316,16 @@ class Decode(Flash):
         if device != "cpu":  # there a larger one would spill
             block = min(block, chosen.block_query)
         narrow = block <= _SMALL_BLOCK and problem.dtype != "fp32"
-        narrow = narrow and max(problem.head_dim, problem.value_dim) <= _SMALL_DIM
+        widest = max(problem.head_dim, problem.value_dim)
+        narrow = narrow and widest <= _SMALL_DIM
+        keys, warps, stages = chosen.block_kv, chosen.warps, chosen.stages
+        if narrow and device != "cpu" and problem.dtype in {"fp16", "bf16"}:
+            keys, warps, stages = _LONG_TILES[64 if widest <= 64 else 128]
+        elif narrow:
+            warps = min(warps, _SMALL_WARPS)
+        splits = self._splits or splits_of(problem.kv, keys, problem.kv_heads, device)
         return replace(
-            chosen,
-            block_query=block,
-            warps=min(chosen.warps, _SMALL_WARPS) if narrow else chosen.warps,
-            splits=self._splits or splits_of(problem.kv, chosen.block_kv, device),
+            chosen, block_query=block, block_kv=keys, warps=warps, stages=stages, splits=splits
         )
 
     def tiling(self, problem: Problem, device: str) -> Tiling | None:
@@ -340,6 +353,14 @@ class Decode(Flash):
     def _parts(self, problem: Problem, device: str) -> int:
         return self.launch(problem, device).splits + problem.sink
 
+    def visited(self, problem: Problem, device: torch.device) -> dict[str, Any]:
+        """How many keys every row sees, if its mask goes by distance: of others none is known."""
+        del device
+        band = band_of(problem.mask, problem.dimensions)
+        if band is None or band.least is not None:
+            return {}
+        return {"whole": problem.kv if band.most is None else max(0, band.most + 1)}
+
     def stored(self, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, KernelPages | None]:
         """K, v and their pages: those of a Problem with paging, as a cache holds them."""
         if inputs.problem.paging is None:
@@ -353,16 +374,17 @@ class Decode(Flash):
         return decode_forward.decode_forward
 
 
-def splits_of(kv: int, block_kv: int, device: str) -> int:
-    """Into how many splits ``kv`` keys are cut: by their number alone, whatever the batch.
+def splits_of(kv: int, block_kv: int, kv_heads: int, device: str) -> int:
+    """Into how many splits ``kv`` keys are cut: whatever the batch, so that no bit depends on it.
 
-    On a GPU one for each 4 blocks of keys, at most 64. In the interpreter, where a split costs what
-    a block does, one a block, at most 3: enough to be merged.
+    On a GPU as many as fill it with one sequence, 16 to 132, of 4 blocks of keys at least. In the
+    interpreter, where a split costs what a block does, one a block, at most 3: enough to be merged.
     """
     blocks = _blocks(kv, block_kv)
     if device == "cpu":
         return min(blocks, _MOST_SPLITS_INTERPRETED)
-    return max(1, min(blocks // _SPLIT_BLOCKS, _MOST_SPLITS))
+    filling = max(_PROGRAMS // kv_heads, _FEW_SPLITS)
+    return max(1, min(blocks // _SPLIT_BLOCKS, filling, _MOST_SPLITS))
 
 
 def _blocks(kv: int, block_kv: int) -> int:

@@ -455,10 +455,11 @@ class Flash2FastAccumulation(Flash2):
 
 
 class Flash3(Flash):
-    """FlashAttention-3's forward for Hopper: 16 bits, and masks that go by distance alone.
+    """FlashAttention-3's forward for Hopper: 16 bits or e4m3, masks that go by distance alone.
 
-    What hides a value that is not finite is done again by ``triton-flash2``'s kernel, whose bits
-    are others: they are no promise there.
+    In e4m3 its sums are the tensor core's own, and each call copies V by columns. What hides a
+    value that is not finite is done again by ``triton-flash2``'s kernel, whose bits are others:
+    they are no promise there.
 
     Args:
         shape: How it is launched, where not as it chooses itself.
@@ -468,6 +469,7 @@ class Flash3(Flash):
     summary = "our FlashAttention-3 forward for Hopper GPUs in Gluon: causal masks and windows"
     promises = frozenset(PROMISES) - {"nan"}
     sinks = False
+    max_num_imprecise_acc = None  # of both kernels
 
     def __init__(self, shape: Shape | None = None) -> None:
         self._shape = shape
@@ -506,7 +508,8 @@ class Flash3(Flash):
     def _chosen(self, problem: Problem) -> Shape:
         from attncheck.kernels.flash3_forward import shape_for
 
-        return self._shape or shape_for(problem.head_dim, _band(problem))
+        dtype = problem.formats.storage.torch_dtype
+        return self._shape or shape_for(problem.head_dim, _band(problem), dtype)
 
     def launches(self, problem: Problem, device: str) -> Mapping[str, Subject]:
         """With half the keys in a tile, and with several blocks of rows a program, out of turn."""
