@@ -21,6 +21,7 @@ from attncheck.core.mod_spec import Spec
 from attncheck.inputs.problem import Problem
 from attncheck.kernels import flash3_forward, gradient_terms
 from attncheck.kernels.decode_forward import _merge, _split
+from attncheck.kernels.flash3_backward import BACKWARD_SHAPES, ROWS_LAYOUT, _backward
 from attncheck.kernels.flash3_forward import OWN, SHAPES, WHOLE_SHAPES, layout_of
 from attncheck.kernels.launch import block_dim
 from attncheck.kernels.softmax_forward import KINDS, Launch, _softmax
@@ -56,22 +57,27 @@ def compiled(kernel, constants, types, divisible=(), **options):
     return triton.compile(source, target=HOPPER, options=options)
 
 
-def spilled(kernel):
-    """Bytes of stack a thread."""
+def said_of(kernel, question):
+    """What cuobjdump answers about it."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        said = subprocess.run([TOOL, "-res-usage", file.name], capture_output=True, text=True)
-    return int(re.search(r"STACK:(\d+)", said.stdout)[1])
+        return subprocess.run([TOOL, question, file.name], capture_output=True, text=True).stdout
+
+
+def spilled(kernel):
+    """Bytes of stack a thread."""
+    return int(re.search(r"STACK:(\d+)", said_of(kernel, "-res-usage"))[1])
+
+
+def sass(kernel):
+    """Its machine code."""
+    return said_of(kernel, "-sass")
 
 
 def spills_in_loops(kernel):
     """How often the innermost loops over matrix instructions read or write spilled registers."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        said = subprocess.run([TOOL, "-sass", file.name], capture_output=True, text=True)
-    code = [(int(at, 16), text) for at, text in re.findall(r"/\*(\w{4,})\*/ +(.+?);", said.stdout)]
+    code = [(int(at, 16), text) for at, text in re.findall(r"/\*(\w{4,})\*/ +(.+?);", sass(kernel))]
 
     def places(*names):
         return [at for at, text in code if any(name in text for name in names)]
@@ -272,26 +278,48 @@ def crowded():
 
 def flash3_kernel(width, shape, *, upper, lower):
     """The kernel of one shape and its mask's limits."""
-    boxes = {name: layout_of(torch.bfloat16, rows, width) for name, rows in (
-        ("q_desc", OWN), ("k_desc", shape.keys), ("v_desc", shape.keys), ("out_desc", OWN)
-    )}  # fmt: skip
-    types = {
-        name: f"tensordesc<bf16[1,1,{OWN if name[0] in 'qo' else shape.keys},{width}],{box!r}>"
-        for name, box in boxes.items()
-    }
-    types |= {"lse_ptr": "*fp32", "again_ptr": "*i32", "factor": "fp32"}
+    tiles = {"q_desc": OWN, "k_desc": shape.keys, "v_desc": shape.keys, "out_desc": OWN}
     constants = {
         "GROUPS": shape.groups, "STAGES": shape.stages, "REGISTERS": shape.registers,
         "PINGPONG": shape.pingpong, "UPPER": upper, "LOWER": lower,
     }  # fmt: skip
-    names = flash3_forward._forward.arg_names
-    source = GluonASTSource(
-        flash3_forward._forward,
-        {n: types.get(n, "constexpr" if n in constants else "i32") for n in names},
-        constants,
-    )
-    options = {"num_warps": 4, "enable_fp_fusion": False}
-    return triton.compile(source, target=HOPPER, options=options)
+    types = boxes(tiles, width) | {"lse_ptr": "*fp32", "again_ptr": "*i32", "factor": "fp32"}
+    return gluon_kernel(flash3_forward._forward, constants, types, enable_fp_fusion=False)
+
+
+def boxes(tiles, width):
+    """Types of descriptors: of each name, tiles of so many rows."""
+    return {
+        name: f"tensordesc<bf16[1,1,{rows},{width}],{layout_of(torch.bfloat16, rows, width)!r}>"
+        for name, rows in tiles.items()
+    }
+
+
+def gluon_kernel(kernel, constants, types, **options):
+    """A kernel whose other arguments are 32-bit numbers."""
+    names = kernel.arg_names
+    signature = {n: types.get(n, "constexpr" if n in constants else "i32") for n in names}
+    source = GluonASTSource(kernel, signature, constants)
+    return triton.compile(source, target=HOPPER, options={"num_warps": 4, **options})
+
+
+def flash3_gradients():
+    """Print width, limits, shared memory, spilled bytes, products and waits of each kind."""
+    pointers = {"dq_ptr": "*fp32", "turns_ptr": "*i32", "next_ptr": "*i32"}
+    for width, shape in BACKWARD_SHAPES.items():
+        tiles = dict.fromkeys(("q_desc", "dout_desc"), shape.rows)
+        tiles |= dict.fromkeys(("k_desc", "v_desc", "dk_desc", "dv_desc"), OWN)
+        of_rows = f"tensordesc<fp32[1,{shape.rows}],{ROWS_LAYOUT!r}>"
+        types = boxes(tiles, width) | pointers | {"factor": "fp32", "scale": "fp32"}
+        for upper, lower in ((False, False), (True, False), (True, True)):
+            constants = {
+                "STAGES": shape.stages, "REGISTERS": shape.registers, "UPPER": upper,
+                "LOWER": lower,
+            }  # fmt: skip
+            kernel = gluon_kernel(_backward, constants, types | {"stat_desc": of_rows})
+            counts = [kernel.metadata.shared, spilled(kernel)]
+            counts += [len(re.findall(name, sass(kernel))) for name in ("HGMMA", "GROUP.DEPBAR")]
+            sys.stdout.write(f"{width} {upper:d}{lower:d} {' '.join(map(str, counts))}\n")
 
 
 globals()[sys.argv[1]](*sys.argv[2:])

@@ -39,8 +39,8 @@ from attncheck.kernels.tile import number_of, place
 from attncheck.mods.to_triton import TritonMod
 
 # Triton 3.8 or so renamed both.
-_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +64,7 @@ class Shape:
 
 
 OWN = 64  # rows of a warpgroup, as many as its matrix instruction has
+WIDEST_BACKWARD = 128  # beyond it dK and dV of a warpgroup are more than its registers
 SHAPES = {
     64: Shape(keys=128, stages=4),
     128: Shape(keys=128, stages=2, pingpong=False),
@@ -75,24 +76,36 @@ WHOLE_SHAPES = {**SHAPES, 64: Shape(keys=128, stages=3, groups=3, registers=160)
 
 def shape_for(head_dim: int, band: Band | None) -> Shape:
     """Return how rows of ``head_dim`` numbers are taken, which see keys within ``band``."""
-    return (WHOLE_SHAPES if band == Band() else SHAPES)[_width(head_dim)]
+    return (WHOLE_SHAPES if band == Band() else SHAPES)[tile_width(head_dim)]
 
 
 def unsupported_by_kernel(
-    dtype: torch.dtype, dims: tuple[int, int], band: Band | None, *, others: bool
+    dtype: torch.dtype,
+    dims: tuple[int, int],
+    band: Band | None,
+    *,
+    others: bool,
+    backward: bool = False,
 ) -> str | None:
-    """Return why the kernel does not take these, in one line; None if it does."""
+    """Return why the kernel does not take these, in one line; None if it does.
+
+    With ``backward``, why that of its gradients does not.
+    """
     if dtype not in _ELEMENTS:
         return "it takes fp16 and bf16"
     if others:
         return "it takes no score mod, scale of fp8, sink or pages"
     if band is None:
         return "it takes masks that go by distance alone: causal ones and windows"
-    if any(dim % 8 or dim > max(SHAPES) for dim in dims) or _width(dims[0]) != _width(dims[1]):
+    if any(dim % 8 or dim > max(SHAPES) for dim in dims) or tile_width(dims[0]) != tile_width(
+        dims[1]
+    ):
         return (
             f"head dims {dims[0]} and {dims[1]}: it takes multiples of 8 up to {max(SHAPES)}, both "
             f"within the same of {', '.join(map(str, SHAPES))}"
         )
+    if backward and max(dims) > WIDEST_BACKWARD:
+        return f"head dims {dims[0]} and {dims[1]}: its backward takes up to {WIDEST_BACKWARD}"
     return None
 
 
@@ -153,8 +166,8 @@ def flash3_forward(
     with sound_assembler(q.device.type):
         # fmt: off
         _forward[(programs,)](
-            _descriptor(q, OWN), _descriptor(k, shape.keys), _descriptor(v, shape.keys),
-            _descriptor(out, OWN), lse, again, blocks, together, heads, heads // kv_heads, query,
+            descriptor(q, OWN), descriptor(k, shape.keys), descriptor(v, shape.keys),
+            descriptor(out, OWN), lse, again, blocks, together, heads, heads // kv_heads, query,
             kv, band.least or 0, band.most or 0, scale * LOG2E, GROUPS=shape.groups,
             STAGES=shape.stages, REGISTERS=shape.registers, PINGPONG=shape.pingpong,
             UPPER=band.most is not None, LOWER=band.least is not None, num_warps=4,
@@ -180,7 +193,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 @cache
-def _width(dim: int) -> int:
+def tile_width(dim: int) -> int:
     """Columns of a tile for rows of ``dim`` numbers."""
     return max(min(SHAPES), int(triton.next_power_of_2(dim)))
 
@@ -188,16 +201,16 @@ def _width(dim: int) -> int:
 _ALIGNED = 16  # bytes: what TMA takes addresses and strides by
 
 
-def _descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
+def descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
     """What TMA knows of ``x``, or of a copy where it cannot read it: tiles of ``rows``."""
     if not _is_readable(x.shape, x.stride(), x.element_size()):
         x = x.contiguous()
     if x.data_ptr() % _ALIGNED:
         x = x.clone(memory_format=torch.contiguous_format)
     # Checking it takes Triton longer than the rest of a launch, and only the address is new.
-    descriptor = copy(_descriptor_of(x.shape, x.stride(), x.dtype, rows))
-    descriptor.base = x
-    return descriptor
+    own = copy(_descriptor_of(x.shape, x.stride(), x.dtype, rows))
+    own.base = x
+    return own
 
 
 @lru_cache(maxsize=256)
@@ -213,7 +226,7 @@ def _descriptor_of(
     shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, rows: int
 ) -> TensorDescriptor:
     """The descriptor of any such tensor, without its memory."""
-    width = _width(shape[3])
+    width = tile_width(shape[3])
     # Along an axis of one a tensor's stride means nothing, and may be what TMA refuses.
     own = [step if length > 1 else width for step, length in zip(strides, shape, strict=True)]
     nothing, block = torch.empty(0, dtype=dtype), [1, 1, rows, width]
@@ -292,16 +305,16 @@ def _copy(memory, GROUPS: gl.constexpr, UPPER: gl.constexpr, LOWER: gl.constexpr
             phase = (done // STAGES) & 1
             mbarrier.wait(k_empty.index(stage), phase ^ 1)
             mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-            _load(k_desc, [b, h // group, key, 0], k_full.index(stage), k_s.index(stage))
+            load(k_desc, [b, h // group, key, 0], k_full.index(stage), k_s.index(stage))
             if turn == 0:
                 for own in gl.static_range(GROUPS):
                     row = (block * GROUPS + own) * ROWS
                     mbarrier.wait(q_empty.index(own), turn_of_q ^ 1)
                     mbarrier.expect(q_full.index(own), q_desc.block_type.nbytes)
-                    _load(q_desc, [b, h, row, 0], q_full.index(own), q_s.index(own))
+                    load(q_desc, [b, h, row, 0], q_full.index(own), q_s.index(own))
             mbarrier.wait(v_empty.index(stage), phase ^ 1)
             mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-            _load(v_desc, [b, h // group, key, 0], v_full.index(stage), v_s.index(stage))
+            load(v_desc, [b, h // group, key, 0], v_full.index(stage), v_s.index(stage))
             done += 1
         turn_of_q ^= 1
 
@@ -456,7 +469,7 @@ def _attend(
         acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, SUMS))[:, None]
         q.store(acc.to(out_desc.dtype))
         fence_async_shared()
-        _store(out_desc, [bh // heads, bh % heads, row, 0], q_s.index(OWN))
+        store(out_desc, [bh // heads, bh % heads, row, 0], q_s.index(OWN))
         tma.store_wait(0)
         mbarrier.arrive(q_empty.index(OWN), count=1)
         turn_of_q ^= 1
