@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tempfile
 import zlib
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -76,27 +77,78 @@ _QUICK = (
 )
 
 # Sweeps of dear tests: of each the README's command runs about one in so many, ``pytest -m slow``
-# the others. A sweep shows one thing of many kernels, faults or rows.
+# the others. A sweep shows one thing of many kernels, faults, rows or pages.
 _SLOW = {
-    "cases/test_crossed.py::test_a_fault_of_one_value_is_shown": 3,
+    "cases/strategies/test_masks.py::test_a_failure_shrinks_to_its_cause": 4,
+    "cases/test_crossed.py::test_a_fault_of_one_value_is_shown": 5,
     "cases/test_crossed.py::test_a_right_function_passes_all_of_it": 3,
-    "diagnose/test_confirmation.py::test_a_fault_is_named_and_without_its_model_never_another": 3,
-    "fault_models/test_fault_models.py::test_a_kernel_with_the_fault_is_named": 4,
-    "faults/test_catalogue.py::test_it_is_planted_and_gives_an_answer_of_the_right_shape": 3,
-    "hostile/test_hostile.py::test_it_ends_as_the_table_says": 3,
-    "judge/test_gradients_of_kernels.py::test_a_right_backward_is_within": 3,
-    "kernels/test_hopper.py::test_backwards_fit_and_hardly_spill": 4,
-    "kernels/test_hopper.py::test_flash3_fits_and_hardly_spills": 3,
-    "probes/test_right_kernels.py::test_a_scale_that_is_rounded_into_the_operands": 4,
-    "probes/test_right_kernels.py::test_no_probe_asks_for_more_than_every_right_design_gives": 4,
-    "probes/test_right_kernels.py::test_the_bound_finds_nothing": 3,
-    "probes/test_right_kernels.py::test_the_exact_rule_finds_nothing": 4,
-    "relations/test_right_kernels.py::test_other_right_kernels_pass": 3,
-    "relations/test_right_kernels.py::test_the_ideal_kernel_passes": 4,
+    "cases/test_quick.py::test_other_right_kernels_pass_what_they_take": 4,
+    "cli/test_check.py::test_a_kernel_of_a_tutorial_is_asked_within_what_it_takes": 4,
+    "cli/test_foreign_code.py::test_what_a_kernel_does_to_its_process_is_said_and_stays_there": 4,
+    "cli/test_foreign_code.py::test_what_failed_is_asked_again_in_a_process_of_its_own": 5,
+    "cli/test_init.py::test_a_process_that_has_imported_nothing": 9,
+    "cli/test_interrupts.py::test_an_interrupt_while_a_kernel_runs": 5,
+    "cli/test_interrupts.py::test_what_was_measured_before_an_interrupt_is_shown_and_written": 4,
+    "cli/test_mods.py::test_a_kernel_with_a_planted_fault_differs": 4,
+    "cli/test_rmse.py::test_json_is_json_alone": 9,
+    "cli/test_standard_output.py::test_a_full_disk_is_one_line_and_exit_code_3": 4,
+    "cli/test_standard_output.py::test_a_reader_that_left_costs_neither_files_nor_exit_code": 4,
+    "cli/test_standard_output.py::test_every_verb_ends_quietly_when_its_reader_leaves": 5,
+    "diagnose/test_confirmation.py::test_a_fault_is_named_and_without_its_model_never_another": 6,
+    "diagnose/test_confirmation.py::test_what_is_seen_tells_the_family": 4,
+    "diagnose/test_observation.py::test_in_any_dtype_nothing_that_is_asked_again_raises": 5,
+    "diagnose/test_observation.py::test_numbers_that_are_read_elsewhere_are_told": 6,
+    "documents/test_documents.py::test_a_broken_snippet_is_found": 5,
+    "documents/test_documents.py::test_every_snippet_does_what_it_says": 8,
+    "fault_models/test_fault_models.py::test_a_kernel_with_the_fault_is_named": 8,
+    "fault_models/test_models_of_memory.py::test_a_kernel_with_the_fault_is_named": 3,
+    "faults/test_catalogue.py::test_it_is_planted_and_gives_an_answer_of_the_right_shape": 6,
+    "faults/test_catalogue.py::test_one_of_each_category_is_caught": 5,
+    "faults/test_mutant_scoring.py::test_a_wrong_mask_is_caught": 9,
+    "gate/test_contract_lengths.py::test_a_path_without_bounds_for_smaller_tiles_is_found": 7,
+    "gate/test_covering.py::test_a_right_kernel_is_right_at_every_value": 6,
+    "gate/test_fault_table.py::test_a_fault_has_its_verdict_and_the_next_right_case_passes": 4,
+    "gate/test_gate_against.py::test_what_the_commit_has_not_is_new": 9,
+    "gate/test_gate_work.py::test_a_plain_function_is_asked_within_its_claims": 9,
+    "gate/test_gate_work.py::test_each_fault_is_one_cause_that_explains_all_it_does": 4,
+    "gate/test_gate_work.py::test_each_stage_finds_its_planted_fault": 4,
+    "hostile/test_hostile.py::test_a_bad_option_is_one_line": 5,
+    "hostile/test_hostile.py::test_it_ends_as_the_table_says": 16,
+    "judge/test_gradients_of_kernels.py::test_a_right_backward_is_within": 6,
+    "judge/test_sink.py::test_right_kernels_keep_to_the_bounds": 3,
+    "kernels/test_backwards.py::test_gradients_are_right_in_every_dtype": 4,
+    "kernels/test_captured_gradients.py::test_planted_faults_are_noticed": 4,
+    "kernels/test_hopper.py::test_backwards_fit_and_hardly_spill": 5,
+    "kernels/test_hopper.py::test_flash3_fits_and_hardly_spills": 9,
+    "kernels/test_hopper.py::test_the_layout_of_a_gradient_moves_no_bit_of_delta": 9,
+    "oracles/test_backward_many_digits.py::test_they_are_difference_quotients": 7,
+    "probes/test_right_kernels.py::test_a_function_that_renormalises_by_tile_passes_check": 9,
+    "probes/test_right_kernels.py::test_a_scale_that_is_rounded_into_the_operands": 8,
+    "probes/test_right_kernels.py::test_no_probe_asks_for_more_than_every_right_design_gives": 8,
+    "probes/test_right_kernels.py::test_the_bound_finds_nothing": 6,
+    "probes/test_right_kernels.py::test_the_exact_rule_finds_nothing": 8,
+    "properties/test_each_property.py::test_a_property_fails_the_fault_it_is_for": 4,
+    "properties/test_paged_properties.py::test_a_right_kernel_passes": 7,
+    "relations/test_right_kernels.py::test_the_ideal_kernel_passes": 8,
+    "subjects/test_flash.py::test_as_good_as_the_ideal_kernel": 7,
+    "subjects/test_flash.py::test_compiles_for_hopper_without_a_gpu": 9,
+    "subjects/test_flash.py::test_the_largest_finite_scores": 4,
+    "suite/test_outcomes.py::test_the_summary_is_of_all_processes": 9,
+    "suite/test_workers.py::test_a_kernel_that_dies_fails_its_test_and_the_next_one_passes": 9,
+    "surveys/test_fingerprint.py::test_our_triton_kernels_are_what_they_declare": 6,
+    "surveys/test_fingerprint.py::test_tiles_are_read_of_the_ideal_kernel_in_other_tilings": 4,
+    "verify/test_determinism_checks.py::test_a_planted_fault_is_found": 4,
+    "verify/test_isolated_faults.py::test_no_daemon_is_left": 9,
     "verify/test_long_sums.py::test_it_is_seen_in_tiles_of_any_usual_size": 3,
-    "verify/test_long_sums.py::test_right_kernels_pass": 4,
-    "verify/test_long_sums.py::test_sums_of_fp8_products_are_seen": 3,
+    "verify/test_long_sums.py::test_sums_of_fp8_products_are_seen": 6,
+    "verify/test_long_sums.py::test_the_contract_sees_gradients_summed_in_16_bits": 6,
+    "verify/test_settled_rows.py::test_records_are_those_of_all_bounds": 6,
 }
+# The same of properties/, which are asked of every kernel: of each property the first stays.
+_PROPERTIES = "../properties/"
+_SLOW_PROPERTIES = 9
+# The same of any other sweep that is long.
+_LONG, _SLOW_OTHERS = 12, 3
 
 _FEATURES = """
 try:
@@ -119,18 +171,22 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests of ``pytest -m quick`` and of ``pytest -m slow``."""
     here = Path(__file__).parent
+    names = [f"{os.path.relpath(item.path, here)}::{item.name}" for item in items]
+    sizes = Counter(name.partition("[")[0] for name in names)
     seen: set[str] = set()
-    for item in items:
-        if item.path.is_relative_to(here):
-            name = f"{item.path.relative_to(here).as_posix()}::{item.name}"
-            if any(name.startswith((f"{each}::", f"{each}[")) or name == each for each in _QUICK):
-                item.add_marker("quick")
-            sweep = name.partition("[")[0]
-            # The first of each family, and by name: each third might be of one dtype.
-            family = name.partition(": ")[0] if ": " in name else sweep
-            if family in seen and zlib.crc32(name.encode()) % _SLOW.get(sweep, 1):
-                item.add_marker("slow")
-            seen.add(family)
+    for item, name in zip(items, names, strict=True):
+        file, sweep = name.partition("::")[0], name.partition("[")[0]
+        if file in _QUICK or sweep in _QUICK:
+            item.add_marker("quick")
+        ours = file.startswith(_PROPERTIES)
+        others = _SLOW_PROPERTIES if ours else _SLOW_OTHERS if sizes[sweep] > _LONG else 1
+        one_in = _SLOW.get(sweep, others)
+        # The first of each (of each family of hostile rows), and by name: each third might be of
+        # one dtype.
+        family = name.partition(": ")[0] if file.startswith("hostile/") else sweep
+        if family in seen and zlib.crc32(name.encode()) % one_in:
+            item.add_marker("slow")
+        seen.add(family)
 
 
 def _python(code: str, **environment: str) -> str:

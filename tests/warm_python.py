@@ -36,7 +36,8 @@ from pathlib import Path
 _KEPT = Path(__file__).with_name("kept_evidence.py")
 # What Python reads when it starts, or a module when it is imported: servers differ in it.
 _READ_EARLY = ("PYTHON", "OMP_", "MKL_", "NPY_", "OPENBLAS_", "TRITON_INTERPRET")
-_READ_LATE = {"PYTHONPATH"}  # by the fork
+_READ_LATE = {"PYTHONPATH", "PYTHONIOENCODING"}  # by the fork
+_KEEP_AFTER = 2  # commands: of a server with an environment of a test's own there are hardly more
 
 # Nothing here imports Triton, which may be interpreted only if nobody imported it before.
 _HEAVY = ("torch", "torch.nn.attention.flex_attention", "sympy", "networkx", "mpmath", "ml_dtypes")
@@ -95,12 +96,12 @@ class Servers:
         words = [module, *arguments]
         asked = {"words": words, "cwd": str(cwd), "env": env, "forks": forks, "keeps": keeps}
         with socket.socket(socket.AF_UNIX) as line, _file() as out, _file() as err:
-            line.settimeout(timeout)
             line.connect(str(address))
             socket.send_fds(line, [b"."], [out.fileno(), err.fileno()])
             line.sendall(f"{json.dumps(asked)}\n".encode())
             with line.makefile() as said:
                 process = int(said.readline())
+                line.settimeout(timeout)
                 try:
                     code = int(said.readline())
                 except TimeoutError:
@@ -165,34 +166,44 @@ def _read(file) -> str:
     return file.read().decode(errors="backslashreplace").replace("\r\n", "\n")
 
 
-def _serve(address: str) -> tuple[dict, list[int]]:
-    """Ends where standard input does; in a fork it returns what is to be run."""
+def _serve(address: str, keep) -> tuple[dict, list[int]]:
+    """Ends where standard input does; in a fork it returns what is to be run.
+
+    Before the first command of attncheck's after ``_KEEP_AFTER`` others it calls ``keep``.
+    """
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait
     sys.stdout.write("ready\n")
     sys.stdout.flush()
+    commands = 0
     while True:
         if sys.stdin in select.select([listener, sys.stdin], [], [])[0]:
             sys.exit()
         line, _ = listener.accept()
+        _, descriptors, _, _ = socket.recv_fds(line, 1, 2)
+        with line.makefile() as asked:
+            request = json.loads(asked.readline())
+        if request["words"][0] == "attncheck":
+            if commands == _KEEP_AFTER:
+                keep()
+            commands += 1
         if os.fork() == 0:
             listener.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            return _forked(line)
-        line.close()
+            _fork_again(line)
+            return request, descriptors
+        for descriptor in (line.detach(), *descriptors):
+            os.close(descriptor)
 
 
-def _forked(line: socket.socket) -> tuple[dict, list[int]]:
-    """Forks once more, to tell how it ends."""
-    _, descriptors, _, _ = socket.recv_fds(line, 1, 2)
-    with line.makefile() as asked:
-        request = json.loads(asked.readline())
+def _fork_again(line: socket.socket) -> None:
+    """Returns in a second fork alone: the first tells its id, and how it ends."""
     process = os.fork()
     if process == 0:
         line.close()
-        return request, descriptors
+        return
     with contextlib.suppress(BrokenPipeError):  # who asked no longer waits
         line.sendall(f"{process}\n".encode())
         _, status = os.waitpid(process, 0)
@@ -209,6 +220,11 @@ def _become(request: dict, descriptors: list[int]) -> None:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
+    encoding, _, errors = os.environ.get("PYTHONIOENCODING", "").partition(":")
+    if encoding:
+        sys.stdin.reconfigure(encoding=encoding, errors=errors or "strict")
+        sys.stdout.reconfigure(encoding=encoding, errors=errors or "strict")
+        sys.stderr.reconfigure(encoding=encoding, errors="backslashreplace")
     path = os.environ.get("PYTHONPATH", "")
     sys.path[:0] = [entry for entry in path.split(os.pathsep) if entry]
     importlib.invalidate_caches()
@@ -306,17 +322,26 @@ if __name__ == "__main__":
         importlib.import_module(_name)
     # Else pytest would warn that it is imported already: it is a plugin's package.
     sys.modules["attncheck"].__doc__ += "\nPYTEST_DONT_REWRITE"
-    _kept = None
-    if "attncheck.cli.check" in sys.argv[2:] and not sees_gpu(os.environ):
-        _spec = importlib.util.spec_from_file_location("kept_evidence", _KEPT)
-        _spec.loader.exec_module(_module := importlib.util.module_from_spec(_spec))
-        _kept = _module.keep_for_forks()
+    _kept = []
+
+    def _keep() -> None:
+        if "attncheck.cli.check" in sys.argv[2:] and not sees_gpu(os.environ):
+            spec = importlib.util.spec_from_file_location("kept_evidence", _KEPT)
+            spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+            started, subprocess.Popen = subprocess.Popen, Forked
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            _kept.append(module.keep_for_forks())
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+            subprocess.Popen = started
+            gc.collect()
+            gc.freeze()  # what is here stays, and forks share it
+
     gc.collect()
-    gc.freeze()  # what is here stays, and forks share it
-    _request, _descriptors = _serve(sys.argv[1])
+    gc.freeze()
+    _request, _descriptors = _serve(sys.argv[1], _keep)
     _become(_request, _descriptors)
     if _request["forks"]:
         subprocess.Popen = Forked
     if _kept and not _request["keeps"]:
-        _kept.steps_down()
+        _kept[0].steps_down()
     _end(_exit_code(_request["words"]))

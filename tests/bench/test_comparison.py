@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from attncheck.bench.comparison import CHANCE, MARGIN, finding_of, ratio_interval, time_changes
-from attncheck.bench.work import count_work
+from attncheck.bench.measure import count_work
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.bench_report import BenchCell, BenchRow, Times
 from attncheck.records.record import Record

@@ -1,4 +1,5 @@
 import io
+import os
 
 import pytest
 import torch
@@ -195,16 +196,14 @@ def test_what_cannot_be_is_said_in_one_line(run, arguments, says):
     assert "\n" not in str(error)
 
 
-def test_errors_end_in_exit_code_2_and_a_report_in_0(in_folder, fresh):
-    def attncheck(*words):
-        where = {"CUDA_VISIBLE_DEVICES": "", "PYTHONIOENCODING": "utf-8"}
-        return fresh("blocks", *words, cwd=in_folder, **where)
-
-    done = attncheck(f"{in_folder}/mine.py::limited", "--heads", "4", "--query", "64")
+def test_errors_end_in_exit_code_2_and_a_report_in_0(in_folder, fresh, attncheck):
+    where = {"CUDA_VISIBLE_DEVICES": "", "PYTHONIOENCODING": "utf-8"}
+    words = (f"{in_folder}/mine.py::limited", "--heads", "4", "--query", "64")
+    done = fresh("blocks", *words, cwd=in_folder, **where)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("attncheck blocks mine.py::limited --heads 4 --query 64\n")
     for words in (("sliding_window",), ("causal", "--query", "0")):
-        done = attncheck(*words)
+        done = attncheck("blocks", *words, cwd=in_folder, env=os.environ | where)
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
 
 

@@ -218,7 +218,7 @@ def test_a_changed_file_is_asked_again_and_an_interrupt_is_one_line(tmp_path):
     words = [sys.executable, "-m", "attncheck", "check", "mine.py::sees_the_next_key", "--watch"]
     how = {"cwd": tmp_path, "env": without_columns(), "text": True}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    watching = subprocess.Popen([*words, *QUICK, "-q"], **how, **pipes)
+    watching = subprocess.Popen([*words, *QUICK[:2], "-q"], **how, **pipes)
     try:
         assert "watching ./*.py" in watching.stderr.readline()
         path.write_text(EXAMPLE.read_text().replace("first_hidden = 2", "first_hidden = 1"))
@@ -231,7 +231,7 @@ def test_a_changed_file_is_asked_again_and_an_interrupt_is_one_line(tmp_path):
     verdicts = [line for line in out.splitlines() if line.startswith(("PASS", "FAIL"))]
     name = "mine.py::sees_the_next_key"
     # What failed first, and then all.
-    assert verdicts == [f"FAIL {name}: 2 of 2 questions failed", *[f"PASS {name}: 2 questions"] * 2]
+    assert verdicts == [f"FAIL {name}: 1 of 1 question failed", *[f"PASS {name}: 1 question"] * 2]
 
 
 @pytest.mark.parametrize("spec", ["mine.py::kernel", "mine:kernel"])

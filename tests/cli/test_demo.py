@@ -4,7 +4,6 @@ import importlib
 import importlib.util
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -33,7 +32,7 @@ def flat(text):
     return " ".join(text.split())
 
 
-def test_it_catches_names_and_reproduces_what_was_planted(told, tmp_path, attncheck):
+def test_it_catches_names_and_reproduces_what_was_planted(told, tmp_path, attncheck, warm_python):
     lines = told.splitlines()
     assert len(lines) <= 40
     assert max(map(len, lines)) <= 80
@@ -52,13 +51,9 @@ def test_it_catches_names_and_reproduces_what_was_planted(told, tmp_path, attnch
 
     (script,) = re.findall(r"^Without attncheck: python (\S+)$", told, re.M)
     assert "import attncheck" not in (tmp_path / script).read_text()
-    alone = attncheck_free(script, tmp_path)
+    alone = warm_python.run(script, cwd=tmp_path)
     assert alone.returncode == 1, alone.stderr
     assert alone.stdout.startswith("FAIL decode")
-
-
-def attncheck_free(script, folder):
-    return subprocess.run([sys.executable, script], cwd=folder, capture_output=True, text=True)
 
 
 def planted_line():

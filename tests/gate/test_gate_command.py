@@ -168,7 +168,7 @@ def test_another_seed_is_another_run(tmp_path, monkeypatch, capsys):
     assert "goes on" not in capsys.readouterr().err
 
 
-def test_a_wrong_kernel_is_1_with_all_files(tmp_path):
+def test_a_wrong_kernel_is_1_with_all_files(tmp_path, warm_python):
     done = fresh(f"{PLANTED}::of_another_dtype", *LITTLE, cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     assert "FAIL" in done.stdout
@@ -180,7 +180,7 @@ def test_a_wrong_kernel_is_1_with_all_files(tmp_path):
     assert report.stages == ("contract",)
     scripts = list((folder / "repro").iterdir())
     assert scripts
-    asked = subprocess.run([sys.executable, scripts[0]], capture_output=True, text=True)
+    asked = warm_python.run(str(scripts[0]), cwd=Path.cwd())
     assert asked.returncode == 1
     assert "FileNotFoundError" not in asked.stdout  # it finds its kernel
     assert "No such file" not in asked.stdout

@@ -1,29 +1,24 @@
 """Our kernels compiled for Hopper, without one: they fit, hardly spill, and keep their order."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+COMPILE = Path(__file__).with_name("compile_for_hopper.py")
 SPILLS = Path(__file__).parents[2] / "benchmarks" / "spills.py"
 SHARED_MEMORY = 232448  # bytes a block may use on Hopper
 MOST_SPILLED = 80  # bytes a thread: what tiles were chosen by (subjects/triton_flash.py)
 
 
 @pytest.fixture
-def compile_kernels(tmp_path):
+def compile_kernels(tmp_path, warm_python):
     """``compile_kernels(what, …)``: what it prints, in a process that compiles."""
 
-    def run(*arguments, script="compile_for_hopper.py"):
+    def run(*arguments, script=COMPILE):
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-        done = subprocess.run(
-            [sys.executable, Path(__file__).parent / script, *arguments],
-            env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
-            capture_output=True,
-            text=True,
-        )
+        how = {"cwd": tmp_path, "env": environment | {"TRITON_CACHE_DIR": str(tmp_path)}}
+        done = warm_python.run(str(script), *arguments, **how)
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()
 

@@ -33,7 +33,8 @@ def kernel(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def wide(judge):
-    return judge("properties/test_causal.py", kernel("wide"))
+    """By two properties of four: ``test_each_property.py`` has a fault that each of them fails."""
+    return judge("properties/test_causal.py", "-k", "future_keys or first_row", kernel("wide"))
 
 
 def test_a_mask_one_key_too_wide_fails(wide):
@@ -56,17 +57,11 @@ def test_what_failed_is_the_whole_text(wide):
     )
 
 
-def test_its_reproducer_reproduces_it(wide):
+def test_its_reproducer_reproduces_it(wide, warm_python):
     _, _, after = wide.stdout.partition(f"{FUTURE}[planted.wide-fp32-causal]")
     command = re.search(r"Reproduce: attncheck (repro \w{10})\n", after)
     assert command
-    again = subprocess.run(
-        [sys.executable, "-m", "attncheck", *command[1].split()],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    again = warm_python.run("attncheck", *command[1].split(), cwd=ROOT)
     assert again.returncode == 1
     assert "bit for bit" in again.stdout
 

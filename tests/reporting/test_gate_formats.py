@@ -70,6 +70,21 @@ def test_an_answer_without_its_facts_is_refused(changes, fact):
         load_report(render(report, "json"), GateReport)
 
 
+@pytest.mark.parametrize("format_", ["table", "md", "github"])
+def test_changes_of_one_reason_are_told_once(format_):
+    changes = [
+        made.Change(kernel="k", case_id=case, standing="worse", reason="pass before, fail now")
+        for case in ("aaaa", "bbbb", "cccc", "dddd")
+    ]
+    other = made.Change(kernel="k", case_id="eeee", standing="worse", reason="larger")
+    report = made.report(made.answer(made.wrong()), changes=(*changes, other), baseline="b.json")
+    text = render(report, format_)
+    assert text.count("pass before, fail now") == 1
+    aaaa = text.index("4 cases of k (aaaa")
+    assert "dddd" not in text[aaaa:].splitlines()[0], "so many are named, and no more"
+    assert "k eeee" in text
+
+
 # CSV
 
 

@@ -4,8 +4,6 @@ their tensors; and each of these notices a planted fault."""
 import dataclasses
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -361,16 +359,13 @@ COMPILED = {
 
 
 @pytest.mark.parametrize("kernel", COMPILED)
-def test_compiles_for_hopper_without_a_gpu(kernel, tmp_path):
+def test_compiles_for_hopper_without_a_gpu(kernel, tmp_path, warm_python):
     """Within shared memory; fp8's tensor-core accumulator is used where it is asked for alone."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     dtypes, rest = COMPILED[kernel]
-    run = subprocess.run(
-        [sys.executable, SPILLS, "--kernel", kernel, "--dtype", *dtypes, *rest.split()],
-        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
+    words = (str(SPILLS), "--kernel", kernel, "--dtype", *dtypes, *rest.split())
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    run = warm_python.run(*words, cwd=tmp_path, env=environment)
     assert run.returncode == 0, run.stderr
     lines = [line.split() for line in run.stdout.splitlines()[2:]]
     assert {line[1] for line in lines} == set(dtypes)

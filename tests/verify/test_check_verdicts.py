@@ -82,7 +82,9 @@ def test_a_fault_fails_by_its_rule_and_at_its_place(fault, problem):
 
 
 def test_out_that_is_a_percent_too_large_fails():
-    assert judged(spoiled(at("out", ..., lambda x: x * 1.01))).status == "fail"
+    record = judged(spoiled(at("out", ..., lambda x: x * 1.01)))
+    assert record.status == "fail"
+    assert record.judgement.blind_spot is None, "it has shown its fault"
 
 
 @pytest.mark.parametrize("value", [1e-7, math.nan])

@@ -96,6 +96,17 @@ def widens(q, k, v, causal=False):
     out = right(q, k, v, causal)
     return out.float() if q.dtype == torch.float16 else out
 
+def from_the_first_key(q, k, v, softmax_scale=None, causal=False):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return sdpa(q, k, v, is_causal=causal, scale=softmax_scale).transpose(1, 2)
+
+def to_the_last_key(q, k, v, is_causal=False):
+    if not is_causal:
+        return sdpa(q, k, v)
+    rows, keys = q.shape[2], k.shape[2]
+    seen = torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows)
+    return sdpa(q, k, v, attn_mask=seen)
+
 def either(q, k, v, causal=False):
     inside = q.shape[1] > q.shape[2]  # more rows than heads
     return (heads_inside if inside else right)(q, k, v, causal)
@@ -149,6 +160,32 @@ def test_what_it_cannot_take_is_a_line_and_no_failure(find):
     # Moved to what it takes: no question is lost for its sizes.
     assert statuses["causal-wide"] == statuses["ragged"] == "pass"
     assert held.unsupported(Problem(query=4, kv=9, dtype="fp16"), "cpu").startswith("not asked: it")
+
+
+@pytest.mark.parametrize(
+    ("name", "alignment", "corner", "mask"),
+    [
+        ("from_the_first_key", "top_left", "first", "causal"),
+        ("to_the_last_key", "bottom_right", "last", "causal_bottom_right"),
+    ],
+)
+def test_where_its_causal_mask_begins_is_found_told_and_held_to(
+    find, name, alignment, corner, mask
+):
+    subject, claims = find(name)
+    assert claims.causal == alignment
+    assert any(f"gives the {corner} row the {corner} key" in line for line in claims.lines())
+    assert wrong(claims) == []
+    held = on_terms(subject, claims.terms())
+    asked = claimed_questions(claims, held, device="cpu")
+    wide = [
+        one.case
+        for one in asked
+        if one.case.problem.mask.name == mask and one.case.problem.kv > one.case.problem.query
+    ]
+    answers = [run_case(held, case, device="cpu").status for case in wide]
+    assert "pass" in answers
+    assert set(answers) <= {"pass", "unsupported"}
 
 
 def test_what_is_asked_for_by_name_is_claimed(find):

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from attncheck.diagnose.diagnosis import diagnose_failure
+from attncheck.diagnose.diagnosis import CauseSearch, diagnose_failure, explained_by
 from attncheck.diagnose.out_of_bounds_reads import (
     misread_strides,
     out_of_bounds_reads,
@@ -237,6 +237,20 @@ def test_what_nothing_has_written_is_told():
     assert unwritten_memory(case, kernel, "cpu", InProcess()) == "out"
     first = told(kernel, case).diagnosis.ranked[0]
     assert (first.model, first.parameters) == ("free-memory-read", {"of": "out"})
+
+
+@pytest.mark.parametrize(
+    ("kernel", "sign", "of"),
+    [(Forgetful(), "free-memory-read", "out"), (Reading("v"), "reads-beside-an-input", "v")],
+)
+def test_a_sign_that_one_failure_proves_is_tried_on_the_next(kernel, sign, of):
+    search = CauseSearch(most=1)  # failures that may be looked into from the beginning
+    cases = [Case(problem=PROBLEM.replace(seed=seed)) for seed in range(3)]
+    records = [run_case(kernel, case, device="cpu") for case in cases]
+    for record in records:
+        diagnosis = search.diagnose(record, kernel, device="cpu").diagnosis
+        assert [(one.model, one.parameters) for one in diagnosis.ranked] == [(sign, {"of": of})]
+    assert explained_by(records[0], [sign], Off(), device="cpu") is None, "it reads no memory"
 
 
 @pytest.mark.parametrize("period", [2, 3, 4, 7, 8])

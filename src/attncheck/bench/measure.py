@@ -1,24 +1,31 @@
-"""The loop: kernels take turns on each problem, and what the timed calls gave is judged."""
+"""The loop: kernels take turns on each problem, and what the timed calls gave is judged.
+
+Beside the times stands what a call has to do at least: pairs of a row and a key that it sees,
+operations, bytes.
+"""
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from msgspec.structs import replace as replace_struct
 
 from attncheck.bench.machine import sm_clock
-from attncheck.bench.work import count_work
+from attncheck.core.mod_spec import FULL
 from attncheck.core.strided_alloc import release_cached_memory
 from attncheck.inputs.input_tensors import Inputs, quick_inputs
 from attncheck.inputs.problem import Case, Problem, head_arrangement
-from attncheck.records.bench_report import BenchCell, BenchRow, Times
+from attncheck.records.bench_report import BenchCell, BenchRow, Times, Work
 from attncheck.records.record import FAILED_STATUSES, Record
 from attncheck.relations.excerpt import Excerpt, can_excerpt
 from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Execution, Failure, KeepingExecutor
 from attncheck.verify.kernel_hosts import executor_of
-from attncheck.verify.run_case import new_record, run_on_evidence, without_outputs
+from attncheck.verify.run_case import mask_rows, new_record, run_on_evidence, without_outputs
 from attncheck.verify.verify import applicable_subjects, case_subjects, own_arithmetics
 
 if TYPE_CHECKING:
@@ -32,6 +39,8 @@ if TYPE_CHECKING:
 # Pairs of a row and a key that are judged of one cell, a pass of gradients counted threefold: their
 # bounds take about a second for each arithmetic, 3 ns each on an H100, 1 µs on a CPU's core.
 _MOST_PAIRS = {"cpu": 2**20, "cuda": 2**28}
+_PAIRS = {"cpu": 1 << 22, "cuda": 1 << 26}  # of which a mask is evaluated at once
+_MOST_DECODED = 16  # rows up to which reading k and v takes longer than multiplying by them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,3 +283,47 @@ def _take_turns(
                 if mhz := clock():
                     clocks.append(mhz)
     return clocks
+
+
+def count_work(problem: Problem, device: str) -> Work:
+    """Count the work of a Problem of attention, its pairs exactly, by the original mask.
+
+    A product of a pair is a multiplication and an addition for each of head_dim or value_dim
+    numbers. A forward has two, q·k and P·v; a backward five, 2.5 times as many where both
+    dimensions are one: q·k again, dO·v, and those of dv, dq and dk.
+    """
+    plain = problem.replace(seed=0, distribution="normal", dtype="fp32", backward=False)
+    pairs = visible_pairs(plain.replace(dlse=False, dcaptured=False), device)
+    forward = 2.0 * pairs * (problem.head_dim + problem.value_dim)
+    backward = 2.0 * pairs * (3 * problem.head_dim + 2 * problem.value_dim)
+    stored = problem.formats.storage.torch_dtype.itemsize
+    written = problem.formats.output.torch_dtype.itemsize
+    keys = problem.batch * problem.kv_heads * problem.kv
+    rows = problem.batch * problem.heads * problem.query
+    cache = keys * (problem.head_dim + problem.value_dim) * stored
+    read_and_written = rows * (problem.head_dim * stored + problem.value_dim * written)
+    return Work(
+        pairs=pairs,
+        forward_flops=forward,
+        backward_flops=backward if problem.backward else 0.0,
+        forward_bytes=cache + read_and_written,
+        cache_bytes=cache,
+        decoding=problem.query <= _MOST_DECODED < problem.kv,
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def visible_pairs(problem: Problem, device: str) -> int:
+    """Count the pairs of a query row and a key that it sees, over all sequences and heads."""
+    sizes = (problem.batch, problem.heads)
+    if problem.mask == FULL:
+        return math.prod(sizes) * problem.query * problem.kv
+    seen, count = mask_rows(problem, torch.device(device)), 0
+    step = max(1, _PAIRS[device] // (math.prod(sizes) * problem.kv))
+    for start in range(0, problem.query, step):
+        rows = range(start, min(start + step, problem.query))
+        part = seen(rows)
+        # Axes of one element that a mask does not read stand for all of theirs.
+        each = math.prod(sizes) * len(rows) * problem.kv // part.numel()
+        count += int(part.sum()) * each
+    return count

@@ -167,7 +167,7 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             at a jump of its mod, or its error is too large for any bound.
         jumps: (row, key) pairs whose score lies within its own error of a jump of the score mod.
         precision: See ``Precision``.
-        blind_spot: See ``BlindSpot``; None where nothing was compared.
+        blind_spot: See ``BlindSpot``; None of a failure, and where nothing was compared.
         arithmetic: The profile that the bounds assume, in one line.
         lse_also_within: Another, tighter profile whose bound LSE satisfies too, in one line: of an
             fp8 kernel that does not declare its accumulator; empty otherwise.

@@ -79,6 +79,11 @@ _LAYOUTS = tuple(name for name in RELATIONS if name.startswith("strides_"))
 # Of these both runs have the numbers of the plain call: where that is right, it is the layout.
 _SAME_NUMBERS = ("strides_heads_last", "strides_gapped", "strides_packed", "strides_transposed")
 _ALONE = "strides_alone"
+# Signs that a pair of calls shows again, once many have proven it of another failure.
+_SHOWN_AGAIN = {
+    "free-memory-read": unwritten_memory,
+    "reads-beside-an-input": out_of_bounds_reads,
+}
 
 
 @contextmanager
@@ -133,9 +138,10 @@ def diagnose_failure(
     return replace(record, diagnosis=UNSET if diagnosis is None else diagnosis)
 
 
-def certain_models(record: Record) -> list[str]:
-    """Return the fault models that certainly explain a failure, the best first."""
-    return [one.model for one in certain_explanations(record) if one.model in FAULT_MODELS]
+def certain_causes(record: Record) -> list[str]:
+    """Return the fault models, or the sign, that certainly explain a failure, the best first."""
+    known = (one.model for one in certain_explanations(record))
+    return [name for name in known if name in FAULT_MODELS or name in _SHOWN_AGAIN]
 
 
 def explain_failure(
@@ -166,7 +172,7 @@ class CauseSearch:
     def __init__(self, most: int = 24) -> None:
         self._left = most
         self._passed: deque[Case] = deque(maxlen=_MOST_PASSED)
-        self._models: dict[str, None] = {}
+        self._causes: dict[str, None] = {}
         self._closed: set[tuple[object, ...]] = set()
 
     def note(self, record: Record) -> None:
@@ -180,7 +186,7 @@ class CauseSearch:
         self, record: Record, subject: Subject, *, device: str, executor: Executor | None = None
     ) -> Record:
         """Return ``record``, of a failure, with what may be wrong, as far as it is looked for."""
-        known = explained_by(record, self._models, subject, device=device, executor=executor)
+        known = explained_by(record, self._causes, subject, device=device, executor=executor)
         if known is not None:
             return replace(record, diagnosis=known)
         # A hundred failures of which no model explains one say no more than the first, and a sign
@@ -194,9 +200,9 @@ class CauseSearch:
         record = diagnose_failure(
             record, subject, device=device, executor=executor, passed=tuple(self._passed)
         )
-        models = certain_models(record)
-        self._models |= dict.fromkeys(models)
-        if not models:
+        causes = certain_causes(record)
+        self._causes |= dict.fromkeys(causes)
+        if not causes:
             self._closed.add(kind)
         return record
 
@@ -209,15 +215,15 @@ class CauseSearch:
         those before it.
         """
         found = [*records]
-        known: dict[int, int] = {}  # models that had been found by then
+        known: dict[int, int] = {}  # causes that had been found by then
         pairs = enumerate(records)
         failed = [i for i, one in pairs if one is first or one.status in FAILED_STATUSES]
         failed.sort(key=lambda i: records[i] is not first)
         for i in failed:
             found[i] = self.diagnose(records[i], subject, device=device)
-            known[i] = len(self._models)
+            known[i] = len(self._causes)
         for i in failed:
-            later = [*self._models][known[i] :]
+            later = [*self._causes][known[i] :]
             if later and not certain_explanations(found[i]):
                 late = explained_by(records[i], later, subject, device=device)
                 found[i] = replace(found[i], diagnosis=late) if late is not None else found[i]
@@ -226,23 +232,26 @@ class CauseSearch:
 
 def explained_by(
     record: Record,
-    models: Collection[str],
+    causes: Collection[str],
     subject: Subject,
     *,
     device: str,
     executor: Executor | None = None,
 ) -> Diagnosis | None:
-    """Return the diagnosis by those of ``models`` that explain all of a failure; None if none.
+    """Return the diagnosis by those of ``causes`` that explain all of a failure; None if none.
 
-    Arguments as of ``diagnose_failure``.
+    Arguments as of ``diagnose_failure``, and the models and signs that explain others of it.
     """
-    if not models or record.status != "fail" or record.case.get("question") == _FAR:
+    if not causes or record.status != "fail" or record.case.get("question") == _FAR:
         return None
-    findings = explain_failure(record, subject, device=device, executor=executor, among=models)
+    failure = _Failure(record, subject, device, executor or executor_of(subject))
+    models = [name for name in causes if name in FAULT_MODELS]
+    findings = failure.findings(models) if models else None
     # What leaves rows free would explain them whatever they hold: all others are asked first.
-    if findings is None or not count_equals(findings.ranking) or findings.ranking[0].loose:
-        return None
-    return _as_diagnosis(findings.ranking, findings, Case.from_json(record.case).problem)
+    if findings is not None and count_equals(findings.ranking) and not findings.ranking[0].loose:
+        return _as_diagnosis(findings.ranking, findings, Case.from_json(record.case).problem)
+    sign = failure.shown_again([name for name in causes if name in _SHOWN_AGAIN])
+    return None if sign is None else Diagnosis(ranked=(sign,), tied=1, tried=0)
 
 
 def diagnose_result(result: Execution, evidence: EvidenceBuilder) -> Diagnosis | None:
@@ -312,7 +321,11 @@ class _Failure:
             call = partial(self.executor.run, self.subject, evidence.inputs, origin=origin)
             # Of several runs that must agree one is wrong: it is not asked how the others round.
             tell = partial(explain, evidence=evidence, among=among)
-            findings = _explain_calls(call, tell, related=case.question in RELATIONS)
+            related = case.question in RELATIONS
+            most = _TWICE if related else _CALLS
+            # What varies from call to call is hardly what a model known from another failure says.
+            most = most if among is FAULT_MODELS else 1
+            findings = _explain_calls(call, tell, most=most, related=related)
             if findings is not None:
                 yield findings
 
@@ -467,6 +480,18 @@ class _Failure:
             return _sign("free-memory-read", of=names) if names else None
         return None
 
+    def shown_again(self, signs: Sequence[str]) -> Explanation | None:
+        """Return the first of ``signs`` that a pair of calls shows; None where there is none."""
+        if not self.is_of_numbers:
+            return None
+        with _skip_unfit():
+            case = Case.from_json(self.record.case)
+            for name in signs if case.question in (*RELATIONS, *PROBES, "compare") else ():
+                of = _SHOWN_AGAIN[name](case, self.subject, self.device, self.executor, pairs=1)
+                if of:
+                    return _sign(name, of=of)
+        return None
+
     def sign(self) -> Explanation | None:
         """Return the sign that calls differ; None where there is none."""
         if not self.is_of_numbers:
@@ -502,16 +527,20 @@ class _Failure:
 
 
 def _explain_calls(
-    call: Callable[[], Execution | Failure], tell: Callable[..., Findings | None], *, related: bool
+    call: Callable[[], Execution | Failure],
+    tell: Callable[..., Findings | None],
+    *,
+    most: int,
+    related: bool,
 ) -> Findings | None:
     """Explain a call that is wrong; of two that gave different things, both at once.
 
     Memory holds something else each time: what is never written looks like it. A kernel that is
-    wrong now and then is called until it is.
+    wrong now and then is called until it is, at most ``most`` times.
     """
     each: list[Findings] = []
     results: list[Execution] = []
-    for number in range(_TWICE if related else _CALLS):
+    for number in range(most):
         if number >= _TWICE and each:
             break
         with allocator_filled("inverse" if number % 2 else "pattern"):

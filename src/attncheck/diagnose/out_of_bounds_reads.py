@@ -32,11 +32,18 @@ _LAID_OUT = ("q", "k", "v", "dout")
 class _CallComparison:
     """One kernel on one run of a Case, among other surroundings each time."""
 
-    def __init__(self, subject: Subject, executor: Executor, origin: Origin, case: Case) -> None:
+    def __init__(
+        self,
+        subject: Subject,
+        executor: Executor,
+        origin: Origin,
+        case: Case,
+        pairs: int | None = None,
+    ) -> None:
         self._subject, self._executor, self._origin = subject, executor, origin
         promised = "repeat" in subject.promises
         self.promised = promised and (subject.promises_gradients or not case.problem.backward)
-        self._times = _PAIRS if self.promised else _PAIRS_UNPROMISED
+        self._times = pairs or (_PAIRS if self.promised else _PAIRS_UNPROMISED)
 
     def execution(
         self, evidence: EvidenceBuilder, by: Surroundings, fill: Fill = "pattern"
@@ -100,17 +107,23 @@ def changes_between_calls(case: Case, subject: Subject, device: str, executor: E
     return any(comparison.promised and comparison.changes(one) for comparison, one in comparisons)
 
 
-def out_of_bounds_reads(case: Case, subject: Subject, device: str, executor: Executor) -> str:
+def out_of_bounds_reads(
+    case: Case, subject: Subject, device: str, executor: Executor, *, pairs: int | None = None
+) -> str:
     """Return names of inputs, with commas between, beside which it reads; empty if none is known.
 
     Of a kernel that gives the same whatever lies there nothing is said, nor of one that gives
     something else each time.
+
+    Args:
+        pairs: Calls in ordinary conditions and in others that must agree; by default as many as
+            chance does not let agree. One is enough where another failure has proven the sign.
     """
     if not _can_repeat(case):
         return ""
     for number, evidence in enumerate(_evidence(case, device)):
         comparison = _CallComparison(
-            subject, executor, Origin(case=case, run=number), evidence.case
+            subject, executor, Origin(case=case, run=number), evidence.case, pairs
         )
         for contents in _CONTENTS:
             if not comparison.differ(evidence, Surroundings(contents=contents)):
@@ -126,7 +139,9 @@ def out_of_bounds_reads(case: Case, subject: Subject, device: str, executor: Exe
     return ""
 
 
-def unwritten_memory(case: Case, subject: Subject, device: str, executor: Executor) -> str:
+def unwritten_memory(
+    case: Case, subject: Subject, device: str, executor: Executor, *, pairs: int | None = None
+) -> str:
     """Return outputs, with commas between, that hold what memory held that nothing has written.
 
     That is an output's own, or a buffer's between kernels: they change with it, and with nothing
@@ -136,7 +151,7 @@ def unwritten_memory(case: Case, subject: Subject, device: str, executor: Execut
         return ""
     for number, evidence in enumerate(_evidence(case, device)):
         comparison = _CallComparison(
-            subject, executor, Origin(case=case, run=number), evidence.case
+            subject, executor, Origin(case=case, run=number), evidence.case, pairs
         )
         if names := comparison.differ(evidence, Surroundings(), "inverse"):
             return ", ".join(names)

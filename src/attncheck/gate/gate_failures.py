@@ -228,15 +228,15 @@ class FailureLog:
             return None
         how = _call_options(unit, host)
         first = self.diagnose(first, unit, host)
-        models = set(diagnosis.certain_models(first))
+        causes = set(diagnosis.certain_causes(first))
         shrunk = shrink_case(
             first,
             ask,
             planning().supports,
             seconds=tier.shrink_seconds,
             explained=lambda record: (
-                not models
-                or diagnosis.explained_by(record, models, host.subject, **how) is not None
+                not causes
+                or diagnosis.explained_by(record, causes, host.subject, **how) is not None
             ),
         )
         if shrunk is None:

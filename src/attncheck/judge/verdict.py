@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attncheck.core.declared_arithmetic import Arithmetic
-from attncheck.core.judgement import BlindSpot, Judgement, Status, Worst
+from attncheck.core.judgement import Judgement, Status, Worst
 from attncheck.core.tensor_names import GRADIENTS, TensorName
 from attncheck.judge import verdict_rules as rules
 from attncheck.judge.allowance import Allowance, Share, at_rows, shares
@@ -84,9 +84,7 @@ def heads_with_ensemble(
     return heads.with_ensemble(outs, result.exact_out, result.forward()[0].counted)
 
 
-def decide(
-    result: KernelResult, heads: HeadPrecision, blind_spot: BlindSpot | None = None
-) -> Judgement:
+def decide(result: KernelResult, heads: HeadPrecision) -> Judgement:
     """Decide on what a kernel gave: the first rule that fails, and every fact.
 
     The rules in their order: finite, empty rows, structure, the deterministic bound of out, LSE and
@@ -97,11 +95,11 @@ def decide(
 
     Args:
         heads: As ``judge_heads`` gives them, with the ensemble where they need one.
-        blind_spot: What this problem would not have shown.
 
     Returns:
-        The Judgement, without what its worst allowance is made of (``Worst.budget``) and without
-        ``lse_also_within``: those are costly, and whoever wants them adds them.
+        The Judgement, without its blind spot, what its worst allowance is made of
+        (``Worst.budget``) and ``lse_also_within``: those are costly, and whoever wants them adds
+        them.
     """
     allowance, arithmetic, alive = result.allowance, result.arithmetic, result.alive
     both = result.forward()
@@ -158,7 +156,6 @@ def decide(
         rows_unbounded=int((alive & ~both[0].counted.any(-1)).sum()),
         jumps=allowance.jumps,
         precision=precision,
-        blind_spot=blind_spot,
         arithmetic=str(arithmetic),
     )
 

@@ -25,6 +25,7 @@ from attncheck.reporting.gate_document import failure_card, not_covered
 from attncheck.reporting.gate_verdict import (
     DOUBTFUL,
     FailureGroup,
+    alike_changes,
     failing_changes,
     failing_statuses,
     failure_groups,
@@ -314,9 +315,9 @@ def _errors(report: GateReport) -> Iterator[str]:
     for group in failure_groups(report):
         lines, kernel = _failure_lines(report, group), group.shown.record.kernel
         yield _annotation("error", "\n".join(lines), f"{kernel}: {lines[0]}", kernel)
-    for change in failing_changes(report, policy_of(report)):
+    for change, cases in alike_changes(failing_changes(report, policy_of(report))):
         text = f"{change.standing} than the baseline: {change.reason}"
-        yield _annotation("error", text, f"{change.kernel} {change.case_id}", change.kernel)
+        yield _annotation("error", text, cases, change.kernel)
 
 
 def _warnings(report: GateReport) -> Iterator[str]:

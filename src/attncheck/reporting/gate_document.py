@@ -27,6 +27,7 @@ from attncheck.reporting.document import (
 from attncheck.reporting.gate_charts import charts, heat_map, results_table
 from attncheck.reporting.gate_verdict import (
     FailureGroup,
+    alike_changes,
     failure_groups,
     gate_verdict,
     questions,
@@ -138,10 +139,12 @@ def failure_card(report: GateReport, group: FailureGroup, *, drawn: bool = False
     facts = diagnosis_text.failure_facts(record, kernel=record.kernel, device=device, test=test)
     if group.smallest is not None:
         facts.append(("shrunk", f"from {problem_of(group.answer.record).full_line}"))
-    ids = [one.failure or one.record.case_id for one in group.others]
+    # Two stages may ask the same case: it has one id.
+    ids = list(dict.fromkeys(one.failure or one.record.case_id for one in group.others))
     if ids:
         cut = ", …" if len(ids) > _MOST_NAMED else ""
-        facts.append(("like it", f"{len(ids):,} more: {', '.join(ids[:_MOST_NAMED])}{cut}"))
+        more = f"{len(group.others):,} more: {', '.join(ids[:_MOST_NAMED])}{cut}"
+        facts.append(("like it", more))
     # A shrunk problem is often too small for a map: the one before it then shows the pattern.
     error_map = None
     if drawn:
@@ -310,18 +313,18 @@ def _baseline(report: GateReport) -> list[Section]:
         rows.append(Row((Cell(kernel), *cells)))
     columns = (Column("kernel", words=True, cut=True), *map(Column, _STANDING_LOOKS))
     # What is within rounding or identical asks for nothing: it is counted alone.
-    shown = [c for s in ("worse", "better") for c in report.changes if c.standing == s]
+    shown = alike_changes(c for s in ("worse", "better") for c in report.changes if c.standing == s)
     blocks: list[Block] = [Table(columns, tuple(rows))]
-    blocks += map(_change, shown[:_MOST_CHANGES])
+    blocks += [_change(change, cases) for change, cases in shown[:_MOST_CHANGES]]
     more = len(shown) - _MOST_CHANGES
     blocks += [Note(f"and {more:,} more")] if more > 0 else []
     title = f"compared with the baseline {report.baseline}"
     return [Section(title, tuple(blocks), name="Baseline")]
 
 
-def _change(change: Change) -> Note:
+def _change(change: Change, cases: str) -> Note:
     look: Look = "bad" if change.standing == "worse" else "notable"
-    return Note(f"{change.standing}: {change.kernel} {change.case_id}: {change.reason}", look)
+    return Note(f"{change.standing}: {cases}: {change.reason}", look)
 
 
 def _causes(report: GateReport) -> list[Section]:

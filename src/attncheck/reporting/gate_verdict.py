@@ -6,7 +6,7 @@ import itertools
 import math
 import shlex
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from attncheck.core.judgement import Rule
@@ -24,6 +24,7 @@ DOUBTFUL: tuple[Status, ...] = ("flaky", "oracle disagrees", "inconclusive", "wa
 """Those that are no pass, and fail no kernel by themselves."""
 
 _RULES: tuple[str, ...] = Rule.__args__  # type: ignore[attr-defined]  # a Literal has them
+_CASES_NAMED = 3
 _LONGEST_COMMAND = 10_000  # characters: shlex takes the square of the time
 # The worst first: a process that is lost says more of a kernel than any number.
 _ORDER: tuple[Status, ...] = (
@@ -155,6 +156,26 @@ def failing_changes(report: GateReport, policy: Policy) -> tuple[Change, ...]:
     """Cases whose change from the baseline fails under ``policy``."""
     standings = {"worse", "better", "gone"} if policy.strict_baseline else {"worse"}
     return tuple(change for change in report.changes if change.standing in standings)
+
+
+def alike_changes(changes: Iterable[Change]) -> list[tuple[Change, str]]:
+    """Return the first of each kernel's changes of one reason, and which cases they are of.
+
+    A fault that one changed line makes shows in most cases of a baseline, in the same words.
+    """
+    alike: dict[tuple[str, str, str], list[Change]] = {}
+    for change in changes:
+        key = (change.standing, change.kernel, change.reason)
+        alike.setdefault(key, []).append(change)
+    return [(group[0], _cases_text(group)) for group in alike.values()]
+
+
+def _cases_text(changes: Sequence[Change]) -> str:
+    ids = [change.case_id for change in changes]
+    if not ids[1:]:
+        return f"{changes[0].kernel} {ids[0]}"
+    cut = ", …" if ids[_CASES_NAMED:] else ""
+    return f"{len(ids):,} cases of {changes[0].kernel} ({', '.join(ids[:_CASES_NAMED])}{cut})"
 
 
 def failing_statuses(answers: Iterable[Answer], policy: Policy) -> frozenset[Status]:

@@ -386,7 +386,7 @@ def find_claims(
         return kept
     detection = Detection(
         lambda convention, options: on_terms(
-            subject, Terms(convention=convention, lse=options.lse)
+            subject, Terms(convention=convention, lse=options.lse, causal=options.causal)
         ),
         ConventionOptions(),
         device,

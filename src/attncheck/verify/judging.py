@@ -78,13 +78,14 @@ def judge_outputs(
     if at is not None and heads.needs_ensemble:
         outs = (one.out for one in evidence.ensemble(truncates=truncates))
         heads = heads_with_ensemble(kernel, heads, outs)
-    blind_spot = None
-    if not brief:
-        blind_spot = evidence.blind_spot(arithmetic, exposes_lse=outputs.lse is not None)
-    judgement = decide(kernel, heads, blind_spot)
+    judgement = decide(kernel, heads)
+    if judgement.status != "fail":
+        if brief:
+            return judgement
+        # What a pass rests on; a problem that has shown a fault need not say which it would show.
+        spot = evidence.blind_spot(arithmetic, exposes_lse=outputs.lse is not None)
+        judgement = replace_struct(judgement, blind_spot=spot)
     # What follows explains a failure, and costs as much as finding it.
-    if brief and judgement.status != "fail":
-        return judgement
     worst = judgement.worst
     # Of an allowance that is 0 or infinite there are no parts to name.
     if worst is not None and math.isfinite(worst.allowance) and worst.allowance > 0:

@@ -26,7 +26,7 @@ Fill = Literal["", "pattern", "inverse"]
 """Empty for whatever is there; else a pattern, or its inverse, of which every byte differs."""
 
 _PERIOD = 65_521  # a prime: no row of a tensor is as long, and sees one pattern again and again
-_AT_HAND = 2  # periods that need no copy: most bands have a few bytes more than one
+_AT_HAND = 32  # periods that need no copy: the widest band and most tensors are shorter
 _SPREAD = 40_503  # between the patterns of two places
 _BYTE = {"pattern": 0xA5, "inverse": 0x5A}  # where memory can be given one byte alone
 _M_PERTURB = -6  # of mallopt(3)

@@ -3,7 +3,6 @@
 # ruff: noqa: N803  # Triton: constexprs in capitals
 
 import os
-import subprocess
 import sys
 
 import numpy as np
@@ -188,18 +187,13 @@ def kernel(x, out, MASK: tl.constexpr, SCORE: tl.constexpr, mask_captured, score
 """
 
 
-def test_functions_compile_for_hopper(tmp_path):
+def test_functions_compile_for_hopper(tmp_path, warm_python):
     (tmp_path / "compiled_kernel.py").write_text(KERNEL)
     environment = {
         **{name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
         "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
         "TRITON_CACHE_DIR": str(tmp_path / "cache"),
     }
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE + LIBRARY + OPERATIONS_COMPILED],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    program = COMPILE + LIBRARY + OPERATIONS_COMPILED
+    done = warm_python.run("-c", program, cwd=tmp_path, env=environment)
     assert done.stdout.strip() == "compiled", done.stderr

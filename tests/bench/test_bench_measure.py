@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from attncheck.bench.measure import count_work, visible_pairs
 from attncheck.bench.tables import TABLES, bench_plan
-from attncheck.bench.work import count_work, visible_pairs
 from attncheck.core.errors import UnknownName, UsageError
 from attncheck.inputs.problem import Problem
 from attncheck.oracles.mod_calls import Indices, call_mask
@@ -15,7 +15,7 @@ SEVEN = ("full", "causal", "alibi", "sliding_window", "prefix_lm", "softcap", "d
 @pytest.mark.parametrize("variant", [*SEVEN, "neighborhood", "varlen", "decode", "paged_decode"])
 @pytest.mark.parametrize("shape", ["2x4/2x48x16", "1x2x24/40x8"])
 def test_pairs_are_those_that_the_mask_shows(variant, shape, monkeypatch):
-    monkeypatch.setattr("attncheck.bench.work._PAIRS", {"cpu": 500})  # in several pieces
+    monkeypatch.setattr("attncheck.bench.measure._PAIRS", {"cpu": 500})  # in several pieces
     (planned,) = bench_plan((), shapes=[shape], variants=[variant], backward=False)
     problem = planned.problem
     sizes = problem.batch, problem.heads, problem.query, problem.kv
