@@ -21,6 +21,7 @@ from attncheck.core.mod_spec import Spec
 from attncheck.inputs.problem import Problem
 from attncheck.kernels import flash3_forward, gradient_terms
 from attncheck.kernels.decode_forward import _merge, _split
+from attncheck.kernels.flash3_backward import BACKWARD_SHAPES, ROWS_LAYOUT, _backward
 from attncheck.kernels.flash3_forward import (
     FP8_SHAPES,
     OWN,
@@ -63,22 +64,27 @@ def compiled(kernel, constants, types, divisible=(), **options):
     return triton.compile(source, target=HOPPER, options=options)
 
 
-def spilled(kernel):
-    """Bytes of stack a thread."""
+def said_of(kernel, question):
+    """What cuobjdump answers about it."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        said = subprocess.run([TOOL, "-res-usage", file.name], capture_output=True, text=True)
-    return int(re.search(r"STACK:(\d+)", said.stdout)[1])
+        return subprocess.run([TOOL, question, file.name], capture_output=True, text=True).stdout
+
+
+def spilled(kernel):
+    """Bytes of stack a thread."""
+    return int(re.search(r"STACK:(\d+)", said_of(kernel, "-res-usage"))[1])
+
+
+def sass(kernel):
+    """Its machine code."""
+    return said_of(kernel, "-sass")
 
 
 def spills_in_loops(kernel):
     """How often the innermost loops over matrix instructions read or write spilled registers."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        said = subprocess.run([TOOL, "-sass", file.name], capture_output=True, text=True)
-    code = [(int(at, 16), text) for at, text in re.findall(r"/\*(\w{4,})\*/ +(.+?);", said.stdout)]
+    code = [(int(at, 16), text) for at, text in re.findall(r"/\*(\w{4,})\*/ +(.+?);", sass(kernel))]
 
     def places(*names):
         return [at for at, text in code if any(name in text for name in names)]
@@ -286,26 +292,51 @@ def flash3_kernel(width, shape, *, upper, lower, dtype="bf16"):
         "v_desc": (stored, width, shape.keys) if scaled else (stored, shape.keys, width),
         "out_desc": (torch.bfloat16, OWN, width),
     }
-    named = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8e4nv"}
-    types = {
-        name: f"tensordesc<{named[tile[0]]}[1,1,{tile[1]},{tile[2]}],{layout_of(*tile)!r}>"
-        for name, tile in tiles.items()
-    }
-    types |= dict.fromkeys(("lse_ptr", "q_scale", "k_scale", "v_scale"), "*fp32")
-    types |= {"again_ptr": "*i32", "factor": "fp32"}
     constants = {
         "GROUPS": shape.groups, "STAGES": shape.stages, "REGISTERS": shape.registers,
         "PINGPONG": shape.pingpong, "UPPER": upper, "LOWER": lower, "SCALED": scaled,
         "LIFT": 8.0 if scaled else 0.0,
     }  # fmt: skip
-    names = flash3_forward._forward.arg_names
-    source = GluonASTSource(
-        flash3_forward._forward,
-        {n: types.get(n, "constexpr" if n in constants else "i32") for n in names},
-        constants,
-    )
-    options = {"num_warps": 4, "enable_fp_fusion": False}
-    return triton.compile(source, target=HOPPER, options=options)
+    types = boxes(tiles) | {"again_ptr": "*i32", "factor": "fp32"}
+    types |= dict.fromkeys(("lse_ptr", "q_scale", "k_scale", "v_scale"), "*fp32")
+    return gluon_kernel(flash3_forward._forward, constants, types, enable_fp_fusion=False)
+
+
+def boxes(tiles):
+    """Types of descriptors: of each name the dtype, rows and columns of a tile."""
+    named = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8e4nv"}
+    return {
+        name: f"tensordesc<{named[dtype]}[1,1,{rows},{width}],{layout_of(dtype, rows, width)!r}>"
+        for name, (dtype, rows, width) in tiles.items()
+    }
+
+
+def gluon_kernel(kernel, constants, types, **options):
+    """A kernel whose other arguments are 32-bit numbers."""
+    names = kernel.arg_names
+    signature = {n: types.get(n, "constexpr" if n in constants else "i32") for n in names}
+    source = GluonASTSource(kernel, signature, constants)
+    return triton.compile(source, target=HOPPER, options={"num_warps": 4, **options})
+
+
+def flash3_gradients():
+    """Print width, limits, shared memory, spilled bytes, products and waits of each kind."""
+    pointers = {"dq_ptr": "*fp32", "turns_ptr": "*i32", "next_ptr": "*i32"}
+    for width, shape in BACKWARD_SHAPES.items():
+        tiles = dict.fromkeys(("q_desc", "dout_desc"), (torch.bfloat16, shape.rows, width))
+        own = (torch.bfloat16, OWN, width)
+        tiles |= dict.fromkeys(("k_desc", "v_desc", "dk_desc", "dv_desc"), own)
+        of_rows = f"tensordesc<fp32[1,{shape.rows}],{ROWS_LAYOUT!r}>"
+        types = boxes(tiles) | pointers | {"factor": "fp32", "scale": "fp32"}
+        for upper, lower in ((False, False), (True, False), (True, True)):
+            constants = {
+                "STAGES": shape.stages, "REGISTERS": shape.registers, "UPPER": upper,
+                "LOWER": lower,
+            }  # fmt: skip
+            kernel = gluon_kernel(_backward, constants, types | {"stat_desc": of_rows})
+            counts = [kernel.metadata.shared, spilled(kernel)]
+            counts += [len(re.findall(name, sass(kernel))) for name in ("HGMMA", "GROUP.DEPBAR")]
+            sys.stdout.write(f"{width} {upper:d}{lower:d} {' '.join(map(str, counts))}\n")
 
 
 globals()[sys.argv[1]](*sys.argv[2:])

@@ -166,7 +166,7 @@ def test_a_descriptor_has_an_address_that_tma_takes_and_keeps_no_other_memory():
     columns = torch.ones(1, 1, 64, 70, dtype=torch.bfloat16).mT
     plain = torch.zeros(1, 1, 70, 64, dtype=torch.bfloat16)
     for x, is_copied in ((moved, True), (columns, True), (plain, False)):
-        base = flash3_forward._descriptor(x, 64).base
+        base = flash3_forward.descriptor(x, 64).base
         assert base.data_ptr() % 16 == 0
         assert torch.equal(base, x)
         assert (base is not x) == is_copied

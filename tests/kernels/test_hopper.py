@@ -63,6 +63,17 @@ def test_flash3_fits_and_hardly_spills(head_dim, kinds, compile_kernels):
         assert spilled <= MOST_SPILLED or line[:3] in crowded, line
 
 
+def test_the_backward_of_flash3_fits_and_its_products_overlap(compile_kernels):
+    """Where registers do not suffice ptxas waits for each product before the next one begins."""
+    lines = [list(map(int, line.split())) for line in compile_kernels("flash3_gradients")]
+    assert len(lines) == 6
+    for line in lines:
+        *_, shared, spilled, products, waits = line
+        assert shared <= SHARED_MEMORY, line
+        assert spilled <= 5 * MOST_SPILLED, line
+        assert waits < products / 4, line
+
+
 def test_where_it_has_too_few_registers_the_loop_shows_it(compile_kernels):
     assert int(compile_kernels("crowded")[0]) > 0
 

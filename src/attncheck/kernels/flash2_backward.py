@@ -381,6 +381,21 @@ def _by_rows(
     return dq
 
 
+def redo_rows(*tensors: torch.Tensor, scale: float, mask: TritonMod, launch: Launch) -> None:
+    """Do the blocks of rows that ``again`` names once more, without the keys that are not finite.
+
+    Args:
+        tensors: q, k, v, dout, lse and delta; dq, contiguous; again, int32 ``(batch · heads,
+            blocks)`` of ``launch``.
+    """
+    q, k, v, dout, lse, delta, dq, again = tensors
+    call = _Call(q, k, v, dout, lse, delta, scale, mask, None, None)
+    by_rows_kernel[again.shape[1], again.shape[0]](
+        *call.tensors(), dq, again, *call.numbers(), (), *call.captured(), (), TERMS=None,
+        CAREFUL=True, num_stages=1, **call.constants(launch, None),
+    )  # fmt: skip
+
+
 def _by_keys(
     call: _Call, launch: Launch, tiles: VisitList | None, dq: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:

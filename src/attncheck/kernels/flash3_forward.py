@@ -41,8 +41,8 @@ from attncheck.kernels.tile import loaded, number_of, place
 from attncheck.mods.to_triton import TritonMod
 
 # Triton 3.8 or so renamed both.
-_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +66,7 @@ class Shape:
 
 
 OWN = 64  # rows of a warpgroup, as many as its matrix instruction has
+WIDEST_BACKWARD = 128  # beyond it dK and dV of a warpgroup are more than its registers
 SHAPES = {
     64: Shape(keys=128, stages=4),
     128: Shape(keys=128, stages=2, pingpong=False),
@@ -85,13 +86,21 @@ WHOLE_FP8_SHAPES = {**FP8_SHAPES, 128: Shape(keys=128, stages=2, groups=3, regis
 def shape_for(head_dim: int, band: Band | None, dtype: torch.dtype) -> Shape:
     """Return how rows of ``head_dim`` numbers are taken, which see keys within ``band``."""
     masked, whole = (FP8_SHAPES, WHOLE_FP8_SHAPES) if dtype == _FP8 else (SHAPES, WHOLE_SHAPES)
-    return (whole if band == Band() else masked)[_width(head_dim)]
+    return (whole if band == Band() else masked)[tile_width(head_dim)]
 
 
 def unsupported_by_kernel(
-    dtype: torch.dtype, dims: tuple[int, int], band: Band | None, *, others: bool
+    dtype: torch.dtype,
+    dims: tuple[int, int],
+    band: Band | None,
+    *,
+    others: bool,
+    backward: bool = False,
 ) -> str | None:
-    """Return why the kernel does not take these, in one line; None if it does."""
+    """Return why the kernel does not take these, in one line; None if it does.
+
+    With ``backward``, why that of its gradients does not.
+    """
     if dtype not in _ELEMENTS:
         return "it takes fp16, bf16 and e4m3"
     if others:
@@ -99,11 +108,13 @@ def unsupported_by_kernel(
     if band is None:
         return "it takes masks that go by distance alone: causal ones and windows"
     ahead, most = _ALIGNED // dtype.itemsize, max(SHAPES)
-    if any(dim % ahead or dim > most for dim in dims) or _width(dims[0]) != _width(dims[1]):
+    if any(dim % ahead or dim > most for dim in dims) or tile_width(dims[0]) != tile_width(dims[1]):
         return (
             f"head dims {dims[0]} and {dims[1]}: it takes multiples of {ahead} up to {most}, both "
             f"within the same of {', '.join(map(str, SHAPES))}"
         )
+    if backward and (dtype == _FP8 or max(dims) > WIDEST_BACKWARD):
+        return f"its backward takes fp16 and bf16, of head dims up to {WIDEST_BACKWARD}"
     return None
 
 
@@ -177,9 +188,9 @@ def flash3_forward(
     with sound_assembler(q.device.type):
         # fmt: off
         _forward[(programs,)](
-            _descriptor(q, OWN), _descriptor(k, shape.keys),
-            _by_columns(v, shape.keys) if scaled else _descriptor(v, shape.keys),
-            _descriptor(out, OWN), lse, *(scales(descale) or (lse,) * 3), again, blocks,
+            descriptor(q, OWN), descriptor(k, shape.keys),
+            _by_columns(v, shape.keys) if scaled else descriptor(v, shape.keys),
+            descriptor(out, OWN), lse, *(scales(descale) or (lse,) * 3), again, blocks,
             together, heads, heads // kv_heads, query, kv, band.least or 0, band.most or 0,
             scale * LOG2E, GROUPS=shape.groups, STAGES=shape.stages, REGISTERS=shape.registers,
             PINGPONG=shape.pingpong, UPPER=band.most is not None, LOWER=band.least is not None,
@@ -205,7 +216,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 @cache
-def _width(dim: int) -> int:
+def tile_width(dim: int) -> int:
     """Columns of a tile for rows of ``dim`` numbers."""
     return max(min(SHAPES), int(triton.next_power_of_2(dim)))
 
@@ -213,17 +224,17 @@ def _width(dim: int) -> int:
 _ALIGNED = 16  # bytes: what TMA takes addresses and strides by
 
 
-def _descriptor(x: torch.Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
+def descriptor(x: torch.Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
     """What TMA knows of ``x``, or of a copy where it cannot read it: tiles of ``rows``."""
-    columns = columns or _width(x.shape[3])
+    columns = columns or tile_width(x.shape[3])
     if not _is_readable(x.shape, x.stride(), x.element_size()):
         x = x.contiguous()
     if x.data_ptr() % _ALIGNED:
         x = x.clone(memory_format=torch.contiguous_format)
     # Checking it takes Triton longer than the rest of a launch, and only the address is new.
-    descriptor = copy(_descriptor_of(x.shape, x.stride(), x.dtype, rows, columns))
-    descriptor.base = x
-    return descriptor
+    own = copy(_descriptor_of(x.shape, x.stride(), x.dtype, rows, columns))
+    own.base = x
+    return own
 
 
 _TURNED = 128  # keys of a program
@@ -236,14 +247,14 @@ def _by_columns(v: torch.Tensor, keys: int) -> TensorDescriptor:
     16 of them.
     """
     batch, kv_heads, kv, dim = v.shape
-    wide, width = -(-kv // _ALIGNED) * _ALIGNED, _width(dim)
+    wide, width = -(-kv // _ALIGNED) * _ALIGNED, tile_width(dim)
     out = torch.empty((batch, kv_heads, dim, wide), dtype=v.dtype, device=v.device)
     # As bytes, which Triton loads and moves in the interpreter as well.
     _turn[(triton.cdiv(wide, _TURNED), batch * kv_heads)](
         v.view(torch.uint8), out.view(torch.uint8), *v.stride(), kv_heads, kv, wide, dim,
         BLOCK_K=_TURNED, BLOCK_V=width,
     )  # fmt: skip
-    return _descriptor(out, width, keys)
+    return descriptor(out, width, keys)
 
 
 @lru_cache(maxsize=256)
@@ -363,19 +374,19 @@ def _copy(
             phase = (done // STAGES) & 1
             mbarrier.wait(k_empty.index(stage), phase ^ 1)
             mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-            _load(k_desc, [b, h // group, key, 0], k_full.index(stage), k_s.index(stage))
+            load(k_desc, [b, h // group, key, 0], k_full.index(stage), k_s.index(stage))
             if turn == 0:
                 for own in gl.static_range(GROUPS):
                     row = (block * GROUPS + own) * ROWS
                     mbarrier.wait(q_empty.index(own), turn_of_q ^ 1)
                     mbarrier.expect(q_full.index(own), q_desc.block_type.nbytes)
-                    _load(q_desc, [b, h, row, 0], q_full.index(own), q_s.index(own))
+                    load(q_desc, [b, h, row, 0], q_full.index(own), q_s.index(own))
             mbarrier.wait(v_empty.index(stage), phase ^ 1)
             mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
             if SCALED:
-                _load(v_desc, [b, h // group, 0, key], v_full.index(stage), v_s.index(stage))
+                load(v_desc, [b, h // group, 0, key], v_full.index(stage), v_s.index(stage))
             else:
-                _load(v_desc, [b, h // group, key, 0], v_full.index(stage), v_s.index(stage))
+                load(v_desc, [b, h // group, key, 0], v_full.index(stage), v_s.index(stage))
             done += 1
         turn_of_q ^= 1
 
@@ -584,7 +595,7 @@ def _attend(
         acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, SUMS))[:, None]
         out_s.index(OWN).reshape([ROWS, WIDTH]).store(acc.to(out_desc.dtype))
         fence_async_shared()
-        _store(out_desc, [bh // heads, bh % heads, row, 0], out_s.index(OWN))
+        store(out_desc, [bh // heads, bh % heads, row, 0], out_s.index(OWN))
         tma.store_wait(0)
         mbarrier.arrive(q_empty.index(OWN), count=1)
         turn_of_q ^= 1

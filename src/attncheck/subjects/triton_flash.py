@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
     from attncheck.kernels.flash3_forward import Shape
-    from attncheck.kernels.launch import Band, KernelPages, Launch, VisitList
+    from attncheck.kernels.launch import Band, KernelPages, Launch
 
     Gradients = tuple[
         torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None
@@ -334,7 +334,7 @@ class Flash2(Flash):
             other["dense"] = type(self)(self._blocks, dense=True)
         return other
 
-    def _gradients_visit(self, problem: Problem, device: torch.device) -> dict[str, VisitList]:
+    def _gradients_visit(self, problem: Problem, device: torch.device) -> dict[str, Any]:
         """The tiles of dQ and of dK and dV, as ``visited``."""
         if self._dense or problem.mask == FULL:
             return {}
@@ -454,11 +454,11 @@ class Flash2FastAccumulation(Flash2):
         return super().concerns(problem) and problem.formats.scaled
 
 
-class Flash3(Flash):
-    """FlashAttention-3's forward for Hopper: 16 bits or e4m3, masks that go by distance alone.
+class Flash3(Flash2):
+    """FlashAttention-3 for Hopper: 16 bits, forward e4m3 too, and masks that go by distance alone.
 
     In e4m3 its sums are the tensor core's own, and each call copies V by columns. What hides a
-    value that is not finite is done again by ``triton-flash2``'s kernel, whose bits are others:
+    value that is not finite is done again by ``triton-flash2``'s kernels, whose bits are others:
     they are no promise there.
 
     Args:
@@ -466,12 +466,15 @@ class Flash3(Flash):
     """
 
     name = "triton-flash3"
-    summary = "our FlashAttention-3 forward for Hopper GPUs in Gluon: causal masks and windows"
+    summary = "our FlashAttention-3 for Hopper GPUs in Gluon: causal masks and windows"
+    hopper = HOPPER
     promises = frozenset(PROMISES) - {"nan"}
     sinks = False
     max_num_imprecise_acc = None  # of both kernels
+    captured = False
 
     def __init__(self, shape: Shape | None = None) -> None:
+        super().__init__()
         self._shape = shape
 
     def absent(self, device: str) -> str | None:
@@ -492,6 +495,7 @@ class Flash3(Flash):
             (problem.head_dim, problem.value_dim),
             band_of(problem.mask, problem.dimensions),
             others=problem.score != NONE,
+            backward=problem.backward,
         )
 
     def tiling(self, problem: Problem, device: str) -> Tiling | None:
@@ -532,6 +536,17 @@ class Flash3(Flash):
         from attncheck.kernels import flash3_forward
 
         return flash3_forward.flash3_forward
+
+    def _gradients_visit(self, problem: Problem, device: torch.device) -> dict[str, Any]:
+        """The band of its mask."""
+        del device
+        return {"band": band_of(problem.mask, problem.dimensions)}
+
+    def backward_launcher(self) -> Callable[..., Gradients]:
+        """``kernels.flash3_backward.flash3_backward``."""
+        from attncheck.kernels import flash3_backward
+
+        return flash3_backward.flash3_backward
 
 
 def _band(problem: Problem) -> Band | None:

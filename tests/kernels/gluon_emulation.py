@@ -1,0 +1,232 @@
+"""Gluon kernels without a GPU: their Python, run by a thread for each group of warps.
+
+What is asynchronous on a GPU is done at once here, and layouts mean nothing: shown is what a kernel
+reads, writes and waits for, not that it waits long enough.
+"""
+
+import threading
+import time
+from types import FunctionType, SimpleNamespace
+
+import torch
+
+_PATIENCE = 60.0  # seconds that a thread waits before it is said to wait for ever
+
+
+class Barrier:
+    """An mbarrier: a phase ends when all have arrived and all bytes are there."""
+
+    def __init__(self, count):
+        self.count = self.arrivals = count
+        self.bytes = self.phase = 0
+        self.changed = threading.Condition()
+
+    def update(self, arrivals=0, size=0):
+        with self.changed:
+            self.arrivals -= arrivals
+            self.bytes += size
+            assert self.arrivals >= 0, "more arrive than a phase has room for"
+            if self.arrivals == self.bytes == 0:
+                self.arrivals = self.count
+                self.phase += 1
+                self.changed.notify_all()
+
+    def wait(self, parity):
+        with self.changed:
+            ended = self.changed.wait_for(lambda: self.phase & 1 != int(parity), _PATIENCE)
+        assert ended, "a barrier is waited for and nobody comes"
+
+
+class Memory:
+    """Shared memory: NaN before it is written."""
+
+    def __init__(self, values, layout=None, barriers=None):
+        self.values, self.layout, self.barriers = values, layout, barriers
+        self.shape, self.dtype = list(values.shape), values.dtype
+
+    def index(self, i):
+        barriers = None if self.barriers is None else self.barriers[int(i)]
+        return Memory(self.values[int(i)], self.layout, barriers)
+
+    def reshape(self, shape):
+        return Memory(self.values.view(shape))
+
+    def permute(self, order):
+        return Memory(self.values.permute(order))
+
+    def slice(self, start, length, dim=0):
+        return Memory(self.values.narrow(dim, start, length))
+
+    def load(self, layout):
+        return self.values.clone()
+
+    def store(self, values):
+        assert values.dtype == self.dtype
+        self.values.copy_(values)
+
+
+class Pointer:
+    def __init__(self, tensor, at=0):
+        self.tensor, self.at = tensor, at
+
+    def __add__(self, more):
+        return Pointer(self.tensor, self.at + more)
+
+
+class Descriptor:
+    def __init__(self, made):
+        self.tensor, self.layout, self.dtype = made.base, made.layout, made.base.dtype
+        size = made.base.element_size()
+        for length in made.block_shape:
+            size *= length
+        self.block_type = SimpleNamespace(shape=made.block_shape, nbytes=size)
+
+    def places(self, coordinates):
+        """Of each axis where the block is in the tensor, and where that is in the block."""
+        here = [int(c) for c in coordinates]
+        ends = zip(here, self.block_type.shape, self.tensor.shape, strict=True)
+        kept = [max(0, min(start + block, length) - start) for start, block, length in ends]
+        return (
+            tuple(slice(start, start + n) for start, n in zip(here, kept, strict=True)),
+            tuple(slice(0, n) for n in kept),
+        )
+
+
+def _number(x):
+    return torch.as_tensor(x)
+
+
+def _atomic_add(lock, pointer, value, sem="acq_rel", scope="gpu"):
+    time.sleep(0)
+    at = torch.as_tensor(pointer.at)
+    flat = pointer.tensor.view(-1)
+    with lock:
+        before = flat[at].clone()
+        flat[at] = before + value
+    return before
+
+
+def _load(descriptor, coordinates, barrier, memory):
+    there, here = descriptor.places(coordinates)
+    memory.values.zero_()
+    memory.values[here] = descriptor.tensor[there]
+    barrier.barriers.update(size=-descriptor.block_type.nbytes)
+
+
+def _store(descriptor, coordinates, memory):
+    there, here = descriptor.places(coordinates)
+    descriptor.tensor[there] = memory.values[here]
+
+
+def _product(a, b, acc, *, use_acc=True, is_async=False):
+    time.sleep(0)  # who goes on is not told
+    a, b = (x.values if isinstance(x, Memory) else x for x in (a, b))
+    product = a.float() @ b.float()
+    return acc + product if use_acc else product
+
+
+def _waited(count, deps):
+    return deps[0] if len(deps) == 1 else tuple(deps)
+
+
+def _init(memory, count):
+    memory.barriers.__init__(count)
+
+
+class Emulated:
+    """A kernel that is launched as ``kernel[grid](…)``.
+
+    Args:
+        kernel: The Gluon kernel, of whose module what it calls is read by name.
+        callees: Functions that it calls, themselves or through each other.
+        resident: How many programs run at a time.
+    """
+
+    def __init__(self, kernel, callees, resident):
+        self.names, self.resident = kernel.arg_names, resident
+        self.lock = threading.Lock()
+        world = kernel.fn.__globals__ | self._fakes()
+        for function in (kernel.fn, *(callee.fn for callee in callees)):
+            world[function.__name__] = FunctionType(function.__code__, world)
+        self.kernel = world[kernel.fn.__name__]
+
+    def _fakes(self):
+        def allocate(dtype, shape, layout):
+            if dtype == torch.int64:
+                return Memory(torch.zeros(shape), None, [Barrier(1) for _ in range(shape[0])])
+            return Memory(torch.full(shape, float("nan"), dtype=dtype), layout)
+
+        nothing = SimpleNamespace(get_default_for=lambda *_: None)
+        language = {
+            "minimum": lambda a, b: torch.minimum(_number(a), _number(b)),
+            "maximum": lambda a, b: torch.maximum(_number(a), _number(b)),
+            "cdiv": lambda a, b: (a + b - 1) // b,
+            "arange": lambda start, end, layout=None: torch.arange(start, end),
+            "full": lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
+            "where": torch.where,
+            "exp2": torch.exp2,
+            "broadcast": torch.broadcast_tensors,
+            "convert_layout": lambda x, layout: x,
+            "static_range": range,
+            "allocate_shared_memory": allocate,
+            "atomic_add": lambda *given, **how: _atomic_add(self.lock, *given, **how),
+            "warp_specialize": self._specialise,
+            "float32": torch.float32, "int64": torch.int64, "NVMMASharedLayout": nothing,
+        }  # fmt: skip
+        for layout in ("SliceLayout", "NVMMADistributedLayout", "DotOperandLayout"):
+            language[layout] = lambda *_: None
+        barriers = {
+            "init": _init, "MBarrierLayout": lambda: None,
+            "expect": lambda memory, size: memory.barriers.update(1, size),
+            "arrive": lambda memory, count: memory.barriers.update(count),
+            "wait": lambda memory, parity: memory.barriers.wait(parity),
+        }  # fmt: skip
+        spaces = SimpleNamespace(**language)
+        return {
+            "gl": spaces, "tl": spaces, "mbarrier": SimpleNamespace(**barriers), "load": _load,
+            "store": _store, "tma": SimpleNamespace(store_wait=lambda _: None),
+            "warpgroup_mma": _product, "warpgroup_mma_wait": _waited,
+            "fence_async_shared": lambda: None, "barrier": lambda: None,
+        }  # fmt: skip
+
+    def _specialise(self, parts, warps, registers):
+        assert len(parts) == len(warps) + 1 == len(registers) + 1
+        _run([lambda f=f, given=given: f(*given) for f, given in parts])
+
+    def __getitem__(self, grid):
+        def launch(*given, num_warps=4, **constants):
+            arguments = dict(zip(self.names, given, strict=False))
+            for name, value in arguments.items():
+                if hasattr(value, "block_shape"):
+                    arguments[name] = Descriptor(value)
+                elif isinstance(value, torch.Tensor):
+                    arguments[name] = Pointer(value)
+            room = threading.Semaphore(self.resident)
+
+            def program():
+                with room:
+                    self.kernel(**arguments, **constants)
+
+            _run([program] * grid[0])
+
+        return launch
+
+
+def _run(parts):
+    """All of them at the same time, or what the first of them raised."""
+    raised = []
+
+    def caught(part):
+        try:
+            part()
+        except BaseException as error:  # noqa: BLE001  (it is raised in the caller's thread)
+            raised.append(error)
+
+    threads = [threading.Thread(target=caught, args=(part,), daemon=True) for part in parts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * _PATIENCE)
+    if raised:
+        raise raised[0]
+    assert not any(thread.is_alive() for thread in threads)

@@ -1,0 +1,118 @@
+"""FlashAttention-3's backward without a GPU: its Python, emulated.
+
+That it waits long enough, and how fast it is, shows on a GPU alone.
+"""
+
+import pytest
+import torch
+from tests.kernels.gluon_emulation import Emulated
+from tests.kernels.patched_kernels import PLANTED, copy_kernels
+
+from attncheck.core.mod_spec import FULL, Spec
+from attncheck.inputs.input_tensors import draw_inputs
+from attncheck.inputs.problem import Problem
+from attncheck.subjects.triton_flash import Flash2, Flash3
+from attncheck.verify.environment import prepare
+
+if not torch.cuda.is_available():
+    prepare("cpu")
+
+from attncheck.kernels import flash3_backward, tile
+
+CALLEES = ("walk_rows", "turn_of", "place_in_tile", "_copy", "_take_turns", "_step",
+           "_differentiate")  # fmt: skip
+CAUSAL, WINDOW = Spec.of("causal"), Spec.of("sliding_window", window=130)
+SHAPES = [
+    {"heads": 2, "query": 300, "head_dim": 64, "mask": CAUSAL},
+    {"heads": 3, "query": 130, "kv": 200, "head_dim": 64, "mask": FULL, "dtype": "fp16"},
+    {"heads": 2, "query": 140, "kv": 300, "head_dim": 128, "mask": Spec.of("causal_bottom_right")},
+    {"heads": 4, "kv_heads": 2, "query": 300, "head_dim": 40, "value_dim": 48, "mask": WINDOW},
+    {"heads": 2, "kv_heads": 1, "query": 300, "kv": 100, "head_dim": 128, "mask": CAUSAL},
+    {"heads": 1, "query": 70, "kv": 300, "head_dim": 72, "mask": CAUSAL},
+    # Where a key that is not there would weigh infinitely much.
+    {
+        "heads": 1,
+        "query": 70,
+        "kv": 200,
+        "head_dim": 64,
+        "mask": FULL,
+        "distribution": "negative_logits",
+        "scale": 4.0,
+    },
+]
+
+
+@pytest.fixture
+def emulate(monkeypatch):
+    """``emulate(room, resident)``: its kernel's Python in place of the kernel."""
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled here")
+
+    def patched(room, resident):
+        callees = [getattr(room, name) for name in CALLEES]
+        kernel = Emulated(room._backward, [*callees, tile.place], resident)
+        monkeypatch.setattr(room, "_backward", kernel)
+        monkeypatch.setattr(room, "on_hopper", lambda device: True)
+        return room.flash3_backward
+
+    return patched
+
+
+def gradients(inputs, *subjects):
+    """Of each of ``subjects``, after the forward of FlashAttention-2."""
+    forward = Flash2().run(inputs)
+    return [subject._prepared_backward(inputs)(forward) for subject in subjects]
+
+
+def is_right(launcher, shape) -> bool:
+    """Whether it gives what FlashAttention-2's backward does, twice the same."""
+
+    class Emulation(Flash3):
+        def backward_launcher(self):
+            return launcher
+
+    inputs = draw_inputs(Problem(**{"dtype": "bf16", **shape}, backward=True))
+    one, again, other = gradients(inputs, Emulation(), Emulation(), Flash2())
+    return all(
+        torch.equal(x, y) and (x.double() - z.double()).norm() <= 0.01 * z.double().norm()
+        for x, y, z in zip(one[:3], again[:3], other[:3], strict=True)
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda x: "-".join(map(str, x.values())))
+@pytest.mark.parametrize("resident", [2, 64])
+def test_its_gradients_are_those_of_the_other_kernel(shape, resident, emulate):
+    """Whether two programs run at a time or all of them."""
+    assert is_right(emulate(flash3_backward, resident), shape)
+
+
+@pytest.mark.parametrize("redone", [True, False])
+def test_a_key_that_is_not_finite_reaches_only_rows_that_see_it(redone, emulate, monkeypatch):
+    launcher = emulate(flash3_backward, 64)
+
+    class Emulation(Flash3):
+        def backward_launcher(self):
+            return launcher
+
+    if not redone:
+        monkeypatch.setattr(flash3_backward, "redo_rows", lambda *tensors, **how: None)
+    problem = Problem(**SHAPES[0] | {"dtype": "bf16", "backward": True})
+    inputs = draw_inputs(problem)
+    first = 160  # row that sees the key
+    k = inputs.k.clone()
+    k[:, :, first] = torch.nan
+    inputs = inputs.replace(k=k)
+    (dq, *_), (other, *_) = gradients(inputs, Emulation(), Flash2())
+    assert dq[:, :, first:].isnan().all()
+    before = dq[:, :, :first]
+    assert bool(before.isfinite().all()) == redone, "the rows above it share tiles with those below"
+    if redone:
+        error = (before.double() - other[:, :, :first].double()).norm()
+        assert error <= 0.01 * other[:, :, :first].double().norm()
+
+
+@pytest.mark.parametrize("fault", PLANTED["flash3_backward"])
+def test_a_wrong_one_is_noticed(fault, emulate, tmp_path):
+    copy = copy_kernels(tmp_path, ("flash3_backward",), **PLANTED["flash3_backward"][fault])
+    launcher = emulate(copy.flash3_backward, 64)
+    assert not all(is_right(launcher, shape) for shape in SHAPES)
