@@ -19,7 +19,7 @@ from attncheck.reporting.diagnosis_text import kept_failure_text
 from attncheck.subjects.load import load_subject
 
 KERNELS = Path(__file__).parents[1] / "cases" / "planted_kernels.py"
-WRONG = f"{KERNELS}::bottom_right"
+WRONG = f"{KERNELS}::sees_the_next_key"
 CASE = Case(problem=Problem(query=3, kv=5, head_dim=8, mask=Spec.of("causal")))
 
 
@@ -100,7 +100,7 @@ def test_a_script_is_written(repro, kept):
     text = Path("folder/script.py").read_text()
     assert "import attncheck" not in text
     assert "from attncheck" not in text
-    assert "planted_kernels.py', 'bottom_right')" in text
+    assert "planted_kernels.py', 'sees_the_next_key')" in text
 
 
 @pytest.mark.parametrize(

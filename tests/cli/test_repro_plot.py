@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("matplotlib", reason="plots need the extra plot")
 
-WRONG = f"{Path(__file__).parents[1] / 'cases' / 'planted_kernels.py'}::bottom_right"
+WRONG = f"{Path(__file__).parents[1] / 'cases' / 'planted_kernels.py'}::sees_the_next_key"
 PROBLEM = {"query": 3, "kv": 5, "head_dim": 8, "mask": {"name": "causal"}}
 
 
@@ -33,7 +33,7 @@ def test_the_error_is_drawn_wherever_it_is_asked_for(repro, tmp_path):
     assert (tmp_path / "error.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     text = (tmp_path / "new" / "error.svg").read_text()
     assert text.startswith("<?xml")
-    assert "bottom_right on cpu" in text
+    assert "sees_the_next_key on cpu" in text
 
 
 def test_of_what_is_right_nothing_is_drawn(repro, tmp_path):
