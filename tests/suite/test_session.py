@@ -3,7 +3,7 @@
 import pytest
 
 from attncheck.cases.mask_samples import SOFTMAX, ProblemKind, sample_problems
-from attncheck.cases.strategies.families import MASK_FAMILIES
+from attncheck.cases.strategies import MASK_FAMILIES
 from attncheck.cases.strategies.sizes import pagings
 from attncheck.inputs.problem import Problem
 from attncheck.subjects.ideal import Ideal

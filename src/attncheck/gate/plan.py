@@ -11,8 +11,7 @@ from attncheck.gate.bound_stage import baseline_units, bound_units
 from attncheck.gate.planning import Planning
 from attncheck.gate.property_stage import property_units
 from attncheck.gate.stages import contract_units, probe_units, surrounding_units
-from attncheck.inputs.problem import Case
-from attncheck.inputs.question_parameters import check_parameters
+from attncheck.inputs.problem import Case, check_parameters
 from attncheck.records.failures import MOST_KEPT, KeptFailure, is_id, load_failure
 from attncheck.records.run_reports import STAGES, Stage
 from attncheck.verify.question_fit import COMPARE, allowed_parameters, is_probe, unfit_reason

@@ -19,8 +19,7 @@ from attncheck.core.errors import ProblemError
 from attncheck.core.formats import DTYPES, FORMATS
 from attncheck.core.mod_spec import FULL, Spec
 from attncheck.gate.planning import Planning, move_case
-from attncheck.inputs.problem import Case, Problem
-from attncheck.inputs.question_parameters import Parameters
+from attncheck.inputs.problem import Case, Parameters, Problem
 from attncheck.records.run_reports import Answer, Stage
 from attncheck.subjects.capabilities.capability_table import ALIASES
 from attncheck.subjects.capabilities.configuration import read_configuration

@@ -8,9 +8,9 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from attncheck.core.errors import ProblemError, require_known
 from attncheck.core.formats import DTYPES, FORMATS, Dtype, dtype_named, fp32
@@ -430,3 +430,43 @@ def check_size(problem: Problem, device: str) -> None:
             f"shape {problem.shape} has {pairs:.1e} pairs of a row and a key, whose exact result "
             f"would take some {hours:,.0f} h on this {where}: ask with fewer rows, keys or heads."
         )
+
+
+# ------------------------------------------------------------ parameters of a question
+
+Parameters = Mapping[str, int | float]
+Allowed = Mapping[str, Sequence[int]]
+
+Promise = Literal["repeat", "batch", "group", "layout", "hidden", "nan"]
+"""Promise of a kernel about its bits, beyond being right.
+
+``repeat``: the same call gives the same bits. ``batch``: the bits of a row depend on its own
+sequence and kv head alone, and on nothing else in the call nor on where in the batch it stands.
+``group``: nor on how many query heads read that kv head.
+``layout``: strides and pages do not change bits. ``hidden``: what the mask hides from a row moves
+no bit of the row, and may overflow. ``nan``: nor does it where it is NaN, though 0 · NaN is NaN.
+"""
+
+PROMISES: tuple[Promise, ...] = ("repeat", "batch", "group", "layout", "hidden", "nan")
+
+
+def fits_all(problem: Problem) -> None:
+    """Return no reason against any Problem."""
+    del problem
+
+
+def no_parameters(problem: Problem) -> Allowed:
+    """Return no parameters: there is nothing to choose."""
+    del problem
+    return {}
+
+
+def check_parameters(question: str, parameters: Parameters, allowed: Allowed) -> None:
+    """Raise ProblemError unless ``parameters`` are those ``allowed``, each one of its numbers."""
+    # One too few is refused as well: a default would change what an old report means.
+    if set(parameters) != set(allowed):
+        needed = ", ".join(allowed) or "none"
+        raise ProblemError(f"{question} has parameters {dict(parameters)}: it needs {needed}.")
+    for name, value in parameters.items():
+        if value not in allowed[name]:
+            raise ProblemError(f"{question}.{name}={value} must be one of {list(allowed[name])}.")

@@ -8,8 +8,7 @@ import torch
 
 from attncheck.core.errors import look_up
 from attncheck.inputs.input_tensors import Inputs
-from attncheck.inputs.problem import Case, Problem
-from attncheck.inputs.question_parameters import Parameters
+from attncheck.inputs.problem import Case, Parameters, Problem
 from attncheck.probes.probe_table import ALL_PROBES, Probe
 from attncheck.probes.tied_keys import Finding, VisibleKeys
 

@@ -15,10 +15,10 @@ from attncheck.core.errors import ProblemError
 from attncheck.core.mod_spec import NONE
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.input_tensors import Inputs
-from attncheck.inputs.problem import Problem
-from attncheck.inputs.question_parameters import (
+from attncheck.inputs.problem import (
     Allowed,
     Parameters,
+    Problem,
     check_parameters,
     fits_all,
     no_parameters,

@@ -13,8 +13,7 @@ from attncheck.core.formats import FORMATS, round_to
 from attncheck.core.mod_spec import NONE, Spec
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.input_tensors import Inputs, round_inputs
-from attncheck.inputs.problem import Problem
-from attncheck.inputs.question_parameters import Parameters
+from attncheck.inputs.problem import Parameters, Problem
 from attncheck.relations.mask_visibility import visible_blocks
 from attncheck.relations.relation import (
     Finding,

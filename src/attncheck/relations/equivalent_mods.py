@@ -10,8 +10,7 @@ import torch
 from attncheck.core.mod_spec import NONE, Spec
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.input_tensors import Inputs
-from attncheck.inputs.problem import Problem
-from attncheck.inputs.question_parameters import Parameters
+from attncheck.inputs.problem import Parameters, Problem
 from attncheck.relations.relation import Finding, Relation, Results, compare_outputs, of_attention
 
 _INT32_LARGEST = 2**31 - 1

@@ -9,8 +9,7 @@ import torch
 
 from attncheck.core.tensor_names import TensorName
 from attncheck.inputs.input_tensors import Descale, Inputs
-from attncheck.inputs.problem import Problem
-from attncheck.inputs.question_parameters import Parameters
+from attncheck.inputs.problem import Parameters, Problem
 from attncheck.relations import relation
 from attncheck.relations.relation import Finding, Results
 

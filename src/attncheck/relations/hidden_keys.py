@@ -12,8 +12,7 @@ import torch
 from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.input_tensors import Inputs, draw_inputs
-from attncheck.inputs.problem import Problem
-from attncheck.inputs.question_parameters import Allowed, Parameters, Promise
+from attncheck.inputs.problem import Allowed, Parameters, Problem, Promise
 from attncheck.relations import mask_visibility
 from attncheck.relations.relation import (
     Finding,

@@ -12,8 +12,7 @@ from attncheck.core.formats import FORMATS, Format, round_to
 from attncheck.core.mod_spec import NONE, Spec
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.input_tensors import Descale, Inputs, round_inputs
-from attncheck.inputs.problem import LARGEST_HEAD_DIM, Problem
-from attncheck.inputs.question_parameters import Allowed, Parameters
+from attncheck.inputs.problem import LARGEST_HEAD_DIM, Allowed, Parameters, Problem
 from attncheck.relations.mask_visibility import rows_without_keys
 from attncheck.relations.relation import (
     Finding,

@@ -13,8 +13,7 @@ import torch
 from attncheck.core.mod_spec import FULL, Spec
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.input_tensors import Inputs
-from attncheck.inputs.problem import Problem
-from attncheck.inputs.question_parameters import Allowed, Parameters
+from attncheck.inputs.problem import Allowed, Parameters, Problem
 from attncheck.relations.excerpt import Excerpt, can_excerpt
 from attncheck.relations.relation import (
     Finding,

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
     from attncheck.core.tensor_names import TensorName
     from attncheck.inputs.input_tensors import Inputs
-    from attncheck.inputs.problem import Problem
-    from attncheck.inputs.question_parameters import Allowed, Parameters
+    from attncheck.inputs.problem import Allowed, Parameters, Problem
     from attncheck.relations.relation import Finding, Results
 
     Order = list[int]

@@ -14,9 +14,16 @@ from attncheck.core.errors import ProblemError
 from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
 from attncheck.core.tensor_names import TensorName
-from attncheck.inputs import question_parameters
 from attncheck.inputs.input_tensors import Inputs
-from attncheck.inputs.problem import Problem
+from attncheck.inputs.problem import (
+    Allowed,
+    Parameters,
+    Problem,
+    Promise,
+    check_parameters,
+    fits_all,
+    no_parameters,
+)
 
 _SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -35,7 +42,7 @@ class Results:
 
     inputs: Sequence[Inputs]  # of each run
     outputs: Sequence[Outputs]  # of each run
-    parameters: question_parameters.Parameters
+    parameters: Parameters
     # How far each run's out ``(batch, heads, query, value_dim)``, LSE ``(batch, heads, query)``
     # and gradients may be from the exact result; None where bits are compared.
     errors: Errors
@@ -66,7 +73,7 @@ class Relation:
     summary: str  # what must hold, in one line: a failure quotes it
     # (inputs, parameters) → the inputs of each run of the kernel, in order; of other Problems
     # too. The arguments are not changed; runs may share tensors.
-    runs: Callable[[Inputs, question_parameters.Parameters], tuple[Inputs, ...]]
+    runs: Callable[[Inputs, Parameters], tuple[Inputs, ...]]
     # Results of the runs → what is wrong, or None. By default the last of two runs must give what
     # the first gives. What runs may be apart follows from what each may be off by. The value of a
     # Finding is an element of the last run.
@@ -74,12 +81,12 @@ class Relation:
     # What a kernel must promise for bits to be compared; empty where every right kernel's agree;
     # ``bounds`` where no kernel's need to. A kernel that does not promise it is compared within
     # bounds. Bits of two runs are compared only of a kernel that promises ``repeat``.
-    promise: question_parameters.Promise | Literal["", "bounds"] = ""
+    promise: Promise | Literal["", "bounds"] = ""
     needs_lse: bool = False  # ask it only of kernels that give LSE
     # Ask it only of a kernel that promises one of these: the last run's inputs have no bounds,
     # and the first run's are taken for those of both where bits are not compared. What it finds
     # of a kernel that does not make ``promise`` is a warning.
-    only_promised: frozenset[question_parameters.Promise] = frozenset()
+    only_promised: frozenset[Promise] = frozenset()
     # Its runs are calls of one sequence, in one process: a call finds in memory what the calls
     # before have left, and what they returned stays theirs. A call that is beyond the judge's
     # bounds is a finding too, where the first one is not.
@@ -91,22 +98,22 @@ class Relation:
     # not asked, and no kernel is blamed.
     spacious: bool = False
     # Why the relation does not apply to a Problem, in one line; None if it does.
-    unfit: Unfit = question_parameters.fits_all
+    unfit: Unfit = fits_all
     # The numbers that each parameter may have for a Problem, smallest first.
-    allowed: Callable[[Problem], question_parameters.Allowed] = question_parameters.no_parameters
+    allowed: Callable[[Problem], Allowed] = no_parameters
 
-    def check(self, problem: Problem, parameters: question_parameters.Parameters) -> None:
+    def check(self, problem: Problem, parameters: Parameters) -> None:
         """Raise ProblemError unless the relation applies to ``problem`` with ``parameters``."""
         reason = self.unfit(problem)
         if reason:
             raise ProblemError(f"{self.name} says nothing of {problem}: {reason}.")
-        question_parameters.check_parameters(self.name, parameters, self.allowed(problem))
+        check_parameters(self.name, parameters, self.allowed(problem))
 
     def holds(
         self,
         inputs: Sequence[Inputs],
         outputs: Sequence[Outputs],
-        parameters: question_parameters.Parameters,
+        parameters: Parameters,
         errors: Errors,
     ) -> Finding | None:
         """Return what is wrong with the last run, or None; arguments as of ``Results``."""

@@ -14,8 +14,7 @@ from attncheck.core import strided_alloc
 from attncheck.core.mod_spec import FULL, Spec
 from attncheck.core.paged_layout import Paging
 from attncheck.inputs.input_tensors import Inputs, draw_inputs
-from attncheck.inputs.problem import Problem
-from attncheck.inputs.question_parameters import Allowed, Parameters
+from attncheck.inputs.problem import Allowed, Parameters, Problem
 from attncheck.relations.excerpt import Excerpt, can_excerpt
 from attncheck.relations.relation import (
     Finding,

@@ -16,8 +16,7 @@ from attncheck.core.mod_spec import NONE
 from attncheck.core.outputs import Outputs
 from attncheck.fault_models.steps import RIGHT
 from attncheck.inputs.input_tensors import Inputs
-from attncheck.inputs.problem import OPERATIONS, Problem
-from attncheck.inputs.question_parameters import PROMISES
+from attncheck.inputs.problem import OPERATIONS, PROMISES, Problem
 from attncheck.mods.captured_gradients import CapturedSums
 from attncheck.mods.signatures import MaskMod, ScoreMod
 from attncheck.subjects.capabilities.subject import Call, Subject, Tiling, with_full_tanh

@@ -16,7 +16,7 @@ import torch
 from attncheck.core.declared_arithmetic import FP32
 from attncheck.core.mod_spec import FULL, NONE
 from attncheck.core.outputs import Outputs
-from attncheck.inputs.question_parameters import PROMISES
+from attncheck.inputs.problem import PROMISES
 from attncheck.subjects.capabilities.subject import Call, Subject, Tiling, with_full_tanh
 from attncheck.subjects.kernel_mods import (
     band_of,

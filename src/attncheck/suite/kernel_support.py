@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from attncheck.cases.mask_samples import PLAIN_KIND, SOFTMAX, ProblemKind, sample_problems
-from attncheck.cases.strategies.families import MASK_FAMILIES
+from attncheck.cases.strategies import MASK_FAMILIES
 from attncheck.cases.strategies.problems import nearest_supported
 from attncheck.inputs.problem import Problem
 from attncheck.subjects.capabilities.subject import Subject

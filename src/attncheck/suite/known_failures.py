@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from attncheck.cases.mask_samples import SOFTMAX
-from attncheck.cases.strategies.families import MASK_FAMILIES
+from attncheck.cases.strategies import MASK_FAMILIES
 from attncheck.core.errors import UnknownName, UsageError, require_known
 from attncheck.core.formats import DTYPES
 from attncheck.inputs.problem import Case

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from attncheck.cases.mask_samples import SOFTMAX, ProblemKind
-from attncheck.cases.strategies.families import family_named
+from attncheck.cases.strategies import family_named
 from attncheck.cases.strategies.problems import problems, softmax_problems
 from attncheck.cases.strategies.sizes import parameters
 from attncheck.cases.strategies.sizes import shapes as any_shapes

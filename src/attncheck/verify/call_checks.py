@@ -26,10 +26,11 @@ from attncheck.core.outputs import Outputs
 from attncheck.core.tensor_names import TensorName
 from attncheck.inputs import input_tensors
 from attncheck.inputs.input_tensors import Inputs
-from attncheck.inputs.problem import Case, Problem
-from attncheck.inputs.question_parameters import (
+from attncheck.inputs.problem import (
     Allowed,
+    Case,
     Parameters,
+    Problem,
     check_parameters,
     fits_all,
     no_parameters,

@@ -18,8 +18,7 @@ from attncheck.core.errors import UsageError
 from attncheck.core.formats import DTYPES
 from attncheck.core.mod_spec import Spec
 from attncheck.inputs import input_tensors
-from attncheck.inputs.problem import USUAL_SCALE, Case, Problem
-from attncheck.inputs.question_parameters import PROMISES
+from attncheck.inputs.problem import PROMISES, USUAL_SCALE, Case, Problem
 from attncheck.records.record import FAILED_STATUSES, Record, Status
 from attncheck.relations import RELATIONS
 from attncheck.subjects.capabilities.capability_table import ALIGNMENTS, EMPTY_ROWS, Capabilities

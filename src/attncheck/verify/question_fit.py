@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from attncheck.core.errors import UsageError, require_known
 from attncheck.core.paged_layout import Paging
-from attncheck.inputs.problem import Case, Problem
-from attncheck.inputs.question_parameters import Allowed
+from attncheck.inputs.problem import Allowed, Case, Problem
 from attncheck.probes import PROBES, Probe
 from attncheck.relations import RELATIONS, Relation
 from attncheck.subjects.capabilities.subject import Subject

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 
 from attncheck.core.errors import HostError, UsageError
-from attncheck.inputs.question_parameters import PROMISES
+from attncheck.inputs.problem import PROMISES
 from attncheck.subjects.capabilities.subject import Call, Subject, Tiling, WrittenCall
 from attncheck.verify.kernel_messages import (
     check_description,

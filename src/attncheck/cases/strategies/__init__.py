@@ -5,18 +5,32 @@ Everything shrinks to the smallest shape, the simplest mask and the plainest val
 
 from __future__ import annotations
 
-from attncheck.cases.strategies.families import MASK_FAMILIES, MaskFamily, family_named
-from attncheck.cases.strategies.mask_strategies import causal_masks, masks
+from collections.abc import Callable
+from functools import partial
+from typing import TypeAlias
+
+from hypothesis.strategies import SearchStrategy
+
+from attncheck.cases.strategies.mask_strategies import (
+    NEIGHBORHOODS,
+    PLAIN_MASKS,
+    causal_masks,
+    masks,
+    packings,
+)
 from attncheck.cases.strategies.problems import AMPLITUDES, problems
 from attncheck.cases.strategies.score_strategies import (
     captured_scores,
     compositions,
     expressions,
+    offsets,
     score_chains,
     score_expressions,
     scores,
 )
 from attncheck.cases.strategies.sizes import lengths, pagings, parameters, shapes
+from attncheck.core.errors import UnknownName
+from attncheck.core.mod_spec import Spec
 
 __all__ = [
     "AMPLITUDES",
@@ -37,3 +51,24 @@ __all__ = [
     "scores",
     "shapes",
 ]
+
+MaskFamily: TypeAlias = "Callable[..., SearchStrategy[Spec]]"
+"""``family(dimensions=…)`` gives masks for these dimensions: ``masks`` of ``problems``."""
+
+MASK_FAMILIES: dict[str, MaskFamily] = {
+    **{name: partial(masks, names=(name,)) for name in PLAIN_MASKS},
+    "documents": partial(masks, names=("documents",)),
+    "packed": packings,
+    "neighborhood": partial(masks, names=NEIGHBORHOODS),
+    "offset": offsets,
+    "composition": compositions,
+    "expression": expressions,
+}
+"""Each mask of the library, then what is composed of them, then what is beyond; simplest first."""
+
+
+def family_named(name: str) -> MaskFamily:
+    """Return the family called ``name``; raises UnknownName with the names there are."""
+    if name not in MASK_FAMILIES:
+        raise UnknownName("mask family", name, MASK_FAMILIES)
+    return MASK_FAMILIES[name]

@@ -17,7 +17,7 @@ from attncheck.core.declared_arithmetic import default_arithmetic
 from attncheck.core.errors import AttncheckError, UnknownName, UsageError
 from attncheck.core.formats import DTYPES, FORMATS, Format, fp32
 from attncheck.core.mod_spec import NONE
-from attncheck.inputs.question_parameters import PROMISES
+from attncheck.inputs.problem import PROMISES
 from attncheck.mods.masks import MASKS
 from attncheck.mods.scores import SCORES
 

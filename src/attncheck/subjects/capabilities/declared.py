@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from attncheck.core.declared_arithmetic import Arithmetic
     from attncheck.inputs.input_tensors import Inputs
-    from attncheck.inputs.question_parameters import Promise
+    from attncheck.inputs.problem import Promise
     from attncheck.subjects.capabilities.capability_table import Capabilities
 
 

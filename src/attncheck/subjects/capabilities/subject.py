@@ -14,8 +14,7 @@ from attncheck.core.mod_spec import NONE
 if TYPE_CHECKING:
     from attncheck.core.outputs import Outputs
     from attncheck.inputs.input_tensors import Inputs
-    from attncheck.inputs.problem import Problem
-    from attncheck.inputs.question_parameters import Promise
+    from attncheck.inputs.problem import Problem, Promise
 
 __all__ = ["Subject"]
 

@@ -17,8 +17,7 @@ from attncheck.core.declared_arithmetic import Arithmetic
 from attncheck.core.mod_spec import FULL
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.input_tensors import Inputs
-from attncheck.inputs.problem import Problem
-from attncheck.inputs.question_parameters import Promise
+from attncheck.inputs.problem import Problem, Promise
 from attncheck.subjects.capabilities.subject import Call, Subject, WrittenCall, memory_refusal
 from attncheck.subjects.conventions import results, torch_arithmetic
 from attncheck.subjects.conventions.convention import (
