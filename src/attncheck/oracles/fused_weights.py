@@ -33,7 +33,7 @@ _TILE, _STEP, _STAGES = 64, 16, 3  # rows and keys of a block; dimensions at a t
 _WARP = 32  # rows and keys of a warp
 _ROW = _STEP + 2  # numbers in a row of shared memory: no two of a quarter of a warp in one bank
 _HOPPER = (9, 0)  # whose instruction it is; other tensor cores have a slower one, or none
-# Multiplications of q·k and P·V from which the half second that CUDA's compiler takes is worth it.
+# Multiplications of q·k and P·V from which it is worth the time that CUDA's compiler takes.
 _FEWEST_PRODUCTS = 2**38
 
 
