@@ -120,6 +120,7 @@ _SLOW = {
     "kernels/test_captured_gradients.py::test_planted_faults_are_noticed": 4,
     "kernels/test_hopper.py::test_backwards_fit_and_hardly_spill": 5,
     "kernels/test_hopper.py::test_flash3_fits_and_hardly_spills": 8,
+    "kernels/test_hopper.py::test_the_backward_of_flash3_fits_and_its_products_overlap": 7,
     "kernels/test_hopper.py::test_the_layout_of_a_gradient_moves_no_bit_of_delta": 9,
     "oracles/test_backward_many_digits.py::test_they_are_difference_quotients": 7,
     "probes/test_right_kernels.py::test_a_function_that_renormalises_by_tile_passes_check": 9,
@@ -148,7 +149,7 @@ _SLOW = {
 _PROPERTIES = "../properties/"
 _SLOW_PROPERTIES = 9
 # The same of any other sweep that is long.
-_LONG, _SLOW_OTHERS = 12, 3
+_LONG, _SLOW_OTHERS = 12, 4
 
 _FEATURES = """
 try:

@@ -319,24 +319,24 @@ def gluon_kernel(kernel, constants, types, **options):
     return triton.compile(source, target=HOPPER, options={"num_warps": 4, **options})
 
 
-def flash3_gradients():
-    """Print width, limits, shared memory, spilled bytes, products and waits of each kind."""
+def flash3_gradients(width):
+    """Print shared memory, spilled bytes, products and waits of each kind of mask."""
+    width, shape = int(width), BACKWARD_SHAPES[int(width)]
     pointers = {"dq_ptr": "*fp32", "turns_ptr": "*i32", "next_ptr": "*i32"}
-    for width, shape in BACKWARD_SHAPES.items():
-        tiles = dict.fromkeys(("q_desc", "dout_desc"), (torch.bfloat16, shape.rows, width))
-        own = (torch.bfloat16, OWN, width)
-        tiles |= dict.fromkeys(("k_desc", "v_desc", "dk_desc", "dv_desc"), own)
-        of_rows = f"tensordesc<fp32[1,{shape.rows}],{ROWS_LAYOUT!r}>"
-        types = boxes(tiles) | pointers | {"factor": "fp32", "scale": "fp32"}
-        for upper, lower in ((False, False), (True, False), (True, True)):
-            constants = {
-                "STAGES": shape.stages, "REGISTERS": shape.registers, "UPPER": upper,
-                "LOWER": lower,
-            }  # fmt: skip
-            kernel = gluon_kernel(_backward, constants, types | {"stat_desc": of_rows})
-            counts = [kernel.metadata.shared, spilled(kernel)]
-            counts += [len(re.findall(name, sass(kernel))) for name in ("HGMMA", "GROUP.DEPBAR")]
-            sys.stdout.write(f"{width} {upper:d}{lower:d} {' '.join(map(str, counts))}\n")
+    tiles = dict.fromkeys(("q_desc", "dout_desc"), (torch.bfloat16, shape.rows, width))
+    own = (torch.bfloat16, OWN, width)
+    tiles |= dict.fromkeys(("k_desc", "v_desc", "dk_desc", "dv_desc"), own)
+    of_rows = f"tensordesc<fp32[1,{shape.rows}],{ROWS_LAYOUT!r}>"
+    types = boxes(tiles) | pointers | {"factor": "fp32", "scale": "fp32"}
+    for upper, lower in ((False, False), (True, False), (True, True)):
+        constants = {
+            "STAGES": shape.stages, "REGISTERS": shape.registers, "UPPER": upper,
+            "LOWER": lower,
+        }  # fmt: skip
+        kernel = gluon_kernel(_backward, constants, types | {"stat_desc": of_rows})
+        code, counts = sass(kernel), [kernel.metadata.shared, spilled(kernel)]
+        counts += [len(re.findall(name, code)) for name in ("HGMMA", "GROUP.DEPBAR")]
+        sys.stdout.write(f"{' '.join(map(str, counts))}\n")
 
 
 globals()[sys.argv[1]](*sys.argv[2:])
