@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.functional import pad
 
 from attncheck.core.mod_spec import FULL, Dimensions, Spec
 from attncheck.core.outputs import Outputs
@@ -283,9 +282,7 @@ def mask_ignored(call: ExactAttention) -> Iterator[Rows]:
     for _, size in call.tiles:
         count = -call.problem.kv % size
         if count:
-            z = torch.cat([call.s, call.s.new_zeros((*call.shape[:3], count))], -1)
-            parts = call.softmax(z, pad(call.v, (0, 0, 0, count)), sink=call.sink)
-            yield parts.outputs, {}
+            yield call.with_keys_behind(call.s.new_zeros(count), call.s), {}
 
 
 @_model(applies=has_mask())

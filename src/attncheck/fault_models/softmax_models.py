@@ -100,16 +100,15 @@ def only_padding_counts(call: ExactAttention) -> Iterator[Form]:
     comparison with the end, or what is done to what it hides, is the wrong way round.
     """
     shown = call.visible(call.mask)
-    v = torch.nn.functional.pad(call.v, (0, 0, 0, 1))
     for size in dict.fromkeys(size for _, size in call.tiles):
         count = padded_keys(call, size)
         for of, seen in {"the end": torch.zeros_like(shown), "what is hidden": ~shown}.items():
             # A key that is the end itself may be hidden, too.
             for more in (count, max(0, count - 1)):
                 score = math.log(more) if more else -math.inf
-                behind = call.s.new_full((*call.shape[:3], 1), score)
-                z = torch.cat([torch.where(seen, call.s, -math.inf), behind], -1)
-                yield call.softmax(z, v, sink=call.sink).outputs, {"of": of, "tile": size}
+                z = torch.where(seen, call.s, -math.inf)
+                outputs = call.with_keys_behind(z.new_full((1,), score), z)
+                yield outputs, {"of": of, "tile": size}
 
 
 @_model(order=2, family="tile")
@@ -132,15 +131,13 @@ def sentinel_finite(call: ExactAttention) -> Iterator[Form]:
     for score, sentinel in _sentinels(call).items():
         yield call.attend(hidden=score), {"sentinel": sentinel}
     # 0 in tiles that are visited alone, and what pads the last one as well.
-    v = torch.nn.functional.pad(call.v, (0, 0, 0, 1))
     for rows, size in call.tiles:
         visited = tile_visibility(call, rows, size)[0]
         z = torch.where(call.seen, call.s, torch.where(visited, 0.0, -math.inf))
         count = padded_keys(call, size)
         padding = math.log(count) if count else -math.inf
         behind = torch.where(visited[..., -1:], padding, -math.inf)
-        parts = call.softmax(torch.cat([z, behind], -1), v, sink=call.sink)
-        yield parts.outputs, {"tile": size, "rows": rows, "sentinel": 0.0}
+        yield call.with_keys_behind(behind, z), {"tile": size, "rows": rows, "sentinel": 0.0}
 
 
 def _sentinels(call: ExactAttention) -> dict[float, float]:
@@ -155,14 +152,12 @@ def padding_sentinel_finite(call: ExactAttention) -> Iterator[Form]:
     all keys score lower.
     """
     lowest = float(call.parts.maximum.min())
-    v = torch.nn.functional.pad(call.v, (0, 0, 0, 1))
     # Of others it weighs nothing; a score of 0 is the tail unmasked.
     heard = [one for one in _sentinels(call) if lowest + FP32_LOWEST < one < 0]
     for sentinel, size in product(heard, call.key_tiles):
         if count := padded_keys(call, size):
-            more = call.z.new_full((*call.shape[:3], 1), sentinel + math.log(count))
-            parts = call.softmax(torch.cat([call.z, more], -1), v, sink=call.sink)
-            yield parts.outputs, {"tile": size}
+            score = call.z.new_full((1,), sentinel + math.log(count))
+            yield call.with_keys_behind(score), {"tile": size}
 
 
 @_model(applies=has_mask())

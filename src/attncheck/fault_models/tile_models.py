@@ -50,14 +50,13 @@ def with_padding(call: ExactAttention, count: int) -> Iterator[Outputs]:
     zero = call.x.new_zeros((*call.shape[:3], 1))
     last = call.seen[..., -1:]
     as_last = call.modified(torch.zeros_like(call.x))[..., -1:]
-    v = pad(call.v, (0, 0, 0, count))
     some = call.seen.any(-1, keepdim=True)
     plain = call.problem.score.name == "none"
     # By the mask: padding is asked about at its own place, as the last key, or not at all.
     for seen in (torch.ones_like(last), last, some):
         for score in (zero,) if plain else (zero, as_last):
-            more = torch.where(seen, score, -math.inf).expand(*call.shape[:3], count)
-            yield call.softmax(torch.cat([call.z, more], -1), v, sink=call.sink).outputs
+            more = torch.where(seen, score, -math.inf)
+            yield call.with_keys_behind(more.expand(*call.shape[:3], count))
 
 
 @_model()
@@ -88,9 +87,7 @@ def _padding_where_it_is(call: ExactAttention, count: int) -> Outputs:
     """Outputs with padding that the mask is asked about behind the last key."""
     j = torch.arange(call.problem.kv, call.problem.kv + count).view(1, 1, 1, -1)
     seen = torch.as_tensor(call.mask(call.b, call.h, call.i, j))
-    more = torch.where(seen, _score_behind(call, count), -math.inf)
-    z = torch.cat([call.z, more.expand(*call.shape[:3], count)], -1)
-    return call.softmax(z, pad(call.v, (0, 0, 0, count)), sink=call.sink).outputs
+    return call.with_keys_behind(torch.where(seen, _score_behind(call, count), -math.inf))
 
 
 @_model()
@@ -113,10 +110,7 @@ def _with_own_padding(call: ExactAttention, size: int) -> Outputs:
     """The same behind the last key of each sequence, of which some are shorter."""
     (spec,) = (spec for spec in call.problem.mask.walk() if spec.name == "padding")
     lengths = torch.tensor(spec.values["lengths"]).view(-1, 1, 1)
-    more = (-lengths % size).expand(call.shape[:3]).double()
-    z = torch.cat([call.z, more.log()[..., None]], -1)
-    v = pad(call.v, (0, 0, 0, 1))
-    return call.softmax(z, v, sink=call.sink).outputs
+    return call.with_keys_behind((-lengths % size).double().log()[..., None])
 
 
 def _without(
@@ -425,7 +419,6 @@ def mask_within_the_tile(call: ExactAttention) -> Iterator[Form]:
         count = padded_keys(call, size)
         asked = call.visible(call.mask)[..., torch.arange(kv + count) % size]
         s = torch.cat([call.s, _score_behind(call, count).expand(*shape[:3], count)], -1)
-        v = pad(call.v, (0, 0, 0, count))
         # All tiles, or those in which a block of rows sees anything.
         blocks = (tile_visibility(call, rows, size)[0] for rows in TRIED_TILES)
         for visited in (torch.ones(shape, dtype=torch.bool), *blocks):
@@ -434,7 +427,7 @@ def mask_within_the_tile(call: ExactAttention) -> Iterator[Form]:
             for end in (kv, kv + count) if count else (kv,):
                 seen = asked & there & (torch.arange(kv + count) < end)
                 z = torch.where(seen, s, -math.inf)
-                yield call.softmax(z, v, sink=call.sink).outputs, {"tile": size}
+                yield call.with_keys_behind(z[..., kv:], z[..., :kv]), {"tile": size}
 
 
 def _whole_tiles(call: ExactAttention, rows: int, size: int) -> Tensor:
@@ -475,15 +468,14 @@ def _as_full(
     Keys ``behind`` the last one, of score 0 before the score mod and value 0, are not either.
     """
     full = full[:, :, call.rows // rows].repeat_interleave(size, -1)
-    kv, shape = call.problem.kv, call.shape
+    kv = call.problem.kv
     z = torch.where(call.seen | full[..., :kv], call.s, -math.inf)
     count = padded_keys(call, size)
     if not count or not behind:
         return call.softmax(z, sink=call.sink).outputs
-    score = _score_behind(call, count)
-    more = torch.where(full[..., kv:], score, -math.inf).expand(*shape[:3], count)
-    v = pad(call.v, (0, 0, 0, count))
-    return call.softmax(torch.cat([z, more], -1), v, sink=call.sink).outputs
+    return call.with_keys_behind(
+        torch.where(full[..., kv:], _score_behind(call, count), -math.inf), z
+    )
 
 
 def _score_behind(call: ExactAttention, count: int) -> Tensor:
