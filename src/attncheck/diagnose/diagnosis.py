@@ -30,6 +30,7 @@ from attncheck.diagnose.explanations import (
 from attncheck.diagnose.observation import observe
 from attncheck.diagnose.out_of_bounds_reads import (
     changes_between_calls,
+    evidence_of_runs,
     misread_strides,
     out_of_bounds_reads,
     unwritten_memory,
@@ -47,7 +48,6 @@ from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Execution, Executor, Failure, Origin, out_of_memory
 from attncheck.verify.kernel_hosts import executor_of
 from attncheck.verify.memory_patterns import allocator_filled
-from attncheck.verify.relation_runs import relation_inputs
 from attncheck.verify.run_case import run_case
 
 if TYPE_CHECKING:
@@ -304,13 +304,7 @@ class _Failure:
 
     def _runs(self, case: Case) -> Iterator[tuple[int, EvidenceBuilder]]:
         """The evidence on each run of a question, by its number."""
-        runs = [EvidenceBuilder(case, self.device)]
-        if case.question in RELATIONS:
-            runs = [
-                EvidenceBuilder(Case(problem=inputs.problem), self.device, inputs)
-                for inputs in relation_inputs(case, self.device)
-            ]
-        for number, evidence in enumerate(runs):
+        for number, evidence in enumerate(evidence_of_runs(case, self.device)):
             if not _is_too_large(evidence.case.problem):
                 evidence.establish(reference_errors=False)
                 yield number, evidence
