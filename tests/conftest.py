@@ -101,7 +101,7 @@ _SLOW = {
     "documents/test_documents.py::test_a_broken_snippet_is_found": 5,
     "documents/test_documents.py::test_every_snippet_does_what_it_says": 8,
     "fault_models/test_fault_models.py::test_a_kernel_with_the_fault_is_named": 8,
-    "fault_models/test_models_of_memory.py::test_a_kernel_with_the_fault_is_named": 3,
+    "fault_models/test_fault_models.py::test_a_fault_of_layouts_is_named": 3,
     "faults/test_catalogue.py::test_it_is_planted_and_gives_an_answer_of_the_right_shape": 6,
     "faults/test_catalogue.py::test_one_of_each_category_is_caught": 5,
     "faults/test_mutant_scoring.py::test_a_wrong_mask_is_caught": 9,
