@@ -94,7 +94,6 @@ def execution(problem, outputs, tiling=None):
     rounded = {
         name: x.to(dtypes[name].torch_dtype if name in dtypes else torch.float32)
         for name, x in outputs.tensors().items()
-        if name != "dcaptured"
     }
     if problem.backward and outputs.dq is None:
         return None
