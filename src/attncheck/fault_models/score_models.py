@@ -29,11 +29,6 @@ MODELS = ModelTable("score")
 _model = MODELS.model
 
 
-def scale_by(factor: Callable[[Problem], float]) -> Steps:
-    """Steps that multiply q·k by the scale and a factor."""
-    return Steps(scale=lambda problem: problem.scale * factor(problem))
-
-
 def fixed_scale(constant: float) -> Steps:
     """Steps that multiply q·k by a constant; of a call whose scale it is they are right."""
     return Steps(
