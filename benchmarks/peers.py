@@ -15,15 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from attncheck.core.formats import FORMATS
-from attncheck.faults.peer_rules import (
-    ALLCLOSE,
-    GPUCHECK,
-    TORCH,
-    PeerReference,
-    elementwise_rule,
-    mean_rule,
-    times_rule,
-)
+from attncheck.faults.peer_rules import RULES, PeerReference, times_rule
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,12 +49,12 @@ def _onednn(got: Outputs, reference: PeerReference) -> bool:
 
 
 PEERS: dict[str, Callable[[Outputs, PeerReference], bool]] = {
-    "allclose(1e-2)": elementwise_rule(ALLCLOSE),
-    "torch": elementwise_rule(TORCH),
-    "gpucheck": elementwise_rule(GPUCHECK),
+    "allclose(1e-2)": RULES["allclose(1e-2)"].forward,
+    "torch": RULES["torch"].forward,
+    "gpucheck": RULES["gpucheck"].forward,
     "2×": times_rule(2.0),
     "3×": times_rule(3.0),
-    "1.1× mean": mean_rule,
+    "1.1× mean": RULES["1.1× mean"].forward,
     "ε·Σp|v|": _condition,
     "oneDNN": _onednn,
 }

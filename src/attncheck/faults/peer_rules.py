@@ -198,35 +198,41 @@ def _within(factor: float, got: Tensor, unfused: Tensor, exact: Tensor, more: fl
     return bool(_max_error(got, exact) <= allowed)
 
 
-def elementwise_rule(
-    table: dict[str, tuple[float, float]],
-) -> Callable[[Outputs, PeerReference], bool]:
+Accepts = Callable[[Outputs, PeerReference], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How another project accepts a kernel's outputs."""
+
+    forward: Accepts  # of out, and of LSE where it compares it
+    gradients: Accepts  # of dQ, dK and dV
+
+    def refuses(self, outputs: Outputs, reference: PeerReference) -> bool:
+        """Return whether it does not accept them, gradients too where it speaks of any."""
+        if not self.forward(outputs, reference):
+            return True
+        return reference.compares_gradients and not self.gradients(outputs, reference)
+
+
+def _elementwise(table: dict[str, tuple[float, float]]) -> Rule:
     """Return |got − expected| ≤ atol + rtol |expected| by dtype; NaN is never close."""
 
-    def accepts(got: Outputs, reference: PeerReference) -> bool:
+    def forward(got: Outputs, reference: PeerReference) -> bool:
         output = reference.inputs.problem.formats.output.name
         close = _close(got.out, reference.out, table[output])
         if got.lse is None or reference.truth.lse is None:
             return close
         return close and _close(got.lse, reference.truth.lse.float(), table["fp32"])
 
-    return accepts
+    def gradients(got: Outputs, reference: PeerReference) -> bool:
+        tolerance, given = table[reference.inputs.problem.formats.output.name], got.gradients()
+        return all(_close(given[name], x, tolerance) for name, x in reference.gradients.items())
+
+    return Rule(forward, gradients)
 
 
-def elementwise_gradient_rule(
-    table: dict[str, tuple[float, float]],
-) -> Callable[[Outputs, PeerReference], bool]:
-    """Return the same of dQ, dK and dV."""
-
-    def accepts(got: Outputs, reference: PeerReference) -> bool:
-        tolerance = table[reference.inputs.problem.formats.output.name]
-        gradients = got.gradients()
-        return all(_close(gradients[name], x, tolerance) for name, x in reference.gradients.items())
-
-    return accepts
-
-
-def times_rule(factor: float) -> Callable[[Outputs, PeerReference], bool]:
+def times_rule(factor: float) -> Accepts:
     """Return max error ≤ ``factor`` × that of the unfused formula, and a little more."""
     return lambda got, reference: _within(factor, got.out, reference.unfused, reference.out)
 
@@ -263,25 +269,15 @@ def _mean_of_gradients(got: Outputs, reference: PeerReference) -> bool:
     return all(_mean_within(gradients[n], unfused[n], exact[n], dtype) for n in _COMPARED)
 
 
-FORWARD_RULES: dict[str, Callable[[Outputs, PeerReference], bool]] = {
-    "allclose(1e-2)": elementwise_rule(ALLCLOSE),
-    "2×": _twice,
-    "1.1× mean": mean_rule,
+RULES: dict[str, Rule] = {
+    "allclose(1e-2)": _elementwise(ALLCLOSE),
+    "2×": Rule(_twice, _twice_of_gradients),
+    "1.1× mean": Rule(mean_rule, _mean_of_gradients),
+    "torch": _elementwise(TORCH),
+    "gpucheck": _elementwise(GPUCHECK),
 }
+FAULT_RULES = ("allclose(1e-2)", "2×", "1.1× mean")
 """Those of which a report of faults tells."""
-
-GRADIENT_RULES: dict[str, Callable[[Outputs, PeerReference], bool]] = {
-    "allclose(1e-2)": elementwise_gradient_rule(ALLCLOSE),
-    "2×": _twice_of_gradients,
-    "1.1× mean": _mean_of_gradients,
-}
-"""The same of gradients."""
-
-_TABLES = {"torch": TORCH, "gpucheck": GPUCHECK}
-_FORWARD = FORWARD_RULES | {name: elementwise_rule(table) for name, table in _TABLES.items()}
-_GRADIENT = GRADIENT_RULES | {
-    name: elementwise_gradient_rule(table) for name, table in _TABLES.items()
-}
 MUTANT_RULES = ("torch", "allclose(1e-2)", "2×", "gpucheck")
 """Those of which a report of mutants tells."""
 
@@ -295,13 +291,7 @@ def refusing_rules(
     """
     if isinstance(result, Failure):
         return set(rules)
-    outputs, gradients = result.outputs, reference.compares_gradients
-    return {
-        rule
-        for rule in rules
-        if not _FORWARD[rule](outputs, reference)
-        or (gradients and not _GRADIENT[rule](outputs, reference))
-    }
+    return {rule for rule in rules if RULES[rule].refuses(result.outputs, reference)}
 
 
 class RecordingExecutor(InProcess):
@@ -330,7 +320,7 @@ class PeerRules:
     keep a test that fails whatever is tested.
     """
 
-    def __init__(self, right: Subject, rules: Iterable[str] = tuple(FORWARD_RULES)) -> None:
+    def __init__(self, right: Subject, rules: Iterable[str] = FAULT_RULES) -> None:
         self._right = right
         self._verdicts = {rule: PeerVerdict(rule=rule) for rule in rules}
 

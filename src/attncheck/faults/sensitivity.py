@@ -21,7 +21,7 @@ from attncheck.core.draws import Draws
 from attncheck.core.errors import UsageError
 from attncheck.core.outputs import Outputs
 from attncheck.faults.continuous_faults import ContinuousFault, continuous_fault_named
-from attncheck.faults.peer_rules import FORWARD_RULES, GRADIENT_RULES, PeerReference
+from attncheck.faults.peer_rules import FAULT_RULES, RULES, PeerReference
 from attncheck.gate.gate_worker import GateWorker
 from attncheck.gate.plan import describe_units, priority
 from attncheck.gate.planning import Choices
@@ -140,7 +140,7 @@ def measure_sensitivity(
         rules = {ATTNCHECK_RULE: smallest_seen(verdicts, kernels.sizes)}
         # Other projects ask no relations: their rules see single calls alone.
         plain = [_PeerQuestion(unit, kernels) for unit in units if _is_plain(unit)]
-        for rule in FORWARD_RULES:
+        for rule in FAULT_RULES:
             fit = [each.question(rule) for each in plain if each.fits(rule)]
             smallest = smallest_seen(fit, kernels.sizes)
             rules[rule] = replace(smallest, unfit=len(plain) - len(fit))
@@ -256,9 +256,7 @@ class _PeerQuestion:
                 outputs = _rounded_otherwise(outputs, reference, number)
             self._outputs = number, outputs
         outputs = self._outputs[1]
-        if not FORWARD_RULES[rule](outputs, reference):
-            return True
-        return reference.compares_gradients and not GRADIENT_RULES[rule](outputs, reference)
+        return RULES[rule].refuses(outputs, reference)
 
 
 def _rounded_otherwise(outputs: Outputs, reference: PeerReference, number: int) -> Outputs:
