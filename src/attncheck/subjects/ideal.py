@@ -184,6 +184,12 @@ class Pass:
         self.v = padded(kernel.operand(inputs.v.float(), fmt), self.tile.block_kv)
         # Looked at once: the way around what is not finite costs a product for each such key.
         self.v_is_finite = bool(torch.isfinite(self.v).all())
+        # Made once: on a GPU a tile takes no longer than the calls that make it up.
+        lengths = problem.batch, problem.heads, self.q.shape[2], self.k.shape[2]
+        numbers = (torch.arange(length, device=self.device) for length in lengths)
+        self.sequence, self.head, self.row, self.key = numbers
+        self.known_row = self.row.clamp(max=problem.query - 1)
+        self.known_key = self.key.clamp(max=problem.kv - 1)
         self.steps = steps = kernel.steps
         own_mask = steps.mask and steps.mask(problem, self.device)
         # mask, score: the Problem's mods, or the kernel's own; ``score`` None where there is
@@ -275,14 +281,13 @@ class Pass:
     def seen(self, rows: slice, keys: slice) -> tuple[torch.Tensor, Index]:
         """Which keys the rows see; padding is asked about as the last row and key, then hidden."""
         problem = self.problem
-        row = torch.arange(rows.start, rows.stop, device=self.device)
-        key = torch.arange(keys.start, keys.stop, device=self.device)
+        row, key = self.row[rows], self.key[keys]
         at = Index(
-            b=torch.arange(problem.batch, device=self.device).view(-1, 1, 1, 1),
-            h=torch.arange(problem.heads, device=self.device).view(1, -1, 1, 1),
+            b=self.sequence.view(-1, 1, 1, 1),
+            h=self.head.view(1, -1, 1, 1),
             # Clamped, so that a mod reads no tensor of its own beyond the end.
-            q_idx=row.clamp(max=problem.query - 1).view(1, 1, -1, 1),
-            kv_idx=key.clamp(max=problem.kv - 1).view(1, 1, 1, -1),
+            q_idx=self.known_row[rows].view(1, 1, -1, 1),
+            kv_idx=self.known_key[keys].view(1, 1, 1, -1),
         )
         inside = self.kernel.inside(key, problem.kv).view(1, 1, 1, -1)
         seen = self.visible(self.mask, at) & inside
