@@ -27,13 +27,20 @@ from attncheck.cli.long_runs import (
 from attncheck.cli.options import few_threads, typed_command
 from attncheck.cli.standard_output import Interrupts, show_report, standard_output
 from attncheck.core.errors import UsageError, parse_seconds, require_known
+from attncheck.core.files import check_names, write_texts
+from attncheck.core.formats import DTYPES
 from attncheck.core.sanitize_text import one_line, shortened
+from attncheck.records.fault_scores import (
+    FaultSensitivity,
+    OwnTestsReport,
+    OwnTestsScore,
+    SensitivityReport,
+)
 
 if TYPE_CHECKING:
     from attncheck.faults.fault import HostName
     from attncheck.faults.fault_selection import FaultSelection
     from attncheck.faults.user_suite import UserSuite
-    from attncheck.records.fault_scores import FaultSensitivity, OwnTestsReport
     from attncheck.workers.journal_format import JournalContent
     from attncheck.workers.pool import RunEnd, RunEvent
 
@@ -58,10 +65,7 @@ class FaultOptions:
         "NAME",
         "How hard the gate asks: smoke, pr or nightly (default: smoke on a cpu, pr on cuda).",
     )
-    device: str | None = verb.device(
-        "Where kernels run (default: cuda where there is a GPU; on a cpu Triton kernels are "
-        "interpreted)."
-    )
+    device: str | None = verb.device("Where kernels run")
     file: str | None = verb.option(
         "--kernel-file",
         "FILE.py",
@@ -77,12 +81,7 @@ class FaultOptions:
     replace: str | None = verb.option(
         "--replace", "package.module:NAME", "With --pytest: the function that they test."
     )
-    convention: str = verb.option(
-        "--convention",
-        "NAME",
-        "With --pytest: how the function is called (default: what it shows).",
-        "",
-    )
+    convention: str = verb.convention("what it shows", "With --pytest: how the function is called")
     kernels: tuple[str, ...] = verb.argument("[KERNEL]…", nargs=-1)
     mutants: bool = verb.flag(
         "--mutants",
@@ -105,12 +104,7 @@ class FaultOptions:
     dtypes: tuple[str, ...] = verb.several(
         "--dtype", "NAME", "With --sensitivity: only in this dtype (repeatable)."
     )
-    jobs: int | None = verb.option(
-        "--jobs",
-        "N",
-        "Faults at work at the same time (default: by cores, at most 4, or 16 for each GPU).",
-        type=click.IntRange(1, 256),
-    )
+    jobs: int | None = verb.jobs("Faults")
     json_file: str | None = verb.option("--json", "FILE", "Write the report as JSON.")
     md_file: str | None = verb.option("--md", "FILE", "Write the report as Markdown.")
     controls: bool | None = verb.option(
@@ -120,8 +114,8 @@ class FaultOptions:
         "category is named).",
     )
     listed: bool = verb.flag("--list", "Show the faults, and run none.")
-    fresh: bool = verb.flag("--fresh", "Forget an unfinished run, in place of going on.")
-    max_time: str | None = verb.option("--max-time", "TIME", "Stop then, such as 10m; resumable.")
+    fresh: bool = verb.fresh()
+    max_time: str | None = verb.max_time("; resumable")
     directory: str = verb.option("--out", "DIR", "Folder for the journal.", "reports/faults")
     quiet: bool = verb.quiet()
     verbose: bool = verb.flag("-v --verbose", "Each score in a line as it is known.")
@@ -149,7 +143,6 @@ def faults(interrupts: Interrupts, options: FaultOptions) -> int:
     5 when nothing was, 130 when it was interrupted.
     """
     few_threads(small=False)
-    from attncheck.core.files import check_names
 
     interrupts.check()  # imports take a while, and may have swallowed one
     # A run takes hours: where its report goes is tried before.
@@ -391,7 +384,6 @@ def _own_tests_report(
 ) -> OwnTestsReport:
     """Return the journal's entry of each fault, in the order of the catalogue."""
     from attncheck.faults.catalogue import fault_named
-    from attncheck.records.fault_scores import OwnTestsReport, OwnTestsScore
 
     scores: list[OwnTestsScore] = []
     for unit in selection.units:
@@ -424,10 +416,8 @@ def _measure_sensitivities(interrupts: Interrupts, options: FaultOptions) -> int
 
     Raises UnknownName for a fault, dtype or tier that there is not.
     """
-    from attncheck.core.formats import DTYPES
     from attncheck.faults.continuous_faults import CONTINUOUS_FAULTS, continuous_fault_named
     from attncheck.gate.planning import Choices
-    from attncheck.records.fault_scores import SensitivityReport
 
     device, tier = _device_and_tier(options)
     names = [continuous_fault_named(name).id for name in options.names] or list(CONTINUOUS_FAULTS)
@@ -475,7 +465,6 @@ def _run(
         UsageError: for a time or a folder that cannot be.
         JournalError: where the journal holds another run that is not finished.
     """
-    from attncheck.core.files import check_names
     from attncheck.faults.fault_selection import priority
 
     seconds = parse_seconds(typed.max_time, "--max-time")
@@ -537,7 +526,6 @@ class FaultProgress:
 
 def _write_and_show(interrupts: Interrupts, report: msgspec.Struct, options: FaultOptions) -> int:
     """Write each file in its format, then show the table; return the report's exit code."""
-    from attncheck.core.files import write_texts
     from attncheck.reporting import rendering
 
     for path, fmt in options.outputs:

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from msgspec.structs import replace
 
 from attncheck.cli import verb
-from attncheck.cli.probe import NOTHING_TAKEN, convention_option, name_of, run_probe
+from attncheck.cli.probe import NOTHING_TAKEN, RIGHT, name_of, run_probe
 from attncheck.cli.standard_output import Interrupts, standard_output
 
 if TYPE_CHECKING:
@@ -31,10 +32,8 @@ def init(
     ),
     force: bool = verb.flag("--force", "Replace a table of this name."),
     dry_run: bool = verb.flag("--dry-run", "Show the table, and write nothing."),
-    convention: str | None = convention_option(),
-    device: str | None = verb.device(
-        "Where the kernel is tried (default: cuda where there is a GPU)."
-    ),
+    convention: str = verb.convention(RIGHT),
+    device: str | None = verb.device("Where the kernel is tried", verb.GPU),
     timeout: str | None = verb.timeout(),
     quiet: bool = verb.quiet(),
 ) -> int:
@@ -72,8 +71,6 @@ def init(
 
 def _table(kernel: Entry, detected: DetectedCapabilities, path: Path, name: str) -> str:
     """The proposal, with what only its author can say kept from the table that it replaces."""
-    from msgspec.structs import replace
-
     from attncheck.subjects.capabilities.capability_table import render_table
     from attncheck.subjects.capabilities.configuration import entry_from, table_header
     from attncheck.verify.proposed_table import propose_table

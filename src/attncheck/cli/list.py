@@ -9,6 +9,7 @@ import click
 
 from attncheck.cli import verb
 from attncheck.cli.standard_output import standard_output
+from attncheck.core.formats import DTYPES
 
 
 @verb.command
@@ -65,7 +66,6 @@ def _echo(catalogue: dict[str, Any]) -> None:
 
 def _catalogue() -> dict[str, Any]:
     from attncheck.cases.variants import FURTHER, VARIANTS
-    from attncheck.core.formats import DTYPES
     from attncheck.inputs.distributions import DISTRIBUTIONS
     from attncheck.mods.masks import MASKS
     from attncheck.mods.scores import SCORES
@@ -118,7 +118,6 @@ def _support_table(device: str) -> dict[str, Any]:
 def _support(subject: Any, device: str) -> dict[str, Any]:
     """Per dtype, the variants taken and for each other one the reason."""
     from attncheck.cases.variants import ALL, DEFAULT_SHAPES, plan_cells
-    from attncheck.core.formats import DTYPES
 
     why = subject.absent(device)
     if why:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from attncheck.cli import verb
 from attncheck.cli.standard_output import Interrupts, standard_output
-
-if TYPE_CHECKING:
-    from attncheck.records.bench_report import BenchReport
-    from attncheck.records.model_report import ModelReport
-    from attncheck.records.record import Report
-    from attncheck.records.run_reports import GateReport
+from attncheck.core import json_numbers
+from attncheck.core.errors import UsageError, require_known
+from attncheck.records.bench_report import BenchReport
+from attncheck.records.json_reports import LARGEST_GATE, load_report, report_schema
+from attncheck.records.model_report import ModelReport
+from attncheck.records.record import Report
+from attncheck.records.run_reports import GateReport
+from attncheck.reporting.gate_verdict import failure_groups
 
 _LARGEST_SCRIPT = 2**20  # bytes of one that is taken over into a page
 
@@ -46,7 +47,6 @@ def report(
     # By what is in it: a gate's report may have any name.
     path = Path(source)
     loaded = _loaded(path)
-    from attncheck.records.run_reports import GateReport
 
     if isinstance(loaded, GateReport):
         _show_gate(interrupts, loaded, path, fmt, directory)
@@ -68,7 +68,6 @@ report.params.append(
 
 
 def _print_schema(context: click.Context, kind: str) -> None:
-    from attncheck.records.json_reports import report_schema
 
     click.echo(json.dumps(report_schema(kind), indent=2))
     context.exit()
@@ -76,14 +75,6 @@ def _print_schema(context: click.Context, kind: str) -> None:
 
 def _loaded(path: Path) -> GateReport | Report | BenchReport | ModelReport:
     """Raises UsageError for what is neither, in one line."""
-    from attncheck.core import json_numbers
-    from attncheck.core.errors import UsageError
-    from attncheck.records.bench_report import BenchReport
-    from attncheck.records.json_reports import LARGEST_GATE, load_report
-    from attncheck.records.model_report import ModelReport
-    from attncheck.records.record import Report
-    from attncheck.records.run_reports import GateReport
-
     if path.suffix == ".jsonl":
         return read_run_journal(path)
     data = json_numbers.read_json(path, "report", LARGEST_GATE)
@@ -102,7 +93,6 @@ def _loaded(path: Path) -> GateReport | Report | BenchReport | ModelReport:
 
 def read_run_journal(path: Path) -> GateReport:
     """Return what the journal ``path`` of a gate tells; raises UsageError for what is none."""
-    from attncheck.core.errors import UsageError
     from attncheck.gate.gate_report import build_report as of_content
     from attncheck.workers.journal_format import JournalError, read_journal
 
@@ -132,7 +122,6 @@ def _show(
     fmt: str,
     directory: str | None,
 ) -> None:
-    from attncheck.core.errors import require_known
     from attncheck.reporting import rendering
 
     require_known("format of this report", [fmt], rendering.FORMATS)
@@ -145,8 +134,6 @@ def _show(
 
 def _scripts(loaded: GateReport, folder: Path) -> dict[str, str]:
     """Those of its failures that lie beside the report, by id."""
-    from attncheck.reporting.gate_verdict import failure_groups
-
     scripts = {}
     for one in failure_groups(loaded):
         path = folder / f"{one.id}.py"

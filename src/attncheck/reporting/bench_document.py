@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace as replace_struct
 
 from attncheck.records.problem_summary import problem_of
 from attncheck.reporting import number_text, record_text
-from attncheck.reporting.document import Cell, Column, Document, Look, Note, Row, Section, Table
+from attncheck.reporting.document import (
+    Cell,
+    Column,
+    Document,
+    LiveRows,
+    Look,
+    Note,
+    Row,
+    Section,
+    Table,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,6 +65,27 @@ def bench_document(report: BenchReport) -> Document:
         facts=bench_facts(report),
         sections=(*(Section(name, (t,)) for name, t in tables.items()), *closing.sections),
     )
+
+
+class CellsAsTimed(LiveRows):
+    """The page of a report whose cells come one by one."""
+
+    def __init__(self, report: BenchReport) -> None:
+        self.head = Document(title="", command=report.command, facts=bench_facts(report))
+        self.tables: dict[Any, Table] = {}
+        self._report, self._title = report, ""
+        self._notes: dict[tuple[str, str], int] = {}
+
+    def row(self, cell: BenchCell) -> tuple[Section, bool]:
+        """Return a section of ``cell`` alone."""
+        title, table = cell_table(replace_struct(self._report, cells=(cell,)), cell, self._notes)
+        new = title != self._title or table.columns not in self.tables
+        self._title, self.tables[table.columns] = title, table
+        return Section(title, (table,)), new
+
+    def closing(self, report: BenchReport) -> Document:
+        """Return what stands below the cells."""
+        return bench_closing(report, self._notes)
 
 
 def bench_facts(report: BenchReport) -> tuple[str, ...]:

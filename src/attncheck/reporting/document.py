@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 Look = Literal["plain", "dim", "good", "notable", "bad"]
 
@@ -231,3 +231,16 @@ class Document:
     sections: tuple[Section, ...] = ()
     notes: tuple[Note, ...] = ()  # how to read it, and the arithmetic that was assumed
     closing: tuple[Note, ...] = ()  # what it comes to, the last lines
+
+
+class LiveRows(Protocol):
+    """A page whose rows come one by one: it is shown as it grows."""
+
+    head: Document  # what it begins with
+    tables: dict[Any, Table]  # one of those shown for each set of columns
+
+    def row(self, one: Any) -> tuple[Section, bool]:
+        """Return a section of what is new, and whether its title and headings are too."""
+
+    def closing(self, report: Any) -> Document:
+        """Return what stands below the rows of ``report``, which have all been shown."""

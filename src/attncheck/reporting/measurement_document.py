@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from msgspec.structs import replace as replace_struct
 
@@ -14,7 +15,17 @@ from attncheck.core.tensor_names import GRADIENTS, TensorName
 from attncheck.records.problem_summary import ProblemSummary, problem_of
 from attncheck.records.record import GradientErrors, OutErrors, Record, Report
 from attncheck.reporting import number_text, record_text
-from attncheck.reporting.document import Cell, Column, Document, Look, Note, Row, Section, Table
+from attncheck.reporting.document import (
+    Cell,
+    Column,
+    Document,
+    LiveRows,
+    Look,
+    Note,
+    Row,
+    Section,
+    Table,
+)
 
 HOW_TO_READ = (
     "verdict: whether every error is rounding; why not stands below.",
@@ -125,18 +136,18 @@ def _closing(
     )
 
 
-class RowsAsMeasured:
-    """The page of a Report whose Records come one by one: a row as soon as there is one."""
+class RowsAsMeasured(LiveRows):
+    """The page of a Report whose Records come one by one."""
 
     def __init__(self, report: Report) -> None:
-        # One of those shown for each set of columns.
-        self.tables: dict[tuple[Column, ...], Table] = {}
+        self.head = Document(title="", command=report.command, facts=environment_lines(report))
+        self.tables: dict[Any, Table] = {}
         self._report = report
         self._notes: dict[tuple[str, str], int] = {}
         self._before: tuple[str, tuple[Column, ...], tuple[str, ...]] = "", (), ()
 
     def row(self, record: Record) -> tuple[Section, bool]:
-        """Return a section of ``record`` alone; and whether its title and headings are news."""
+        """Return a section of ``record`` alone."""
         report = replace_struct(self._report, records=(record,))
         ((title, blocks),) = _grouped(report).items()
         letters = environment_letters(report)
@@ -163,7 +174,7 @@ class RowsAsMeasured:
         return Section(title, (table,)), new
 
     def closing(self, report: Report) -> Document:
-        """Return what stands below the rows of ``report``, which have all been shown."""
+        """Return what these problems would have shown, and the rest of the page."""
         grouped, notes = _grouped(report), []
         for title, blocks in grouped.items():
             visible = record_text.visible_faults(
