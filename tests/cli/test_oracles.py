@@ -184,17 +184,6 @@ def test_a_fault_planted_in_many_digits_shows(warm_python, tmp_path, name, fault
     assert [a.holds(report.must_agree) for a in report.agreements] == [not code]
 
 
-@pytest.mark.parametrize("dtype", ["e4m3", "nonsense"])
-@pytest.mark.parametrize("variants", [("softmax",), ("full", "softmax")])
-def test_a_named_variant_that_does_not_exist_is_refused(attncheck, tmp_path, dtype, variants):
-    """Whatever else is asked for: nothing would be measured of it."""
-    named = [word for variant in variants for word in ("--variant", variant)]
-    run = attncheck("oracles", *named, "--dtype", dtype, "--shape", "1x1x2x2", "-q", cwd=tmp_path)
-    assert (run.returncode, run.stdout) == (2, "")
-    assert f"dtype {dtype!r}" in run.stderr
-    assert run.stderr.count("\n") == 1
-
-
 def test_by_default_what_does_not_exist_is_left_out(attncheck, tmp_path):
     given = ("--dtype", "e4m3", "--shape", "1x1x2x2", "--distribution", "normal", "-q")
     run = attncheck("oracles", *given, "--format", "json", cwd=tmp_path)
@@ -206,37 +195,6 @@ def test_by_default_what_does_not_exist_is_left_out(attncheck, tmp_path):
 def test_no_problem_is_no_report():
     with pytest.raises(UsageError, match="nothing can be measured"):
         survey_oracles([], digits=50, command="")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (
-            ("--variant", "casual"),
-            "'casual' is not known: did you mean 'causal'? Choose",
-        ),
-        (("--dtype", "fp64"), "dtype 'fp64'"),
-        (("--distribution", "cauchy"), "distribution 'cauchy' is not known: choose from"),
-        (("--shape", "4x64"), "shape '4x64' is not BATCHx"),
-        (("--shape", "1x4x4096x64"), "needs 8.7e+09 multiplications of many digits"),
-        (("--format", "xml"), "format 'xml' is not known: choose from csv, html, json, md, table"),
-        (("--digits", "16"), "16 is not in the range 17<=x<=1000"),
-        (("--digits", "1001"), "1001 is not in the range 17<=x<=1000"),
-        (("--seed", "-1"), "-1"),
-        (("--variant", "softmax", "--dtype", "e4m3"), "softmax has no dtype 'e4m3'"),
-        (("--out", "taken/reports"), "taken/reports"),
-        (("--nonsense",), "--nonsense"),
-        (("surplus",), "surplus"),
-    ],
-)
-def test_bad_input_is_one_line_and_nothing_is_written(attncheck, tmp_path, arguments, says):
-    (tmp_path / "taken").write_text("a file where a folder should be")
-    run = attncheck("oracles", *TINY, *arguments, cwd=tmp_path)
-    assert run.returncode == 2
-    assert says in run.stderr
-    assert run.stderr.count("\n") == 1
-    assert run.stdout == ""
-    assert [p.name for p in tmp_path.iterdir()] == ["taken"]
 
 
 def test_a_score_mod_is_evaluated_in_many_digits(attncheck, tmp_path):
