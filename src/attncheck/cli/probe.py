@@ -16,7 +16,17 @@ from attncheck.cli.long_runs import progress
 from attncheck.cli.options import few_threads, open_host, start_worker
 from attncheck.cli.standard_output import Interrupts, standard_output
 from attncheck.core.errors import parse_seconds
-from attncheck.reporting.document import Cell, Column, Document, Look, Note, Row, Section, Table
+from attncheck.reporting.document import (
+    Cell,
+    Column,
+    Document,
+    Look,
+    Note,
+    Section,
+    Table,
+    columns,
+    row,
+)
 
 if TYPE_CHECKING:
     from attncheck.subjects.capabilities.subject import Subject
@@ -153,9 +163,8 @@ def _document(name: str, detected: DetectedCapabilities, device: str) -> Documen
             names = ", ".join(dict.fromkeys(one.what for one in group))
             what = ": ".join(part for part in (names, group[0].reason) if part)
             look = _LOOKS[verdict]
-            rows.append(Row((Cell("" if i else aspect), Cell(word, look), Cell(what, look))))
-    what_column = Column("what", words=True, wrap=True)
-    columns = (Column("aspect", words=True), Column("verdict", words=True), what_column)
+            rows.append(row("" if i else aspect, Cell(word, look), Cell(what, look)))
+    headings = (*columns(["aspect", "verdict"]), Column("what", words=True, wrap=True))
     convention = f" · {detected.convention} convention" if detected.base is not None else ""
     verdicts = [one.verdict for one in filter(is_capability, detected.tried)]
     wrong = verdicts.count("wrong")
@@ -173,7 +182,7 @@ def _document(name: str, detected: DetectedCapabilities, device: str) -> Documen
         sections=(
             Section(
                 f"changes of {detected.base}" if detected.base is not None else "",
-                (Table(columns, tuple(rows)),) if rows else (),
+                (Table(headings, tuple(rows)),) if rows else (),
             ),
         ),
         closing=(Note(f"{sentence[0].upper()}{sentence[1:]}.", "plain"),),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -18,6 +19,13 @@ from attncheck.records.record import Report
 from attncheck.records.run_reports import GateReport
 from attncheck.reporting.gate_verdict import failure_groups
 
+# Fields by which each is known, the first that fits.
+_KINDS: tuple[tuple[Any, set[str]], ...] = (
+    (GateReport, {"tier", "started"}),
+    (BenchReport, {"cells", "matmul"}),
+    (ModelReport, {"models", "records"}),
+    (Report, {"records"}),
+)
 _LARGEST_SCRIPT = 2**20  # bytes of one that is taken over into a page
 
 
@@ -47,11 +55,21 @@ def report(
     # By what is in it: a gate's report may have any name.
     path = Path(source)
     loaded = _loaded(path)
+    from attncheck.reporting import rendering
 
     if isinstance(loaded, GateReport):
-        _show_gate(interrupts, loaded, path, fmt, directory)
+        rendering.check_format(fmt, rendering.GATE_FORMATS)
     else:
-        _show(interrupts, loaded, fmt, directory)
+        require_known("format of this report", [fmt], rendering.FORMATS)
+    if directory is not None:
+        with interrupts.writing(directory):
+            if isinstance(loaded, GateReport):
+                scripts = _scripts(loaded, path.parent / rendering.SCRIPTS)
+                rendering.write_gate(loaded, directory, scripts)
+            else:
+                rendering.write_report(loaded, directory, "report")
+    with standard_output():
+        rendering.show(loaded, fmt)
     return 0
 
 
@@ -79,14 +97,10 @@ def _loaded(path: Path) -> GateReport | Report | BenchReport | ModelReport:
         return read_run_journal(path)
     data = json_numbers.read_json(path, "report", LARGEST_GATE)
     keys = set(data) if isinstance(data, dict) else set()
-    if "tier" in keys and "started" in keys:
-        return load_report(path, GateReport)
-    if {"cells", "matmul"} <= keys:
-        return load_report(path, BenchReport)
-    if {"models", "records"} <= keys:
-        return load_report(path, ModelReport)
-    if "records" in keys:
-        return load_report(path, Report)
+    for kind, telling in _KINDS:
+        if telling <= keys:
+            found: GateReport | Report | BenchReport | ModelReport = load_report(path, kind)
+            return found
     fact = "it has neither records nor the answers of a gate"
     raise UsageError(json_numbers.refusal_message(json_numbers.source_name(path), "report", fact))
 
@@ -100,36 +114,6 @@ def read_run_journal(path: Path) -> GateReport:
         return of_content(read_journal(path))
     except JournalError as error:
         raise UsageError(str(error)) from None
-
-
-def _show_gate(
-    interrupts: Interrupts, loaded: GateReport, path: Path, fmt: str, directory: str | None
-) -> None:
-    from attncheck.reporting.rendering import GATE_FORMATS, SCRIPTS, check_format, show, write_gate
-
-    check_format(fmt, GATE_FORMATS)
-    if directory is not None:
-        scripts = _scripts(loaded, path.parent / SCRIPTS)
-        with interrupts.writing(directory):
-            write_gate(loaded, directory, scripts)
-    with standard_output():
-        show(loaded, fmt)
-
-
-def _show(
-    interrupts: Interrupts,
-    loaded: Report | BenchReport | ModelReport,
-    fmt: str,
-    directory: str | None,
-) -> None:
-    from attncheck.reporting import rendering
-
-    require_known("format of this report", [fmt], rendering.FORMATS)
-    if directory is not None:
-        with interrupts.writing(directory):
-            rendering.write_report(loaded, directory, "report")
-    with standard_output():
-        rendering.show(loaded, fmt)
 
 
 def _scripts(loaded: GateReport, folder: Path) -> dict[str, str]:

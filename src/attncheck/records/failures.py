@@ -154,11 +154,8 @@ def _by_age(folder: Path) -> list[Path]:
 
 
 def _failed(data: Any, name: str) -> KeptFailure:
-    schema = data.get("schema") if isinstance(data, dict) else None
-    # True equals 1 in Python, and is no version.
-    if schema != _SCHEMA or isinstance(schema, bool):
-        fact = f"schema is {schema!r}, this version reads {_SCHEMA}"
-        raise UsageError(json_numbers.refusal_message(name, "failure", fact))
+    if other := json_numbers.other_schema(data, _SCHEMA):
+        raise UsageError(json_numbers.refusal_message(name, "failure", other))
     try:
         record = json_numbers.words_to_record_numbers(data.get("record"))
         failed = msgspec.convert(data | {"record": record}, KeptFailure)

@@ -141,11 +141,9 @@ def load_report(source: Path | str, kind: type[R]) -> R:
             json_numbers.refusal_message(json_numbers.source_name(source), what, fact)
         )
 
-    schema = data.get("schema") if isinstance(data, dict) else None
     known = next(f.default for f in msgspec.structs.fields(kind) if f.name == "schema")
-    # True equals 1 in Python, and is no version.
-    if schema != known or isinstance(schema, bool):
-        raise refused(f"schema is {schema!r}, this version reads {known}")
+    if other := json_numbers.other_schema(data, known):
+        raise refused(other)
     try:
         report = msgspec.convert(_with_numbers(data, kind), kind)
     except (msgspec.ValidationError, RecursionError) as error:

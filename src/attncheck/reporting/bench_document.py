@@ -20,6 +20,7 @@ from attncheck.reporting.document import (
     Row,
     Section,
     Table,
+    row,
 )
 
 if TYPE_CHECKING:
@@ -268,15 +269,13 @@ def _changes(report: BenchReport) -> Section:
         if change.interval is not None:
             interval = "–".join(f"{end:.3f}" for end in change.interval)
         rows.append(
-            Row(
-                (
-                    Cell(change.kernel, code=True),
-                    Cell(f"{cell.variant} {problem.dtype} {problem.full_shape}"),
-                    Cell(change.timed),
-                    Cell(change.finding, _LOOKS[change.finding]),
-                    Cell(f"{change.ratio:.3f}"),
-                    Cell(interval),
-                )
+            row(
+                Cell(change.kernel, code=True),
+                f"{cell.variant} {problem.dtype} {problem.full_shape}",
+                change.timed,
+                Cell(change.finding, _LOOKS[change.finding]),
+                f"{change.ratio:.3f}",
+                interval,
             )
         )
     words = ("kernel", "problem", "timed", "finding")
