@@ -15,10 +15,10 @@ def tree(path):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory, fresh):
+def run(tmp_path_factory, attncheck):
     folder = tmp_path_factory.mktemp("run")
     plots = ("--plot", "plots/rmse.png", "--plot", "rmse.svg")
-    return fresh("rmse", *QUICK, *plots, cwd=folder), folder
+    return attncheck("rmse", *QUICK, *plots, cwd=folder), folder
 
 
 def test_a_plot_is_written_beside_the_reports(run):
