@@ -38,11 +38,13 @@ from attncheck.records.fault_scores import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from attncheck.faults.fault import HostName
     from attncheck.faults.fault_selection import FaultSelection
     from attncheck.faults.user_suite import UserSuite
     from attncheck.workers.journal_format import JournalContent
-    from attncheck.workers.pool import RunEnd, RunEvent
+    from attncheck.workers.pool import RunEvent
 
 _MUTANTS_TABLE = "examples/strangers/mutants.toml"
 _MOST_RUNS = 4  # of pytest at a time, unless somebody asks for more
@@ -237,16 +239,16 @@ def _score_gate(interrupts: Interrupts, options: FaultOptions) -> int:
     device, tier = _device_and_tier(options)
     selection, file = _selection(options, device, tier), _kernel_file(options)
     head = planted_header(selection, device=device, tier=tier, file=file, typed=options.typed)
-    end, content = _run(
+    return _scored(
+        interrupts,
         options,
         selection,
         head,
+        lambda content: fault_report(content, selection, command=options.typed),
         work="attncheck.faults.scoring:work",
         options={"file": head["file"]},
         workers=worker_places(options.jobs, device),
     )
-    report = fault_report(content, selection, command=options.typed)
-    return say_how_it_ended(end, _write_and_show(interrupts, report, options))
 
 
 def planted_header(
@@ -300,16 +302,16 @@ def _score_mutants(interrupts: Interrupts, options: FaultOptions) -> int:
         "started": started_now(),
         "typed": options.typed,
     }
-    end, content = _run(
+    return _scored(
+        interrupts,
         options,
         FaultSelection(units=tuple(units)),
         head,
+        lambda content: mutant_report(content, units, tool=tool, command=options.typed),
         work="attncheck.faults.mutant_scoring:mutant_work",
         options={},
         workers=worker_places(options.jobs, "cpu"),
     )
-    report = mutant_report(content, units, tool=tool, command=options.typed)
-    return say_how_it_ended(end, _write_and_show(interrupts, report, options))
 
 
 # Somebody's own tests, with faulty kernels for their function
@@ -344,22 +346,19 @@ def _score_own_tests(interrupts: Interrupts, options: FaultOptions) -> int:
     if not selection.units:
         raise UsageError(f"none of these faults is planted in {host}: nothing is to be scored.")
     names = [unit.kernel.rpartition("@")[0] for unit in selection.units]
-    end, content = _run(
+    head = own_tests_header(suite, selection, typed=options.typed)
+    named = {"command": suite.command, "replace": suite.replace}
+    return _scored(
+        interrupts,
         options,
         selection,
-        own_tests_header(suite, selection, typed=options.typed),
+        head,
+        lambda content: _own_tests_report(content, selection, suite, command=options.typed),
         work="attncheck.faults.user_suite:suite_work",
-        options={
-            "command": suite.command,
-            "replace": suite.replace,
-            "convention": suite.convention,
-            "folder": str(suite.folder),
-        },
+        options=named | {"convention": suite.convention, "folder": str(suite.folder)},
         workers=[WorkerPlace()] * (options.jobs or min(_cores(), _MOST_RUNS)),
         check=lambda: check_scorable(suite, names, host),
     )
-    report = _own_tests_report(content, selection, suite, command=options.typed)
-    return say_how_it_ended(end, _write_and_show(interrupts, report, options))
 
 
 def own_tests_header(suite: UserSuite, selection: FaultSelection, *, typed: str) -> dict[str, Any]:
@@ -456,10 +455,15 @@ def _cores() -> int:
 # What all of them share
 
 
-def _run(
-    typed: FaultOptions, selection: FaultSelection, head: dict[str, Any], **how: Any
-) -> tuple[RunEnd, JournalContent]:
-    """Do what is selected; return how that ended, and what the journal says then.
+def _scored(
+    interrupts: Interrupts,
+    typed: FaultOptions,
+    selection: FaultSelection,
+    head: dict[str, Any],
+    report: Callable[[JournalContent], msgspec.Struct],
+    **how: Any,
+) -> int:
+    """Do what is selected, write and show the report of the journal; return the exit code.
 
     Raises:
         UsageError: for a time or a folder that cannot be.
@@ -470,7 +474,7 @@ def _run(
     seconds = parse_seconds(typed.max_time, "--max-time")
     check_names(typed.directory, [JOURNAL])
     _, resume = resumable(typed.directory, head, _changed, fresh=typed.fresh)
-    return run_with_journal(
+    end, content = run_with_journal(
         selection.units,
         head,
         FaultProgress(),
@@ -482,6 +486,7 @@ def _run(
         priority=priority,
         **how,
     )
+    return say_how_it_ended(end, _write_and_show(interrupts, report(content), typed))
 
 
 def _changed(_: JournalContent, differs: set[str]) -> str | None:

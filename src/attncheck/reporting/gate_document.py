@@ -10,7 +10,15 @@ from attncheck.core.judgement import share_text
 from attncheck.core.sanitize_text import one_line, shortened
 from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import Status
-from attncheck.records.run_reports import STAGES, Answer, Change, GateReport, Stage
+from attncheck.records.run_reports import (
+    STAGES,
+    STANDINGS,
+    Answer,
+    BaselineStanding,
+    Change,
+    GateReport,
+    Stage,
+)
 from attncheck.reporting import diagnosis_text, number_text, record_text
 from attncheck.reporting.document import (
     Block,
@@ -46,14 +54,7 @@ _MOST_IDS = 200
 _MOST_ROWS = 1000  # of a table on a page
 _LARGEST_SCRIPT = 2**18  # characters of one that a page shows; a larger one lies beside it
 _LARGEST_SCRIPTS = 2**22  # of all together
-_STANDING_LOOKS: dict[str, Look] = {
-    "identical": "plain",
-    "within rounding": "plain",
-    "better": "notable",
-    "worse": "bad",
-    "new": "plain",
-    "gone": "plain",
-}
+_STANDING_LOOKS: dict[BaselineStanding, Look] = {"better": "notable", "worse": "bad"}
 _READING = (
     "odd: warn, inconclusive, flaky, or the oracle disagrees; work: time in kernel, oracle and "
     "judge."
@@ -305,11 +306,11 @@ def _baseline(report: GateReport) -> list[Section]:
     rows = []
     for kernel in dict.fromkeys(change.kernel for change in report.changes):
         count = Counter(c.standing for c in report.changes if c.kernel == kernel)
-        cells = (count_cell(count[standing], look) for standing, look in _STANDING_LOOKS.items())  # type: ignore[index]  # its keys are standings
+        cells = (count_cell(count[one], _STANDING_LOOKS.get(one, "plain")) for one in STANDINGS)
         rows.append(row(kernel, *cells))
     # What is within rounding or identical asks for nothing: it is counted alone.
     shown = alike_changes(c for s in ("worse", "better") for c in report.changes if c.standing == s)
-    blocks: list[Block] = [Table(columns(["kernel"], _STANDING_LOOKS, cut=1), tuple(rows))]
+    blocks: list[Block] = [Table(columns(["kernel"], STANDINGS, cut=1), tuple(rows))]
     blocks += [_change(change, cases) for change, cases in shown[:_MOST_CHANGES]]
     more = len(shown) - _MOST_CHANGES
     blocks += [Note(f"and {more:,} more")] if more > 0 else []
