@@ -57,7 +57,10 @@ def init(
     how = (convention, device, timeout)
     _, kernel, detected = run_probe(interrupts, spec, *how, quiet=quiet)
     if detected.base is None:
-        return _nothing(spec, detected)
+        reasons = (one.reason for one in detected.tried)
+        reason = next(filter(None, reasons), "it refuses everything")
+        click.echo(f"attncheck: kernel {spec!r} takes nothing that was tried: {reason}", err=True)
+        return NOTHING_TAKEN
     table = _table(kernel, detected, path, name)
     text = with_table(path, name, table)
     if not dry_run:
@@ -98,9 +101,3 @@ def _next(path: Path, name: str, *, dry_run: bool, detected: DetectedCapabilitie
             f"  pytest --pyargs attncheck.properties --kernel {name}",
         ]
     return "\n".join(lines)
-
-
-def _nothing(spec: str, detected: DetectedCapabilities) -> int:
-    reason = next((one.reason for one in detected.tried if one.reason), "it refuses everything")
-    click.echo(f"attncheck: kernel {spec!r} takes nothing that was tried: {reason}", err=True)
-    return NOTHING_TAKEN

@@ -131,7 +131,7 @@ def rmse(interrupts: Interrupts, options: RmseOptions) -> int:
     check_plots(options.plots)
     if options.sources:
         _refuse_with("--from", _MEASURES, "shows what was measured")
-        report = _joined_report(options)
+        report = join_reports([load_report(Path(one), Report) for one in options.sources])
         # A report that is there is not written again unless somebody says where to.
         directory = options.directory if _was_typed("directory") else ""
     else:
@@ -153,14 +153,6 @@ def rmse(interrupts: Interrupts, options: RmseOptions) -> int:
     if report.incomplete and report.incomplete.startswith(BY_HAND):
         raise KeyboardInterrupt
     return code
-
-
-def _joined_report(options: RmseOptions) -> Report:
-    """The reports of files as one.
-
-    Raises UsageError for a file that is no report, and for two of the same.
-    """
-    return join_reports([load_report(Path(source), Report) for source in options.sources])
 
 
 def _measured(

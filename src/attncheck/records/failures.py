@@ -227,14 +227,10 @@ def _of_report(report: Report, wanted: str, path: Path) -> Iterator[Reproduction
             kernel=record.kernel,
             # A built-in kernel has one convention, whatever was typed for others beside it.
             convention=convention if ":" in record.kernel else "",
-            device=_device(report, record),
+            # The failure is of the device that it was seen on, whatever is here now.
+            device="cpu" if report.environments[record.environment].device == "cpu" else "cuda",
             source=path,
         )
-
-
-def _device(report: Report, record: Record) -> str:
-    # The failure is of the device that it was seen on, whatever is here now.
-    return "cpu" if report.environments[record.environment].device == "cpu" else "cuda"
 
 
 def _option(typed: str, name: str) -> str:

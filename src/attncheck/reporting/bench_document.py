@@ -166,15 +166,10 @@ def _cells(
 ) -> tuple[Cell, ...]:
     record = row.record
     reason = record_text.footnote(record) or (f"no backward: {row.lacks}" if row.lacks else "")
-    number = notes.setdefault((record.status, reason), len(notes) + 1) if reason else 0
-    mark = f" {number_text.superscript(number)}" if number else ""
     wrong = record.status == "fail"
-    texts: list[Cell] = [
-        Cell(record.kernel, code=True),
-        Cell(f"{record.status}{mark}", record_text.STATUS_LOOKS[record.status]),
-    ]
+    texts = (Cell(record.kernel, code=True), record_text.status_cell(record, reason, notes))
     if row.forward is None:
-        return tuple(texts)
+        return texts
     limit = report.copy if cell.work.decoding else report.matmul.get(problem_of(cell).dtype)
     speed = rate(cell, row.forward) or 0.0
     numbers = [
@@ -221,14 +216,6 @@ def _moved(cell: BenchCell) -> str:
 def bench_closing(report: BenchReport, notes: dict[tuple[str, str], int]) -> Document:
     """The page from its cells on: why rows are no pass, what changed, and how to read it."""
     rows = [row for cell in report.cells for row in cell.rows]
-    looks: dict[str, Look] = dict(record_text.STATUS_LOOKS.items())
-    reasons = [
-        Note(f"{number_text.superscript(number)} {status}: {reason}", looks.get(status, "dim"))
-        for (status, reason), number in notes.items()
-    ]
-    for kernel, lines in report.claims.items():
-        reasons += [Note(f"{kernel}: {line}") for line in lines]
-    reasons += [Note(f"{kernel} is absent: {why}") for kernel, why in report.absent.items()]
     verified = Counter(row.verified for row in rows if row.verified)
     compared = ", ".join(f"{what} ({number_text.plural(n, 'row')})" for what, n in verified.items())
     clocks = {t.clock for row in rows for t in (row.forward, row.both) if t}
@@ -236,7 +223,7 @@ def bench_closing(report: BenchReport, notes: dict[tuple[str, str], int]) -> Doc
     return Document(
         title="Times of attention kernels",
         sections=(
-            *([Section("", tuple(reasons))] if reasons else []),
+            *record_text.reason_sections(notes, report.claims, report.absent),
             *([_changes(report)] if report.changes else []),
         ),
         notes=(

@@ -86,7 +86,7 @@ def gate_document(
         title="attncheck gate",
         verdict=gate_verdict(report),
         command=report.command,
-        facts=(*_run_facts(report), *_kernel_lines(report)),
+        facts=(*_run_facts(report), *(" · ".join(filter(None, k)) for k in report.kernels.items())),
         sections=sections,
     )
 
@@ -218,11 +218,6 @@ def _environment_lines(report: GateReport) -> Iterator[str]:
         repairs = ", ".join(environment.interpreter)
         repaired = f" · Triton's interpreter, repaired: {repairs}" if repairs else ""
         yield record_text.environment_facts(environment) + repaired
-
-
-def _kernel_lines(report: GateReport) -> Iterator[str]:
-    for name, summary in report.kernels.items():
-        yield f"{name} · {summary}" if summary else name
 
 
 def _stage_counts(report: GateReport) -> dict[tuple[str, Stage], list[Answer]]:

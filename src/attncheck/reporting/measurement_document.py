@@ -111,14 +111,7 @@ def _closing(
     report: Report, notes: dict[tuple[str, str], int], sections: tuple[Section, ...]
 ) -> Document:
     """The page from its ``sections`` on: why rows are no pass, and how to read them."""
-    reasons = [
-        Note(f"{number_text.superscript(number)} {status}: {reason}", _look_of(status))
-        for (status, reason), number in notes.items()
-    ]
-    for kernel, lines in (report.claims or {}).items():
-        reasons += [Note(f"{kernel}: {line}") for line in lines]
-    reasons += [Note(f"{kernel} is absent: {reason}") for kernel, reason in report.absent.items()]
-    below = [Section("", tuple(reasons))] if reasons else []
+    below = record_text.reason_sections(notes, report.claims, report.absent)
     missed = " or ".join(record_text.missed_faults(report.records))
     insensitive = f"insensitive: nothing here would have shown {missed}"
     return Document(
@@ -273,11 +266,7 @@ def _section(  # what a page numbers and letters throughout
     rows = []
     for group, records in blocks.items():
         for record in sorted(records, key=lambda one: order.get(one.kernel, len(order))):
-            reason = record_text.footnote(record)
-            # A reason is said once however many cells it holds for.
-            number = notes.setdefault((record.status, reason), len(notes) + 1) if reason else 0
-            mark = f" {number_text.superscript(number)}" if number else ""
-            status = Cell(f"{record.status}{mark}", record_text.STATUS_LOOKS[record.status])
+            status = record_text.status_cell(record, record_text.footnote(record), notes)
             kernel = Cell(record.kernel, code=True)
             if record.status not in record_text.JUDGED:
                 rows.append(Row((kernel, status), group=group))
@@ -392,12 +381,6 @@ def _reading(report: Report) -> Iterator[str]:
         yield _TF32
     if any(record.interpreted for record in measured):
         yield _INTERPRETED
-
-
-def _look_of(status: str) -> Look:
-    return next(
-        (look for name, look in record_text.STATUS_LOOKS.items() if name == status), "plain"
-    )
 
 
 def _counts(report: Report) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 
 from attncheck.records.fault_scores import MutantReport, MutantScore, NameWorth
@@ -46,7 +46,8 @@ def mutant_document(report: MutantReport) -> Document:
     for title, outcome in (("Equivalent, with the reason", "equivalent"), ("Unscored", "harness")):
         some = [score for score in scores if score.outcome == outcome]
         sections += [_each(title, some)] if some else []
-    run = filter(None, [report.tool, report.started, _duration(report.seconds)])
+    took = number_text.duration(report.seconds).strip() if report.seconds else ""
+    run = filter(None, [report.tool, report.started, took])
     notes = [
         (
             "scored: caught or missed. Those that raise on the plainest problem (stillborn) and "
@@ -70,10 +71,6 @@ def mutant_document(report: MutantReport) -> Document:
         notes=tuple(map(Note, notes)),
         closing=(Note(_sentence(scores), "plain"),),
     )
-
-
-def _duration(seconds: float) -> str:
-    return number_text.duration(seconds).strip() if seconds else ""
 
 
 def _totals(
@@ -146,7 +143,13 @@ def _curve(report: MutantReport) -> Section:
 
 def _each(title: str, scores: Sequence[MutantScore]) -> Section:
     headings = (Column("mutant", words=True), Column("says", words=True, cut=True))
-    rows = tuple(Row((Cell(s.mutant, code=True), Cell(_said(s))), tuple(_lines(s))) for s in scores)
+    rows = tuple(
+        Row(
+            (Cell(score.mutant, code=True), Cell(_said(score))),
+            tuple(Note(line, "notable", whole=True) for line in score.diff.splitlines()),
+        )
+        for score in scores
+    )
     return Section(title, (Table(headings, rows),))
 
 
@@ -154,11 +157,6 @@ def _said(score: MutantScore) -> str:
     if score.named == "wrong":
         return f"{', '.join(score.models[: score.certain]) or score.kind}; it is {score.family}"
     return score.reason or f"{score.questions} questions"
-
-
-def _lines(score: MutantScore) -> Iterator[Note]:
-    for line in score.diff.splitlines():
-        yield Note(line, "notable", whole=True)
 
 
 def _sentence(scores: Sequence[MutantScore]) -> str:
