@@ -429,6 +429,15 @@ def _draw_titles(fig: Any, report: Report, height: float) -> None:
         fig.text(_LEFT / _WIDTH, y / height, text, fontsize=8, color="#555555", va="center")
 
 
+def draw_outside_legend(fig: Any) -> None:
+    """Each label of any panel once, right of all of them."""
+    handles: dict[str, Any] = {}
+    for ax in fig.axes:
+        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    fig.legend(handles.values(), handles.keys(), loc="outside right upper", frameon=False)
+
+
 def _draw_legend(fig: Any, shown: Plot, looks: _Looks, height: float) -> None:
     from matplotlib.lines import Line2D
 
