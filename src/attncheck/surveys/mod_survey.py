@@ -91,23 +91,6 @@ class Backend:
     reason: str = ""  # why it is unsupported, or what went wrong, in one line
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModBackends:
-    """A mod by all backends."""
-
-    name: str
-    kind: str  # ``mask`` or ``score mod``
-    expression: str = ""  # what was traced; empty where it cannot be
-    backends: tuple[Backend, ...] = ()  # mpmath, then the kernels; none where it cannot be traced
-    reason: str = ""  # why it cannot be traced, or indexes outside a tensor, in one line
-
-    @property
-    def agree(self) -> bool:
-        """Return whether it was traced, and no backend that takes it differs or fails."""
-        agreed = all(each.status in {"equal", "unsupported"} for each in self.backends)
-        return not self.reason and agreed
-
-
 # ------------------------------------------------------------------ one mod by its backends
 
 
@@ -119,7 +102,7 @@ def compare_backends(
     device: str = "cpu",
     dimensions: Dimensions = DIMENSIONS,
     path: str = "",
-) -> ModBackends:
+) -> tuple[Expression, list[Backend]]:
     """Compare a mod on every index tuple: its callable, mpmath, and each kernel.
 
     A mask must be the same everywhere. A score must lie in the interval of the roundings that an
@@ -130,18 +113,16 @@ def compare_backends(
         path: Of the file that it is of, from which a kernel of another process has loaded it too.
 
     Returns:
-        Also of a mod that is wrong in itself: its ``reason`` says how.
+        What was traced; how mpmath, then each kernel, reads it.
+
+    Raises:
+        AttncheckError: where it cannot be traced, or indexes outside a tensor.
     """
-    kind = kind_of_mod(mod)
-    if kind is None:
-        return ModBackends(name=name, kind="", reason=f"{name!r} does not take {_TAKES}.")
-    try:
-        expression = _checked_expression(name, mod, dimensions, device)
-    except AttncheckError as error:
-        return ModBackends(name=name, kind=kind, reason=str(error))
+    if kind_of_mod(mod) is None:
+        raise UsageError(f"{name!r} does not take {_TAKES}.")
+    expression = _checked_expression(name, mod, dimensions, device)
     where = (dimensions, device, path)
-    backends = (_backend(each, name, expression, mod, *where) for each in (None, *subjects))
-    return ModBackends(name=name, kind=kind, expression=str(expression), backends=tuple(backends))
+    return expression, [_backend(each, name, expression, mod, *where) for each in (None, *subjects)]
 
 
 def _checked_expression(
@@ -300,19 +281,16 @@ def survey_mods(
     """
     records = []
     for name, mod in mods.items():
-        result = compare_backends(
+        expression, backends = compare_backends(
             name, mod, subjects, device=device, dimensions=dimensions, path=path
         )
-        # The command has refused such mods before; from Python it is said here.
-        if result.reason:
-            raise UsageError(result.reason)
         records.append(
             ModRecord(
                 name=name,
-                kind=cast("Any", result.kind),
+                kind=cast("Any", kind_of_mod(mod)),
                 line=definition_line(mod),
-                expression=result.expression,
-                answers={each.name: _answer(each) for each in result.backends},
+                expression=str(expression),
+                answers={each.name: _answer(each) for each in backends},
             )
         )
         done(name)
