@@ -53,7 +53,7 @@ _QUICK = (
     "judge/test_metrics.py",
     "kernels/test_assembler.py",
     "mods/test_expression.py",
-    "mods/test_interval_algebra.py",
+    "mods/test_running_error.py",
     "oracles/test_indices.py",
     "oracles/test_nonfinite.py",
     "probes/test_planted_faults.py::test_decode_names_the_first_wrong_row_and_key",
