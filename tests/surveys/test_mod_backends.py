@@ -13,12 +13,11 @@ from attncheck.core.mod_spec import Dimensions, Entry
 from attncheck.core.outputs import Outputs
 from attncheck.core.source_files import import_file
 from attncheck.mods import library
-from attncheck.mods.interval_algebra import Interval
 from attncheck.mods.mod_files import kind_of_mod, mods_in
 from attncheck.mods.trace import trace_mask
 from attncheck.subjects.capabilities.named_kernels import subject_named
 from attncheck.subjects.ideal import Ideal
-from attncheck.surveys.applied_mods import ScoreInputs, lse_interval
+from attncheck.surveys.applied_mods import ScoreInputs, lse_radius
 from attncheck.surveys.mod_survey import compare_backends, mpmath_backend
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -276,11 +275,10 @@ def test_the_drawn_scores_are_exact_in_fp32_and_spread():
 
 
 def test_the_lse_of_a_score_is_a_few_units_wide():
-    one_score = Interval.of(torch.tensor([8.0]).double().numpy())
-    low, high = lse_interval(one_score).bounds()
     u = FORMATS["fp32"].unit_roundoff
-    assert low < 8.0 < high
-    assert high - low < 2 * (8.0 * 7 + 12 + 1) * u
+    finite, hidden = lse_radius(torch.tensor([8.0, -math.inf]).double(), torch.zeros(2).double())
+    assert 0 < finite < (8.0 * 7 + 12 + 1) * u
+    assert hidden == 0
 
 
 def test_a_mod_that_would_end_the_process_is_a_result():
