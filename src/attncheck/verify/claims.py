@@ -50,7 +50,7 @@ from attncheck.verify.environment import environment, fingerprint
 from attncheck.verify.kernel_hosts import KernelHost, executor_of, on_terms
 from attncheck.verify.kernel_server import loaded_files
 from attncheck.verify.proposed_table import propose_table
-from attncheck.verify.question_fit import COMPARE, adapted_problems, question_problem
+from attncheck.verify.question_fit import COMPARE, question_problem, taken_problem
 from attncheck.verify.remote_kernel import RemoteSubject
 
 CLAIMED = {
@@ -495,13 +495,7 @@ def subject_takes(subject: Subject, device: str) -> Callable[[Problem], bool]:
 
     @functools.cache  # the nearest Problem is looked for again and again
     def takes(problem: Problem) -> bool:
-        if executor.concerns(subject, problem):
-            return executor.refusal(subject, problem, device) is None
-        # In pages, where it takes no other.
-        adapted = adapted_problems(subject, problem, executor)
-        return adapted != (problem,) and any(
-            executor.refusal(subject, each, device) is None for each in adapted
-        )
+        return taken_problem(subject, problem, executor, device) is not None
 
     return takes
 
