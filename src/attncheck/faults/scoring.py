@@ -25,8 +25,8 @@ from msgspec.structs import replace
 from attncheck.core.errors import AttncheckError, UnknownName, UsageError
 from attncheck.core.sanitize_text import one_line
 from attncheck.faults.catalogue import fault_named
-from attncheck.faults.fault import HOSTS, Control, Fault
-from attncheck.faults.fault_selection import FILE, file_fault_reference
+from attncheck.faults.fault import HOSTS, Control
+from attncheck.faults.fault_selection import FILE, file_fault_reference, new_score
 from attncheck.faults.patching import NotPlanted
 from attncheck.faults.peer_rules import PeerRules, RecordingExecutor
 from attncheck.faults.planting import plant
@@ -242,13 +242,8 @@ class FaultScorer:
         how = fault.hosts.get(host)
         if how is None:
             raise UsageError(f"{name} is not planted in {host}.")
-        score: FaultScore | ControlScore
-        facts = _where(unit) | {"host": host, "kernel": how.kernel, "summary": fault.summary}
-        if isinstance(fault, Fault):
-            facts |= {"category": fault.category, "discrete": fault.discrete}
-            score = FaultScore(fault=name, outcome="harness", **facts)
-        else:
-            score = ControlScore(control=name, outcome="harness", **facts)
+        facts = _where(unit) | {"host": host, "kernel": how.kernel, "outcome": "harness"}
+        score = new_score(fault, **facts)
         try:
             kernel = plant(fault, host, folder)
         except NotPlanted as error:

@@ -113,12 +113,9 @@ _RIGHT_NUMBERS = tuple(range(-len(_RIGHT) - _OTHERWISE, 0))
 
 
 def measure_sensitivity(
-    name: str, dtype: str, *, tier: str, device: str = "cpu", seed: int = 0, peer: bool = True
+    name: str, dtype: str, *, tier: str, device: str = "cpu"
 ) -> FaultSensitivity:
     """Measure how small the fault ``name`` is still seen in ``dtype``: one piece of work.
-
-    Args:
-        peer: Whether other projects' rules are asked too.
 
     Raises:
         UnknownName: for a fault, dtype or tier that is not known.
@@ -131,7 +128,7 @@ def measure_sensitivity(
             "isolated": False,
             "dtypes": dtype,
             "stages": ",".join(STAGES),
-            "seed": seed,
+            "seed": 0,
         }
     )
     # No failure counts as known: what excuses a right kernel would hide the fault.
@@ -143,7 +140,7 @@ def measure_sensitivity(
         rules = {ATTNCHECK_RULE: smallest_seen(verdicts, kernels.sizes)}
         # Other projects ask no relations: their rules see single calls alone.
         plain = [_PeerQuestion(unit, kernels) for unit in units if _is_plain(unit)]
-        for rule in FORWARD_RULES if peer else ():
+        for rule in FORWARD_RULES:
             fit = [each.question(rule) for each in plain if each.fits(rule)]
             smallest = smallest_seen(fit, kernels.sizes)
             rules[rule] = replace(smallest, unfit=len(plain) - len(fit))

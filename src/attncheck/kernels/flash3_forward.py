@@ -35,8 +35,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from attncheck.inputs.input_tensors import Descale
 from attncheck.kernels.compilation import on_hopper, sound_assembler
 from attncheck.kernels.flash2_forward import flash2_forward
-from attncheck.kernels.launch import COUNTS, LOG2E, Band, Launch, needs_careful_launch, scales
+from attncheck.kernels.launch import COUNTS, LOG2E, Launch, needs_careful_launch, scales
 from attncheck.kernels.tile import loaded, number_of, place
+from attncheck.mods.masks import Band
 from attncheck.mods.to_triton import TritonMod
 
 # Triton 3.8 or so renamed both.

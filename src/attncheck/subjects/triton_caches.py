@@ -11,12 +11,12 @@ import torch
 from attncheck.core.mod_spec import FULL, NONE
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.input_tensors import Descale
+from attncheck.mods.masks import band_of
 from attncheck.subjects.conventions.call_tensors import paged_inputs
 from attncheck.subjects.conventions.function_gradients import Leaf
 from attncheck.subjects.conventions.layouts import pack, packed_layout
-from attncheck.subjects.conventions.window_masks import band_window, mask_band
+from attncheck.subjects.conventions.window_masks import band_window
 from attncheck.subjects.kernel_mods import (
-    band_of,
     mask_expression,
     score_expression,
     slope_expression,
@@ -61,7 +61,7 @@ class Varlen(Flash):
         packed = pack(problem)
         if packed is None:
             return f"the mask {problem.mask} names documents or padding more than once"
-        if not packed.cut and mask_band(packed.rest, problem.dimensions) is None:
+        if not packed.cut and band_of(packed.rest, problem.dimensions) is None:
             return f"the mask {problem.mask} is neither documents nor padding nor a band"
         if device == "cuda" and problem.heads > _MOST_HEADS:
             return f"heads = {problem.heads}: at most {_MOST_HEADS} on a GPU"
@@ -234,7 +234,7 @@ def _slope(problem: Problem, device: str) -> TritonMod | None:
 
 def _causal(problem: Problem, packed: PackedProblem) -> Causal:
     """Alignment of the kernel's flag, where it is what hides keys within documents."""
-    band = mask_band(packed.rest, problem.dimensions)
+    band = band_of(packed.rest, problem.dimensions)
     lengths, leads = packed.lengths(), packed.leads()
     if band is None:
         return ""

@@ -18,7 +18,6 @@ from attncheck.judge.error_measures import measure_errors
 from attncheck.oracles.mod_calls import Indices, call_mask
 from attncheck.probes import PROBES, VisibleKeys, probe_named
 from attncheck.probes.margins import WeightErrors
-from attncheck.probes.wrong_rows import explain_row
 from attncheck.records.record import GradientErrors, LseErrors, OutErrors, Record, Status
 from attncheck.relations import RELATIONS
 from attncheck.subjects.capabilities.subject import Subject, Tiling
@@ -329,19 +328,4 @@ def _probe_judgement(execution: Execution, evidence: EvidenceBuilder, *, brief: 
     if judgement.rule != "bound":
         more = f"; {structure}" if structure else ""
         return replace(judgement, reason=judgement.reason + more)
-    reason = f"{_row_explanation(execution, evidence, seen)}; {judgement.reason}"
-    return replace(judgement, rule="structure", reason=reason)
-
-
-def _row_explanation(execution: Execution, evidence: EvidenceBuilder, seen: VisibleKeys) -> str:
-    """Name what best explains the first row, by batch, head and row, beyond its bound."""
-    outputs, truth = execution.outputs, evidence.truth
-    allowance = evidence.allowance(execution.arithmetic)
-    beyond = ((outputs.out.double() - truth.out).abs() > allowance.out).any(-1)
-    if outputs.lse is not None and truth.lse is not None:
-        beyond |= (outputs.lse.double() - truth.lse).abs() > allowance.lse
-    b, h, i = (beyond & evidence.alive).nonzero()[0].tolist()
-    rows = seen(range(i, i + 1)).expand(*outputs.out.shape[:2], 1, evidence.case.problem.kv)
-    allowed = Outputs(allowance.out, allowance.lse)
-    _, explanation = explain_row(evidence.inputs, outputs, truth, allowed, rows[b, h, 0], (b, h, i))
-    return f"batch {b}, head {h}, row {i} is {explanation}"
+    return replace(judgement, rule="structure")
