@@ -197,7 +197,9 @@ def _checked(
         hold_to_claims,
         subject_questions,
     )
+    from attncheck.verify.kernel_hosts import executor_of
     from attncheck.verify.kernel_messages import RemoteError
+    from attncheck.verify.question_fit import taken_problem
     from attncheck.workers.process import Died
 
     device = options.device
@@ -233,7 +235,9 @@ def _checked(
     if claims is not None and (lines := tuple(claims.lines())):
         report = replace(report, claims={subject.name: lines})
     terms = None if claims is None else replace(claims.terms(**named), table=None)
-    ahead.expect([question.case.problem for question in asked], terms)
+    executor = executor_of(subject)
+    forms = (taken_problem(subject, one.case.problem, executor, device) for one in asked)
+    ahead.expect([problem for problem in forms if problem is not None], terms)
     report = _answered(interrupts, report, subject, asked, options)
     with suppress(Died, RemoteError):  # what is wrong is known without its cause
         report = _explained(report, subject, terms, device)
