@@ -188,8 +188,8 @@ def flash3_forward(
             scale * LOG2E, GROUPS=shape.groups, STAGES=shape.stages, REGISTERS=shape.registers,
             PINGPONG=shape.pingpong, OVERLAP=shape.overlap, UPPER=band.most is not None,
             LOWER=band.least is not None, SCALED=scaled, LIFT=math.log2(launch.weights_scale),
-            # A maximum of products, not their factor's product with the scores' maximum, where that
-            # is below 0; and where what rounds a weight away from 1 is beyond fp16.
+            # Not by a factor below 0, which makes the maximum of scores the minimum of products, and
+            # not in fp16, which is too narrow for weights that rounding has moved far from 1.
             FUSED=scaled or (q.dtype == torch.bfloat16 and scale > 0), num_warps=4,
             enable_fp_fusion=False,  # but where ``_advanced`` says so
         )
