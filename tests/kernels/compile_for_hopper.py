@@ -22,14 +22,7 @@ from attncheck.inputs.problem import Problem
 from attncheck.kernels import flash3_forward, gradient_terms
 from attncheck.kernels.decode_forward import _merge, _split
 from attncheck.kernels.flash3_backward import BACKWARD_SHAPES, ROWS_LAYOUT, _backward
-from attncheck.kernels.flash3_forward import (
-    FP8_SHAPES,
-    OWN,
-    SHAPES,
-    WHOLE_FP8_SHAPES,
-    WHOLE_SHAPES,
-    layout_of,
-)
+from attncheck.kernels.flash3_forward import FP8_SHAPES, OWN, SHAPES, layout_of
 from attncheck.kernels.launch import block_dim
 from attncheck.kernels.softmax_forward import KINDS, Launch, _softmax
 from attncheck.mods.scores import temperature
@@ -267,18 +260,16 @@ def flash3(head_dim):
     """Print dtype, head dim, limits, shared memory, spilled bytes and spills in loops of each."""
     # Fewer limits are fewer instructions: compiled at the width that has no register left.
     width = int(head_dim)
-    kinds = [("bf16", SHAPES, True, True), ("bf16", WHOLE_SHAPES, False, False)]
-    kinds += [("e4m3", FP8_SHAPES, True, True), ("e4m3", WHOLE_FP8_SHAPES, False, False)]
-    kinds += [("bf16", SHAPES, True, False)] * (width == 256)
-    for dtype, shapes, upper, lower in kinds:
-        kernel = flash3_kernel(width, shapes[width], upper=upper, lower=lower, dtype=dtype)
-        counts = f"{kernel.metadata.shared} {spilled(kernel)} {spills_in_loops(kernel)}"
-        sys.stdout.write(f"{dtype} {width} {upper:d}{lower:d} {counts}\n")
+    for dtype, shapes in (("bf16", SHAPES), ("e4m3", FP8_SHAPES)):
+        for limited in (False, True):
+            kernel = flash3_kernel(width, shapes[width], upper=limited, lower=limited, dtype=dtype)
+            counts = f"{kernel.metadata.shared} {spilled(kernel)} {spills_in_loops(kernel)}"
+            sys.stdout.write(f"{dtype} {width} {limited:d}{limited:d} {counts}\n")
 
 
 def crowded():
-    """Print how often three groups of rows spill in their loops under a mask."""
-    kernel = flash3_kernel(64, WHOLE_SHAPES[64], upper=True, lower=False)
+    """Print how often three groups of rows spill in their loops at twice the head dim."""
+    kernel = flash3_kernel(128, SHAPES[64], upper=True, lower=False)
     sys.stdout.write(f"{spills_in_loops(kernel)}\n")
 
 
@@ -294,10 +285,10 @@ def flash3_kernel(width, shape, *, upper, lower, dtype="bf16"):
     }
     constants = {
         "GROUPS": shape.groups, "STAGES": shape.stages, "REGISTERS": shape.registers,
-        "PINGPONG": shape.pingpong, "UPPER": upper, "LOWER": lower, "SCALED": scaled,
-        "LIFT": 8.0 if scaled else 0.0,
+        "PINGPONG": shape.pingpong, "OVERLAP": shape.overlap, "UPPER": upper, "LOWER": lower,
+        "SCALED": scaled, "LIFT": 8.0 if scaled else 0.0, "FUSED": True,
     }  # fmt: skip
-    types = boxes(tiles) | {"again_ptr": "*i32", "factor": "fp32"}
+    types = boxes(tiles) | {"again_ptr": "*i32", "next_ptr": "*i32", "factor": "fp32"}
     types |= dict.fromkeys(("lse_ptr", "q_scale", "k_scale", "v_scale"), "*fp32")
     return gluon_kernel(flash3_forward._forward, constants, types, enable_fp_fusion=False)
 

@@ -67,17 +67,16 @@ def test_dq_fits_with_the_gradients_of_what_a_score_mod_reads(compile_kernels):
     assert all(int(line.split()[-3]) > 0 for line in lines)  # products of 16-bit operands
 
 
-@pytest.mark.parametrize(("head_dim", "kinds"), [(64, 4), (128, 4), (256, 5)])
-def test_flash3_fits_and_hardly_spills(head_dim, kinds, compile_kernels):
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_flash3_fits_and_hardly_spills(head_dim, compile_kernels):
     lines = [line.split() for line in compile_kernels("flash3", str(head_dim))]
-    assert len(lines) == kinds
-    # Three groups of rows spill more, before and after their loop.
-    crowded = (["bf16", "64", "00"], ["e4m3", "128", "00"])
+    assert len(lines) == 4
     for line in lines:
         shared, spilled, in_loops = map(int, line[3:])
         assert shared <= SHARED_MEMORY, line
         assert in_loops == 0, line
-        assert spilled <= MOST_SPILLED or line[:3] in crowded, line
+        # Three groups of rows in fp8 spill more, before and after their loop.
+        assert spilled <= MOST_SPILLED or line[:3] == ["e4m3", "128", "00"], line
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
