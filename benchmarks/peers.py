@@ -18,10 +18,8 @@ from attncheck.core.formats import FORMATS
 from attncheck.faults.peer_rules import (
     ALLCLOSE,
     GPUCHECK,
-    GRADIENT_RULES,
     TORCH,
     PeerReference,
-    elementwise_gradient_rule,
     elementwise_rule,
     mean_rule,
     times_rule,
@@ -34,7 +32,7 @@ if TYPE_CHECKING:
 
     from attncheck.core.outputs import Outputs
 
-__all__ = ["GRADIENT_PEERS", "PEERS", "PeerReference"]
+__all__ = ["PEERS", "PeerReference"]
 
 
 def _epsilon(reference: PeerReference) -> float:
@@ -69,9 +67,3 @@ PEERS: dict[str, Callable[[Outputs, PeerReference], bool]] = {
     "oneDNN": _onednn,
 }
 """Of out, and of LSE where a rule compares it."""
-
-GRADIENT_PEERS: dict[str, Callable[[Outputs, PeerReference], bool]] = {
-    **GRADIENT_RULES,
-    "torch": elementwise_gradient_rule(TORCH),
-}
-"""Of dQ, dK and dV."""

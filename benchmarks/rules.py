@@ -13,15 +13,21 @@ element or a norm refuses right kernels.
 
 from __future__ import annotations
 
+import argparse
+import json
+import math
+import sys
+import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from in_processes import write_json
+import msgspec
+from in_processes import finished, write_json
 from judged_record import judged_record
 from peers import PEERS, PeerReference
 from planted import DTYPES, FAULTS, MASKS, TILING, Fault
 from rules_page import page
-from rules_run import measure, merged, parser
 from spread import Spread, difference
 
 from attncheck.inputs.problem import Case, Problem
@@ -29,13 +35,11 @@ from attncheck.probes import PROBES, cases
 from attncheck.subjects.capabilities.named_kernels import subject_named
 from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.subjects.ideal import Ideal
-from attncheck.verify.environment import prepare
+from attncheck.verify.environment import default_device, environment, prepare
 from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Execution, Failure, InProcess
 
 if TYPE_CHECKING:
-    import argparse
-
     from attncheck.core.outputs import Outputs
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.records.record import Record
@@ -68,6 +72,7 @@ OTHERS = {
 INTERPRETED_LONGEST = 128
 LONGEST_PROBED = {"cpu": 300, "cuda": 1024}
 MOST_ROUNDS = 2  # of one probe with other parameters
+SAVE_EVERY = 10.0  # seconds
 CHUNK = 128  # query rows: the hardest for a fault of one key, whose share of a long row is small
 
 
@@ -237,12 +242,48 @@ def tasks(asked: argparse.Namespace) -> list[Task]:
     return [*plain[:of_one_draw], *probes, *plain[of_one_draw:]]
 
 
+def measure(asked: argparse.Namespace, todo: list[Task]) -> dict[str, Any]:
+    """Rows of all the tasks; the JSON file is written every ten seconds."""
+    saved = time.monotonic()
+    prepare(asked.device)
+    env = json.loads(msgspec.json.encode(environment(asked.device)))
+    complete: dict[str, Any] = {"environments": [env], "done": 0, "of": len(todo), "rows": []}
+    rows = complete["rows"]
+    parts = finished(work, todo, processes=asked.processes, seconds=asked.seconds)
+    for done, part in enumerate(parts, 1):
+        rows += part
+        complete["done"] = done
+        if time.monotonic() - saved > SAVE_EVERY or done == len(todo):
+            print(f"{done}/{len(todo)} problems, {len(rows)} rows", file=sys.stderr, flush=True)
+            write_json(asked.json, complete)
+            saved = time.monotonic()
+    return complete
+
+
+def merged(paths: list[Path]) -> dict[str, Any]:
+    """Several files as one; a row that is in two of them is taken once."""
+    files = [json.loads(path.read_text()) for path in paths]
+    rows = {json.dumps(row, sort_keys=True): row for file in files for row in file["rows"]}
+    found = {json.dumps(env): env for file in files for env in file["environments"]}
+    counts = {name: sum(file[name] for file in files) for name in ("done", "of")}
+    return {"environments": list(found.values()), **counts, "rows": list(rows.values())}
+
+
 def main() -> None:
     """Run what is asked, writing the JSON file and the page over and over as rows come in."""
-    options = parser(__doc__ or "", "rules", DTYPES, len(DRAWS))
-    options.add_argument("--only", choices=("inputs", "probes"))
-    asked = options.parse_args()
-    found = merged(asked.merge) if asked.merge else measure(asked, tasks(asked), work)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=default_device())
+    parser.add_argument("--lengths", type=int, nargs="*")
+    parser.add_argument("--dtypes", nargs="*", default=list(DTYPES), choices=DTYPES)
+    parser.add_argument("--seeds", type=int, default=len(DRAWS), help="draws of each problem")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing after this")
+    parser.add_argument("--json", type=Path, default=Path("reports/rules.json"))
+    parser.add_argument("--md", type=Path, default=Path("reports/rules.md"))
+    parser.add_argument("--merge", type=Path, nargs="*", help="only the page, of these files")
+    parser.add_argument("--only", choices=("inputs", "probes"))
+    asked = parser.parse_args()
+    found = merged(asked.merge) if asked.merge else measure(asked, tasks(asked))
     write_json(asked.json, found)
     asked.md.write_text(page(found))
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from peers import PEERS
 from planted import DTYPES, FAULTS
-from rule_tables import Row, measured, percent, refused, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 __all__ = ["page"]
 
+Row = dict[str, Any]
 Problem = tuple[Any, ...]
 RULES = ("attncheck", *PEERS)
 _MOST_LISTED = 40
@@ -28,7 +28,7 @@ def page(found: dict[str, Any]) -> str:
     on_probes = [row for row in rows if "probe" in row]
     parts = [
         "# Planted faults: what each rule catches",
-        measured(found),
+        _measured(found),
         _ABOUT,
         "## In sum",
         _summary(on_inputs),
@@ -77,7 +77,7 @@ def _share(rows: list[Row], test: Callable[[Row], bool]) -> float | None:
 
 
 def _by_rule(rows: list[Row]) -> dict[str, float | None]:
-    return {rule: _share(rows, lambda row, rule=rule: refused(row, rule)) for rule in RULES}
+    return {rule: _share(rows, lambda row, rule=rule: _refused(row, rule)) for rule in RULES}
 
 
 def _summary(rows: list[Row]) -> str:
@@ -85,12 +85,13 @@ def _summary(rows: list[Row]) -> str:
     caught, alarms = _by_rule(faults), _by_rule(right)
     everything = _Standing(rows=faults, alarmed=_alarmed(rows), probes=[])
     lines = [
-        [rule, *map(percent, (everything.told(rule), caught[rule], alarms[rule]))] for rule in RULES
+        [rule, *map(_percent, (everything.told(rule), caught[rule], alarms[rule]))]
+        for rule in RULES
     ]
-    hidden = f"hidden {percent(everything.hidden)} %"
+    hidden = f"hidden {_percent(everything.hidden)} %"
     counts = f"{len(faults)} runs of faults ({hidden}), {len(right)} of right kernels."
     head = ["rule", "told %", "caught %", "false alarms % (of kernels)"]
-    return counts + "\n\n" + table(head, lines)
+    return counts + "\n\n" + _table(head, lines)
 
 
 def _false_alarms(rows: list[Row]) -> str:
@@ -98,9 +99,9 @@ def _false_alarms(rows: list[Row]) -> str:
     for dtype in DTYPES:
         some = _right(row for row in rows if row["dtype"] == dtype)
         if some:
-            counts = [str(sum(refused(row, rule) for row in some)) for rule in RULES]
+            counts = [str(sum(_refused(row, rule) for row in some)) for rule in RULES]
             lines.append([dtype, str(len(some)), *counts])
-    return table(["dtype", "runs", *RULES], lines)
+    return _table(["dtype", "runs", *RULES], lines)
 
 
 def _dtypes(rows: list[Row]) -> str:
@@ -108,8 +109,8 @@ def _dtypes(rows: list[Row]) -> str:
     for dtype in DTYPES:
         some = _real(row for row in rows if row["dtype"] == dtype)
         if some:
-            lines.append([dtype, str(len(some)), *map(percent, _by_rule(some).values())])
-    return table(["dtype", "runs", *RULES], lines)
+            lines.append([dtype, str(len(some)), *map(_percent, _by_rule(some).values())])
+    return _table(["dtype", "runs", *RULES], lines)
 
 
 @dataclass
@@ -127,7 +128,7 @@ class _Standing:
     def told(self, rule: str) -> float | None:
         """Share refused on problems where the rule accepts every right kernel."""
         alarmed = self.alarmed[rule]
-        return _share(self.rows, lambda row: refused(row, rule) and _problem(row) not in alarmed)
+        return _share(self.rows, lambda row: _refused(row, rule) and _problem(row) not in alarmed)
 
     @property
     def probed(self) -> tuple[float | None, str]:
@@ -148,7 +149,7 @@ class _Standing:
         ours, best = self.told("attncheck") or 0.0, max(self.told(rule) or 0.0 for rule in PEERS)
         if ours == 1:
             return "all told"
-        missed = [row for row in self.rows if not refused(row, "attncheck")]
+        missed = [row for row in self.rows if not _refused(row, "attncheck")]
         visible = sum(row["effect"] > 1 for row in missed)
         why = f"{visible} of {len(missed)} missed are visible" if visible else "missed are hidden"
         share, probe = self.probed
@@ -163,7 +164,7 @@ def _problem(row: Row) -> Problem:
 
 def _alarmed(rows: list[Row]) -> dict[str, set[Problem]]:
     """Problems on which a rule refuses a right kernel."""
-    return {rule: {_problem(row) for row in _right(rows) if refused(row, rule)} for rule in RULES}
+    return {rule: {_problem(row) for row in _right(rows) if _refused(row, rule)} for rule in RULES}
 
 
 def _faults(rows: list[Row], probes: list[Row]) -> str:
@@ -176,12 +177,12 @@ def _faults(rows: list[Row], probes: list[Row]) -> str:
         )
         share, best = line.probed
         caught = _by_rule(line.rows)
-        shares = [f"{percent(line.told(rule))} ({percent(caught[rule])})" for rule in RULES]
-        probed = f"{percent(share)} {best}".rstrip()
+        shares = [f"{_percent(line.told(rule))} ({_percent(caught[rule])})" for rule in RULES]
+        probed = f"{_percent(share)} {best}".rstrip()
         lines.append(
-            [fault.name, str(len(line.rows)), *shares, percent(line.hidden), probed, line.said()]
+            [fault.name, str(len(line.rows)), *shares, _percent(line.hidden), probed, line.said()]
         )
-    return table(["fault", "runs", *RULES, "hidden", "probes", "standing"], lines)
+    return _table(["fault", "runs", *RULES, "hidden", "probes", "standing"], lines)
 
 
 def _probes(rows: list[Row]) -> str:
@@ -194,9 +195,9 @@ def _probes(rows: list[Row]) -> str:
         right = kind == "right kernels"
         some = _right(rows) if right else _real(row for row in rows if row["name"] == kind)
         by_probe = ([row for row in some if row["probe"] == name] for name in names)
-        shares = [percent(_share(each, lambda row: row["status"] == "fail")) for each in by_probe]
+        shares = [_percent(_share(each, lambda row: row["status"] == "fail")) for each in by_probe]
         lines.append([kind, str(len(some)), *shares])
-    return table(["in percent", "runs", *names], lines)
+    return _table(["in percent", "runs", *names], lines)
 
 
 def _lists(rows: list[Row], on_inputs: list[Row]) -> list[str]:
@@ -204,7 +205,7 @@ def _lists(rows: list[Row], on_inputs: list[Row]) -> list[str]:
     alarms = [row for row in _right(rows) if row["status"] == "fail"]
     errors = [row for row in rows if row["status"] == "error"]
     missed = [
-        row for row in _real(on_inputs) if row["effect"] > 1 and not refused(row, "attncheck")
+        row for row in _real(on_inputs) if row["effect"] > 1 and not _refused(row, "attncheck")
     ]
     missed.sort(key=lambda row: -row["effect"])
     parts = ["## Right kernels that attncheck fails", _cases(alarms)]
@@ -222,7 +223,7 @@ def _lists(rows: list[Row], on_inputs: list[Row]) -> list[str]:
     ]
     heads = ["fault", "dtype", "length", "inputs", "status", "difference ÷ spread"]
     title = f"## Visible and not caught on random inputs: {len(missed)}"
-    return [*parts, title, table(heads, lines) if lines else "None."]
+    return [*parts, title, _table(heads, lines) if lines else "None."]
 
 
 def _cases(rows: list[Row]) -> str:
@@ -233,3 +234,40 @@ def _cases(rows: list[Row]) -> str:
         f"`{json.dumps(row.get('case'))}`"
         for row in rows[:_MOST_LISTED]
     )
+
+
+def _measured(found: dict[str, Any]) -> str:
+    """Where, how much and at which lengths."""
+    lines = [
+        f"{env['device']}: torch {env['torch']}, triton {env['triton'] or '–'}, "
+        f"Python {env['python']}."
+        for env in found["environments"]
+    ]
+    done = f"{found['done']} of {found['of']} problems, {len(found['rows'])} judgements."
+    lengths = sorted({row["length"] for row in found["rows"]})
+    return "\n".join([*lines, done, f"Lengths {', '.join(map(str, lengths))}."])
+
+
+def _refused(row: Row, rule: str) -> bool:
+    """Whether attncheck fails what the row is of, or one of its peers refuses it."""
+    if rule == "attncheck":
+        return bool(row["status"] == "fail")
+    return not row["peers"][rule]
+
+
+def _percent(share: float | None) -> str:
+    """In whole percent; with a digit more where that would say none or all of what is neither."""
+    if share is None:
+        return "–"
+    text = f"{100 * share:.0f}"
+    return text if text not in {"0", "100"} or share in {0.0, 1.0} else f"{100 * share:.1f}"
+
+
+def _table(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+    """As Markdown: words to the left, figures to the right."""
+    head = list(head)
+    rule = ["---", *["--:"] * (len(head) - 1)]
+    cells = [
+        [cell.replace("|", "\\|") for cell in line] for line in [head, rule, *map(list, lines)]
+    ]
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)

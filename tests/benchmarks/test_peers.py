@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from peers import GRADIENT_PEERS, PEERS, PeerReference
+from peers import PEERS, PeerReference
 
 from attncheck import oracles
 from attncheck.core.formats import round_to
 from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
+from attncheck.faults.peer_rules import GRADIENT_RULES
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
 from attncheck.subjects.torch_kernels import Sdpa
@@ -48,10 +49,10 @@ def test_the_truth_rounded_once_passes(rule, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "tf32", "fp16", "bf16"])
-@pytest.mark.parametrize("rule", GRADIENT_PEERS)
+@pytest.mark.parametrize("rule", GRADIENT_RULES)
 def test_gradients_rounded_once_pass(rule, dtype):
     facts = of_gradients(dtype)
-    assert GRADIENT_PEERS[rule](best(facts), facts)
+    assert GRADIENT_RULES[rule](best(facts), facts)
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), 100.0])
@@ -114,13 +115,13 @@ def test_rows_that_see_nothing_are_no_error_of_the_references():
 
 
 @pytest.mark.parametrize("name", ["dq", "dk", "dv"])
-@pytest.mark.parametrize("rule", GRADIENT_PEERS)
+@pytest.mark.parametrize("rule", GRADIENT_RULES)
 def test_one_wrong_element_of_any_gradient_is_refused(rule, name):
     for wrong in (float("nan"), 1000.0):
         facts = of_gradients("fp16")
         outputs = best(facts)
         outputs.gradients()[name][0, 1, 3, 5] = wrong
-        assert not GRADIENT_PEERS[rule](outputs, facts)
+        assert not GRADIENT_RULES[rule](outputs, facts)
 
 
 @pytest.mark.parametrize(
@@ -156,5 +157,5 @@ def test_twice_the_error_of_the_unfused_gradients_is_allowed():
     wrong = Outputs(
         facts.truth.out, None, **{n: x.half() for n, x in facts.unfused_gradients.items()}
     )
-    assert GRADIENT_PEERS["2×"](wrong, facts)
+    assert GRADIENT_RULES["2×"](wrong, facts)
     assert torch.equal(wrong.dq, facts.unfused_gradients["dq"].half())

@@ -8,8 +8,7 @@ import rules_page
 import torch
 from peers import PEERS
 from planted import FAULTS
-from rules import Task, compared, probed, tasks
-from rules_run import merged
+from rules import Task, compared, merged, probed, tasks
 from spread import Spread, difference
 
 from attncheck.core.outputs import Outputs

@@ -5,13 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.diagnose.told import WAVY, left_out, told
+from tests.planted_kernels.other_steps import stepping
 
 from attncheck.core.mod_spec import FULL, Spec
 from attncheck.core.outputs import Outputs
 from attncheck.diagnose import diagnosis
 from attncheck.diagnose.confirmation import confirm, independent_cases
 from attncheck.diagnose.diagnosis import CauseSearch, diagnose_failure
-from attncheck.diagnose.explanations import explain
 from attncheck.fault_models import FAULT_MODELS, ExactAttention
 from attncheck.fault_models.fault_model import FAMILIES, SIGNS
 from attncheck.fault_models.steps import LOG2E, Steps
@@ -30,23 +31,7 @@ EMPTY = PLAIN.replace(query=70, kv=40, mask=Spec.of("causal_bottom_right"))
 
 def with_fault(model, number=0):
     """The ideal kernel with the steps of a model."""
-    steps = FAULT_MODELS[model].steps[number]
-    return type("Faulty", (Ideal,), {"name": "faulty", "steps": steps})()
-
-
-def told(subject, problem, **how):
-    record = run_case(subject, Case(problem=problem), device="cpu")
-    assert record.status == "fail"
-    return diagnose_failure(record, subject, device="cpu", **how).diagnosis
-
-
-def left_out(monkeypatch, *names):
-    """No diagnosis tries these models, nor those of their family that have a number to fit."""
-
-    def by_others(*values, among=FAULT_MODELS, **named):
-        return explain(*values, among=[one for one in among if one not in names], **named)
-
-    monkeypatch.setattr(diagnosis, "explain", by_others)
+    return stepping(steps=FAULT_MODELS[model].steps[number])
 
 
 def test_every_model_is_of_a_family():
@@ -94,7 +79,7 @@ def test_what_is_seen_tells_the_family(model, problem, family, monkeypatch):
 
 
 def test_keys_that_count_and_must_not_are_told(monkeypatch):
-    left_out(monkeypatch, *FAULT_MODELS)
+    left_out(monkeypatch)
     found = told(with_fault("mask-one-key-wider"), CAUSAL)
     (counted,) = (fact for fact in found.facts if "count although they are hidden" in fact)
     assert counted.startswith("keys 1–")
@@ -123,15 +108,8 @@ def test_a_tile_that_holds_all_keys_is_no_cause():
     assert "tile" not in [FAULT_MODELS[one.model].family for one in found.ranked[: found.tied]]
 
 
-class Wavy(Ideal):
-    name = "wavy"
-
-    def normalised(self, out, total):
-        return super().normalised(out, total) + torch.arange(out.numel()).view(out.shape).sin()
-
-
 def test_of_what_no_model_fits_only_what_was_seen_is_told():
-    found = told(Wavy(), CAUSAL)
+    found = told(WAVY, CAUSAL)
     assert (found.level, found.ranked, found.family) == ("unknown", (), "")
     assert any("wrong as well without the mask" in fact for fact in found.facts)
 
@@ -280,7 +258,7 @@ def test_a_loop_that_is_wrong_under_a_mask_alone_is_right_without_one():
         masked = problem.mask.name != "full"
         return (lambda b, h, i, j: mask(b, h, i, j) & (j > 0)) if masked else None
 
-    kernel = type("Late", (Ideal,), {"name": "late", "steps": Steps(mask=without_key_0)})()
+    kernel = stepping(steps=Steps(mask=without_key_0))
     passed = [Case(problem=CAUSAL.replace(mask=FULL, seed=seed)) for seed in (3, 4)]
     assert told(kernel, CAUSAL, passed=passed).ranked[0].model == "edge-key-dropped"
 
@@ -293,7 +271,7 @@ def test_nan_of_finite_numbers_is_told(dtype, monkeypatch):
         def normalised(self, out, total):
             return super().normalised(out, total) * torch.nan
 
-    left_out(monkeypatch, *FAULT_MODELS)
+    left_out(monkeypatch)
     found = told(Nan(), PLAIN.replace(dtype=dtype))
     assert (found.level, found.family) == ("family", FAMILIES["overflow"])
 
@@ -301,9 +279,9 @@ def test_nan_of_finite_numbers_is_told(dtype, monkeypatch):
 @pytest.mark.parametrize("distribution", ["normal", "negative_logits", "large_logits"])
 def test_weights_of_another_base_are_no_mask_and_no_tile(distribution, monkeypatch):
     """What is much smaller than it must be looks like keys that do not count."""
-    left_out(monkeypatch, *FAULT_MODELS)
+    left_out(monkeypatch)
     steps = Steps(scale=lambda problem: problem.scale / LOG2E)
-    kernel = type("Base", (Ideal,), {"name": "base", "steps": steps})()
+    kernel = stepping(steps=steps)
     problem = PLAIN.replace(query=80, kv=80, distribution=distribution, dtype="bf16")
     assert told(kernel, problem).family not in {FAMILIES["mask"], FAMILIES["tile"]}
 
@@ -316,8 +294,8 @@ def test_a_tile_that_is_gone_is_not_one_that_is_rescaled(first, monkeypatch):
         mask = problem.mask_mod(device)
         return lambda b, h, i, j: mask(b, h, i, j) & ((j < first) | (j >= first + 16))
 
-    left_out(monkeypatch, *FAULT_MODELS)
-    kernel = type("Gone", (Ideal,), {"name": "gone", "steps": Steps(mask=without_tile)})()
+    left_out(monkeypatch)
+    kernel = stepping(steps=Steps(mask=without_tile))
     found = told(kernel, PLAIN.replace(dtype="bf16"))
     assert (found.level, found.family) == ("family", FAMILIES["tile"])
 

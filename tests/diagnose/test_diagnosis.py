@@ -7,6 +7,7 @@ import dataclasses
 import msgspec
 import pytest
 import torch
+from tests.diagnose.told import WAVY, told_record
 from tests.planted_kernels.outputs_given import spoiled
 
 from attncheck.core.mod_spec import Spec
@@ -42,21 +43,8 @@ class OneKeyWider(Ideal):
         return super().visible(mask, later)
 
 
-class Wavy(Ideal):
-    name = "wavy"
-
-    def normalised(self, out, total):
-        wave = torch.arange(out.numel()).view(out.shape).sin()
-        return super().normalised(out, total) + wave
-
-
-def told(subject, case):
-    record = run_case(subject, case, device="cpu")
-    return diagnose_failure(record, subject, device="cpu")
-
-
 def test_a_comparison_is_diagnosed():
-    record = told(OneKeyWider(), Case(problem=CAUSAL))
+    record = told_record(OneKeyWider(), Case(problem=CAUSAL))
     assert isinstance(record.diagnosis, Diagnosis)
     first = record.diagnosis.ranked[0]
     assert first.model == "mask-one-key-wider"
@@ -67,7 +55,7 @@ def test_a_comparison_is_diagnosed():
 
 
 def test_the_tiles_of_the_diagonal_are_shown():
-    record = told(OneKeyWider(), Case(problem=CAUSAL.replace(query=64, kv=64, head_dim=64)))
+    record = told_record(OneKeyWider(), Case(problem=CAUSAL.replace(query=64, kv=64, head_dim=64)))
     tiles = record.diagnosis.tiles
     for row, line in enumerate(tiles.values):
         largest = max(range(len(line)), key=line.__getitem__)
@@ -79,19 +67,20 @@ def test_the_tiles_of_the_diagonal_are_shown():
 @pytest.mark.parametrize("question", ["decode", "future_keys"])
 def test_probes_and_relations_are(question):
     chosen = {name: values[0] for name, values in allowed_parameters(question, CAUSAL).items()}
-    record = told(OneKeyWider(), Case(problem=CAUSAL, question=question, parameters=chosen))
+    record = told_record(OneKeyWider(), Case(problem=CAUSAL, question=question, parameters=chosen))
     assert record.status == "fail"
     assert "mask-one-key-wider" in [one.model for one in record.diagnosis.ranked]
 
 
 def test_a_right_answer_is_not():
-    record = told(Ideal(), Case(problem=CAUSAL))
+    record = run_case(Ideal(), Case(problem=CAUSAL), device="cpu")
     assert record.status == "pass"
+    record = diagnose_failure(record, Ideal(), device="cpu")
     assert record.diagnosis is msgspec.UNSET
 
 
 def test_what_no_model_explains_is_said_so():
-    record = told(Wavy(), Case(problem=CAUSAL))
+    record = told_record(WAVY, Case(problem=CAUSAL))
     assert record.status == "fail"
     assert record.diagnosis.ranked == ()
     text = diagnosis_text(record, kernel="mine")
@@ -113,14 +102,14 @@ def test_large_problems_are_left_out(large):
 
 def test_of_a_longer_problem_some_rows_are_predicted():
     longer = CAUSAL.replace(query=500, kv=500)
-    record = told(OneKeyWider(), Case(problem=longer))
+    record = told_record(OneKeyWider(), Case(problem=longer))
     assert record.diagnosis.ranked[0].model == "mask-one-key-wider"
 
 
 def test_two_failures_are_explained_together():
     small = Case(problem=CAUSAL.replace(query=1, kv=2, heads=1, kv_heads=1))
     kernel = OneKeyWider()
-    alone = told(kernel, small)
+    alone = told_record(kernel, small)
     larger = explain_failure(
         run_case(kernel, Case(problem=CAUSAL), device="cpu"), kernel, device="cpu"
     )
@@ -132,12 +121,12 @@ def test_two_failures_are_explained_together():
 def test_nobody_is_told_of_what_the_problem_does_not_have():
     """Of any model, where it explains a larger problem and not the one that is shown."""
     plain = Problem(query=3, kv=3, head_dim=16, dtype="fp16")
-    record = run_case(Wavy(), Case(problem=plain), device="cpu")
+    record = run_case(WAVY, Case(problem=plain), device="cpu")
     absent = [name for name, model in FAULT_MODELS.items() if not model.applies(plain)]
     assert len(absent) > 50
     ranking = [FaultExplanation(name=name, share=1.0, all=True, left=0.0) for name in absent]
     before = Findings(ranking=ranking, tried=1, tiles=None, finite=True)
-    assert diagnose_failure(record, Wavy(), device="cpu", before=before).diagnosis.ranked == ()
+    assert diagnose_failure(record, WAVY, device="cpu", before=before).diagnosis.ranked == ()
     for one in ranking:
         assert _as_diagnosis([one], before, plain).ranked == ()
         assert _as_diagnosis([one], before, CAUSAL).ranked or not FAULT_MODELS[one.name].applies(
@@ -156,10 +145,10 @@ def test_what_explains_one_failure_is_tried_alone_on_the_next():
     assert [one.diagnosis.ranked[0].model for one in explained] == ["mask-one-key-wider"] * 3
     assert [one.diagnosis.tried for one in explained[1:]] == [1, 1]
     # Of what it does not explain nothing is said, and no more than so many are looked into.
-    other = run_case(Wavy(), Case(problem=CAUSAL), device="cpu")
-    assert search.diagnose(other, Wavy(), device="cpu").diagnosis is msgspec.UNSET
+    other = run_case(WAVY, Case(problem=CAUSAL), device="cpu")
+    assert search.diagnose(other, WAVY, device="cpu").diagnosis is msgspec.UNSET
     known = ["mask-one-key-wider", "mask-ignored"]
-    assert explained_by(other, known, Wavy(), device="cpu") is None
+    assert explained_by(other, known, WAVY, device="cpu") is None
 
 
 def test_all_models_are_tried_once_on_a_kind_of_failure_that_none_explains(monkeypatch):
@@ -167,13 +156,13 @@ def test_all_models_are_tried_once_on_a_kind_of_failure_that_none_explains(monke
 
     def count(record, *_, **__):
         tried.append(record.case_id)
-        return diagnose_failure(record, Wavy(), device="cpu")
+        return diagnose_failure(record, WAVY, device="cpu")
 
     monkeypatch.setattr(diagnosis, "diagnose_failure", count)
     search = CauseSearch()
     for problem in (CAUSAL, CAUSAL.replace(seed=1), CAUSAL.replace(dtype="bf16")):
-        record = run_case(Wavy(), Case(problem=problem), device="cpu")
-        search.diagnose(record, Wavy(), device="cpu")
+        record = run_case(WAVY, Case(problem=problem), device="cpu")
+        search.diagnose(record, WAVY, device="cpu")
     assert len(tried) == 2
 
 
@@ -196,7 +185,7 @@ def test_what_one_row_cannot_tell_apart_a_larger_problem_does():
     )
     tied = [one.name for one in small.ranking[: count_equals(small.ranking)]]
     assert {"mask-one-key-wider", "mask-ignored"} <= set(tied)
-    found = told(OneKeyWider(), two_keys).diagnosis
+    found = told_record(OneKeyWider(), two_keys).diagnosis
     assert [one.model for one in found.ranked[: found.tied]] == ["mask-one-key-wider"]
     assert found.problems > 1
 
@@ -241,5 +230,5 @@ def test_a_kernel_that_is_wrong_now_and_then_is_called_until_it_is():
 
 
 def test_a_record_with_a_diagnosis_is_read_as_it_was_written():
-    record = told(OneKeyWider(), Case(problem=CAUSAL))
+    record = told_record(OneKeyWider(), Case(problem=CAUSAL))
     assert msgspec.json.decode(msgspec.json.encode(record), type=Record) == record

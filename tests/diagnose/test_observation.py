@@ -2,17 +2,14 @@
 
 import pytest
 import torch
+from tests.diagnose.told import left_out, told
+from tests.planted_kernels.other_steps import stepping
 
 from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
-from attncheck.diagnose import diagnosis
-from attncheck.diagnose.diagnosis import diagnose_failure
-from attncheck.diagnose.explanations import explain
-from attncheck.fault_models import FAULT_MODELS
 from attncheck.fault_models.fault_model import FAMILIES
-from attncheck.inputs.problem import Case, Problem
+from attncheck.inputs.problem import Problem
 from attncheck.subjects.ideal import Ideal
-from attncheck.verify.run_case import run_case
 
 pytestmark = pytest.mark.usefixtures("shared_evidence")
 
@@ -21,22 +18,14 @@ ROWS = "rows change with the queries of others, and not with their own"
 HEADS = "other sequences or heads change with the keys and values of sequence 0, key head 0"
 
 
-def told(monkeypatch, call, problem=PLAIN):
+def seen(monkeypatch, call, problem=PLAIN):
     """What a diagnosis without models tells of ``call``, which is given the right kernel's own."""
 
-    class Faulty(Ideal):
-        name = "faulty"
+    def prepare(self, inputs):
+        return lambda: call(lambda read: Ideal.prepare(self, read)(), inputs)
 
-        def prepare(self, inputs):
-            return lambda: call(lambda read: Ideal.prepare(self, read)(), inputs)
-
-    def by_none(*values, among=FAULT_MODELS, **named):
-        return explain(*values, among=(), **named)
-
-    monkeypatch.setattr(diagnosis, "explain", by_none)
-    record = run_case(Faulty(), Case(problem=problem), device="cpu")
-    assert record.status == "fail"
-    return diagnose_failure(record, Faulty(), device="cpu").diagnosis
+    left_out(monkeypatch)
+    return told(stepping(prepare=prepare), problem)
 
 
 def _first(tensor):
@@ -69,7 +58,7 @@ ELSEWHERE = {
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_numbers_that_are_read_elsewhere_are_told(name, monkeypatch):
     change, fact = ELSEWHERE[name]
-    found = told(monkeypatch, lambda run, inputs: run(change(inputs)))
+    found = seen(monkeypatch, lambda run, inputs: run(change(inputs)))
     assert (found.level, found.family) == ("family", FAMILIES["mapping"])
     assert any(fact in one for one in found.facts)
 
@@ -83,7 +72,7 @@ def test_in_any_dtype_nothing_that_is_asked_again_raises(dtype, monkeypatch):
         waves = torch.arange(outputs.out.numel()).view(outputs.out.shape).sin()
         return Outputs((outputs.out.float() + waves).to(outputs.out.dtype), outputs.lse)
 
-    found = told(monkeypatch, call, PLAIN.replace(dtype=dtype))
+    found = seen(monkeypatch, call, PLAIN.replace(dtype=dtype))
     assert (found.level, found.family) == ("unknown", "")
 
 
@@ -92,7 +81,7 @@ def test_rows_that_are_written_elsewhere_are_told(monkeypatch):
         outputs = run(inputs)
         return Outputs(outputs.out.roll(1, 1), outputs.lse)
 
-    found = told(monkeypatch, call)
+    found = seen(monkeypatch, call)
     assert found.family == FAMILIES["mapping"]
 
 
@@ -103,7 +92,7 @@ def test_an_output_off_by_a_factor_is_told(each, monkeypatch):
         row = torch.arange(1.0, outputs.out.shape[2] + 1)[:, None] if each else 1.5
         return Outputs((outputs.out.float() * row).to(outputs.out.dtype), outputs.lse)
 
-    found = told(monkeypatch, call, PLAIN.replace(kv=128))
+    found = seen(monkeypatch, call, PLAIN.replace(kv=128))
     assert found.family == FAMILIES["rescaling" if each else "factor"]
 
 
@@ -115,7 +104,7 @@ def test_rows_of_zeros_are_off_by_no_factor(monkeypatch):
         late = torch.arange(outputs.out.shape[2]) >= outputs.out.shape[2] // 2
         return Outputs(outputs.out.masked_fill(late[:, None], 0.0), outputs.lse)
 
-    assert told(monkeypatch, call, PLAIN.replace(kv=128)).family == ""
+    assert seen(monkeypatch, call, PLAIN.replace(kv=128)).family == ""
 
 
 def test_what_the_first_sequence_has_right_is_no_factor(monkeypatch):
@@ -126,7 +115,7 @@ def test_what_the_first_sequence_has_right_is_no_factor(monkeypatch):
         factors = 1.0 + 0.5 * torch.arange(inputs.problem.batch).view(-1, 1, 1, 1)
         return Outputs((outputs.out.float() * factors).to(outputs.out.dtype), outputs.lse)
 
-    assert told(monkeypatch, call, PLAIN.replace(kv=128)).family == FAMILIES["mapping"]
+    assert seen(monkeypatch, call, PLAIN.replace(kv=128)).family == FAMILIES["mapping"]
 
 
 def test_keys_that_one_sequence_has_lost_may_be_of_its_length(monkeypatch):
@@ -140,7 +129,7 @@ def test_keys_that_one_sequence_has_lost_may_be_of_its_length(monkeypatch):
             return run(inputs)
         return run(inputs.replace(problem=own.replace(mask=Spec.of("padding", lengths=[30, 32]))))
 
-    found = told(monkeypatch, call, problem)
+    found = seen(monkeypatch, call, problem)
     assert found.family != FAMILIES["tile"]
     assert any("keys 32–63 do not count" in fact for fact in found.facts)
 
@@ -157,7 +146,7 @@ def test_a_first_tile_that_is_gone_may_have_been_rescaled_by_0(monkeypatch):
         )
         return run(kept)
 
-    found = told(monkeypatch, call, PLAIN.replace(kv=64))
+    found = seen(monkeypatch, call, PLAIN.replace(kv=64))
     assert found.family != FAMILIES["tile"]
     assert any("do not count" in fact for fact in found.facts)
 
@@ -167,7 +156,7 @@ def test_scores_off_by_a_factor_are_told(monkeypatch):
         problem = inputs.problem
         return run(inputs.replace(problem=problem.replace(scale=problem.scale / 3)))
 
-    assert told(monkeypatch, call).family == FAMILIES["factor"]
+    assert seen(monkeypatch, call).family == FAMILIES["factor"]
 
 
 @pytest.mark.parametrize("kv", [70, 150])
@@ -179,7 +168,7 @@ def test_keys_of_any_length_are_counted(kv, monkeypatch):
         return run(inputs.replace(problem=wider))
 
     mask = Spec.of("sliding_window", window=7)
-    found = told(monkeypatch, call, PLAIN.replace(batch=1, query=kv, kv=kv, mask=mask))
+    found = seen(monkeypatch, call, PLAIN.replace(batch=1, query=kv, kv=kv, mask=mask))
     assert found.family == FAMILIES["mask"]
     assert any("count although they are hidden" in fact for fact in found.facts)
 
@@ -195,7 +184,7 @@ def test_rows_in_which_no_key_counts_are_told(monkeypatch):
             outputs.lse.masked_fill(early, -torch.inf),
         )
 
-    found = told(monkeypatch, call, PLAIN.replace(batch=1, mask=Spec.of("causal"), kv=40))
+    found = seen(monkeypatch, call, PLAIN.replace(batch=1, mask=Spec.of("causal"), kv=40))
     assert found.family == FAMILIES["tile"]
     assert any("do not count in rows 0–15" in fact for fact in found.facts)
 
@@ -231,15 +220,9 @@ class Capped(Ideal):
     ids=["another", "rounded"],
 )
 def test_a_cap_is_another_function_or_a_rounded_one(function, sign, monkeypatch):
-    def by_none(*values, among=FAULT_MODELS, **named):
-        return explain(*values, among=(), **named)
-
-    monkeypatch.setattr(diagnosis, "explain", by_none)
+    left_out(monkeypatch)
     problem = PLAIN.replace(score=Spec.of("softcap", cap=20.0), dtype="fp32")
-    kernel = Capped(function)
-    record = run_case(kernel, Case(problem=problem), device="cpu")
-    assert record.status == "fail"
-    found = diagnose_failure(record, kernel, device="cpu").diagnosis
+    found = told(Capped(function), problem)
     if sign:
         assert (found.level, found.tried) == ("named", 0)
         assert [one.model for one in found.ranked] == ["softcap-of-another-function"]

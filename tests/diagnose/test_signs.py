@@ -7,16 +7,15 @@ import itertools
 import msgspec
 import pytest
 import torch
+from tests.diagnose.told import told_record
 
 from attncheck.core.mod_spec import Spec
 from attncheck.diagnose import diagnosis as signs
-from attncheck.diagnose.diagnosis import diagnose_failure
 from attncheck.fault_models.fault_model import SIGNS
 from attncheck.inputs.problem import Case, Problem
 from attncheck.reporting.diagnosis_text import diagnosis_text
 from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.subjects.ideal import Ideal
-from attncheck.verify.run_case import run_case
 
 SMALL = Problem(query=9, kv=9, head_dim=16, dtype="fp16")
 BATCH = Problem(batch=2, query=1, kv=129, dtype="bf16")
@@ -49,14 +48,8 @@ class Sharing(Ideal):
         return Tiling(block_query=found.block_query, block_kv=found.block_kv // 2)
 
 
-def told(subject, case):
-    record = run_case(subject, case, device="cpu")
-    assert record.status == "fail"
-    return diagnose_failure(record, subject, device="cpu")
-
-
 def test_a_first_call_that_is_wrong():
-    record = told(Wavy(), Case(problem=SMALL))
+    record = told_record(Wavy(), Case(problem=SMALL))
     assert [one.model for one in record.diagnosis.ranked] == ["not-the-same-again"]
     text = diagnosis_text(record, kernel="mine")
     assert f"likely     {SIGNS['not-the-same-again'][:30]}" in text
@@ -64,23 +57,23 @@ def test_a_first_call_that_is_wrong():
 
 
 def test_what_is_wrong_each_time_is_not():
-    record = told(Wavy(lambda _: True), Case(problem=SMALL))
+    record = told_record(Wavy(lambda _: True), Case(problem=SMALL))
     assert record.diagnosis.ranked == ()
 
 
 def test_what_is_wrong_otherwise_each_time():
-    record = told(Wavy(lambda number: 1 + number), Case(problem=SMALL))
+    record = told_record(Wavy(lambda number: 1 + number), Case(problem=SMALL))
     assert [one.model for one in record.diagnosis.ranked] == ["not-the-same-again"]
 
 
 def test_what_does_not_promise_to_repeat_itself_may_be_wrong_otherwise():
     subject = Wavy(lambda number: 1 + number)
     subject.promises = frozenset()
-    assert told(subject, Case(problem=SMALL)).diagnosis.ranked == ()
+    assert told_record(subject, Case(problem=SMALL)).diagnosis.ranked == ()
 
 
 def test_a_batch_that_decides_the_tiles():
-    record = told(Sharing(), Case(problem=BATCH, question="neighbours"))
+    record = told_record(Sharing(), Case(problem=BATCH, question="neighbours"))
     assert [one.model for one in record.diagnosis.ranked] == ["depends-on-the-batch"]
 
 
@@ -88,7 +81,7 @@ def test_a_wrong_sequence_is_not_the_batch_s():
     class Both(Sharing, Wavy):
         """Wrong in every batch, too."""
 
-    record = told(Both(lambda _: True), Case(problem=BATCH, question="neighbours"))
+    record = told_record(Both(lambda _: True), Case(problem=BATCH, question="neighbours"))
     assert record.diagnosis is msgspec.UNSET
 
 
@@ -111,7 +104,7 @@ def test_more_sequences_than_an_axis_has_places(monkeypatch, places, told_so):
     monkeypatch.setattr(signs, "MOST_GRID_PLACES", 6)
     monkeypatch.setattr("attncheck.diagnose.diagnosis._MOST_HEADS", 3)
     problem = Problem(batch=4, heads=2, query=1, kv=2, dtype="bf16", mask=Spec.of("causal"))
-    record = told(Unlaunched(places), Case(problem=problem, question="first_row"))
+    record = told_record(Unlaunched(places), Case(problem=problem, question="first_row"))
     ranked = [] if record.diagnosis is msgspec.UNSET else record.diagnosis.ranked
     assert [one.model for one in ranked] == told_so
 

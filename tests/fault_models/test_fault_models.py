@@ -4,27 +4,35 @@ from itertools import islice
 
 import pytest
 import torch
-from tests.fault_models.planted_predictions import (
+from tests.fault_models.planted import (
+    OF,
     PROBLEMS,
+    RAGGED,
+    SPECIALS,
+    TILES,
     evidence_of,
     exact,
     execution,
     faulty,
+    named,
+    planted_special,
     problems_showing,
+    special_evidence,
 )
-from tests.fault_models.planted_specials import SPECIALS
 
 from attncheck import oracles
 from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
-from attncheck.diagnose.explanations import explain
+from attncheck.diagnose.explanations import explain, fitting_predictions, observed_error
 from attncheck.fault_models import FAULT_MODELS, RIGHT
 from attncheck.fault_models.exact_attention import TRIED_TILES, ExactAttention, ExactGradients
 from attncheck.fault_models.fault_model import SIGNS
+from attncheck.fault_models.layout_models import contiguous, read_as, wider
 from attncheck.faults.catalogue import FAULTS
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.judge.fault_explanation import count_equals
+from attncheck.relations import relation_named
 from attncheck.verify.evidence_builder import EvidenceBuilder
 
 # Of these none of the problems shows anything: they need memory that is laid out otherwise, values
@@ -59,10 +67,11 @@ def test_a_kernel_with_the_fault_is_named(name):
     for number in problems_showing(model):
         # A form that shows nothing is there for each kernel of a backward, too.
         for _, evidence, result in islice(faulty(model, number), 8):
-            found = explain(result, evidence)
-            if found is None or not found.ranking or not found.ranking[0].all:
+            # Where it explains nothing by itself this form shows nothing.
+            alone = explain(result, evidence, among=[name])
+            if alone is None or not alone.ranking or not alone.ranking[0].all:
                 continue
-            assert name in [one.name for one in found.ranking[: count_equals(found.ranking)]]
+            assert name in named(result, evidence)
             return
     raise AssertionError("no problem shows it")
 
@@ -110,8 +119,7 @@ def test_rows_of_zeros_are_no_bias_and_not_certainly_unwritten():
     call = ExactAttention(evidence.inputs)
     for first in (0, 64):
         gone = (call.i[..., 0] >= first).expand(call.shape[:3])
-        found = explain(execution(problem, call.with_out(gone, 0.0)), evidence)
-        equals = [one.name for one in found.ranking[: count_equals(found.ranking)]]
+        equals = named(execution(problem, call.with_out(gone, 0.0)), evidence)
         assert "values-missing" in equals
         assert "normaliser-biased" not in equals
 
@@ -167,3 +175,140 @@ def test_the_catalogue_names_models_that_there_are():
     named = {name: fault.id for fault in FAULTS.values() for name in fault.named}
     unknown = {name: fault for name, fault in named.items() if name not in {*FAULT_MODELS, *SIGNS}}
     assert not unknown
+
+
+# ------------------------------------------------------------------ where it may be asked
+
+# A diagnosis leaves out a model that raises, so a slip in one would be silence: here it is not.
+EVERY_KIND = {
+    "full": {},
+    "one key": {"query": 1, "kv": 1},
+    "other dims": {"head_dim": 40, "value_dim": 17},
+    "causal": {"mask": OF("causal")},
+    "bottom right": {"mask": OF("causal_bottom_right"), "query": 20},
+    "window": {"mask": OF("sliding_window", window=5)},
+    "padding": {"mask": OF("padding", lengths=[9, 33])},
+    "prefix": {"mask": OF("prefix_lm", prefix=4)},
+    "documents": {"mask": OF("document", lengths=[10, 0, 3, 20])},
+    "both": {"mask": OF("and", OF("causal"), OF("padding", lengths=[9, 20]))},
+    "softcap": {"score": OF("softcap", cap=5.0)},
+    "alibi": {"score": OF("alibi")},
+    "bias": {"score": OF("relative_bias", distance=4, seed=0)},
+    "fp8": {"dtype": "e4m3"},
+    "sink": {"sink": True},
+    "backward": {"backward": True},
+    "backward, window and softcap": {
+        "backward": True,
+        "mask": OF("sliding_window", window=5),
+        "score": OF("softcap", cap=5.0),
+    },
+    "gradients of a bias": {
+        "backward": True,
+        "dcaptured": True,
+        "score": OF("relative_bias", distance=4, seed=0),
+    },
+}
+
+
+@pytest.mark.parametrize("of", EVERY_KIND)
+def test_none_raises_where_it_applies(of):
+    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "query": 33, "kv": 33, "head_dim": 16}
+    problem = Problem(**sizes | {"dtype": "bf16"} | EVERY_KIND[of])
+    some = None if problem.backward else torch.arange(0, problem.query, 2)
+    given = ExactAttention(draw_inputs(problem), rows=some, tile=None)
+    models = [model for model in FAULT_MODELS.values() if model.applies(problem)]
+    forms = {model.id: len(list(model.predictions(given))) for model in models}
+    assert sum(forms.values()) > len(FAULT_MODELS) // 4
+
+
+# ------------------------------------------------------------------ what few problems show
+
+
+@pytest.mark.parametrize("name", SPECIALS)
+def test_a_special_fault_is_named(name):
+    evidence = special_evidence(name)
+    few = islice(planted_special(name, evidence), 9)  # some of them show nothing on this problem
+    assert any(name in named(result, evidence) for result in few)
+
+
+@pytest.mark.parametrize("name", SPECIALS)
+def test_another_fault_is_not_taken_for_it(name):
+    evidence, other = special_evidence(name), SPECIALS[name][1]
+    result = next(planted_special(other, evidence))
+    found = named(result, evidence)
+    assert other in found
+    assert name not in found
+
+
+def unwritten(problem, rows):
+    """The exact result, but for rows that hold anything."""
+    evidence = EvidenceBuilder(Case(problem=problem), "cpu")
+    result = execution(problem, evidence.truth, TILES)
+    noise = torch.Generator().manual_seed(1)
+    out = result.outputs.out
+    out[:, :, rows] += 3 * torch.randn(out[:, :, rows].shape, generator=noise).to(out.dtype)
+    return result, evidence
+
+
+def test_rows_of_another_configuration():
+    result, evidence = unwritten(Problem(**RAGGED), slice(0, RAGGED["query"] // 2))
+    assert named(result, evidence) == ["half-unwritten"]
+
+
+def test_a_row_too_few_is_no_half():
+    result, evidence = unwritten(Problem(**RAGGED | {"mask": OF("causal")}), slice(0, 4))
+    assert "half-unwritten" not in named(result, evidence)
+
+
+# ------------------------------------------------------------------ strides and gaps
+
+GAPPED = Problem(query=9, kv=21, head_dim=16, heads=2, dtype="fp16")
+EXPANDED = GAPPED.replace(backward=True)
+
+
+def laid_out_evidence(problem, question):
+    inputs = relation_named(question).runs(draw_inputs(problem), {})[-1]
+    evidence = EvidenceBuilder(Case(problem=problem), "cpu", inputs)
+    evidence.establish(reference_errors=False)
+    return evidence
+
+
+@pytest.mark.parametrize(
+    ("name", "problem", "question"),
+    [
+        ("values-behind-keys", GAPPED, "strides_gapped"),
+        ("contiguous-assumed", GAPPED, "strides_gapped"),
+        ("dout-strides", EXPANDED, "strides_expanded"),
+    ],
+)
+def test_a_fault_of_layouts_is_named(name, problem, question):
+    evidence = laid_out_evidence(problem, question)
+    results = [
+        explain(execution(problem, variant.outputs), evidence, proven=True)
+        for variant in FAULT_MODELS[name].predictions(ExactAttention(evidence.inputs))
+    ]
+    wrong = [found for found in results if found is not None]  # some read what they should
+    assert wrong
+    for found in wrong:
+        assert name in [one.name for one in found.ranking[: count_equals(found.ranking)]]
+
+
+def test_where_nothing_lies_behind_the_keys_nothing_is_wrong():
+    evidence = EvidenceBuilder(Case(problem=GAPPED), "cpu")
+    evidence.establish(reference_errors=False)
+    assert not list(FAULT_MODELS["values-behind-keys"].predictions(ExactAttention(evidence.inputs)))
+    right = execution(GAPPED, evidence.truth)
+    among = ["values-behind-keys", "scale-twice"]
+    asked = observed_error(right, evidence)
+    refuted = {name for name in among if fitting_predictions(asked, FAULT_MODELS[name]) == []}
+    assert set(among) - refuted == {"values-behind-keys"}
+
+
+def test_beyond_its_memory_the_last_number_is_read_or_none():
+    tensor = torch.arange(6.0).view(2, 3)
+    assert [x.tolist() for x in read_as(tensor, (3, 1))] == [tensor.tolist()]
+    last, none = read_as(tensor, (5, 1))
+    assert last.tolist() == [[0, 1, 2], [5, 5, 5]]
+    assert none.tolist() == [[0, 1, 2], [5, 0, 0]]
+    assert next(wider(tensor, 1, 4)).tolist() == [[0, 1, 2, 3], [3, 4, 5, 5]]
+    assert contiguous(torch.Size((4, 3, 2))) == (6, 2, 1)

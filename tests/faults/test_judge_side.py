@@ -11,6 +11,7 @@ import math
 
 import pytest
 import torch
+from tests.planted_kernels.outputs_given import spoiled
 
 from attncheck import oracles
 from attncheck.cases import covering
@@ -44,20 +45,7 @@ def asked_first(problem, question, subject=None):
     return ask(subject or Ideal(), problem, question, **parameters)
 
 
-def spoiling(change):
-    """The ideal kernel, and ``change(inputs, outputs)`` of what it gives."""
-
-    class Spoiled(Ideal):
-        name, summary = "spoiled", "the ideal kernel, spoiled"
-
-        def prepare(self, inputs):
-            call = super().prepare(inputs)
-            return lambda: change(inputs, call())
-
-    return Spoiled()
-
-
-HALVED = spoiling(lambda _, found: dataclasses.replace(found, out=found.out * 0.5))
+HALVED = spoiled(lambda _, found: dataclasses.replace(found, out=found.out * 0.5))
 
 
 def test_a_tolerance_that_cannot_fail(monkeypatch):
@@ -106,7 +94,7 @@ def test_nan_is_close(monkeypatch):
         found.out[0, 1, 3, 5] = math.nan
         return found
 
-    broken = spoiling(to_nan)
+    broken = spoiled(to_nan)
     right = allowance.shares
 
     def close(*given):
@@ -251,7 +239,7 @@ def test_a_seed_that_hides_half(monkeypatch):
 
     Shown by a seed for each question, and a case that carries its own.
     """
-    kernel, seeds = spoiling(wrong_every_other_time), range(8)
+    kernel, seeds = spoiled(wrong_every_other_time), range(8)
     said = [ask(kernel, FULL.replace(seed=seed)).status for seed in seeds]
     assert {"pass", "fail"} <= set(said)
     passes = said.index("pass")

@@ -16,7 +16,7 @@ from tests.kernels.patched_kernels import PLANTED, copy_kernels
 from attncheck.core.mod_spec import FULL, Spec
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
-from attncheck.subjects.kernel_mods import band_of
+from attncheck.mods.masks import Band, band_of
 from attncheck.subjects.triton_flash import Flash2, Flash3
 from attncheck.verify.environment import prepare
 
@@ -24,7 +24,6 @@ if not torch.cuda.is_available():
     prepare("cpu")
 
 from attncheck.kernels import flash3_forward, tile
-from attncheck.kernels.launch import Band
 
 CAUSAL, BOTTOM_RIGHT = Spec.of("causal"), Spec.of("causal_bottom_right")
 WINDOW = Spec.of("sliding_window", window=20)

@@ -41,6 +41,23 @@ def test_backwards_fit_and_hardly_spill(name, compile_kernels):
         assert int(products) > 0  # of 16-bit operands by tensor cores
 
 
+@pytest.mark.parametrize(
+    ("name", "dtypes", "head_dim", "kinds"),
+    [
+        ("flash2", ("bf16", "e4m3"), "128", ("careful", "fastacc")),
+        ("flash1", ("e5m2",), "64", ("document",)),
+    ],
+)
+def test_forwards_fit(name, dtypes, head_dim, kinds, compile_kernels):
+    """And fp8's tensor-core accumulator is used where it is asked for alone."""
+    sizes = ("--dtype", *dtypes, "--head-dim", head_dim, "--kind", *kinds)
+    lines = [x.split() for x in compile_kernels("--kernel", name, *sizes, script=SPILLS)[2:]]
+    assert {line[1] for line in lines} == set(dtypes)
+    for _, _, _, kind, *_, shared, _, qgmma, _ in lines:
+        assert int(shared) <= SHARED_MEMORY
+        assert (int(qgmma) > 0) == (kind == "fastacc")
+
+
 def test_dq_fits_with_the_gradients_of_what_a_score_mod_reads(compile_kernels):
     """A table is loaded for the score, the slope and the place of each number."""
     sizes = ("--dtype", "bf16", "--head-dim", "256", "--kind", "dalibi", "dbias")

@@ -11,7 +11,6 @@ from attncheck.core.formats import FORMATS, round_to
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.problem import Problem
 from attncheck.probes.margins import WeightErrors
-from attncheck.probes.wrong_rows import explain_row
 
 
 def all_seen(kv):
@@ -160,100 +159,3 @@ def test_one_unit_beyond_a_single_rounding_is_seen():
         half = FORMATS["bf16"].unit_roundoff * 2.0 ** math.floor(math.log2(exact))
         assert (found is None) == bool(up <= half)
         assert found is None or "rounded once" in found.message
-
-
-def explained_by(change, *, seen_keys=20):
-    """What explains a row that was ``change``d; keys from ``seen_keys`` on are hidden."""
-    problem = Problem(query=1, kv=24, head_dim=8, dtype="fp32", seed=5)
-    inputs = probes.inputs(probes.case("ones", problem))
-    q, k, _ = inputs.promoted()
-    v = torch.randn(24, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    inputs = inputs.replace(v=v.float()[None, None])
-    v = inputs.v[0, 0].double()
-    score = (q @ k.mT * problem.scale)[0, 0, 0]
-    seen = torch.arange(24) < seen_keys
-
-    def attention(score, seen):
-        hidden = score.masked_fill(~seen, -math.inf)
-        return torch.softmax(hidden, -1) @ v, torch.logsumexp(hidden, -1)
-
-    out, lse = attention(score, seen)
-    wrong_out, wrong_lse = change(attention, score, seen)
-    as_outputs = [
-        Outputs(out[None, None, None], lse[None, None, None])
-        for out, lse in ((wrong_out, wrong_lse), (out, lse))
-    ]
-    allowed = Outputs(
-        torch.full((1, 1, 1, 8), 2.0**-24, dtype=torch.float64),
-        torch.full((1, 1, 1), 2.0**-24, dtype=torch.float64),
-    )
-    return explain_row(inputs, *as_outputs, allowed, seen, (0, 0, 0))
-
-
-def without(key):
-    return lambda attention, score, seen: attention(score, seen & (torch.arange(24) != key))
-
-
-def with_too(key):
-    return lambda attention, score, seen: attention(score, seen | (torch.arange(24) == key))
-
-
-@pytest.mark.parametrize("key", [0, 7, 19])
-def test_a_key_left_out_explains_best(key):
-    assert explained_by(without(key)) == (key, f"explained best by key {key} left out")
-
-
-@pytest.mark.parametrize("key", [20, 23])
-def test_a_key_too_many_explains_best(key):
-    said = f"explained best by key {key}, which the row must not see"
-    assert explained_by(with_too(key)) == (key, said)
-
-
-def test_a_factor_a_scale_and_a_base_explain_best():
-    def smaller(attention, score, seen):
-        out, lse = attention(score, seen)
-        return out * 0.999, lse
-
-    def base_two(attention, score, seen):
-        out, lse = attention(score, seen)
-        return out, lse * math.log2(math.e)
-
-    def hotter(attention, score, seen):
-        return attention(score * 1.001, seen)
-
-    assert explained_by(smaller) == (-1, "explained best by a factor of 0.999 on out")
-    assert explained_by(base_two) == (-1, "explained best by an LSE to base 2")
-    assert explained_by(hotter) == (-1, "explained best by scores about 1.001 times as large")
-
-
-@pytest.mark.parametrize("times", [0.125, 0.9, 1.1, 4.0])
-def test_a_scale_is_told_however_far_off_it_is(times):
-    said = explained_by(lambda attention, score, seen: attention(score * times, seen))
-    assert said == (-1, f"explained best by scores about {times:g} times as large")
-
-
-def test_an_lse_that_is_off_alone_is_told():
-    """And not as a scale that would explain it to first order."""
-    problem = Problem(query=1, kv=24, head_dim=8, dtype="fp32", seed=5)
-    inputs = probes.inputs(probes.case("ones", problem))
-    q, k, v = inputs.promoted()
-    lse = torch.logsumexp(q @ k.mT * problem.scale, -1)
-    out = torch.ones_like(v[:, :, :1])
-    allowed = Outputs(torch.full_like(out, 2.0**-24), torch.full_like(lse, 2.0**-24))
-    seen, truth = torch.ones(24, dtype=torch.bool), Outputs(out, lse)
-    for off in (-3.5, -8.0):
-        _, said = explain_row(inputs, Outputs(out, lse + off), truth, allowed, seen, (0, 0, 0))
-        assert said == f"right in out, and its LSE is {off:+g} off"
-
-
-def test_a_mess_is_explained_by_nothing():
-    def mess(attention, score, seen):
-        out, lse = attention(score, seen)
-        return out.flip(0), lse + 1
-
-    def broken(attention, score, seen):
-        out, lse = attention(score, seen)
-        return out * math.nan, lse
-
-    assert explained_by(mess) == (-1, "explained by no single key, factor or scale")
-    assert explained_by(broken) == (-1, "explained by nothing that is finite")

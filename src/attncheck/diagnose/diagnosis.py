@@ -30,6 +30,7 @@ from attncheck.diagnose.explanations import (
 from attncheck.diagnose.observation import observe
 from attncheck.diagnose.out_of_bounds_reads import (
     changes_between_calls,
+    evidence_of_runs,
     misread_strides,
     out_of_bounds_reads,
     unwritten_memory,
@@ -47,7 +48,6 @@ from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Execution, Executor, Failure, Origin, out_of_memory
 from attncheck.verify.kernel_hosts import executor_of
 from attncheck.verify.memory_patterns import allocator_filled
-from attncheck.verify.relation_runs import relation_inputs
 from attncheck.verify.run_case import run_case
 
 if TYPE_CHECKING:
@@ -282,6 +282,11 @@ class _Failure:
     executor: Executor
 
     @property
+    def case(self) -> Case:
+        """What it failed."""
+        return Case.from_json(self.record.case)
+
+    @property
     def is_of_numbers(self) -> bool:
         """True where outputs were there, and wrong."""
         return self.record.status == "fail" and self.record.judgement is not None
@@ -299,18 +304,12 @@ class _Failure:
         if self.record.status != "fail" or not known:
             return None
         with _skip_unfit():
-            return next(self._wrong_runs(Case.from_json(self.record.case), among), None)
+            return next(self._wrong_runs(self.case, among), None)
         return None
 
     def _runs(self, case: Case) -> Iterator[tuple[int, EvidenceBuilder]]:
         """The evidence on each run of a question, by its number."""
-        runs = [EvidenceBuilder(case, self.device)]
-        if case.question in RELATIONS:
-            runs = [
-                EvidenceBuilder(Case(problem=inputs.problem), self.device, inputs)
-                for inputs in relation_inputs(case, self.device)
-            ]
-        for number, evidence in enumerate(runs):
+        for number, evidence in enumerate(evidence_of_runs(case, self.device)):
             if not _is_too_large(evidence.case.problem):
                 evidence.establish(reference_errors=False)
                 yield number, evidence
@@ -336,7 +335,7 @@ class _Failure:
         And the one that it failed with other numbers, which is all that a claim may take of it.
         """
         refusal = partial(self.executor.refusal, self.subject, device=self.device)
-        own = Case.from_json(self.record.case).problem
+        own = self.case.problem
         numbers = {"seed": own.seed, "scale": own.scale, "distribution": own.distribution}
         alike = problem.replace(**numbers) == own
         return alike or refusal(problem) is None or refusal(own) is not None
@@ -386,7 +385,7 @@ class _Failure:
                 for one in combine_rankings(ranking, before.ranking)
             ]
             problems += bool({one.name for one in ranking} & {one.name for one in before.ranking})
-        case = Case.from_json(self.record.case)
+        case = self.case
         equals = ranking[: count_equals(ranking)]
         # Too far off in the mean, and no number is beyond its bound: other problems may tell.
         if findings.asked is not None and not findings.asked.error.proven:
@@ -431,7 +430,7 @@ class _Failure:
             with _skip_unfit():
                 seen = observe(
                     findings.asked,
-                    Case.from_json(self.record.case),
+                    self.case,
                     self.ask,
                     self.call,
                     varies=findings.varies,
@@ -463,8 +462,7 @@ class _Failure:
         if not self.is_of_numbers:
             return None
         with _skip_unfit():
-            case = Case.from_json(self.record.case)
-            kernel = (self.subject, self.device, self.executor)
+            case, kernel = self.case, (self.subject, self.device, self.executor)
             right, names = False, ""
             if case.question in _LAYOUTS:
                 right, names = misread_strides(case, *kernel)
@@ -493,8 +491,7 @@ class _Failure:
     def of_memory(self) -> Explanation | None:
         """Return the sign that it gives what memory held; None where that is not certain."""
         with _skip_unfit():
-            case = Case.from_json(self.record.case)
-            names = unwritten_memory(case, self.subject, self.device, self.executor)
+            names = unwritten_memory(self.case, self.subject, self.device, self.executor)
             return _sign("free-memory-read", of=names) if names else None
         return None
 
@@ -503,7 +500,7 @@ class _Failure:
         if not self.is_of_numbers:
             return None
         with _skip_unfit():
-            case = Case.from_json(self.record.case)
+            case = self.case
             for name in signs if case.question in (*RELATIONS, *PROBES, "compare") else ():
                 of = _SHOWN_AGAIN[name](case, self.subject, self.device, self.executor, pairs=1)
                 if of:
@@ -515,7 +512,7 @@ class _Failure:
         if not self.is_of_numbers:
             return None
         try:
-            name = self._sign_name(Case.from_json(self.record.case))
+            name = self._sign_name(self.case)
         except AttncheckError:  # asked of nothing that can be asked again
             return None
         return None if name is None else _sign(name)

@@ -37,30 +37,28 @@ class _CallComparison:
         subject: Subject,
         executor: Executor,
         origin: Origin,
-        case: Case,
+        evidence: EvidenceBuilder,
         pairs: int | None = None,
     ) -> None:
         self._subject, self._executor, self._origin = subject, executor, origin
+        self.evidence = evidence
         promised = "repeat" in subject.promises
-        self.promised = promised and (subject.promises_gradients or not case.problem.backward)
+        backward = evidence.case.problem.backward
+        self.promised = promised and (subject.promises_gradients or not backward)
         self._times = pairs or (_PAIRS if self.promised else _PAIRS_UNPROMISED)
 
-    def execution(
-        self, evidence: EvidenceBuilder, by: Surroundings, fill: Fill = "pattern"
-    ) -> Execution | None:
+    def execution(self, by: Surroundings, fill: Fill = "pattern") -> Execution | None:
         # What it allocates holds the same each time: else it would hold what lay beside an input
         # of the call before.
         result = self._executor.run(
             self._subject,
-            evidence.inputs,
+            self.evidence.inputs,
             origin=self._origin,
             under=CallConditions(fill=fill, surroundings=by),
         )
         return result if isinstance(result, Execution) else None
 
-    def differ(
-        self, evidence: EvidenceBuilder, by: Surroundings, fill: Fill = "pattern"
-    ) -> tuple[str, ...]:
+    def differ(self, by: Surroundings, fill: Fill = "pattern") -> tuple[str, ...]:
         """Return the outputs that are one thing in ordinary conditions, and always another so.
 
         Args:
@@ -68,26 +66,24 @@ class _CallComparison:
             fill: What it allocates holds.
         """
         sides: tuple[tuple[Surroundings, Fill], ...] = (Surroundings(), "pattern"), (by, fill)
-        first = tuple(self._outputs(evidence, *side) for side in sides)
+        first = tuple(self._outputs(*side) for side in sides)
         names = _differ(*first)
         for turn in range(1, self._times):
             # Not in turns alone: what changes from call to call would agree with them.
             order = (1, 0) if turn.bit_count() % 2 else (0, 1)
             for side in order:
-                again = self._outputs(evidence, *sides[side])
+                again = self._outputs(*sides[side])
                 if not names or again is None or _differ(again, first[side]):
                     return ()
         return names
 
-    def changes(self, evidence: EvidenceBuilder) -> bool:
+    def changes(self) -> bool:
         """Return whether calls that are alike in all that we decide give other bits."""
-        first, *more = (self._outputs(evidence, Surroundings()) for _ in range(1 + self._times))
+        first, *more = (self._outputs(Surroundings()) for _ in range(1 + self._times))
         return any(_differ(again, first) for again in more)
 
-    def _outputs(
-        self, evidence: EvidenceBuilder, by: Surroundings, fill: Fill = "pattern"
-    ) -> Outputs | None:
-        result = self.execution(evidence, by, fill)
+    def _outputs(self, by: Surroundings, fill: Fill = "pattern") -> Outputs | None:
+        result = self.execution(by, fill)
         return None if result is None else result.outputs
 
 
@@ -98,13 +94,8 @@ def changes_between_calls(case: Case, subject: Subject, device: str, executor: E
 
     Arguments as of ``out_of_bounds_reads``.
     """
-    if not _can_repeat(case):
-        return False
-    comparisons = (
-        (_CallComparison(subject, executor, Origin(case=case, run=number), one.case), one)
-        for number, one in enumerate(_evidence(case, device))
-    )
-    return any(comparison.promised and comparison.changes(one) for comparison, one in comparisons)
+    runs = _comparisons(case, subject, device, executor)
+    return any(run.promised and run.changes() for run in runs)
 
 
 def out_of_bounds_reads(
@@ -119,19 +110,14 @@ def out_of_bounds_reads(
         pairs: Calls in ordinary conditions and in others that must agree; by default as many as
             chance does not let agree. One is enough where another failure has proven the sign.
     """
-    if not _can_repeat(case):
-        return ""
-    for number, evidence in enumerate(_evidence(case, device)):
-        comparison = _CallComparison(
-            subject, executor, Origin(case=case, run=number), evidence.case, pairs
-        )
+    for run in _comparisons(case, subject, device, executor, pairs):
         for contents in _CONTENTS:
-            if not comparison.differ(evidence, Surroundings(contents=contents)):
+            if not run.differ(Surroundings(contents=contents)):
                 continue
             alone = [
                 name
-                for name in evidence.inputs.tensors()
-                if comparison.differ(evidence, Surroundings(contents=contents, of=name))
+                for name in run.evidence.inputs.tensors()
+                if run.differ(Surroundings(contents=contents, of=name))
             ]
             # What shows beside all inputs and beside none alone may be chance.
             if alone:
@@ -147,13 +133,8 @@ def unwritten_memory(
     That is an output's own, or a buffer's between kernels: they change with it, and with nothing
     else. Empty where none is known. Arguments as of ``out_of_bounds_reads``.
     """
-    if not _can_repeat(case):
-        return ""
-    for number, evidence in enumerate(_evidence(case, device)):
-        comparison = _CallComparison(
-            subject, executor, Origin(case=case, run=number), evidence.case, pairs
-        )
-        if names := comparison.differ(evidence, Surroundings(), "inverse"):
+    for run in _comparisons(case, subject, device, executor, pairs):
+        if names := run.differ(Surroundings(), "inverse"):
             return ", ".join(names)
     return ""
 
@@ -170,11 +151,11 @@ def misread_strides(
         return False, ""
     plain = Case(problem=case.problem)
     evidence = EvidenceBuilder(plain, device)
-    comparison = _CallComparison(subject, executor, Origin(case=plain), plain)
+    comparison = _CallComparison(subject, executor, Origin(case=plain), evidence)
 
     def verdicts(by: Surroundings) -> Iterator[str]:
         for _ in range(_AGAIN):
-            result = comparison.execution(evidence, by)
+            result = comparison.execution(by)
             yield "" if result is None else judge_outputs(result, evidence, brief=True).status
 
     if not all(status == "pass" for status in verdicts(Surroundings())):
@@ -188,14 +169,19 @@ def misread_strides(
     return True, ", ".join(wrong)
 
 
-def _can_repeat(case: Case) -> bool:
-    """Return whether many calls of it take neither long nor, each, gibibytes."""
+def _comparisons(
+    case: Case, subject: Subject, device: str, executor: Executor, pairs: int | None = None
+) -> Iterator[_CallComparison]:
+    """Yield one for each run; none where many calls would take long or, each, gibibytes."""
     spacious = case.question in RELATIONS and relation_named(case.question).spacious
-    return not spacious and pair_count(case.problem) <= _LARGEST
+    if spacious or pair_count(case.problem) > _LARGEST:
+        return
+    for number, evidence in enumerate(evidence_of_runs(case, device)):
+        yield _CallComparison(subject, executor, Origin(case=case, run=number), evidence, pairs)
 
 
-def _evidence(case: Case, device: str) -> Iterator[EvidenceBuilder]:
-    """Of each run that its question asks for."""
+def evidence_of_runs(case: Case, device: str) -> Iterator[EvidenceBuilder]:
+    """Yield the evidence on each run that a question asks for: one, but for a relation."""
     if case.question in RELATIONS:
         for inputs in relation_inputs(case, device):
             yield EvidenceBuilder(Case(problem=inputs.problem), device, inputs)

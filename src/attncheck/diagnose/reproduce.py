@@ -11,9 +11,9 @@ import torch
 from attncheck.core.declared_arithmetic import default_arithmetic
 from attncheck.core.outputs import Outputs
 from attncheck.diagnose.diagnosis import diagnose_failure
+from attncheck.diagnose.out_of_bounds_reads import evidence_of_runs
 from attncheck.inputs.problem import Case, short_id
 from attncheck.records.failures import KeptFailure
-from attncheck.relations import RELATIONS
 from attncheck.subjects.capabilities.subject import Subject, capability
 from attncheck.verify.deaths import confirm_death
 from attncheck.verify.environment import environment, fingerprint
@@ -21,7 +21,6 @@ from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Executor, Failure, Origin
 from attncheck.verify.kernel_hosts import executor_of
 from attncheck.verify.question_fit import question_summary
-from attncheck.verify.relation_runs import relation_inputs
 from attncheck.verify.run_case import run_case
 
 if TYPE_CHECKING:
@@ -88,18 +87,10 @@ def exact_runs(
         UsageError: for a question that there is not, or that cannot be asked of its Problem.
     """
     executor = executor or executor_of(subject)
-    if case.question in RELATIONS:
-        each = relation_inputs(case, device)
-        return tuple(
-            _run(
-                subject,
-                EvidenceBuilder(Case(problem=one.problem), device, one),
-                executor,
-                Origin(case=case, run=number),
-            )
-            for number, one in enumerate(each)
-        )
-    return (_run(subject, EvidenceBuilder(case, device), executor, Origin(case=case)),)
+    return tuple(
+        _run(subject, evidence, executor, Origin(case=case, run=number))
+        for number, evidence in enumerate(evidence_of_runs(case, device))
+    )
 
 
 def _run(

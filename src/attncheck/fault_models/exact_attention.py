@@ -294,6 +294,18 @@ class ExactAttention:
             seen = self.seen
         return self.softmax(torch.where(seen, s, hidden), v, sink=self.sink).outputs
 
+    def with_keys_behind(self, scores: Tensor, z: Tensor | None = None) -> Outputs:
+        """Out and LSE with more keys behind the last one, whose values are 0.
+
+        Args:
+            scores: Theirs, that broadcast to ``(batch, heads, rows, any)``.
+            z: Those of the call's own keys, −∞ where hidden; the exact ones unless told.
+        """
+        more = scores.expand(*self.shape[:3], -1)
+        v = torch.nn.functional.pad(self.v, (0, 0, 0, more.shape[-1]))
+        z = torch.cat([self.z if z is None else z, more], -1)
+        return self.softmax(z, v, sink=self.sink).outputs
+
     def predict(self, steps: Steps) -> Iterator[tuple[Outputs, dict[str, int]]]:
         """Yield what ``steps`` give, with the keys of a tile where that matters.
 

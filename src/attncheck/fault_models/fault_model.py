@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping  # dataclasses
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -170,11 +171,14 @@ def _with_others(
 
 
 class ModelTable(dict[str, FaultModel]):
-    """Fault models by id, in the order in which they are told; of one family unless told."""
+    """Fault models by id, in the order in which they are told; of one family unless told.
 
-    def __init__(self, family: Family) -> None:
+    Of a backward a model applies where there is one, and its forms are of the call's gradients.
+    """
+
+    def __init__(self, family: Family, *, of: Literal["forward", "backward"] = "forward") -> None:
         super().__init__()
-        self._family = family
+        self._family, self._of = family, of
 
     def add(
         self,
@@ -182,26 +186,43 @@ class ModelTable(dict[str, FaultModel]):
         sentence: str,
         *,
         steps: Steps | tuple[Steps, ...] = (),
+        forms: Callable[[ExactAttention], Iterable[Form]] | None = None,
         applies: Callable[[Problem], bool] = lambda _problem: True,
-        of: Literal["forward", "backward"] = "forward",
         order: int = 0,
         family: Family | None = None,
-    ) -> Callable[[Callable[[ExactAttention], Iterable[Form]]], None]:
-        """Add a model of ``steps``; what the result decorates gives further forms of it."""
+    ) -> None:
+        """Add a model of ``steps``, of other ``forms``, or of both."""
+        backward = self._of == "backward"
         self[name] = FaultModel(
             id=name,
             sentence=sentence,
             family=family or self._family,
-            of=of,
-            applies=applies,
+            of=self._of,
+            applies=(lambda problem: problem.backward and applies(problem))
+            if backward
+            else applies,
             order=order,
             steps=steps if isinstance(steps, tuple) else (steps,),
+            forms=forms,
         )
 
-        def with_forms(forms: Callable[[ExactAttention], Iterable[Form]]) -> None:
-            self[name] = replace(self[name], forms=forms)
+    def model(self, **known: Any) -> Callable[[Callable[[Any], Iterable[Form]]], None]:
+        """Return what adds a function as a model: its name is the id, its docstring the sentence.
 
-        return with_forms
+        Args:
+            known: What ``add`` takes beside them.
+        """
+
+        def add(function: Callable[[Any], Iterable[Form]]) -> None:
+            sentence = " ".join((function.__doc__ or "").split()).removesuffix(".")
+            # Of LSE and ALiBi the first letter is their own; dQ, say, begins with a small one.
+            sentence = re.sub(r"^[A-Z](?=[^A-Z]|[KOQSV]\b)", lambda a: a[0].lower(), sentence)
+            of_call = function
+            if self._of == "backward":
+                of_call = lambda call: function(call.backward)  # noqa: E731
+            self.add(function.__name__.replace("_", "-"), sentence, forms=of_call, **known)
+
+        return add
 
 
 def is_attention(problem: Problem) -> bool:

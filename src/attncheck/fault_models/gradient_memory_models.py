@@ -10,8 +10,8 @@ import torch
 from torch.nn.functional import pad
 
 from attncheck.fault_models.exact_attention import ExactGradients, sum_group
-from attncheck.fault_models.fault_model import Form, has_mask, has_score
-from attncheck.fault_models.gradient_models import BackwardTable, nan_where
+from attncheck.fault_models.fault_model import Form, ModelTable, has_mask, has_score
+from attncheck.fault_models.gradient_models import nan_where
 from attncheck.fault_models.layout_models import (
     INDICES,
     contiguous,
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
     from attncheck.inputs.problem import Problem
 
-MODELS = BackwardTable("gradient")
+MODELS = ModelTable("gradient", of="backward")
 
-_model = MODELS.of_backward
+_model = MODELS.model
 
 
 def _last_stored(grad: ExactGradients, dz: Tensor, rows: int, keys: int) -> Iterator[Tensor]:
@@ -93,13 +93,11 @@ def _store(to: Tensor, numbers: Tensor, terms: Tensor, when: Tensor) -> None:
 _PADDED_TO = (64, 128)  # rows, whatever a tile has
 
 
-@_model(
-    "delta-padded-otherwise",
-    "delta, or LSE, is written for rows padded to one length and read for another: sequences and "
-    "heads after the first have those of other rows",
-    lambda problem: problem.batch * problem.heads > 1,
-)
-def _(grad: ExactGradients) -> Iterator[Form]:
+@_model(applies=lambda problem: problem.batch * problem.heads > 1)
+def delta_padded_otherwise(grad: ExactGradients) -> Iterator[Form]:
+    """Delta, or LSE, is written for rows padded to one length and read for another: sequences and
+    heads after the first have those of other rows.
+    """
     call = grad.call
     query = call.problem.query
     lengths = {query, *(-(-query // size) * size for size in _row_tiles(grad))}
@@ -156,14 +154,11 @@ def _reread_packed(rows: Tensor, written: int, read: int) -> Tensor:
     return read_rows.view(batch, query, heads).transpose(1, 2)
 
 
-@_model(
-    "backward-rows-behind",
-    "LSE and delta behind the last row are what the memory holds: NaN in dK and dV, if that is NaN "
-    "or makes exp overflow",
-    order=1,
-    family="memory",
-)
-def _(grad: ExactGradients) -> Iterator[Form]:
+@_model(order=1, family="memory")
+def backward_rows_behind(grad: ExactGradients) -> Iterator[Form]:
+    """LSE and delta behind the last row are what the memory holds: NaN in dK and dV, if that is NaN
+    or makes exp overflow.
+    """
     call, exact = grad.call, grad.exact
     if all(call.problem.query % rows == 0 for rows, _ in call.tiles):
         return
@@ -182,13 +177,11 @@ def _of_key_heads(grad: ExactGradients, keys: Tensor) -> Tensor:
     return keys.view(batch, -1, grad.call.problem.group, kv).any(2)
 
 
-@_model(
-    "slope-of-hidden-scores",
-    "the score mod's derivative at hidden scores, which is not finite, multiplies what was masked: "
-    "0 · NaN in dQ and dK",
-    lambda problem: has_mask()(problem) and has_score()(problem),
-)
-def _(grad: ExactGradients) -> Iterator[Form]:
+@_model(applies=lambda problem: has_mask()(problem) and has_score()(problem))
+def slope_of_hidden_scores(grad: ExactGradients) -> Iterator[Form]:
+    """The score mod's derivative at hidden scores, which is not finite, multiplies what was masked:
+    0 · NaN in dQ and dK.
+    """
     call, exact = grad.call, grad.exact
     wild = ~call.seen & ~grad.slopes.isfinite()
     if not bool(wild.any()):
@@ -200,25 +193,20 @@ def _(grad: ExactGradients) -> Iterator[Form]:
     yield replace(exact, dk=dk)
 
 
-@_model(
-    "gradient-added-again",
-    "a gradient is a whole number of times what it should be: what is added to is not cleared "
-    "between runs of a kernel",
-    order=1,
-)
-def _(grad: ExactGradients) -> Iterator[Form]:
+@_model(order=1)
+def gradient_added_again(grad: ExactGradients) -> Iterator[Form]:
+    """A gradient is a whole number of times what it should be: what is added to is not cleared
+    between runs of a kernel.
+    """
     # Which gradients one kernel accumulates differs: dQ by atomics, dK and dV together.
     some = (("dq",), ("dk", "dv"), ("dq", "dk", "dv"), ("dk",), ("dv",))
     for names, times in product(some, (2, 3, 4, 5, 8)):
         yield grad.times(float(times), *names), {"of": ", ".join(names), "times": times}
 
 
-@_model(
-    "captured-not-summed",
-    "what several scores read has the gradient that the last of them wrote, not the sum",
-    lambda problem: problem.dcaptured,
-)
-def _(grad: ExactGradients) -> Iterator[Form]:
+@_model(applies=lambda problem: problem.dcaptured)
+def captured_not_summed(grad: ExactGradients) -> Iterator[Form]:
+    """What several scores read has the gradient that the last of them wrote, not the sum."""
     call, exact = grad.call, grad.exact
     dz = grad.weights() * (grad.dp - (grad.delta - grad.dlse)[..., None])
     whole = (call.problem.query, call.problem.kv)
@@ -251,8 +239,9 @@ def _whose(grad: ExactGradients) -> dict[str, dict[str, Tensor]]:
     return {", ".join(names): {name: each[name] for name in names} for names in groups}
 
 
-@_model("backward-operand-swapped", "the backward reads one of q, k, v and dO in place of another")
-def _(grad: ExactGradients) -> Iterator[Form]:
+@_model()
+def backward_operand_swapped(grad: ExactGradients) -> Iterator[Form]:
+    """The backward reads one of q, k, v and dO in place of another."""
     inputs, call = grad.call.inputs, grad.call
     for mine, other in permutations(("q", "k", "v", "dout"), 2):
         own, its = getattr(inputs, mine), getattr(inputs, other)
@@ -264,11 +253,9 @@ def _(grad: ExactGradients) -> Iterator[Form]:
                 yield grad.reading({mine: there}), {"of": f"{other} for {mine}"}
 
 
-@_model(
-    "backward-operand-missing",
-    "the backward reads one of q, k, v, dO and LSE as 0, or its last row",
-)
-def _(grad: ExactGradients) -> Iterator[Form]:
+@_model()
+def backward_operand_missing(grad: ExactGradients) -> Iterator[Form]:
+    """The backward reads one of q, k, v, dO and LSE as 0, or its last row."""
     for whose, tensors in _whose(grad).items():
         for of, kept in {"all of it": 0, "its last row": -1}.items():
             read = {name: x.clone() for name, x in tensors.items()}
@@ -279,11 +266,11 @@ def _(grad: ExactGradients) -> Iterator[Form]:
                 yield grad.reading(read), {"of": whose, "rows": of}
 
 
-@_model(
-    "backward-index-missing",
-    "an index is missing where the backward reads: all that it tells apart get the same numbers",
-)
-def _(grad: ExactGradients) -> Iterator[Form]:
+@_model()
+def backward_index_missing(grad: ExactGradients) -> Iterator[Form]:
+    """An index is missing where the backward reads: all that it tells apart get the same
+    numbers.
+    """
     for whose, tensors in _whose(grad).items():
         for number, (name, axes) in product((0, 1), INDICES.items()):
             if all(axes[-1] < x.dim() and number < x.shape[axes[-1]] for x in tensors.values()):
@@ -302,12 +289,11 @@ def _(grad: ExactGradients) -> Iterator[Form]:
             yield grad.reading(read), {"of": whose, "index": "not times the columns"}
 
 
-@_model(
-    "backward-first-tile-again",
-    "the backward reads the first tile again in place of every other: its pointer, or index, does "
-    "not move on",
-)
-def _(grad: ExactGradients) -> Iterator[Form]:
+@_model()
+def backward_first_tile_again(grad: ExactGradients) -> Iterator[Form]:
+    """The backward reads the first tile again in place of every other: its pointer, or index, does
+    not move on.
+    """
     call = grad.call
     for whose, tensors in _whose(grad).items():
         length = next(iter(tensors.values())).shape[2]
@@ -327,11 +313,11 @@ def _(grad: ExactGradients) -> Iterator[Form]:
             yield grad.gradients(weights=weights), {"of": of, "tile": size}
 
 
-@_model(
-    "backward-load-transposed",
-    "a row index stands where a column's belongs in a load of the backward, or in what bounds it",
-)
-def _(grad: ExactGradients) -> Iterator[Form]:
+@_model()
+def backward_load_transposed(grad: ExactGradients) -> Iterator[Form]:
+    """A row index stands where a column's belongs in a load of the backward, or in what
+    bounds it.
+    """
     call, out = grad.call, grad.call.parts.out
     for whose, tensors in _whose(grad).items():
         # Only of tiles with as many rows as columns.
@@ -356,8 +342,9 @@ def _(grad: ExactGradients) -> Iterator[Form]:
                 yield grad.gradients(delta=delta), {"of": "delta", "which": form}
 
 
-@_model("dout-strides", "dO is read with other strides than its own", order=1, family="mapping")
-def _(grad: ExactGradients) -> Iterator[Form]:
+@_model(order=1, family="mapping")
+def dout_strides(grad: ExactGradients) -> Iterator[Form]:
+    """DO is read with other strides than its own."""
     dout = grad.call.inputs.dout
     assert dout is not None, "asked of a backward"
     _, h, i, d = dout.shape
@@ -375,12 +362,9 @@ def _of_dout(grad: ExactGradients, dout: Tensor) -> Iterator[Form]:
         yield grad.gradients(dout=dout, dp=dout @ grad.call.v.mT, delta=delta)
 
 
-@_model(
-    "backward-columns",
-    "the backward reads as many columns of V and dO as q has, not as they have",
-    lambda problem: problem.head_dim != problem.value_dim,
-)
-def _(grad: ExactGradients) -> Iterator[Form]:
+@_model(applies=lambda problem: problem.head_dim != problem.value_dim)
+def backward_columns(grad: ExactGradients) -> Iterator[Form]:
+    """The backward reads as many columns of V and dO as q has, not as they have."""
     inputs, problem = grad.call.inputs, grad.call.problem
     assert inputs.dout is not None, "asked of a backward"
     if inputs.descale is not None:
@@ -406,13 +390,9 @@ def _heads_by_key_heads(problem: Problem) -> Tensor:
     return (head * problem.kv_heads + torch.arange(problem.group)) % problem.heads
 
 
-@_model(
-    "group-other-heads",
-    "dK and dV of a key head are summed over other query heads than those that share it",
-    lambda problem: problem.kv_heads > 1,
-    steps=Steps(group_heads=_heads_by_key_heads),
-)
-def _(grad: ExactGradients) -> Iterator[Form]:
+@_model(applies=lambda problem: problem.kv_heads > 1, steps=Steps(group_heads=_heads_by_key_heads))
+def group_other_heads(grad: ExactGradients) -> Iterator[Form]:
+    """DK and dV of a key head are summed over other query heads than those that share it."""
     problem, exact = grad.call.problem, grad.exact
     head = torch.arange(problem.kv_heads)[:, None]
     member = torch.arange(problem.group)

@@ -18,12 +18,11 @@ from attncheck.fault_models.tile_models import bounded_loops, once_for_each, til
 from attncheck.mods import masks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
     from attncheck.core.outputs import Outputs
-    from attncheck.fault_models.fault_model import Family
     from attncheck.inputs.problem import Problem
     from attncheck.mods.signatures import MaskMod
 
@@ -31,37 +30,11 @@ _MOST_PARTS = 12  # of dQ, that are tried
 _GRADIENTS = ("dq", "dk", "dv", "dsink")
 
 
-class BackwardTable(ModelTable):
-    """Fault models of a backward, whose further forms are of the gradients of a call."""
+MODELS = ModelTable("gradient", of="backward")
 
-    def of_backward(
-        self,
-        name: str,
-        sentence: str,
-        applies: Callable[[Problem], bool] = lambda _problem: True,
-        *,
-        steps: Steps | tuple[Steps, ...] = (),
-        order: int = 0,
-        family: Family | None = None,
-    ) -> Callable[[Callable[[ExactGradients], Iterable[Form]]], None]:
-        """Add a model, as ``add``."""
-        with_forms = self.add(
-            name,
-            sentence,
-            of="backward",
-            applies=lambda problem: problem.backward and applies(problem),
-            steps=steps,
-            order=order,
-            family=family,
-        )
-        return lambda forms: with_forms(lambda call: forms(call.backward))
+_model = MODELS.model
 
-
-MODELS = BackwardTable("gradient")
-
-_model = MODELS.of_backward
-
-_model(
+MODELS.add(
     "delta-missing",
     "delta is missing: dS is P · dP, not P · (dP − delta)",
     steps=(
@@ -69,7 +42,7 @@ _model(
         Steps(delta=lambda _delta, dlse: -dlse),
     ),
 )
-_model(
+MODELS.add(
     "delta-sign",
     "delta has the wrong sign: dS is P · (dP + delta)",
     steps=(
@@ -79,32 +52,34 @@ _model(
 )
 
 
-@_model("delta-not-summed", "delta is the largest product of dO and O, not the sum of them")
-def _(grad: ExactGradients) -> Iterator[Form]:
+@_model()
+def delta_not_summed(grad: ExactGradients) -> Iterator[Form]:
+    """Delta is the largest product of dO and O, not the sum of them."""
     delta = (grad.dout * grad.call.parts.out).amax(-1)
     # What lies behind the last column is 0, and has no part in a sum.
     for one in (delta, delta.clamp(min=0.0)):
         yield grad.gradients(delta=one)
 
 
-@_model("ds-factor-missing", "dS is P alone, or dP − delta alone, not their product")
-def _(grad: ExactGradients) -> Iterator[Form]:
+@_model()
+def ds_factor_missing(grad: ExactGradients) -> Iterator[Form]:
+    """DS is P alone, or dP − delta alone, not their product."""
     p, off = grad.weights(), grad.dp - (grad.delta - grad.dlse)[..., None]
     seen = grad.call.seen
     for ds in (p, off, torch.where(seen, off, 0.0)):
         yield grad.of_scores(ds)
 
 
-_model(
+MODELS.add(
     "dlse-ignored",
     "the gradient that arrives by LSE is ignored",
-    lambda problem: problem.dlse,
+    applies=lambda problem: problem.dlse,
     steps=Steps(delta=lambda delta, _dlse: delta),
 )
-_model(
+MODELS.add(
     "dlse-sign",
     "the gradient that arrives by LSE has the wrong sign",
-    lambda problem: problem.dlse,
+    applies=lambda problem: problem.dlse,
     steps=(
         Steps(delta=lambda delta, dlse: delta + dlse),
         Steps(delta=lambda delta, dlse: delta - dlse * LOG2E),
@@ -113,8 +88,10 @@ _model(
 )
 
 
-@_model("dout-scaled", "all gradients are off by one factor", order=2)
-def _(grad: ExactGradients) -> Iterator[Form]:
+@_model(order=2)
+def dout_scaled(grad: ExactGradients) -> Iterator[Form]:
+    """All gradients are off by one factor."""
+
     def at(share: float) -> Outputs:
         return grad.times(1.0 + share, *_GRADIENTS)
 
@@ -126,17 +103,16 @@ for _name, _sentence, _scaled in (
     ("dq-without-scale", "dQ is not multiplied by the scale", ("dk",)),
     ("dq-dk-without-scale", "neither dQ nor dK is multiplied by the scale", ()),
 ):
-    _model(_name, _sentence, steps=Steps(scaled_gradients=_scaled))
+    MODELS.add(_name, _sentence, steps=Steps(scaled_gradients=_scaled))
 # Of one kernel alone it is one of the two before it.
 MODELS["dq-dk-without-scale"] = replace(MODELS["dq-dk-without-scale"], of_one_kernel=False)
 
 
-@_model(
-    "gradient-units",
-    "dQ or dK is off by its sign, by log2 e, or multiplied by the scale once too often, or divided "
-    "by it",
-)
-def _(grad: ExactGradients) -> Iterator[Form]:
+@_model()
+def gradient_units(grad: ExactGradients) -> Iterator[Form]:
+    """DQ or dK is off by its sign, by log2 e, or multiplied by the scale once too often, or divided
+    by it.
+    """
     # dS in base 2 misses ln 2; the scale may be in q already.
     scale = grad.call.scale
     factors = (-1.0, LOG2E, 1.0 / LOG2E, scale, 1.0 / scale**2 if scale else 0.0)
@@ -144,15 +120,17 @@ def _(grad: ExactGradients) -> Iterator[Form]:
         yield grad.times(factor, *names), {"of": ", ".join(names)}
 
 
-@_model("gradient-missing", "a gradient is 0, or some of it is")
-def _(grad: ExactGradients) -> Iterator[Form]:
+@_model()
+def gradient_missing(grad: ExactGradients) -> Iterator[Form]:
+    """A gradient is 0, or some of it is."""
     some = (("dq",), ("dk",), ("dv",), ("dsink",), ("dq", "dk"), ("dk", "dv"), ("dq", "dk", "dv"))
     for names in some:
         yield grad.times(0.0, *names), {"of": ", ".join(names)}
 
 
-@_model("backward-mask-ignored", "the backward ignores the mask", has_mask())
-def _(grad: ExactGradients) -> Iterator[Form]:
+@_model(applies=has_mask())
+def backward_mask_ignored(grad: ExactGradients) -> Iterator[Form]:
+    """The backward ignores the mask."""
     call = grad.call
     ones = torch.ones_like(call.seen)
     yield grad.seeing(ones)
@@ -176,29 +154,30 @@ def _also_causal(later: Callable[[Problem], int]) -> Steps:
     return Steps(backward_mask=mask)
 
 
-_model(
+MODELS.add(
     "backward-causal-always",
     "the backward applies a causal mask that nobody asked for",
     steps=(_also_causal(lambda _: 0), _also_causal(lambda problem: problem.kv - problem.query)),
 )
 
 
-@_model("backward-mask-shifted", "the mask of the backward is one key off", has_mask())
-def _(grad: ExactGradients) -> Iterator[Form]:
+@_model(applies=has_mask())
+def backward_mask_shifted(grad: ExactGradients) -> Iterator[Form]:
+    """The mask of the backward is one key off."""
     for rows in (1, -1):
         yield grad.seeing(grad.call.visible(grad.call.mask, i=rows))
 
 
-_model(
+MODELS.add(
     "backward-window-ignored",
     "the backward ignores the window, and is causal alone",
-    has_mask("sliding_window"),
+    applies=has_mask("sliding_window"),
     steps=Steps(backward_mask=mask_without("sliding_window", instead=masks.causal).mask),
 )
-_model(
+MODELS.add(
     "slope-missing",
     "the derivative of the score mod is missing",
-    has_score(),
+    applies=has_score(),
     steps=(
         Steps(slope=lambda _problem: False),
         Steps(slope=lambda problem: not has_score("softcap")(problem)),
@@ -206,8 +185,9 @@ _model(
 )
 
 
-@_model("backward-score-mod-ignored", "the backward ignores the score mod", has_score())
-def _(grad: ExactGradients) -> Iterator[Form]:
+@_model(applies=has_score())
+def backward_score_mod_ignored(grad: ExactGradients) -> Iterator[Form]:
+    """The backward ignores the score mod."""
     # The forward's LSE is of modified scores: P does not add up to 1.
     weights = grad.weights(s=grad.call.x)
     yield grad.gradients(weights=weights, slopes=torch.ones_like(grad.slopes))
@@ -215,12 +195,11 @@ def _(grad: ExactGradients) -> Iterator[Form]:
 
 
 @_model(
-    "group-last-head",
-    "dK and dV of a key head are those of one query head of its group, not the sum",
-    lambda problem: problem.group > 1,
+    applies=lambda problem: problem.group > 1,
     steps=Steps(group_heads=lambda p: torch.arange(p.heads).view(p.kv_heads, -1)[:, -1:]),
 )
-def _(grad: ExactGradients) -> Iterator[Form]:
+def group_last_head(grad: ExactGradients) -> Iterator[Form]:
+    """DK and dV of a key head are those of one query head of its group, not the sum."""
     group = grad.call.problem.group
     # Who stores last wins, or who comes first and is not added to.
     for number in (group - 1, 0):
@@ -231,15 +210,16 @@ def _(grad: ExactGradients) -> Iterator[Form]:
     yield grad.times(1.0 / group, "dk", "dv"), {"head": "mean"}
 
 
-_model(
+MODELS.add(
     "backward-lse-base-2",
     "the backward takes a natural LSE for one to base 2, or the reverse",
     steps=(Steps(backward_lse=1.0 / LOG2E), Steps(backward_lse=LOG2E)),
 )
 
 
-@_model("backward-scale", "the backward has another scale in its weights")
-def _(grad: ExactGradients) -> Iterator[Form]:
+@_model()
+def backward_scale(grad: ExactGradients) -> Iterator[Form]:
+    """The backward has another scale in its weights."""
     call = grad.call
     # The factor is missing or there twice where P is computed again.
     both = call.scale * LOG2E
@@ -249,13 +229,9 @@ def _(grad: ExactGradients) -> Iterator[Form]:
         yield grad.gradients(weights=grad.weights(s=call.modified(call.x * factor)))
 
 
-@_model(
-    "backward-scores-rounded",
-    "the backward rounds scores to too few bits",
-    order=1,
-    family="precision",
-)
-def _(grad: ExactGradients) -> Iterator[Form]:
+@_model(order=1, family="precision")
+def backward_scores_rounded(grad: ExactGradients) -> Iterator[Form]:
+    """The backward rounds scores to too few bits."""
     call = grad.call
     # Natural ones, or those to base 2.
     for name, unit in product(("fp16", "bf16"), (1.0, LOG2E)):
@@ -263,13 +239,9 @@ def _(grad: ExactGradients) -> Iterator[Form]:
         yield grad.gradients(weights=grad.weights(s=s)), {"format": name}
 
 
-@_model(
-    "gradient-rounded",
-    "a gradient, or what it is a product of, is rounded to too few bits",
-    order=1,
-    family="precision",
-)
-def _(grad: ExactGradients) -> Iterator[Form]:
+@_model(order=1, family="precision")
+def gradient_rounded(grad: ExactGradients) -> Iterator[Form]:
+    """A gradient, or what it is a product of, is rounded to too few bits."""
     call, exact = grad.call, grad.exact
     p, off = grad.weights(), (grad.delta - grad.dlse)[..., None]
     dx = p * (grad.dp - off) * grad.slopes
@@ -296,8 +268,9 @@ def _(grad: ExactGradients) -> Iterator[Form]:
                 yield replace(exact, **{of: whole}), {"format": name, "of": of, "tile": size}
 
 
-@_model("dq-tile-dropped", "a tile of keys adds nothing to dQ", order=1)
-def _(grad: ExactGradients) -> Iterator[Form]:
+@_model(order=1)
+def dq_tile_dropped(grad: ExactGradients) -> Iterator[Form]:
+    """A tile of keys adds nothing to dQ."""
     call, exact = grad.call, grad.exact
     for size in call.key_tiles:
         count = -(-call.problem.kv // size)
@@ -318,8 +291,9 @@ def _(grad: ExactGradients) -> Iterator[Form]:
                 yield replace(exact, dq=grad.seeing(call.seen & ~lost).dq), parameters
 
 
-@_model("dk-rows-dropped", "a tile of rows adds nothing to dK and dV", order=1)
-def _(grad: ExactGradients) -> Iterator[Form]:
+@_model(order=1)
+def dk_rows_dropped(grad: ExactGradients) -> Iterator[Form]:
+    """A tile of rows adds nothing to dK and dV."""
     call, exact = grad.call, grad.exact
     for size in call.row_tiles:
         count = -(-call.problem.query // size)
@@ -331,12 +305,9 @@ def _(grad: ExactGradients) -> Iterator[Form]:
             yield replace(exact, dv=dropped.dv), parameters
 
 
-@_model(
-    "backward-loop-too-short",
-    "a loop of the backward begins too late or ends too early: keys, or rows, have no part",
-    order=1,
-)
-def _(grad: ExactGradients) -> Iterator[Form]:
+@_model(order=1)
+def backward_loop_too_short(grad: ExactGradients) -> Iterator[Form]:
+    """A loop of the backward begins too late or ends too early: keys, or rows, have no part."""
     call, step = grad.call, TRIED_TILES[0]
     for of, index in {"keys": call.j, "rows": call.i}.items():
         length = index.numel()
@@ -355,8 +326,9 @@ def _(grad: ExactGradients) -> Iterator[Form]:
     yield grad.gradients(delta=torch.where(last, 0.0, grad.delta)), {"of": "delta"}
 
 
-@_model("backward-kv-heads", "the backward reads another key head", lambda p: p.kv_heads > 1)
-def _(grad: ExactGradients) -> Iterator[Form]:
+@_model(applies=lambda p: p.kv_heads > 1)
+def backward_kv_heads(grad: ExactGradients) -> Iterator[Form]:
+    """The backward reads another key head."""
     call, problem = grad.call, grad.call.problem
     _, k, v = call.inputs.promoted()
     h = call.h.flatten()
@@ -371,8 +343,9 @@ def _(grad: ExactGradients) -> Iterator[Form]:
         yield outputs, {"head": name}
 
 
-@_model("delta-of-another-row", "delta is that of another row")
-def _(grad: ExactGradients) -> Iterator[Form]:
+@_model()
+def delta_of_another_row(grad: ExactGradients) -> Iterator[Form]:
+    """Delta is that of another row."""
     # A tile of rows that begins one row off.
     for later in (1, -1):
         yield grad.gradients(delta=grad.delta.roll(later, -1))
@@ -394,10 +367,9 @@ def _(grad: ExactGradients) -> Iterator[Form]:
         yield grad.gradients(delta=delta), {"of": of}
 
 
-@_model(
-    "backward-empty-rows-nan", "rows that see no key make gradients NaN or infinite", has_mask()
-)
-def _(grad: ExactGradients) -> Iterator[Form]:
+@_model(applies=has_mask())
+def backward_empty_rows_nan(grad: ExactGradients) -> Iterator[Form]:
+    """Rows that see no key make gradients NaN or infinite."""
     exact, dead = grad.exact, grad.call.parts.lse == -math.inf
     if not bool(dead.any()):
         return
@@ -421,8 +393,9 @@ def nan_where(here: Tensor, gradient: Tensor | None) -> Tensor:
     return torch.where(here, math.nan, gradient)
 
 
-@_model("backward-tail-nan", "the padding of the last tile of keys makes dQ NaN: exp overflows")
-def _(grad: ExactGradients) -> Iterator[Form]:
+@_model()
+def backward_tail_nan(grad: ExactGradients) -> Iterator[Form]:
+    """The padding of the last tile of keys makes dQ NaN: exp overflows."""
     # exp(0 − LSE) of padding, whose score is 0, is ∞ in fp32 there.
     low = grad.call.parts.lse < -math.log(torch.finfo(torch.float32).max)
     yield replace(grad.exact, dq=nan_where(low[..., None], grad.exact.dq))

@@ -30,7 +30,7 @@ Whole = tuple[Outputs, Parameters]
 
 MODELS = ModelTable("mapping")
 
-_model = MODELS.add
+_model = MODELS.model
 
 
 def contiguous(shape: torch.Size) -> tuple[int, ...]:
@@ -102,19 +102,17 @@ def _key_heads(call: ExactAttention, **others: Tensor) -> Iterator[Whole]:
         yield from with_keys(call, k[:, heads], v[:, heads], **parameters)
 
 
-@_model(
-    "kv-heads-interleaved",
-    "query head h reads key head h mod kv_heads, not h // group",
-    applies=lambda problem: _shared(problem) and problem.group > 1,
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=lambda problem: _shared(problem) and problem.group > 1)
+def kv_heads_interleaved(call: ExactAttention) -> Iterator[Form]:
+    """Query head h reads key head h mod kv_heads, not h // group."""
     problem, h = call.problem, call.h.flatten()
     for heads in (h % problem.kv_heads, (h % problem.group) % problem.kv_heads):
         yield from _key_heads(call, other=heads)
 
 
-@_model("kv-heads-first", "every query head reads the first key head", applies=_shared)
-def _(call: ExactAttention) -> Iterator[Prediction]:
+@_model(applies=_shared)
+def kv_heads_first(call: ExactAttention) -> Iterator[Prediction]:
+    """Every query head reads the first key head."""
     for outputs, parameters in _key_heads(call, first=0 * call.h.flatten()):
         yield Prediction(outputs=outputs, parameters=parameters)
         # A number of heads that share one may be 0 where any do, and right where none does.
@@ -122,8 +120,9 @@ def _(call: ExactAttention) -> Iterator[Prediction]:
         yield Prediction(outputs=some, parameters={**parameters, "when": "heads are shared"})
 
 
-@_model("heads-swapped", "query heads read each other's key heads", applies=_shared)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=_shared)
+def heads_swapped(call: ExactAttention) -> Iterator[Form]:
+    """Query heads read each other's key heads."""
     last, h = call.problem.kv_heads - 1, call.h.flatten()
     own = h // call.problem.group
     yield from _key_heads(
@@ -139,8 +138,9 @@ def _batched(problem: Problem) -> bool:
     return is_attention(problem) and problem.batch > 1
 
 
-@_model("batches-swapped", "sequences of a batch read each other's keys", applies=_batched)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=_batched)
+def batches_swapped(call: ExactAttention) -> Iterator[Form]:
+    """Sequences of a batch read each other's keys."""
     count = call.problem.batch
     b = torch.arange(count)
     for name, of in {"in reverse order": count - 1 - b, "the next": (b + 1) % count}.items():
@@ -148,18 +148,18 @@ def _(call: ExactAttention) -> Iterator[Form]:
 
 
 @_model(
-    "batch-first",
-    "every sequence of a batch reads the keys of the first",
     # Of pages it reads the first one's, which a model of their own says.
     applies=lambda problem: _batched(problem) and problem.paging is None,
 )
-def _(call: ExactAttention) -> Iterator[Form]:
+def batch_first(call: ExactAttention) -> Iterator[Form]:
+    """Every sequence of a batch reads the keys of the first."""
     of = torch.zeros(call.problem.batch, dtype=torch.int64)
     yield from with_keys(call, call.k[of], call.v[of])
 
 
-@_model("operand-swapped", "one of q, k and v is read in place of another", applies=is_attention)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=is_attention)
+def operand_swapped(call: ExactAttention) -> Iterator[Form]:
+    """One of q, k and v is read in place of another."""
     by_query_head = {"q": call.q, "k": call.k, "v": call.v}
     for mine, other in permutations("qkv", 2):
         # Where keys are repeated for the heads that share them the other's is that of the head.
@@ -211,12 +211,9 @@ def same_along(tensor: Tensor, axes: tuple[int, ...], number: int) -> Tensor:
     return same.expand(tensor.shape)
 
 
-@_model(
-    "index-missing",
-    "an index is missing where q, k or v is read: all that it tells apart get the same numbers",
-    applies=is_attention,
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=is_attention)
+def index_missing(call: ExactAttention) -> Iterator[Form]:
+    """An index is missing where q, k or v is read: all that it tells apart get the same numbers."""
     # Without its number all are the first; where only a stride is left, the second.
     for number, (names, axes) in product((0, 1), INDICES.items()):
         for whose in ("q", "k", "v", "kv"):
@@ -232,12 +229,9 @@ def _(call: ExactAttention) -> Iterator[Form]:
                 yield attending(call, read), {"of": ", ".join(whose), "index": names}
 
 
-@_model(
-    "stride-of-another-axis",
-    "an index of q, k or v is multiplied by the stride of another axis, or by none",
-    applies=is_attention,
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=is_attention)
+def stride_of_another_axis(call: ExactAttention) -> Iterator[Form]:
+    """An index of q, k or v is multiplied by the stride of another axis, or by none."""
     # Taken for contiguous, with heads before rows, or rows before heads; pages are not.
     names = "qkv" if call.problem.paging is None else "q"
     for whose, order in product(names, _ORDERS):
@@ -280,12 +274,9 @@ _ORDERS = ((0, 1, 2, 3), (0, 2, 1, 3))
 """Heads before rows, or rows before heads."""
 
 
-@_model(
-    "index-of-another-axis",
-    "where q, k or v is read one index is in another's place, or has the wrong sign",
-    applies=lambda problem: is_attention(problem) and problem.paging is None,
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=lambda problem: is_attention(problem) and problem.paging is None)
+def index_of_another_axis(call: ExactAttention) -> Iterator[Form]:
+    """Where q, k or v is read one index is in another's place, or has the wrong sign."""
     problem = call.problem
     if call.inputs.descale is not None:  # other numbers have descales of their own
         return
@@ -322,13 +313,11 @@ def _(call: ExactAttention) -> Iterator[Form]:
                     yield attending(call, read), words
 
 
-@_model(
-    "load-transposed",
-    "a row index stands where a column's belongs, or the reverse, in a load or in what bounds it: "
-    "a vector is spread along the other axis of a tile",
-    applies=is_attention,
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=is_attention)
+def load_transposed(call: ExactAttention) -> Iterator[Form]:
+    """A row index stands where a column's belongs, or the reverse, in a load or in what bounds it:
+    a vector is spread along the other axis of a tile.
+    """
     for whose in ("q", "k", "v", "kv"):
         # Only of tiles with as many rows as columns.
         dims = {getattr(call, name).shape[-1] for name in whose}
@@ -374,12 +363,9 @@ def _transposed(own: Tensor, size: int) -> Tensor:
     return tiles.reshape(*own.shape[:2], -1, size)[:, :, :rows, :columns]
 
 
-@_model(
-    "scores-alike",
-    "every key of a row scores alike: Q or K is read as 0, or one key stands for all",
-    applies=is_attention,
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=is_attention)
+def scores_alike(call: ExactAttention) -> Iterator[Form]:
+    """Every key of a row scores alike: Q or K is read as 0, or one key stands for all."""
     for score in (0.0, call.scale):
         yield call.attend(x=torch.full_like(call.x, score))
     for number, (names, axes) in product((0, 1), INDICES.items()):
@@ -388,13 +374,11 @@ def _(call: ExactAttention) -> Iterator[Form]:
             yield attending(call, {"k": k}), {"index": names}
 
 
-@_model(
-    "last-row-as-zero",
-    "the last row of q, k or v, or that of each split of the keys, is read as 0: its load ends one "
-    "too early",
-    applies=is_attention,
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=is_attention)
+def last_row_as_zero(call: ExactAttention) -> Iterator[Form]:
+    """The last row of q, k or v, or that of each split of the keys, is read as 0: its load ends one
+    too early.
+    """
     for whose, length in {
         "q": call.problem.query,
         "k": call.problem.kv,
@@ -414,12 +398,11 @@ def _(call: ExactAttention) -> Iterator[Form]:
             yield attending(call, read), {"of": ", ".join(names), "each of": str(count)}
 
 
-@_model(
-    "first-tile-again",
-    "the first tile is read again in place of every other: its pointer, or index, does not move on",
-    applies=is_attention,
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=is_attention)
+def first_tile_again(call: ExactAttention) -> Iterator[Form]:
+    """The first tile is read again in place of every other: its pointer, or index, does not move
+    on.
+    """
     kv, query = call.problem.kv, call.problem.query
     for size in call.key_tiles:
         # Of one tile it is right.
@@ -436,12 +419,9 @@ def _(call: ExactAttention) -> Iterator[Form]:
         yield attending(call, {"q": _of_rows(call, place)}), {"of": "q", "tile": size}
 
 
-@_model(
-    "first-of-tile-again",
-    "the first row, or key, of each tile stands for all of it: the index within it is missing",
-    applies=is_attention,
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=is_attention)
+def first_of_tile_again(call: ExactAttention) -> Iterator[Form]:
+    """The first row, or key, of each tile stands for all of it: the index within it is missing."""
     kv = call.problem.kv
     for size in call.key_tiles:
         place = torch.arange(kv) // size * size
@@ -469,12 +449,9 @@ def attending(call: ExactAttention, read: dict[str, Tensor]) -> Outputs:
     return call.attend(x=x, v=read.get("v"))
 
 
-@_model(
-    "query-heads-swapped",
-    "the output of one head is that of another",
-    applies=lambda problem: problem.heads > 1,
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=lambda problem: problem.heads > 1)
+def query_heads_swapped(call: ExactAttention) -> Iterator[Form]:
+    """The output of one head is that of another."""
     heads, exact = call.problem.heads, call.exact
     h = torch.arange(heads)
     for name, of in {
@@ -489,12 +466,9 @@ def _(call: ExactAttention) -> Iterator[Form]:
         yield Outputs(exact.out[:, of], exact.lse), {"head": name}
 
 
-@_model(
-    "contiguous-assumed",
-    "a tensor is read as if it were contiguous: its strides are not looked at",
-    applies=is_attention,
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=is_attention)
+def contiguous_assumed(call: ExactAttention) -> Iterator[Form]:
+    """A tensor is read as if it were contiguous: its strides are not looked at."""
     names = ("q", "k", "v")
     # One tensor may have the others' strides by chance: every set of them that occurs.
     for wrong in (names, ("q",), ("k",), ("v",), ("k", "v")):
@@ -509,10 +483,9 @@ def _(call: ExactAttention) -> Iterator[Form]:
             yield _reading(call, {name: ways[way % len(ways)] for name, ways in read.items()})
 
 
-@_model(
-    "values-of-keys-strides", "values are read with the strides of the keys", applies=is_attention
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=is_attention)
+def values_of_keys_strides(call: ExactAttention) -> Iterator[Form]:
+    """Values are read with the strides of the keys."""
     inputs = call.inputs
     for name, other in (("v", inputs.k), ("k", inputs.v), ("k", inputs.q), ("v", inputs.q)):
         own: Tensor = getattr(inputs, name)
@@ -531,37 +504,29 @@ def _reading(
     return call.attend(x=x, v=v), {"of": of or ", ".join(changed)}
 
 
-@_model(
-    "out-transposed",
-    "the output is written in another layout: heads and rows are exchanged",
-    applies=lambda problem: is_attention(problem) and problem.heads > 1 and problem.query > 1,
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=lambda problem: is_attention(problem) and problem.heads > 1 and problem.query > 1)
+def out_transposed(call: ExactAttention) -> Iterator[Form]:
+    """The output is written in another layout: heads and rows are exchanged."""
     if call.whole:
         exact = call.exact
         out = exact.out.transpose(1, 2).reshape(exact.out.shape)
         yield Outputs(out, exact.lse)
 
 
-@_model(
-    "columns-swapped",
-    "the columns of v, or of the output, are in another order",
-    applies=is_attention,
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=is_attention)
+def columns_swapped(call: ExactAttention) -> Iterator[Form]:
+    """The columns of v, or of the output, are in another order."""
     exact, v = call.exact, call.v
     halves = v.shape[-1] // 2
     yield Outputs(exact.out.flip(-1), exact.lse)
     yield Outputs(exact.out.roll(halves, -1), exact.lse)
 
 
-@_model(
-    "columns-missing",
-    "columns of the values beyond the head dim, or of the head dim beyond that of the values, are "
-    "not read",
-    applies=is_attention,
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=is_attention)
+def columns_missing(call: ExactAttention) -> Iterator[Form]:
+    """Columns of the values beyond the head dim, or of the head dim beyond that of the values, are
+    not read.
+    """
     problem, exact = call.problem, call.exact
     # A kernel compiled for one dim, or for the power of two below.
     dims = {min(problem.head_dim, problem.value_dim)}
@@ -595,13 +560,11 @@ def _columns(problem: Problem) -> tuple[int, ...]:
     return tuple(sorted(columns for columns in some if columns > dim))
 
 
-@_model(
-    "head-dim-padding-read",
-    "columns behind the head dim are read from memory, where they are other rows, and have a part "
-    "in the scores",
-    applies=lambda problem: is_attention(problem) and bool(_columns(problem)),
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=lambda problem: is_attention(problem) and bool(_columns(problem)))
+def head_dim_padding_read(call: ExactAttention) -> Iterator[Form]:
+    """Columns behind the head dim are read from memory, where they are other rows, and have a part
+    in the scores.
+    """
     inputs, problem = call.inputs, call.problem
     for columns in _columns(problem):
         as_wide = problem.replace(head_dim=columns, value_dim=problem.value_dim)
@@ -613,12 +576,11 @@ def _(call: ExactAttention) -> Iterator[Form]:
             yield call.attend(x=x), {"columns": columns}
 
 
-@_model(
-    "offsets-of-32-bits",
-    "offsets are 32-bit integers: a row 2³¹ elements or more behind the first is read elsewhere",
-    applies=is_attention,
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=is_attention)
+def offsets_of_32_bits(call: ExactAttention) -> Iterator[Form]:
+    """Offsets are 32-bit integers: a row 2³¹ elements or more behind the first is read
+    elsewhere.
+    """
     for name in ("q", "k", "v"):
         tensor: Tensor = getattr(call.inputs, name)
         if _reach(tensor) < _FAR:
@@ -661,13 +623,9 @@ def _halves(call: ExactAttention) -> Iterator[tuple[dict[str, str | int], Tensor
                 yield {"tile": size}, (number // size % 2 == int(late))
 
 
-@_model(
-    "half-unwritten",
-    "half of the rows are never written: what was in the memory of out is left there",
-    order=1,
-    family="memory",
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(order=1, family="memory")
+def half_unwritten(call: ExactAttention) -> Iterator[Form]:
+    """Half of the rows are never written: what was in the memory of out is left there."""
     exact = call.exact
     shape = call.parts.lse.shape
     for parameters, rows in _halves(call):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.functional import pad
 
 from attncheck.core.mod_spec import FULL, Dimensions, Spec
 from attncheck.core.outputs import Outputs
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 MODELS = ModelTable("mask")
 
-_model = MODELS.add
+_model = MODELS.model
 # Masks of the library that have a causal edge.
 _CAUSAL = ("causal", "causal_bottom_right", "sliding_window", "prefix_lm")
 _DOCUMENTS = ("document", "documents")
@@ -82,13 +81,11 @@ def _with_counted_last(whose: str) -> Steps:
     return _parts(documents=build)
 
 
-@_model(
-    "empty-documents-not-counted",
-    "documents without rows, or keys, are not counted: rows behind one see another document's keys",
-    applies=has_mask("documents"),
-    steps=_with_counted_last("query_lengths"),
-)
-def _(call: ExactAttention) -> Iterator[Rows]:
+@_model(applies=has_mask("documents"), steps=_with_counted_last("query_lengths"))
+def empty_documents_not_counted(call: ExactAttention) -> Iterator[Rows]:
+    """Documents without rows, or keys, are not counted: rows behind one see another document's
+    keys.
+    """
     # Rows and keys have offsets of their own: either may be the one that is counted wrong.
     for whose in ("query_lengths", "kv_lengths"):
         for outputs, _ in call.predict(_with_counted_last(whose)):
@@ -104,7 +101,7 @@ def _padding_seen(problem: Problem, device: str) -> MaskMod | None:
     return lambda *at: mask(*at) | ~there(*at)
 
 
-_model(
+MODELS.add(
     "padding-as-prefix",
     "padding is taken for a part of the prefix: all rows see it",
     applies=lambda problem: has_mask("padding")(problem) and has_mask("prefix_lm")(problem),
@@ -112,13 +109,9 @@ _model(
 )
 
 
-@_model(
-    "mask-one-key-wider",
-    "the causal mask is one key too wide: row i sees key i + 1",
-    applies=has_mask(*_CAUSAL),
-    steps=_edge(1),
-)
-def _(call: ExactAttention) -> Iterator[Rows]:
+@_model(applies=has_mask(*_CAUSAL), steps=_edge(1))
+def mask_one_key_wider(call: ExactAttention) -> Iterator[Rows]:
+    """The causal mask is one key too wide: row i sees key i + 1."""
     # The whole mask may be asked about the next row, whatever else it has but a causal edge.
     yield _rows_later(call, 1)
     # In a loop that ends with the tile in which a block's last row sees its last key: nobody need
@@ -128,13 +121,9 @@ def _(call: ExactAttention) -> Iterator[Rows]:
         yield call.attend(seen=wider & tile_visibility(call, rows, size)[0]), {}
 
 
-@_model(
-    "mask-one-key-narrower",
-    "the causal mask is one key too narrow: row i does not see key i",
-    applies=has_mask(*_CAUSAL),
-    steps=_edge(-1),
-)
-def _(call: ExactAttention) -> Iterator[Rows]:
+@_model(applies=has_mask(*_CAUSAL), steps=_edge(-1))
+def mask_one_key_narrower(call: ExactAttention) -> Iterator[Rows]:
+    """The causal mask is one key too narrow: row i does not see key i."""
     yield _rows_later(call, -1)
 
 
@@ -143,22 +132,21 @@ def _rectangular(problem: Problem) -> bool:
 
 
 @_model(
-    "mask-top-left",
-    "the causal mask starts at the top left corner: row i sees keys up to i, where it should see "
-    "kv − query more",
     applies=lambda p: _rectangular(p) and has_mask("causal_bottom_right")(p),
     steps=mask_without("causal_bottom_right", instead=masks.causal),
 )
-def _(call: ExactAttention) -> Iterator[Rows]:
+def mask_top_left(call: ExactAttention) -> Iterator[Rows]:
+    """The causal mask starts at the top left corner: row i sees keys up to i, where it should see
+    kv − query more.
+    """
     yield _rows_later(call, call.problem.query - call.problem.kv)
 
 
-@_model(
-    "mask-bottom-right",
-    "the causal mask ends at the bottom right corner: row i sees kv − query keys more than up to i",
-    applies=lambda p: _rectangular(p) and has_mask("causal", "sliding_window", "prefix_lm")(p),
-)
-def _(call: ExactAttention) -> Iterator[Outputs | Rows]:
+@_model(applies=lambda p: _rectangular(p) and has_mask("causal", "sliding_window", "prefix_lm")(p))
+def mask_bottom_right(call: ExactAttention) -> Iterator[Outputs | Rows]:
+    """The causal mask ends at the bottom right corner: row i sees kv − query keys more than up to
+    i.
+    """
     later = call.problem.kv - call.problem.query
     # Also of a part that is bottom right already, and so is so twice.
     yield from (outputs for outputs, _ in call.predict(_edge(later)))
@@ -182,12 +170,10 @@ def _padding(more: int) -> Steps:
 
 
 @_model(
-    "window-ignored",
-    "the sliding window is ignored: only what is causal of it is left",
-    applies=has_mask("sliding_window"),
-    steps=mask_without("sliding_window", instead=masks.causal),
+    applies=has_mask("sliding_window"), steps=mask_without("sliding_window", instead=masks.causal)
 )
-def _(call: ExactAttention) -> Iterator[Rows]:
+def window_ignored(call: ExactAttention) -> Iterator[Rows]:
+    """The sliding window is ignored: only what is causal of it is left."""
     # A loop that begins where the window does visits no more than its tiles.
     causal = call.visible(masks.causal)
     for rows, size in call.any_tiles:
@@ -199,9 +185,9 @@ for _names, _sentence, _steps in (
     ("window-one-wider", "the sliding window is one key too wide on its left", _window(1)),
     ("window-one-narrower", "the sliding window is one key too narrow on its left", _window(-1)),
 ):
-    _model(_names, _sentence, applies=has_mask("sliding_window"), steps=_steps)
+    MODELS.add(_names, _sentence, applies=has_mask("sliding_window"), steps=_steps)
 
-_model(
+MODELS.add(
     "document-ignored",
     "documents are ignored: rows see keys of other documents",
     applies=has_mask(*_DOCUMENTS),
@@ -217,7 +203,7 @@ for _names, _sentence, _steps in (
     ("padding-one-wider", "a sequence is taken for one key longer than it is", _padding(1)),
     ("padding-one-narrower", "a sequence is taken for one key shorter than it is", _padding(-1)),
 ):
-    _model(_names, _sentence, applies=has_mask("padding"), steps=_steps)
+    MODELS.add(_names, _sentence, applies=has_mask("padding"), steps=_steps)
 
 for _names, _sentence, _steps in (
     ("prefix-one-wider", "the prefix is one key too long", _prefix(1)),
@@ -228,7 +214,7 @@ for _names, _sentence, _steps in (
         mask_without("prefix_lm", instead=masks.causal),
     ),
 ):
-    _model(_names, _sentence, applies=has_mask("prefix_lm"), steps=_steps)
+    MODELS.add(_names, _sentence, applies=has_mask("prefix_lm"), steps=_steps)
 
 
 def _number(spec: Spec, name: str) -> int:
@@ -246,15 +232,16 @@ def _without_offset(problem: Problem, device: str) -> MaskMod | None:
 
 
 @_model(
-    "query-offset-missing",
-    "the mask and the score mod are asked about the row within the chunk, not within the sequence",
     applies=lambda p: (
         has_mask("offset", "causal_bottom_right")(p)
         or any(part.name == "offset" for part in p.score.walk())
     ),
     steps=Steps(mask=_without_offset),
 )
-def _(call: ExactAttention) -> Iterator[Outputs]:
+def query_offset_missing(call: ExactAttention) -> Iterator[Outputs]:
+    """The mask and the score mod are asked about the row within the chunk, not within the
+    sequence.
+    """
     problem = call.problem
     # The mask alone may miss its offset, or the score mod with it, as one index serves both.
     for spec in problem.mask.walk():
@@ -269,10 +256,9 @@ def _(call: ExactAttention) -> Iterator[Outputs]:
         yield call.attend(s=call.modified(call.x, i=-rows))
 
 
-@_model(
-    "one-part-ignored", "one part of the mask is ignored", applies=has_mask("and", "or"), order=1
-)
-def _(call: ExactAttention) -> Iterator[Rows]:
+@_model(applies=has_mask("and", "or"), order=1)
+def one_part_ignored(call: ExactAttention) -> Iterator[Rows]:
+    """One part of the mask is ignored."""
     spec = call.problem.mask
     if spec.name not in {"and", "or"}:
         return
@@ -285,29 +271,23 @@ def _(call: ExactAttention) -> Iterator[Rows]:
 
 
 @_model(
-    "mask-ignored",
-    "the mask is ignored: every row sees every key",
     applies=has_mask(),
     steps=Steps(mask=lambda problem, _: None if problem.mask == FULL else masks.full),
 )
-def _(call: ExactAttention) -> Iterator[Rows]:
+def mask_ignored(call: ExactAttention) -> Iterator[Rows]:
+    """The mask is ignored: every row sees every key."""
     if call.problem.mask == FULL:
         return
     # The end of the keys may be part of what is ignored: padding of the last tile counts.
     for _, size in call.tiles:
         count = -call.problem.kv % size
         if count:
-            z = torch.cat([call.s, call.s.new_zeros((*call.shape[:3], count))], -1)
-            parts = call.softmax(z, pad(call.v, (0, 0, 0, count)), sink=call.sink)
-            yield parts.outputs, {}
+            yield call.with_keys_behind(call.s.new_zeros(count), call.s), {}
 
 
-@_model(
-    "mask-reversed",
-    "the mask is the wrong way round: what is hidden counts, and what is seen does not",
-    applies=has_mask(),
-)
-def _(call: ExactAttention) -> Iterator[Rows]:
+@_model(applies=has_mask())
+def mask_reversed(call: ExactAttention) -> Iterator[Rows]:
+    """The mask is the wrong way round: what is hidden counts, and what is seen does not."""
     shown = call.visible(call.mask)
     edges: dict[str, Tensor] = {}
     if not bool(shown.all()):
@@ -331,8 +311,9 @@ def _(call: ExactAttention) -> Iterator[Rows]:
                 yield Outputs(nan, torch.where(blind, torch.nan, outputs.lse)), parameters
 
 
-@_model("causal-always", "a causal mask, or its reverse, is applied that nobody asked for")
-def _(call: ExactAttention) -> Iterator[Rows]:
+@_model()
+def causal_always(call: ExactAttention) -> Iterator[Rows]:
+    """A causal mask, or its reverse, is applied that nobody asked for."""
     # Both alignments that published kernels have.
     corners = [0, call.problem.kv - call.problem.query]
     # Or one key narrower, so that a row does not see its own: of what is causal that is an edge.

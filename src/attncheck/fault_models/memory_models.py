@@ -24,16 +24,12 @@ if TYPE_CHECKING:
 
 MODELS = ModelTable("memory")
 
-_model = MODELS.add
+_model = MODELS.model
 
 
-@_model(
-    "page-table-ignored",
-    "pages are read as if they were in order: the table is not looked at",
-    applies=lambda problem: problem.paging is not None,
-    family="mapping",
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=lambda problem: problem.paging is not None, family="mapping")
+def page_table_ignored(call: ExactAttention) -> Iterator[Form]:
+    """Pages are read as if they were in order: the table is not looked at."""
     problem = call.problem
     assert problem.paging is not None, "asked of what has pages"
     size = problem.paging.size
@@ -57,14 +53,11 @@ def _(call: ExactAttention) -> Iterator[Form]:
             yield from with_keys(call, *read)
 
 
-@_model(
-    "page-index-wrong",
-    "a key's page, its slot there or its head is not what the table and its number say: an index "
-    "or a stride is missing, or another's",
-    applies=lambda problem: problem.paging is not None,
-    family="mapping",
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=lambda problem: problem.paging is not None, family="mapping")
+def page_index_wrong(call: ExactAttention) -> Iterator[Form]:
+    """A key's page, its slot there or its head is not what the table and its number say: an index
+    or a stride is missing, or another's.
+    """
     problem = call.problem
     assert problem.paging is not None, "asked of what has pages"
     if call.inputs.descale is not None:
@@ -115,12 +108,9 @@ def _of_pools(call: ExactAttention, pools: list[Tensor], at: Tensor, name: str) 
         yield from with_keys(call, *read, which=name)
 
 
-@_model(
-    "page-boundary-leak",
-    "the rest of the last page counts: keys behind the last one are seen",
-    applies=lambda problem: problem.paging is not None,
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=lambda problem: problem.paging is not None)
+def page_boundary_leak(call: ExactAttention) -> Iterator[Form]:
+    """The rest of the last page counts: keys behind the last one are seen."""
     assert call.problem.paging is not None, "asked of what has pages"
     size = call.problem.paging.size
     count = padded_keys(call, size)
@@ -133,12 +123,9 @@ def _(call: ExactAttention) -> Iterator[Form]:
         yield call.with_out(every, math.nan), {"page": size}
 
 
-@_model(
-    "hidden-values-leak",
-    "the value of a key that the mask hides reaches a row: 0 times NaN is NaN",
-    applies=has_mask(),
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=has_mask())
+def hidden_values_leak(call: ExactAttention) -> Iterator[Form]:
+    """The value of a key that the mask hides reaches a row: 0 times NaN is NaN."""
     wild = ~call.v.isfinite().all(-1)[:, :, None, :]  # (batch, heads, 1, kv)
     if not bool(wild.any()):
         return
@@ -150,12 +137,11 @@ def _(call: ExactAttention) -> Iterator[Form]:
         yield call.with_out(hit, math.nan)
 
 
-@_model(
-    "values-behind-keys",
-    "the last tile loads what lies in memory behind the last value: a weight of 0 times NaN is NaN",
-    applies=lambda problem: is_attention(problem) and problem.paging is None,
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=lambda problem: is_attention(problem) and problem.paging is None)
+def values_behind_keys(call: ExactAttention) -> Iterator[Form]:
+    """The last tile loads what lies in memory behind the last value: a weight of 0 times NaN is
+    NaN.
+    """
     kv = call.problem.kv
     for size in call.key_tiles:
         if kv % size == 0:
@@ -178,8 +164,9 @@ def _visiting(call: ExactAttention, size: int) -> Iterator[Tensor]:
             yield tile_visibility(call, rows, size)[0][..., -1]
 
 
-@_model("rows-unwritten", "some rows are never written", order=1)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(order=1)
+def rows_unwritten(call: ExactAttention) -> Iterator[Form]:
+    """Some rows are never written."""
     exact = call.exact
     query = call.problem.query
     for rows in call.row_tiles:
@@ -230,14 +217,11 @@ def _nan_rows(
     return call.with_out(rows, math.nan, lse=math.nan if lse else None), parameters
 
 
-@_model(
-    "scale-of-zero-after-mask",
-    "a scale that is 0 in fp32 multiplies what is −∞, hidden scores or the maximum before the "
-    "first tile: 0 · ∞ is NaN",
-    applies=is_attention,
-    family="overflow",
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=is_attention, family="overflow")
+def scale_of_zero_after_mask(call: ExactAttention) -> Iterator[Form]:
+    """A scale that is 0 in fp32 multiplies what is −∞, hidden scores or the maximum before the
+    first tile: 0 · ∞ is NaN.
+    """
     for gone in _gone(call):
         if not bool(gone.any()):
             continue
@@ -266,12 +250,11 @@ def _gone(call: ExactAttention) -> Iterator[Tensor]:
         yield factor.abs() < torch.finfo(torch.float32).tiny
 
 
-@_model(
-    "mask-times-infinity",
-    "the mask is multiplied by −∞ and added to the scores: what is seen gets 0 · ∞, which is NaN",
-    family="overflow",
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(family="overflow")
+def mask_times_infinity(call: ExactAttention) -> Iterator[Form]:
+    """The mask is multiplied by −∞ and added to the scores: what is seen gets 0 · ∞,
+    which is NaN.
+    """
     yield _nan_rows(call, call.seen.any(-1))
     # Or only in tiles that need a mask.
     for rows, size in call.tiles:
@@ -284,13 +267,9 @@ def _scaled_format(problem: Problem) -> bool:
     return problem.formats.scaled
 
 
-@_model(
-    "column-scale-of-zero",
-    "a column of V that is 0 throughout has no scale: 0 · ∞ or 0 / 0 is NaN in that column",
-    applies=_scaled_format,
-    family="overflow",
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=_scaled_format, family="overflow")
+def column_scale_of_zero(call: ExactAttention) -> Iterator[Form]:
+    """A column of V that is 0 throughout has no scale: 0 · ∞ or 0 / 0 is NaN in that column."""
     v = call.v
     for size in (*call.key_tiles, call.problem.kv):
         whose = torch.arange(call.problem.kv) // size
@@ -306,12 +285,9 @@ def _(call: ExactAttention) -> Iterator[Form]:
             yield call.with_out(touched, math.nan), {"tile": size}
 
 
-@_model(
-    "tail-in-block-scale",
-    "what lies behind the last key has a part in the scale of its block: NaN, if there is one",
-    applies=_scaled_format,
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=_scaled_format)
+def tail_in_block_scale(call: ExactAttention) -> Iterator[Form]:
+    """What lies behind the last key has a part in the scale of its block: NaN, if there is one."""
     for size in call.key_tiles:
         ragged = _ragged(call, size)
         if bool(ragged.any()):

@@ -53,12 +53,9 @@ for _name, _sentence, _steps in (
     RECURRENCE.add(_name, _sentence, steps=_steps)
 
 
-@RECURRENCE.add(
-    "alpha-of-another-base",
-    "what was summed so far is rescaled by a power of another base than the weights are of",
-    steps=(Steps(rescale_exponent=LOG2E), Steps(rescale_exponent=1.0 / LOG2E)),
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@RECURRENCE.model(steps=(Steps(rescale_exponent=LOG2E), Steps(rescale_exponent=1.0 / LOG2E)))
+def alpha_of_another_base(call: ExactAttention) -> Iterator[Form]:
+    """What was summed so far is rescaled by a power of another base than the weights are of."""
     # The scale may be in the weights and not in what rescales, or the reverse.
     for exponent in (call.scale, 1 / call.scale):
         yield from call.predict(Steps(rescale_exponent=exponent))
@@ -95,13 +92,11 @@ RECURRENCE.add(
 )
 
 
-@RECURRENCE.add(
-    "maximum-from-zero",
-    "the running maximum starts at 0, or another number that is finite: rows whose scores are all "
-    "far below lose their weights",
-    steps=(Steps(first_maximum=0.0), Steps(zero_maximum_when_empty=True)),
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@RECURRENCE.model(steps=(Steps(first_maximum=0.0), Steps(zero_maximum_when_empty=True)))
+def maximum_from_zero(call: ExactAttention) -> Iterator[Form]:
+    """The running maximum starts at 0, or another number that is finite: rows whose scores are all
+    far below lose their weights.
+    """
     lowest = float(call.parts.maximum.min())
     for first in SENTINELS:
         if first < lowest:  # every row rises above it
@@ -111,11 +106,11 @@ def _(call: ExactAttention) -> Iterator[Form]:
                 yield outputs, {**parameters, "first": str(first)}
 
 
-@RECURRENCE.add(
-    "weights-of-another-sign",
-    "weights are powers of score plus maximum, or of maximum less score: not of score less maximum",
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@RECURRENCE.model()
+def weights_of_another_sign(call: ExactAttention) -> Iterator[Form]:
+    """Weights are powers of score plus maximum, or of maximum less score: not of score less
+    maximum.
+    """
     for of, exponent in {
         "plus": lambda part, shift: part + shift,
         "reversed": lambda part, shift: torch.where(part == -math.inf, math.inf, shift - part),
@@ -128,20 +123,17 @@ def _(call: ExactAttention) -> Iterator[Form]:
             yield spoilt if padded else outputs, {**parameters, "of": of}
 
 
-@RECURRENCE.add(
-    "sum-of-the-largest",
-    "each tile adds its largest weight to the row sum, not the sum of its weights",
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@RECURRENCE.model()
+def sum_of_the_largest(call: ExactAttention) -> Iterator[Form]:
+    """Each tile adds its largest weight to the row sum, not the sum of its weights."""
     yield from call.predict(Steps(summed_weights=lambda p: p.amax(-1, keepdim=True)))
 
 
-@RECURRENCE.add(
-    "alpha-misapplied",
-    "what was summed so far is not multiplied by what rescales it: it is divided by it, or that "
-    "stands in its place or is added, or a tile is taken off and not added",
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@RECURRENCE.model()
+def alpha_misapplied(call: ExactAttention) -> Iterator[Form]:
+    """What was summed so far is not multiplied by what rescales it: it is divided by it, or that
+    stands in its place or is added, or a tile is taken off and not added.
+    """
     slips = {
         "divided": lambda sums, alpha: sums / alpha,
         "in its place": lambda sums, alpha: alpha + 0 * sums,
@@ -155,12 +147,11 @@ def _(call: ExactAttention) -> Iterator[Form]:
             yield outputs, {**parameters, "of": name}
 
 
-@RECURRENCE.add(
-    "earlier-tiles-lost",
-    "the output, the row sum or both are those of the last tile alone: what was summed before is "
-    "thrown away",
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@RECURRENCE.model()
+def earlier_tiles_lost(call: ExactAttention) -> Iterator[Form]:
+    """The output, the row sum or both are those of the last tile alone: what was summed before is
+    thrown away.
+    """
     parts = call.parts
     for size in call.key_tiles:
         tile = call.j // size
@@ -210,8 +201,9 @@ for _name in "qkv":
     )
 
 
-@FP8.add("descales-missing", "several descales are ignored", applies=_fp8, order=1)
-def _(call: ExactAttention) -> Iterator[Form]:
+@FP8.model(applies=_fp8, order=1)
+def descales_missing(call: ExactAttention) -> Iterator[Form]:
+    """Several descales are ignored."""
     for names in ("qk", "qkv", "kv", "qv"):
         for outputs, _ in call.predict(_without_descales(*names)):
             yield outputs, {"of": ", ".join(names)}
@@ -231,14 +223,13 @@ def _first_descales(names: str, where: str) -> Steps:
     return Steps(descale=first)
 
 
-@FP8.add(
-    "descale-first-head",
-    "one head's descale is used for all: its index is missing",
+@FP8.model(
     applies=lambda problem: _fp8(problem) and problem.batch * problem.kv_heads > 1,
     steps=_first_descales("k", "all"),
     family="mapping",
 )
-def _(call: ExactAttention) -> Iterator[Form]:
+def descale_first_head(call: ExactAttention) -> Iterator[Form]:
+    """One head's descale is used for all: its index is missing."""
     for names, where in product(("qkv", "qk", "q", "k", "v"), _FIRST):
         for outputs, _ in call.predict(_first_descales(names, where)):
             yield outputs, {"of": ", ".join(names), "first": where}
@@ -253,19 +244,16 @@ FP8.add(
 )
 
 
-@FP8.add(
-    "weights-saturated",
-    "large weights are cut off in fp8: they are multiplied by too much before they are rounded",
-    applies=_fp8,
-    family="precision",
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@FP8.model(applies=_fp8, family="precision")
+def weights_saturated(call: ExactAttention) -> Iterator[Form]:
+    """Large weights are cut off in fp8: they are multiplied by too much before they are rounded."""
     for size, bits in product(call.key_tiles, (9, 10, 11, 12)):
         yield call.online(size, Steps(weights_scale=2.0**bits)), {"tile": size, "bits": bits}
 
 
-@FP8.add("weights-scale-left", "the factor of P is not taken off the output", applies=_fp8)
-def _(call: ExactAttention) -> Iterator[Form]:
+@FP8.model(applies=_fp8)
+def weights_scale_left(call: ExactAttention) -> Iterator[Form]:
+    """The factor of P is not taken off the output."""
     # Taken off the wrong way round it is there twice.
     scale = call.problem.formats.weights_scale
     for factor in (scale, 1.0 / scale):
@@ -279,12 +267,9 @@ def _rounded_steps(call: ExactAttention, forms: Iterable[tuple[str, Steps]]) -> 
             yield outputs, {"format": name, **parameters}
 
 
-@MODELS.add(
-    "weights-rounded",
-    "the weights are rounded to too few bits before they multiply the values",
-    order=1,
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@MODELS.model(order=1)
+def weights_rounded(call: ExactAttention) -> Iterator[Form]:
+    """The weights are rounded to too few bits before they multiply the values."""
     formats = ("fp16", "bf16", "e4m3", "e5m2")
     yield from _rounded_steps(call, ((f, Steps(weights=round_to_format(f))) for f in formats))
     # And before they are summed, or there alone.
@@ -294,25 +279,18 @@ def _(call: ExactAttention) -> Iterator[Form]:
         yield from _rounded_steps(call, ((name, steps) for steps in forms))
 
 
-@MODELS.add(
-    "sum-rounded",
-    "the row sum is kept in too few bits",
-    steps=Steps(kept_sum=round_to_format("bf16")),
-    order=1,
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@MODELS.model(steps=Steps(kept_sum=round_to_format("bf16")), order=1)
+def sum_rounded(call: ExactAttention) -> Iterator[Form]:
+    """The row sum is kept in too few bits."""
     for name in ("bf16", "fp16"):
         rounded = round_to_format(name)
         both = Steps(kept_sum=rounded), Steps(summed_weights=rounded, kept_sum=rounded)
         yield from _rounded_steps(call, ((name, steps) for steps in both))
 
 
-@MODELS.add(
-    "alpha-rounded",
-    "what rescales what was summed so far is rounded to too few bits",
-    order=1,
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@MODELS.model(order=1)
+def alpha_rounded(call: ExactAttention) -> Iterator[Form]:
+    """What rescales what was summed so far is rounded to too few bits."""
     for name in ("fp16", "bf16"):
         rounded = round_to_format(name)
 
@@ -326,30 +304,26 @@ def _(call: ExactAttention) -> Iterator[Form]:
                 yield outputs, {"format": name, **parameters}
 
 
-@MODELS.add("lse-rounded", "LSE is rounded to too few bits", order=1)
-def _(call: ExactAttention) -> Iterator[Form]:
+@MODELS.model(order=1)
+def lse_rounded(call: ExactAttention) -> Iterator[Form]:
+    """LSE is rounded to too few bits."""
     formats = ("fp16", "bf16")
     yield from _rounded_steps(call, ((f, Steps(lse=round_to_format(f))) for f in formats))
 
 
-@MODELS.add(
-    "out-rounded",
-    "the output is accumulated in too few bits",
+@MODELS.model(
     steps=(Steps(kept_out=round_to_format("bf16")), Steps(kept_out=round_to_format("fp16"))),
     order=1,
 )
-def _(call: ExactAttention) -> Iterator[Form]:
+def out_rounded(call: ExactAttention) -> Iterator[Form]:
+    """The output is accumulated in too few bits."""
     formats = ("bf16", "fp16")
     yield from _rounded_steps(call, ((f, Steps(kept_out=round_to_format(f))) for f in formats))
 
 
-@MODELS.add(
-    "scores-rounded",
-    "scores are rounded to too few bits before the softmax",
-    steps=Steps(products=round_to_format("fp16")),
-    order=1,
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@MODELS.model(steps=Steps(products=round_to_format("fp16")), order=1)
+def scores_rounded(call: ExactAttention) -> Iterator[Form]:
+    """Scores are rounded to too few bits before the softmax."""
     for name in ("bf16", "fp16"):
         rounded = round_to_format(name)
         # Before the scale, after it, or after the score mod: each may be beyond fp16.
@@ -358,13 +332,9 @@ def _(call: ExactAttention) -> Iterator[Form]:
         yield call.attend(s=rounded(call.s)), {"format": name}
 
 
-@MODELS.add(
-    "products-tf32",
-    "q, k and v are rounded before they are multiplied: tf32, or fewer bits",
-    applies=is_attention,
-    order=1,
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@MODELS.model(applies=is_attention, order=1)
+def products_tf32(call: ExactAttention) -> Iterator[Form]:
+    """Q, k and v are rounded before they are multiplied: tf32, or fewer bits."""
     for name in ("tf32", "bf16", "fp16", "e4m3"):
         rounded = round_to_format(name)
         q, k, v = (rounded(x) for x in (call.q, call.k, call.v))
@@ -376,14 +346,10 @@ def _(call: ExactAttention) -> Iterator[Form]:
         yield call.attend(x=scaled), {"format": name}
 
 
-@MODELS.add(
-    "normaliser-biased",
-    "the output is off by a factor: the reciprocal of the row sum is biased",
-    steps=Steps(normaliser=0.997),
-    order=2,
-    family="factor",
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@MODELS.model(steps=Steps(normaliser=0.997), order=2, family="factor")
+def normaliser_biased(call: ExactAttention) -> Iterator[Form]:
+    """The output is off by a factor: the reciprocal of the row sum is biased."""
+
     # Times 0 it is no bias: what is missing, or never written, is 0 as well.
     def at(share: float) -> Outputs:
         off = 1.0 + share
@@ -393,12 +359,9 @@ def _(call: ExactAttention) -> Iterator[Form]:
     yield Prediction(outputs=at(-0.01), family=at, start=-0.01, parameter="share")
 
 
-@MODELS.add(
-    "out-overflows",
-    "the output before it is normalised overflows fp16",
-    family="overflow",
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@MODELS.model(family="overflow")
+def out_overflows(call: ExactAttention) -> Iterator[Form]:
+    """The output before it is normalised overflows fp16."""
     # What overflows is an infinity in hardware, and NaN where it meets a weight of 0.
     largest = FORMATS["fp16"].max
     for steps in (

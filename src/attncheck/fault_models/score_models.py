@@ -13,7 +13,6 @@ from attncheck.fault_models.steps import LOG2E, Steps, replace_score_parts
 from attncheck.inputs.problem import USUAL_SCALE
 from attncheck.mods import scores
 from attncheck.mods.library import is_additive
-from attncheck.mods.scores import alibi_slopes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,12 +26,7 @@ if TYPE_CHECKING:
 
 MODELS = ModelTable("score")
 
-_model = MODELS.add
-
-
-def scale_by(factor: Callable[[Problem], float]) -> Steps:
-    """Steps that multiply q·k by the scale and a factor."""
-    return Steps(scale=lambda problem: problem.scale * factor(problem))
+_model = MODELS.model
 
 
 def fixed_scale(constant: float) -> Steps:
@@ -56,70 +50,47 @@ def _factor(call: ExactAttention, factor: float, **parameters: float) -> Iterato
     yield Outputs(parts.out, torch.where(dead, -math.inf, lse)), parameters
 
 
-@_model(
-    "scale-missing",
-    "q·k is not multiplied by the scale",
-    applies=is_attention,
-    family="factor",
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=is_attention, family="factor")
+def scale_missing(call: ExactAttention) -> Iterator[Form]:
+    """Q·k is not multiplied by the scale."""
     yield from _factor(call, 1.0 / call.scale)
 
 
-@_model(
-    "scale-twice",
-    "q·k is multiplied by the scale twice",
-    applies=is_attention,
-    family="factor",
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=is_attention, family="factor")
+def scale_twice(call: ExactAttention) -> Iterator[Form]:
+    """Q·k is multiplied by the scale twice."""
     yield from _factor(call, call.scale)
 
 
-@_model(
-    "scale-of-dim",
-    "the scale is another power of head_dim than 1 / √head_dim: 1 / head_dim, or head_dim",
-    applies=is_attention,
-    family="factor",
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=is_attention, family="factor")
+def scale_of_dim(call: ExactAttention) -> Iterator[Form]:
+    """The scale is another power of head_dim than 1 / √head_dim: 1 / head_dim, or head_dim."""
     for power in (-1, 1):
         yield from _factor(call, call.problem.head_dim**power / call.scale)
 
 
-@_model(
-    "scale-log2e",
-    "log2 e is missing or there twice: weights are powers of another base than e",
-    family="factor",
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(family="factor")
+def scale_log2e(call: ExactAttention) -> Iterator[Form]:
+    """Log2 e is missing or there twice: weights are powers of another base than e."""
     # exp for exp2 or the reverse: the factor is missing, or there where exp has it already.
     for factor in (1.0 / LOG2E, LOG2E, 1.0 / LOG2E**2):
         yield from _factor(call, factor)
 
 
 @_model(
-    "scale-inverted",
-    "q·k is multiplied by √head_dim, not divided by it",
-    applies=is_attention,
-    steps=Steps(scale=lambda problem: 1.0 / problem.scale),
-    family="factor",
+    applies=is_attention, steps=Steps(scale=lambda problem: 1.0 / problem.scale), family="factor"
 )
-def _(call: ExactAttention) -> Iterator[Form]:
+def scale_inverted(call: ExactAttention) -> Iterator[Form]:
+    """Q·k is multiplied by √head_dim, not divided by it."""
     yield from _factor(call, 1.0 / call.scale**2)
     # Divided by it in base 2.
     yield from _factor(call, 1.0 / (call.scale * LOG2E) ** 2)
     yield from _factor(call, math.sqrt(call.problem.head_dim) / call.scale)
 
 
-@_model(
-    "scale-fixed",
-    "the scale is a constant, whatever the call says",
-    applies=is_attention,
-    steps=fixed_scale(0.125),
-    family="factor",
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=is_attention, steps=fixed_scale(0.125), family="factor")
+def scale_fixed(call: ExactAttention) -> Iterator[Form]:
+    """The scale is a constant, whatever the call says."""
     # Constants that stand in kernels: of usual head dims, of those of the call, of a padded one.
     dims = dict.fromkeys((call.problem.head_dim, 32, 64, 128, call.problem.value_dim))
     padded = 1 << (call.problem.head_dim - 1).bit_length()
@@ -133,13 +104,9 @@ def _usual(problem: Problem) -> bool:
     return is_attention(problem) and problem.scale == problem.replace(scale=USUAL_SCALE).scale
 
 
-@_model(
-    "scale-default",
-    "the scale that is taken where none is given is not 1 / √head_dim",
-    applies=is_attention,
-    family="factor",
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=is_attention, family="factor")
+def scale_default(call: ExactAttention) -> Iterator[Form]:
+    """The scale that is taken where none is given is not 1 / √head_dim."""
     dim = call.problem.head_dim
     # A scale that is given is taken: there it is right.
     if not _usual(call.problem):
@@ -149,13 +116,10 @@ def _(call: ExactAttention) -> Iterator[Form]:
         yield from _factor(call, factor / call.scale)
 
 
-@_model(
-    "scale-off",
-    "the scale is off by a factor",
-    order=2,
-    family="factor",
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(order=2, family="factor")
+def scale_off(call: ExactAttention) -> Iterator[Form]:
+    """The scale is off by a factor."""
+
     # A factor is fitted by its logarithm, so that no step makes it negative.
     def at(log: float) -> Outputs:
         return call.attend(x=call.x * math.exp(min(max(log, -20.0), 20.0)))
@@ -163,8 +127,9 @@ def _(call: ExactAttention) -> Iterator[Form]:
     yield Prediction(outputs=at(0.1), family=at, start=0.1, parameter="log of the factor")
 
 
-@_model("score-mod-before-scale", "the score mod is applied before the scale", applies=has_score())
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=has_score())
+def score_mod_before_scale(call: ExactAttention) -> Iterator[Form]:
+    """The score mod is applied before the scale."""
     yield call.attend(s=call.modified(call.qk) * call.scale)
 
 
@@ -177,12 +142,10 @@ def _in_base_2(problem: Problem, device: str) -> ScoreMod | None:
 
 
 @_model(
-    "bias-not-scaled",
-    "what the score mod adds is in other units than the scores: log2 e is missing there",
-    applies=has_score("alibi", "relative_bias", "bias", "expression"),
-    steps=Steps(score=_in_base_2),
+    applies=has_score("alibi", "relative_bias", "bias", "expression"), steps=Steps(score=_in_base_2)
 )
-def _(call: ExactAttention) -> Iterator[Form]:
+def bias_not_scaled(call: ExactAttention) -> Iterator[Form]:
+    """What the score mod adds is in other units than the scores: log2 e is missing there."""
     # What is added alone is in other units, as in kernels that keep scores in base 2.
     added = call.s - call.x
     for factor in (1.0 / LOG2E, LOG2E):
@@ -274,27 +237,23 @@ for _name, _sentence, _steps in (
         ),
     ),
 ):
-    _model(_name, _sentence, applies=has_score("softcap"), steps=_steps)
+    MODELS.add(_name, _sentence, applies=has_score("softcap"), steps=_steps)
 
 
-@_model(
-    "softcap-after-mask",
-    "softcap is applied after the mask: hidden keys get −cap, and are seen",
-    applies=has_score("softcap"),
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=has_score("softcap"))
+def softcap_after_mask(call: ExactAttention) -> Iterator[Form]:
+    """Softcap is applied after the mask: hidden keys get −cap, and are seen."""
     # tanh(−∞) is −1: a hidden key has a finite score then.
     s = call.modified(torch.where(call.seen, call.x, -math.inf))
     yield call.attend(s=s, seen=torch.ones_like(call.seen))
 
 
 @_model(
-    "score-mod-ignored",
-    "the score mod is ignored",
     # Of softcap alone there is a model of its own.
     applies=lambda problem: has_score()(problem) and problem.score.name != "softcap",
 )
-def _(call: ExactAttention) -> Iterator[Form]:
+def score_mod_ignored(call: ExactAttention) -> Iterator[Form]:
+    """The score mod is ignored."""
     yield call.attend(s=call.x)
     for part in dict.fromkeys(part.name for part in call.problem.score.walk()):
         # The whole mod was left out above; here a part of a composed one is.
@@ -303,22 +262,21 @@ def _(call: ExactAttention) -> Iterator[Form]:
                 yield outputs, {"ignored": part}
 
 
-@_model("score-mod-twice", "the score mod is applied twice", applies=has_score())
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=has_score())
+def score_mod_twice(call: ExactAttention) -> Iterator[Form]:
+    """The score mod is applied twice."""
     yield call.attend(s=call.modified(call.s))
 
 
 def _negative_alibi(_values: Any, dims: Dimensions, device: str) -> ScoreMod:
-    return scores.alibi(-torch.tensor(alibi_slopes(dims.heads), device=device))
+    return scores.alibi(-torch.tensor(scores.alibi_slopes(dims.heads), device=device))
 
 
 @_model(
-    "alibi-sign",
-    "what the score mod adds has the wrong sign",
-    applies=has_score("alibi", "relative_bias", "bias"),
-    steps=score_with("alibi", _negative_alibi),
+    applies=has_score("alibi", "relative_bias", "bias"), steps=score_with("alibi", _negative_alibi)
 )
-def _(call: ExactAttention) -> Iterator[Form]:
+def alibi_sign(call: ExactAttention) -> Iterator[Form]:
+    """What the score mod adds has the wrong sign."""
     # Of an additive mod: x − (s − x).
     yield call.attend(s=2 * call.x - call.s)
 
@@ -329,12 +287,11 @@ def _of_key_head(problem: Problem, device: str) -> ScoreMod | None:
 
 
 @_model(
-    "alibi-head-order",
-    "the score mod is asked about another head: slopes or biases are those of the wrong one",
     applies=lambda problem: has_score()(problem) and problem.heads > 1,
     steps=Steps(score=_of_key_head),
 )
-def _(call: ExactAttention) -> Iterator[Form]:
+def alibi_head_order(call: ExactAttention) -> Iterator[Form]:
+    """The score mod is asked about another head: slopes or biases are those of the wrong one."""
     problem, h = call.problem, call.h
     others = {
         "the key head": h // problem.group,
@@ -352,7 +309,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
 def _published_slopes(heads: int) -> tuple[float, ...]:
     """ALiBi's of any number of heads: those of the power of two below, then every other above."""
     power = 1 << (heads.bit_length() - 1)
-    return (*alibi_slopes(power), *alibi_slopes(2 * power)[::2])[:heads]
+    return (*scores.alibi_slopes(power), *scores.alibi_slopes(2 * power)[::2])[:heads]
 
 
 def _sloped(slopes: Callable[[int], tuple[float, ...]]) -> Steps:
@@ -362,19 +319,15 @@ def _sloped(slopes: Callable[[int], tuple[float, ...]]) -> Steps:
     )
 
 
-@_model(
-    "alibi-slopes",
-    "slopes are those of another number of heads",
-    applies=has_score("alibi"),
-    steps=_sloped(_published_slopes),
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=has_score("alibi"), steps=_sloped(_published_slopes))
+def alibi_slopes(call: ExactAttention) -> Iterator[Form]:
+    """Slopes are those of another number of heads."""
     heads = call.problem.heads
     power = 1 << (heads.bit_length() - 1)
     # From 2⁰ on, where the published slopes begin at 2^(-8 / heads).
     later = tuple(2.0 ** (-8.0 * h / heads) for h in range(heads))
     for slopes in dict.fromkeys(
-        (alibi_slopes(power * 2)[:heads], later, alibi_slopes(call.problem.kv_heads))
+        (scores.alibi_slopes(power * 2)[:heads], later, scores.alibi_slopes(call.problem.kv_heads))
     ):
         if len(slopes) == heads:
             for outputs, _ in call.predict(_sloped(dict.fromkeys([heads], slopes).__getitem__)):
@@ -387,13 +340,9 @@ def _without_offset(problem: Problem, device: str) -> ScoreMod | None:
     return problem.replace(score=problem.score.parts[0]).score_mod(device)
 
 
-@_model(
-    "alibi-offset",
-    "the score mod is asked about another row: an offset is missing, or there once too often",
-    applies=has_score(),
-    steps=Steps(score=_without_offset),
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=has_score(), steps=Steps(score=_without_offset))
+def alibi_offset(call: ExactAttention) -> Iterator[Form]:
+    """The score mod is asked about another row: an offset is missing, or there once too often."""
     # A row is counted from the end or the start of the keys, or from 1.
     apart = call.problem.kv - call.problem.query
     for rows in dict.fromkeys((apart, -apart, 1, -1)):
@@ -401,18 +350,16 @@ def _(call: ExactAttention) -> Iterator[Form]:
             yield call.attend(s=call.modified(call.x, i=rows)), {"rows": rows}
 
 
-@_model("alibi-distance", "ALiBi takes the distance without its sign", applies=has_score("alibi"))
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=has_score("alibi"))
+def alibi_distance(call: ExactAttention) -> Iterator[Form]:
+    """ALiBi takes the distance without its sign."""
     added = call.s - call.x
     for sign in (1.0, -1.0):
         yield call.attend(s=call.x + sign * added.abs())
 
 
-@_model(
-    "score-mod-batch",
-    "the score mod is asked about another sequence of the batch",
-    applies=lambda problem: has_score()(problem) and problem.batch > 1,
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=lambda problem: has_score()(problem) and problem.batch > 1)
+def score_mod_batch(call: ExactAttention) -> Iterator[Form]:
+    """The score mod is asked about another sequence of the batch."""
     for other in (0 * call.b, call.problem.batch - 1 - call.b):
         yield call.attend(s=call.modified(call.x, b=other))

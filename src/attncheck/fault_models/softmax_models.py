@@ -31,32 +31,25 @@ if TYPE_CHECKING:
 MODELS = ModelTable("empty rows")  # of the softmax itself
 SINKS = ModelTable("score")  # of sinks: what has a part in the softmax and no value
 
-_model = MODELS.add
+_model = MODELS.model
 
 # 0, as of a mask that is multiplied; large numbers of published kernels; the lowest of fp16 and
 # fp32.
 SENTINELS = (0.0, -1e4, -1e5, -1e6, -1e9, -1e10, -1e30, -65504.0, -3.4028234663852886e38)
 
 
-@_model(
-    "not-normalised",
-    "the output is not divided by the row sum, but multiplied by it, or divides it",
-    family="rescaling",
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(family="rescaling")
+def not_normalised(call: ExactAttention) -> Iterator[Form]:
+    """The output is not divided by the row sum, but multiplied by it, or divides it."""
     parts = call.parts
     yield Outputs(parts.values, parts.lse)
     yield Outputs(parts.values * parts.total[..., None], parts.lse), {"of": "multiplied"}
     yield Outputs(parts.total[..., None] / parts.values, parts.lse), {"of": "the wrong way round"}
 
 
-@_model(
-    "sum-of-another-row",
-    "a row is divided by the row sums of others: they are spread along the columns",
-    applies=is_attention,
-    family="rescaling",
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=is_attention, family="rescaling")
+def sum_of_another_row(call: ExactAttention) -> Iterator[Form]:
+    """A row is divided by the row sums of others: they are spread along the columns."""
     parts, query = call.parts, call.problem.query
     columns = torch.arange(call.problem.value_dim)
     # Only of a block with as many rows as columns.
@@ -68,12 +61,9 @@ def _(call: ExactAttention) -> Iterator[Form]:
         yield Outputs(parts.values / more[:, :, of], parts.lse)
 
 
-@_model(
-    "sum-missing",
-    "nothing is added to the row sum: it is 0, and LSE is that of no key",
-    family="rescaling",
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(family="rescaling")
+def sum_missing(call: ExactAttention) -> Iterator[Form]:
+    """Nothing is added to the row sum: it is 0, and LSE is that of no key."""
     parts = call.parts
     lse = torch.full_like(parts.total, -math.inf)
     # What is 0 is divided by all the same, or 1 is in its place.
@@ -83,12 +73,9 @@ def _(call: ExactAttention) -> Iterator[Form]:
             yield Outputs(out, of_none)
 
 
-@_model(
-    "values-missing",
-    "out is 0, and LSE right: V is read as 0, or no product with it is kept",
-    family="rescaling",
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(family="rescaling")
+def values_missing(call: ExactAttention) -> Iterator[Form]:
+    """Out is 0, and LSE right: V is read as 0, or no product with it is kept."""
     yield Outputs(torch.zeros_like(call.parts.out), call.parts.lse)
     # Or of some blocks of rows: all but the first, or the last, if it is not full.
     for rows in call.row_tiles:
@@ -98,44 +85,35 @@ def _(call: ExactAttention) -> Iterator[Form]:
             yield lost, {"rows": rows, "which": which}
 
 
-@_model(
-    "every-row-empty",
-    "every row gives what one gives that sees no key: no tile is visited, or nothing is kept of it",
-    family="rescaling",
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(family="rescaling")
+def every_row_empty(call: ExactAttention) -> Iterator[Form]:
+    """Every row gives what one gives that sees no key: no tile is visited, or nothing is kept of
+    it.
+    """
     parts = call.parts
     yield Outputs(torch.zeros_like(parts.out), torch.full_like(parts.lse, -math.inf))
 
 
-@_model(
-    "only-padding-counts",
-    "the padding of the last tile counts in place of the keys, alone or with what is hidden: a "
-    "comparison with the end, or what is done to what it hides, is the wrong way round",
-    applies=is_attention,
-    family="rescaling",
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=is_attention, family="rescaling")
+def only_padding_counts(call: ExactAttention) -> Iterator[Form]:
+    """The padding of the last tile counts in place of the keys, alone or with what is hidden: a
+    comparison with the end, or what is done to what it hides, is the wrong way round.
+    """
     shown = call.visible(call.mask)
-    v = torch.nn.functional.pad(call.v, (0, 0, 0, 1))
     for size in dict.fromkeys(size for _, size in call.tiles):
         count = padded_keys(call, size)
         for of, seen in {"the end": torch.zeros_like(shown), "what is hidden": ~shown}.items():
             # A key that is the end itself may be hidden, too.
             for more in (count, max(0, count - 1)):
                 score = math.log(more) if more else -math.inf
-                behind = call.s.new_full((*call.shape[:3], 1), score)
-                z = torch.cat([torch.where(seen, call.s, -math.inf), behind], -1)
-                yield call.softmax(z, v, sink=call.sink).outputs, {"of": of, "tile": size}
+                z = torch.where(seen, call.s, -math.inf)
+                outputs = call.with_keys_behind(z.new_full((1,), score), z)
+                yield outputs, {"of": of, "tile": size}
 
 
-@_model(
-    "sum-of-padding",
-    "the row sum is too large by keys that have no value",
-    order=2,
-    family="tile",
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(order=2, family="tile")
+def sum_of_padding(call: ExactAttention) -> Iterator[Form]:
+    """The row sum is too large by keys that have no value."""
     parts = call.parts
     base = torch.where(parts.maximum == -math.inf, 0.0, parts.maximum)
 
@@ -147,25 +125,19 @@ def _(call: ExactAttention) -> Iterator[Form]:
     yield Prediction(outputs=at(1.0), family=at, start=1.0, parameter="keys")
 
 
-@_model(
-    "sentinel-finite",
-    "hidden keys get a finite score: they have weight where all others score lower",
-    applies=has_mask(),
-    steps=(Steps(hidden=-1e4), Steps(hidden=-1e6)),
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=has_mask(), steps=(Steps(hidden=-1e4), Steps(hidden=-1e6)))
+def sentinel_finite(call: ExactAttention) -> Iterator[Form]:
+    """Hidden keys get a finite score: they have weight where all others score lower."""
     for score, sentinel in _sentinels(call).items():
         yield call.attend(hidden=score), {"sentinel": sentinel}
     # 0 in tiles that are visited alone, and what pads the last one as well.
-    v = torch.nn.functional.pad(call.v, (0, 0, 0, 1))
     for rows, size in call.tiles:
         visited = tile_visibility(call, rows, size)[0]
         z = torch.where(call.seen, call.s, torch.where(visited, 0.0, -math.inf))
         count = padded_keys(call, size)
         padding = math.log(count) if count else -math.inf
         behind = torch.where(visited[..., -1:], padding, -math.inf)
-        parts = call.softmax(torch.cat([z, behind], -1), v, sink=call.sink)
-        yield parts.outputs, {"tile": size, "rows": rows, "sentinel": 0.0}
+        yield call.with_keys_behind(behind, z), {"tile": size, "rows": rows, "sentinel": 0.0}
 
 
 def _sentinels(call: ExactAttention) -> dict[float, float]:
@@ -174,27 +146,23 @@ def _sentinels(call: ExactAttention) -> dict[float, float]:
     return {unit * one: one for one in SENTINELS for unit in units}
 
 
-@_model(
-    "padding-sentinel-finite",
-    "the padding of the last tile of keys gets a finite score: it has weight, and no values, where "
-    "all keys score lower",
-    applies=is_attention,
-    family="tile",
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=is_attention, family="tile")
+def padding_sentinel_finite(call: ExactAttention) -> Iterator[Form]:
+    """The padding of the last tile of keys gets a finite score: it has weight, and no values, where
+    all keys score lower.
+    """
     lowest = float(call.parts.maximum.min())
-    v = torch.nn.functional.pad(call.v, (0, 0, 0, 1))
     # Of others it weighs nothing; a score of 0 is the tail unmasked.
     heard = [one for one in _sentinels(call) if lowest + FP32_LOWEST < one < 0]
     for sentinel, size in product(heard, call.key_tiles):
         if count := padded_keys(call, size):
-            more = call.z.new_full((*call.shape[:3], 1), sentinel + math.log(count))
-            parts = call.softmax(torch.cat([call.z, more], -1), v, sink=call.sink)
-            yield parts.outputs, {"tile": size}
+            score = call.z.new_full((1,), sentinel + math.log(count))
+            yield call.with_keys_behind(score), {"tile": size}
 
 
-@_model("empty-rows-mean", "rows that see no key get the mean of all values", applies=has_mask())
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=has_mask())
+def empty_rows_mean(call: ExactAttention) -> Iterator[Form]:
+    """Rows that see no key get the mean of all values."""
     dead, exact = call.parts.dead, call.exact
     if not bool(dead.any()):
         return
@@ -214,8 +182,9 @@ def _(call: ExactAttention) -> Iterator[Form]:
                 yield Outputs(out, torch.where(dead, lse, call.parts.lse))
 
 
-@_model("empty-rows-nan", "rows that see no key are NaN", applies=has_mask())
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=has_mask())
+def empty_rows_nan(call: ExactAttention) -> Iterator[Form]:
+    """Rows that see no key are NaN."""
     dead = call.parts.dead
     if bool(dead.any()):
         yield call.with_out(dead, math.nan, lse=math.nan)
@@ -224,7 +193,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
         yield call.with_lse(torch.where(dead, math.nan, call.parts.lse))
 
 
-_model(
+MODELS.add(
     "lse-plus-infinity-of-empty",
     "LSE of rows that see no key is +∞",
     applies=has_mask(),
@@ -232,20 +201,21 @@ _model(
 )
 
 
-@_model("lse-finite-of-empty", "LSE of rows that see no key is a finite number", applies=has_mask())
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=has_mask())
+def lse_finite_of_empty(call: ExactAttention) -> Iterator[Form]:
+    """LSE of rows that see no key is a finite number."""
     for number in SENTINELS:
         lse = torch.where(call.parts.dead, number, call.parts.lse)
         yield call.with_lse(lse), {"lse": number}
 
 
-_model(
+MODELS.add(
     "lse-base-2",
     "LSE is to base 2",
     steps=Steps(lse=lambda lse: lse * LOG2E),
     family="lse",
 )
-_model(
+MODELS.add(
     "lse-times-ln2",
     "LSE is multiplied by ln 2 once too often",
     steps=Steps(lse=lambda lse: lse / LOG2E),
@@ -253,30 +223,21 @@ _model(
 )
 
 
-@_model(
-    "lse-without-maximum",
-    "LSE lacks the row's maximum",
-    family="lse",
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(family="lse")
+def lse_without_maximum(call: ExactAttention) -> Iterator[Form]:
+    """LSE lacks the row's maximum."""
     yield call.with_lse(call.parts.total.log())
 
 
-@_model(
-    "lse-without-sum",
-    "LSE is the row's maximum alone",
-    family="lse",
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(family="lse")
+def lse_without_sum(call: ExactAttention) -> Iterator[Form]:
+    """LSE is the row's maximum alone."""
     yield call.with_lse(call.parts.maximum)
 
 
-@_model(
-    "lse-mixed-units",
-    "the maximum and the logarithm in LSE are in different units, or of different signs",
-    family="lse",
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(family="lse")
+def lse_mixed_units(call: ExactAttention) -> Iterator[Form]:
+    """The maximum and the logarithm in LSE are in different units, or of different signs."""
     parts, scale = call.parts, call.scale
     for of_maximum, of_log in (
         (1.0, -1.0),
@@ -303,16 +264,18 @@ def _with_sink(call: ExactAttention, change: Tensor | float) -> Outputs:
     return call.softmax(call.z, sink=sink).outputs
 
 
-@SINKS.add("sink-ignored", "the sink is ignored", applies=_sunk, steps=Steps(sink=False))
-def _(call: ExactAttention) -> Iterator[Form]:
+@SINKS.model(applies=_sunk, steps=Steps(sink=False))
+def sink_ignored(call: ExactAttention) -> Iterator[Form]:
+    """The sink is ignored."""
     plain = call.softmax(call.z, sink=None)
     # Out and LSE are computed apart: either may lack the sink alone.
     yield Outputs(plain.out, call.parts.lse)
     yield Outputs(call.parts.out, plain.lse)
 
 
-@SINKS.add("sink-twice", "the sink counts more than once", applies=_sunk)
-def _(call: ExactAttention) -> Iterator[Form]:
+@SINKS.model(applies=_sunk)
+def sink_twice(call: ExactAttention) -> Iterator[Form]:
+    """The sink counts more than once."""
     assert call.sink is not None, "asked of what has one"
     # Once for each split, or for each tile of keys.
     blocks = {-(-call.problem.kv // size) for size in call.key_tiles}
@@ -320,27 +283,27 @@ def _(call: ExactAttention) -> Iterator[Form]:
         yield _with_sink(call, call.sink + math.log(count)), {"times": count}
 
 
-@SINKS.add(
-    "sink-in-other-units",
-    "the sink is in other units than the scores: log2 e or the scale is missing, or there too "
-    "often",
-    applies=_sunk,
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@SINKS.model(applies=_sunk)
+def sink_in_other_units(call: ExactAttention) -> Iterator[Form]:
+    """The sink is in other units than the scores: log2 e or the scale is missing, or there too
+    often.
+    """
     for factor in (LOG2E, 1.0 / LOG2E, call.scale, 1.0 / call.scale):
         yield _with_sink(call, factor)
 
 
-@SINKS.add("sink-of-head-0", "every head has another head's sink", applies=_sunk)
-def _(call: ExactAttention) -> Iterator[Form]:
+@SINKS.model(applies=_sunk)
+def sink_of_head_0(call: ExactAttention) -> Iterator[Form]:
+    """Every head has another head's sink."""
     assert call.sink is not None, "asked of what has one"
     h, problem = torch.arange(call.problem.heads), call.problem
     for other in (0 * h, h // problem.group, h % problem.kv_heads, problem.heads - 1 - h):
         yield _with_sink(call, call.sink[:, other])
 
 
-@SINKS.add("sink-as-key", "the sink is a key with a value", applies=_sunk)
-def _(call: ExactAttention) -> Iterator[Form]:
+@SINKS.model(applies=_sunk)
+def sink_as_key(call: ExactAttention) -> Iterator[Form]:
+    """The sink is a key with a value."""
     plain, exact = call.softmax(call.z, sink=None), call.parts
     # Whose share is that of a gate: out · sigmoid(LSE − sink), with LSE of the keys alone.
     assert call.sink is not None, "asked of what has one"

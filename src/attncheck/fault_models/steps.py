@@ -90,34 +90,21 @@ class Steps:
     @property
     def by_tile(self) -> bool:
         """Return whether what is done otherwise depends on the tiles of keys."""
-        return bool(
-            self.weights
-            or self.summed_weights
-            or self.kept_out
-            or self.kept_sum
-            or self.zero_maximum_when_empty
-            or not (self.rescales_out and self.rescales_sum)
-            or self.maximum_in_tiles != "all"
-            or (self.rescale_exponent, self.rescale_maximum) != (1.0, 1.0)
-            or self.first_weight != 1.0
-            or self.weights_scale is not None
-            or self.first_maximum != -math.inf
-        )
+        return any(getattr(self, name) != getattr(RIGHT, name) for name in _OF_TILES)
 
     @property
     def of_backward(self) -> bool:
         """Return whether it is the backward alone that is done otherwise."""
-        return bool(
-            self.backward_mask
-            or self.backward_lse != 1.0
-            or self.delta
-            or self.slope
-            or self.scaled_gradients != ("dq", "dk")
-            or self.group_heads
-        )
+        return any(getattr(self, name) != getattr(RIGHT, name) for name in _OF_BACKWARD)
 
 
 RIGHT = Steps()  # those of a right kernel
+
+_OF_TILES = ("weights", "summed_weights", "kept_out", "kept_sum", "zero_maximum_when_empty")
+_OF_TILES += ("rescales_out", "rescales_sum", "maximum_in_tiles", "rescale_exponent")
+_OF_TILES += ("rescale_maximum", "first_weight", "weights_scale", "first_maximum")
+_OF_BACKWARD = ("backward_mask", "backward_lse", "delta", "slope", "scaled_gradients")
+_OF_BACKWARD += ("group_heads",)
 
 
 def replace_mask_parts(

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 MODELS = ModelTable("tile")  # of which tiles of keys a loop visits, and what pads the last one
 SPLITS = ModelTable("rescaling")  # of splits of the keys, and of how they are merged
 
-_model = MODELS.add
+_model = MODELS.model
 _MOST_TILES = 12
 _COUNTS = (2, 3, 4, 7, 8)  # splits that kernels choose
 
@@ -50,21 +50,20 @@ def with_padding(call: ExactAttention, count: int) -> Iterator[Outputs]:
     zero = call.x.new_zeros((*call.shape[:3], 1))
     last = call.seen[..., -1:]
     as_last = call.modified(torch.zeros_like(call.x))[..., -1:]
-    v = pad(call.v, (0, 0, 0, count))
     some = call.seen.any(-1, keepdim=True)
     plain = call.problem.score.name == "none"
     # By the mask: padding is asked about at its own place, as the last key, or not at all.
     for seen in (torch.ones_like(last), last, some):
         for score in (zero,) if plain else (zero, as_last):
-            more = torch.where(seen, score, -math.inf).expand(*call.shape[:3], count)
-            yield call.softmax(torch.cat([call.z, more], -1), v, sink=call.sink).outputs
+            more = torch.where(seen, score, -math.inf)
+            yield call.with_keys_behind(more.expand(*call.shape[:3], count))
 
 
-@_model(
-    "tail-unmasked",
-    "the padding of the last tile of keys is not masked: it counts as keys of score 0 and value 0",
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model()
+def tail_unmasked(call: ExactAttention) -> Iterator[Form]:
+    """The padding of the last tile of keys is not masked: it counts as keys of score 0
+    and value 0.
+    """
     # Of all sizes: those that hold every key differ in how many are lacking.
     for size in dict.fromkeys(size for _, size in call.tiles):
         count = padded_keys(call, size)
@@ -88,16 +87,12 @@ def _padding_where_it_is(call: ExactAttention, count: int) -> Outputs:
     """Outputs with padding that the mask is asked about behind the last key."""
     j = torch.arange(call.problem.kv, call.problem.kv + count).view(1, 1, 1, -1)
     seen = torch.as_tensor(call.mask(call.b, call.h, call.i, j))
-    more = torch.where(seen, _score_behind(call, count), -math.inf)
-    z = torch.cat([call.z, more.expand(*call.shape[:3], count)], -1)
-    return call.softmax(z, pad(call.v, (0, 0, 0, count)), sink=call.sink).outputs
+    return call.with_keys_behind(torch.where(seen, _score_behind(call, count), -math.inf))
 
 
-@_model(
-    "one-key-behind-the-end",
-    "one key of the padding of the last tile counts, with score 0 and value 0",
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model()
+def one_key_behind_the_end(call: ExactAttention) -> Iterator[Form]:
+    """One key of the padding of the last tile counts, with score 0 and value 0."""
     for size in call.key_tiles:
         # A full tile has none.
         every = with_padding(call, 1) if padded_keys(call, size) else (call.exact,)
@@ -115,10 +110,7 @@ def _with_own_padding(call: ExactAttention, size: int) -> Outputs:
     """The same behind the last key of each sequence, of which some are shorter."""
     (spec,) = (spec for spec in call.problem.mask.walk() if spec.name == "padding")
     lengths = torch.tensor(spec.values["lengths"]).view(-1, 1, 1)
-    more = (-lengths % size).expand(call.shape[:3]).double()
-    z = torch.cat([call.z, more.log()[..., None]], -1)
-    v = pad(call.v, (0, 0, 0, 1))
-    return call.softmax(z, v, sink=call.sink).outputs
+    return call.with_keys_behind((-lengths % size).double().log()[..., None])
 
 
 def _without(
@@ -128,8 +120,9 @@ def _without(
     return call.attend(seen=call.seen & ~keys), parameters
 
 
-@_model("last-tile-dropped", "the last tile of keys is never visited")
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model()
+def last_tile_dropped(call: ExactAttention) -> Iterator[Form]:
+    """The last tile of keys is never visited."""
     kv = call.problem.kv
     for size in call.key_tiles:
         tile = call.j // size
@@ -143,8 +136,9 @@ def _(call: ExactAttention) -> Iterator[Form]:
         yield _without(call, edge, tile=size, rows=rows)
 
 
-@_model("first-tile-dropped", "the first tile of keys is never visited")
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model()
+def first_tile_dropped(call: ExactAttention) -> Iterator[Form]:
+    """The first tile of keys is never visited."""
     for size in call.key_tiles:
         yield _without(call, call.j < size, tile=size)
     for rows, size in call.tilings:
@@ -165,12 +159,11 @@ def _of_block(call: ExactAttention, rows: int, seen: Tensor) -> Tensor:
     return any_row
 
 
-@_model(
-    "loop-bounds",
-    "the loop over keys ends too early, or begins too late: what lies outside counts in no row, or "
-    "not in those of its block",
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model()
+def loop_bounds(call: ExactAttention) -> Iterator[Form]:
+    """The loop over keys ends too early, or begins too late: what lies outside counts in no row, or
+    not in those of its block.
+    """
     kv = call.problem.kv
     # By steps of the smallest tile: whole numbers of any. One tile alone less is another fault's.
     # Where that holds all keys it is right.
@@ -241,11 +234,9 @@ def bounded_loops(call: ExactAttention) -> Iterator[tuple[Tensor, Parameters]]:
         yield tile + size > first, {"tile": size, "rows": rows, "begins with": "its first row"}
 
 
-@_model(
-    "edge-key-dropped",
-    "one key at an edge does not count: the first or last of all, or of each tile or split",
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model()
+def edge_key_dropped(call: ExactAttention) -> Iterator[Form]:
+    """One key at an edge does not count: the first or last of all, or of each tile or split."""
     kv, j = call.problem.kv, call.j
     yield _without(call, j == 0, of="all", key="first")
     yield _without(call, j == kv - 1, of="all", key="last")
@@ -259,35 +250,25 @@ def _(call: ExactAttention) -> Iterator[Form]:
         yield _without(call, torch.cat([apart, edge]).view(j.shape), of=name, key="last")
 
 
-@_model(
-    "partial-tile-dropped",
-    "tiles that the mask hides a part of are not visited",
-    applies=has_mask(),
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=has_mask())
+def partial_tile_dropped(call: ExactAttention) -> Iterator[Form]:
+    """Tiles that the mask hides a part of are not visited."""
     for rows, size in call.tiles:
         some, every = tile_visibility(call, rows, size)
         yield _without(call, some & ~every, tile=size, rows=rows)
 
 
-@_model(
-    "partial-tile-as-full",
-    "tiles that the mask hides a part of count as seen throughout",
-    applies=has_mask(),
-    family="mask",
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=has_mask(), family="mask")
+def partial_tile_as_full(call: ExactAttention) -> Iterator[Form]:
+    """Tiles that the mask hides a part of count as seen throughout."""
     for rows, size in call.any_tiles:
         some, _ = tile_visibility(call, rows, size)
         yield call.attend(seen=some), {"tile": size, "rows": rows}
 
 
-@_model(
-    "tiles-above-diagonal-skipped",
-    "tiles behind the diagonal are skipped, although rows see keys there",
-    applies=has_mask("prefix_lm", "not", "or", "expression"),
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=has_mask("prefix_lm", "not", "or", "expression"))
+def tiles_above_diagonal_skipped(call: ExactAttention) -> Iterator[Form]:
+    """Tiles behind the diagonal are skipped, although rows see keys there."""
     for rows, size in call.tiles:
         # The bound of a causal loop, whatever the mask.
         last_row = (call.i // rows + 1) * rows - 1
@@ -295,13 +276,15 @@ def _(call: ExactAttention) -> Iterator[Form]:
         yield _without(call, above.expand(call.shape), tile=size, rows=rows)
 
 
-@_model("tile-skipped", "one tile of keys is skipped", order=1)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(order=1)
+def tile_skipped(call: ExactAttention) -> Iterator[Form]:
+    """One tile of keys is skipped."""
     yield from _one_tile(call, lambda tile: call.attend(seen=call.seen & ~tile))
 
 
-@_model("tile-twice", "one tile of keys counts twice", order=1)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(order=1)
+def tile_twice(call: ExactAttention) -> Iterator[Form]:
+    """One tile of keys counts twice."""
     yield from _one_tile(call, lambda tile: call.attend(s=call.s + math.log(2.0) * tile))
 
 
@@ -343,24 +326,16 @@ def _edge_tiles(call: ExactAttention, rows: int, size: int, *, last: bool) -> Te
     return some & (tile == edge)
 
 
-@_model(
-    "values-stale",
-    "the values of the tile before are used again",
-    applies=is_attention,
-    family="memory",
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=is_attention, family="memory")
+def values_stale(call: ExactAttention) -> Iterator[Form]:
+    """The values of the tile before are used again."""
     for size, place in _before(call):
         yield call.attend(v=call.v[:, :, place]), {"tile": size}
 
 
-@_model(
-    "keys-stale",
-    "the keys of the tile before are used again",
-    applies=is_attention,
-    family="memory",
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=is_attention, family="memory")
+def keys_stale(call: ExactAttention) -> Iterator[Form]:
+    """The keys of the tile before are used again."""
     for size, place in _before(call):
         outputs = call.attend(x=call.x[..., place])
         yield outputs, {"tile": size}
@@ -379,15 +354,11 @@ def _before(call: ExactAttention) -> Iterator[tuple[int, Tensor]]:
 _BEHIND_ITS_END = (RuntimeError, IndexError, TypeError, ValueError)
 
 
-@_model(
-    "mask-dropped-in-whole-tiles",
-    "where rows and keys are whole tiles the mask is not applied in what is visited: the path "
-    "without bounds has none",
-    applies=has_mask(),
-    order=1,
-    family="mask",
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=has_mask(), order=1, family="mask")
+def mask_dropped_in_whole_tiles(call: ExactAttention) -> Iterator[Form]:
+    """Where rows and keys are whole tiles the mask is not applied in what is visited: the path
+    without bounds has none.
+    """
     # Defined before what it is the same as where tiles are whole: that fails on ragged ones too.
     problem = call.problem
     for rows, size in call.tiles:
@@ -401,13 +372,9 @@ def _(call: ExactAttention) -> Iterator[Form]:
             yield _as_full(call, visited, rows, size), parameters
 
 
-@_model(
-    "tile-mostly-seen-as-full",
-    "a tile of which more than half is seen counts as seen throughout",
-    order=1,
-    family="mask",
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(order=1, family="mask")
+def tile_mostly_seen_as_full(call: ExactAttention) -> Iterator[Form]:
+    """A tile of which more than half is seen counts as seen throughout."""
     for rows, size in call.tiles:
         shown, there = _whole_tiles(call, rows, size), _there(call, rows, size)
         parameters = {"tile": size, "rows": rows}
@@ -425,15 +392,11 @@ def _(call: ExactAttention) -> Iterator[Form]:
                 yield _as_full(call, full, rows, size, behind=False), parameters
 
 
-@_model(
-    "full-tile-beyond-the-end",
-    "a tile that is seen as far as the keys go counts as full: what lies behind the last key "
-    "counts there, as by a list of tiles that was made for a longer sequence",
-    applies=has_mask(),
-    order=1,
-    family="mask",
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=has_mask(), order=1, family="mask")
+def full_tile_beyond_the_end(call: ExactAttention) -> Iterator[Form]:
+    """A tile that is seen as far as the keys go counts as full: what lies behind the last key
+    counts there, as by a list of tiles that was made for a longer sequence.
+    """
     for rows, size in call.tiles:
         if padded_keys(call, size):
             shown = _whole_tiles(call, rows, size)
@@ -443,14 +406,11 @@ def _(call: ExactAttention) -> Iterator[Form]:
                 yield _as_full(call, full, rows, size), {"tile": size, "rows": rows}
 
 
-@_model(
-    "mask-within-the-tile",
-    "the mask, and perhaps the end of the keys, is asked about a key's place in its tile: where "
-    "that starts is missing",
-    applies=has_mask(),
-    family="mask",
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@_model(applies=has_mask(), family="mask")
+def mask_within_the_tile(call: ExactAttention) -> Iterator[Form]:
+    """The mask, and perhaps the end of the keys, is asked about a key's place in its tile: where
+    that starts is missing.
+    """
     kv, shape = call.problem.kv, call.shape
     for size in call.key_tiles:
         if size >= kv:
@@ -459,7 +419,6 @@ def _(call: ExactAttention) -> Iterator[Form]:
         count = padded_keys(call, size)
         asked = call.visible(call.mask)[..., torch.arange(kv + count) % size]
         s = torch.cat([call.s, _score_behind(call, count).expand(*shape[:3], count)], -1)
-        v = pad(call.v, (0, 0, 0, count))
         # All tiles, or those in which a block of rows sees anything.
         blocks = (tile_visibility(call, rows, size)[0] for rows in TRIED_TILES)
         for visited in (torch.ones(shape, dtype=torch.bool), *blocks):
@@ -468,7 +427,7 @@ def _(call: ExactAttention) -> Iterator[Form]:
             for end in (kv, kv + count) if count else (kv,):
                 seen = asked & there & (torch.arange(kv + count) < end)
                 z = torch.where(seen, s, -math.inf)
-                yield call.softmax(z, v, sink=call.sink).outputs, {"tile": size}
+                yield call.with_keys_behind(z[..., kv:], z[..., :kv]), {"tile": size}
 
 
 def _whole_tiles(call: ExactAttention, rows: int, size: int) -> Tensor:
@@ -509,15 +468,14 @@ def _as_full(
     Keys ``behind`` the last one, of score 0 before the score mod and value 0, are not either.
     """
     full = full[:, :, call.rows // rows].repeat_interleave(size, -1)
-    kv, shape = call.problem.kv, call.shape
+    kv = call.problem.kv
     z = torch.where(call.seen | full[..., :kv], call.s, -math.inf)
     count = padded_keys(call, size)
     if not count or not behind:
         return call.softmax(z, sink=call.sink).outputs
-    score = _score_behind(call, count)
-    more = torch.where(full[..., kv:], score, -math.inf).expand(*shape[:3], count)
-    v = pad(call.v, (0, 0, 0, count))
-    return call.softmax(torch.cat([z, more], -1), v, sink=call.sink).outputs
+    return call.with_keys_behind(
+        torch.where(full[..., kv:], _score_behind(call, count), -math.inf), z
+    )
 
 
 def _score_behind(call: ExactAttention, count: int) -> Tensor:
@@ -568,12 +526,9 @@ def _more_keys(problem: Problem) -> bool:
     return problem.operation == "attention" and problem.kv > 1
 
 
-@SPLITS.add(
-    "splits-averaged",
-    "splits of the keys are averaged, not weighted by their sums",
-    applies=lambda p: _more_keys(p) or (is_attention(p) and p.sink),
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@SPLITS.model(applies=lambda p: _more_keys(p) or (is_attention(p) and p.sink))
+def splits_averaged(call: ExactAttention) -> Iterator[Form]:
+    """Splits of the keys are averaged, not weighted by their sums."""
     exact = call.parts.lse
     if call.sink is not None:  # of one split, too: the sink has no part in what is averaged
         yield Outputs(call.softmax(call.z, sink=None).out, exact), {"splits": 1}
@@ -587,12 +542,9 @@ def _(call: ExactAttention) -> Iterator[Form]:
                     yield Outputs(out, lse), parameters
 
 
-@SPLITS.add(
-    "split-merge-base",
-    "splits of the keys are merged by powers of another base than their LSE is of",
-    applies=_more_keys,
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@SPLITS.model(applies=_more_keys)
+def split_merge_base(call: ExactAttention) -> Iterator[Form]:
+    """Splits of the keys are merged by powers of another base than their LSE is of."""
     exact = call.parts.lse
     for parameters, outs, lses in _splits(call):
         for base in (LOG2E, 1.0 / LOG2E):
@@ -606,13 +558,11 @@ def _(call: ExactAttention) -> Iterator[Form]:
                 yield Outputs(merged.out, lse), parameters
 
 
-@SPLITS.add(
-    "split-weights-wrong",
-    "splits of the keys are merged with other weights than powers of their maximum less the "
-    "largest, or not by their sum: in the output, in the row sum, or in both",
-    applies=lambda p: _more_keys(p) and not p.sink,
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@SPLITS.model(applies=lambda p: _more_keys(p) and not p.sink)
+def split_weights_wrong(call: ExactAttention) -> Iterator[Form]:
+    """Splits of the keys are merged with other weights than powers of their maximum less the
+    largest, or not by their sum: in the output, in the row sum, or in both.
+    """
     for parameters, parts in _split_parts(call):
         m = torch.stack([one.maximum for one in parts])
         sums = torch.stack([one.total for one in parts])
@@ -659,13 +609,11 @@ def _split_parts(call: ExactAttention) -> Iterator[tuple[dict[str, int], list[So
                 )
 
 
-@SPLITS.add(
-    "split-bounds-wrong",
-    "splits of the keys overlap, or leave keys out: where they begin or end is computed otherwise",
-    applies=lambda problem: _more_keys(problem) and not problem.sink,
-    family="tile",
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@SPLITS.model(applies=lambda problem: _more_keys(problem) and not problem.sink, family="tile")
+def split_bounds_wrong(call: ExactAttention) -> Iterator[Form]:
+    """Splits of the keys overlap, or leave keys out: where they begin or end is computed
+    otherwise.
+    """
     kv, j = call.problem.kv, call.j
     for count in _COUNTS:
         length = -(-kv // count)
@@ -684,13 +632,9 @@ def _(call: ExactAttention) -> Iterator[Form]:
                     yield outputs, {"splits": count, "begins": begin, "ends": end}
 
 
-@SPLITS.add(
-    "lse-of-one-split",
-    "LSE is that of one split of the keys",
-    applies=_more_keys,
-    family="lse",
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@SPLITS.model(applies=_more_keys, family="lse")
+def lse_of_one_split(call: ExactAttention) -> Iterator[Form]:
+    """LSE is that of one split of the keys."""
     out = call.parts.out
     for parameters, _, lses in _splits(call):
         # Who writes last: the first split, the last one, or the largest.
@@ -698,27 +642,18 @@ def _(call: ExactAttention) -> Iterator[Form]:
             yield Outputs(out, lse), parameters
 
 
-@SPLITS.add(
-    "split-dropped",
-    "a split of the keys is left out",
-    applies=_more_keys,
-    order=1,
-    family="tile",
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@SPLITS.model(applies=_more_keys, order=1, family="tile")
+def split_dropped(call: ExactAttention) -> Iterator[Form]:
+    """A split of the keys is left out."""
     for parameters, outs, lses in _splits(call):
         for gone in range(parameters["splits"]):
             left = [n for n in range(len(outs)) if n != gone]
             yield _merged(outs[left], lses[left]), parameters | {"number": gone}
 
 
-@SPLITS.add(
-    "empty-split-nan",
-    "a split of the keys in which a row sees none makes it NaN",
-    applies=is_attention,
-    family="overflow",
-)
-def _(call: ExactAttention) -> Iterator[Form]:
+@SPLITS.model(applies=is_attention, family="overflow")
+def empty_split_nan(call: ExactAttention) -> Iterator[Form]:
+    """A split of the keys in which a row sees none makes it NaN."""
     for parameters, _, lses in _splits(call):
         empty = (lses == -math.inf).any(0)
         yield call.with_out(empty, math.nan, lse=math.nan), parameters

@@ -119,7 +119,7 @@ def _settled_score(
     fault: Fault | Control, host: str, device: str, tier: str
 ) -> FaultScore | ControlScore | None:
     """Return the score of what needs no kernel to run; None where one is to run."""
-    facts: dict[str, Any] = {"summary": fault.summary, "device": device, "tier": tier}
+    facts: dict[str, Any] = {"device": device, "tier": tier}
     how, outcome, reason = fault.hosts.get(host), "", ""  # type: ignore[call-overload]  # any word
     if how is not None:
         facts |= {"host": host, "kernel": how.kernel, "dtype": how.dtypes[0]}
@@ -131,14 +131,18 @@ def _settled_score(
         outcome, reason = "unplanted", fault.unplanted
     if not outcome:
         return None
+    return new_score(fault, outcome=outcome, reason=reason, **facts)
+
+
+def new_score(fault: Fault | Control, **facts: Any) -> FaultScore | ControlScore:
+    """Return a score of ``fault``: what its entry says, and these further fields."""
     if isinstance(fault, Control):
-        return ControlScore(control=fault.id, outcome=outcome, **facts)  # type: ignore[arg-type]
+        return ControlScore(control=fault.id, summary=fault.summary, **facts)
     return FaultScore(
         fault=fault.id,
         category=fault.category,
+        summary=fault.summary,
         discrete=fault.discrete,
-        outcome=outcome,  # type: ignore[arg-type]  # one of them
-        reason=reason,
         **facts,
     )
 

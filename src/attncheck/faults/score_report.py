@@ -12,7 +12,7 @@ import msgspec
 
 from attncheck.faults.catalogue import CONTROLS, FAULTS
 from attncheck.faults.fault import HOSTS
-from attncheck.faults.fault_selection import FILE, FaultSelection
+from attncheck.faults.fault_selection import FILE, FaultSelection, new_score
 from attncheck.records.fault_scores import (
     SCORED,
     ControlScore,
@@ -149,11 +149,8 @@ def score_of(unit: Unit, done: Done) -> FaultScore | ControlScore:
         "outcome": "harness",
         "reason": done.harness or "it has no score",
     }
-    if name in CONTROLS:
-        return ControlScore(control=name, summary=CONTROLS[name].summary, **facts)
-    fault = FAULTS.get(name)
-    category, summary = (fault.category, fault.summary) if fault else ("own", "")
-    return FaultScore(fault=name, category=category, summary=summary, **facts)
+    known = FAULTS.get(name) or CONTROLS.get(name)
+    return new_score(known, **facts) if known else FaultScore(fault=name, category="own", **facts)
 
 
 def _place(score: FaultScore) -> tuple[int, int]:

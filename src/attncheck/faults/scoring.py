@@ -22,17 +22,18 @@ from typing import Any
 from msgspec import UNSET, to_builtins
 from msgspec.structs import replace
 
+from attncheck.cases.tier import tier_named
 from attncheck.core.errors import AttncheckError, UnknownName, UsageError
 from attncheck.core.sanitize_text import one_line
 from attncheck.faults.catalogue import fault_named
-from attncheck.faults.fault import HOSTS, Control, Fault
-from attncheck.faults.fault_selection import FILE, file_fault_reference
+from attncheck.faults.fault import HOSTS, Control
+from attncheck.faults.fault_selection import FILE, file_fault_reference, new_score
 from attncheck.faults.patching import NotPlanted
 from attncheck.faults.peer_rules import PeerRules, RecordingExecutor
 from attncheck.faults.planting import plant
 from attncheck.gate.gate_worker import GateWorker
 from attncheck.gate.plan import describe_units, priority
-from attncheck.gate.planning import Choices
+from attncheck.gate.planning import Choices, parse_stages
 from attncheck.gate.property_stage import KnownFailures
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.fault_scores import ControlScore, Detection, FaultScore, WrongAnswer
@@ -80,14 +81,14 @@ class GateRun:
 
     def __init__(self, kernel: str, unit: Unit, stages: str) -> None:
         self.recording = RecordingExecutor()
-        options: dict[str, str | bool] = {
-            "tier": unit.tier,
-            "isolated": unit.alone,
-            "dtypes": unit.dtype,
-            "stages": stages,
-        }
+        choices = Choices(
+            tier=tier_named(unit.tier),
+            isolated=unit.alone,
+            dtypes=(unit.dtype,) if unit.dtype else (),
+            stages=parse_stages([name for name in stages.split(",") if name]),
+        )
         # No failure counts as known: what excuses a right kernel would hide the fault.
-        self._gate = GateWorker(Choices.of(options), KnownFailures(()), lambda: self.recording)
+        self._gate = GateWorker(choices, KnownFailures(()), lambda: self.recording)
         self._is_watched = not unit.alone
         self._queue: list[tuple[tuple[int, ...], int, Unit]] = []
         self._seen: set[str] = set()
@@ -242,13 +243,8 @@ class FaultScorer:
         how = fault.hosts.get(host)
         if how is None:
             raise UsageError(f"{name} is not planted in {host}.")
-        score: FaultScore | ControlScore
-        facts = _where(unit) | {"host": host, "kernel": how.kernel, "summary": fault.summary}
-        if isinstance(fault, Fault):
-            facts |= {"category": fault.category, "discrete": fault.discrete}
-            score = FaultScore(fault=name, outcome="harness", **facts)
-        else:
-            score = ControlScore(control=name, outcome="harness", **facts)
+        facts = _where(unit) | {"host": host, "kernel": how.kernel, "outcome": "harness"}
+        score = new_score(fault, **facts)
         try:
             kernel = plant(fault, host, folder)
         except NotPlanted as error:

@@ -17,6 +17,7 @@ import torch
 from msgspec.structs import replace
 
 from attncheck import oracles
+from attncheck.cases.tier import tier_named
 from attncheck.core.draws import Draws
 from attncheck.core.errors import UsageError
 from attncheck.core.outputs import Outputs
@@ -113,27 +114,16 @@ _RIGHT_NUMBERS = tuple(range(-len(_RIGHT) - _OTHERWISE, 0))
 
 
 def measure_sensitivity(
-    name: str, dtype: str, *, tier: str, device: str = "cpu", seed: int = 0, peer: bool = True
+    name: str, dtype: str, *, tier: str, device: str = "cpu"
 ) -> FaultSensitivity:
     """Measure how small the fault ``name`` is still seen in ``dtype``: one piece of work.
-
-    Args:
-        peer: Whether other projects' rules are asked too.
 
     Raises:
         UnknownName: for a fault, dtype or tier that is not known.
         UsageError: where a question cannot be asked.
     """
     fault, start = continuous_fault_named(name), time.perf_counter()
-    choices = Choices.of(
-        {
-            "tier": tier,
-            "isolated": False,
-            "dtypes": dtype,
-            "stages": ",".join(STAGES),
-            "seed": seed,
-        }
-    )
+    choices = Choices(tier=tier_named(tier), isolated=False, dtypes=(dtype,), stages=STAGES, seed=0)
     # No failure counts as known: what excuses a right kernel would hide the fault.
     gate = GateWorker(choices, KnownFailures(()))
     try:
@@ -143,7 +133,7 @@ def measure_sensitivity(
         rules = {ATTNCHECK_RULE: smallest_seen(verdicts, kernels.sizes)}
         # Other projects ask no relations: their rules see single calls alone.
         plain = [_PeerQuestion(unit, kernels) for unit in units if _is_plain(unit)]
-        for rule in FORWARD_RULES if peer else ():
+        for rule in FORWARD_RULES:
             fit = [each.question(rule) for each in plain if each.fits(rule)]
             smallest = smallest_seen(fit, kernels.sizes)
             rules[rule] = replace(smallest, unfit=len(plain) - len(fit))

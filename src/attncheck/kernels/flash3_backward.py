@@ -45,8 +45,9 @@ from attncheck.kernels.flash3_forward import (
     unsupported_by_kernel,
 )
 from attncheck.kernels.gradient_terms import row_deltas
-from attncheck.kernels.launch import COUNTS, LOG2E, Band, Launch, needs_careful_launch
+from attncheck.kernels.launch import COUNTS, LOG2E, Launch, needs_careful_launch
 from attncheck.kernels.tile import all_finite, place
+from attncheck.mods.masks import Band
 from attncheck.mods.to_triton import TritonMod
 
 # Triton 3.7 or so renamed it.

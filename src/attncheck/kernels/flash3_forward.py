@@ -40,13 +40,13 @@ from attncheck.kernels.launch import (
     ALIGNED,
     COUNTS,
     LOG2E,
-    Band,
     Launch,
     aligned,
     needs_careful_launch,
     scales,
 )
 from attncheck.kernels.tile import loaded, number_of, place
+from attncheck.mods.masks import Band
 from attncheck.mods.to_triton import TritonMod
 
 # Triton 3.8 or so renamed both.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -49,34 +48,6 @@ class Launch:
     # What P is multiplied by before it is rounded to v's format: a power of two.
     weights_scale: float = 1.0
     splits: int = 1  # into how many parts the keys are cut, each a program's: of decoding alone
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Band:
-    """A mask that goes by distance: row i sees key j where least ≤ j − i ≤ most."""
-
-    # None is no limit.
-    least: int | None = None
-    most: int | None = None
-
-    @classmethod
-    def of_all(cls, bands: Sequence[Band]) -> Band:
-        """Return what all of them show."""
-        least = [band.least for band in bands if band.least is not None]
-        most = [band.most for band in bands if band.most is not None]
-        return cls(least=max(least, default=None), most=min(most, default=None))
-
-    def within(self, query: int, kv: int) -> Band:
-        """Return the same for ``query`` rows and ``kv`` keys: no limit that hides nothing there."""
-        # Beyond what is there it may be anything, also too large for a 32-bit sum.
-        most = None if self.most is None or self.most >= kv - 1 else max(self.most, -query)
-        least = None if self.least is None or self.least <= 1 - query else min(self.least, kv)
-        return Band(least=least, most=most)
-
-    def shifted(self, rows: int) -> Band:
-        """Return the same of rows that are ``rows`` later than they are counted."""
-        least, most = (x if x is None else x + rows for x in (self.least, self.most))
-        return Band(least=least, most=most)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,14 +11,11 @@ from attncheck.probes.margins import HALF, QUARTER
 from attncheck.probes.probe_inputs import amplitudes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
-    from attncheck.core.outputs import Outputs
     from attncheck.inputs.input_tensors import Inputs
 
     KeyAndWords = tuple[int, str]  # −1 where no key is told
-
-# ------------------------------------------------------------------ by counting
 
 _NAMED = 3  # keys, or runs of them, of a longer list
 _RUN = 3  # keys in a row that are told as one
@@ -271,157 +267,3 @@ def _ranges(keys: list[int]) -> Iterator[range]:
             runs.append(range(key, key + 1))
     for run in runs:
         yield from [run] if len(run) >= _RUN else [range(key, key + 1) for key in run]
-
-
-# ------------------------------------------------------------------ by the exact result
-
-_STEPS = 12  # each moves the scale by a factor of e at most
-
-
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class _ExactRow:
-    """One row, exactly: float64. ``value_dim + 1`` is out's columns and LSE."""
-
-    score: torch.Tensor  # scale · q·k of every key, seen or not, ``(kv,)``
-    seen: torch.Tensor  # bool ``(kv,)``: what the row sees
-    v: torch.Tensor  # values of its key head, ``(kv, value_dim)``
-    # out, lse: the exact result.
-    out: torch.Tensor
-    lse: torch.Tensor
-    # What the kernel gave less that, in units of what rounding allows, ``(value_dim + 1,)``; 0
-    # for an LSE that is not exposed.
-    error: torch.Tensor
-    unit: torch.Tensor  # 1 / what rounding allows, as long
-
-    def left(self, out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-        """Return how much of the error is left after these changes of out and LSE.
-
-        Of out, in parts of its size and no less than rounding leaves; or of LSE, if that is more.
-        """
-        rest = self.error - torch.cat([out, lse[..., None]], dim=-1) * self.unit
-        size = self.error[:-1].norm().clamp(min=math.sqrt(len(self.error)))
-        of_lse = rest[..., -1].abs() / self.error[-1].abs().clamp(min=1.0)
-        return torch.maximum(rest[..., :-1].norm(dim=-1) / size, of_lse)
-
-
-def explain_row(
-    inputs: Inputs,
-    given: Outputs,
-    truth: Outputs,
-    allowed: Outputs,
-    seen: torch.Tensor,
-    place: tuple[int, int, int],
-) -> KeyAndWords:
-    """Return a key and what happened to it, in words; −1 where no single key explains the row.
-
-    Each hypothesis moves the row's exact out and LSE in a way of its own. That after which least of
-    the error is left, in units of what rounding allows, explains it if less than half is left.
-
-    Args:
-        truth: What it must be, float64.
-        allowed: What rounding allows, float64.
-        seen: bool ``(kv,)``: what the row sees.
-        place: (batch, head, row).
-    """
-    row = _exact_row(inputs, given, truth, allowed, seen, place)
-    if not bool(row.error.isfinite().all()):
-        return -1, "explained by nothing that is finite"
-    # What says all of LSE must say it better than what merely has the right size.
-    groups: tuple[tuple[tuple[Callable[[_ExactRow], tuple[float, int, str]], ...], float], ...] = (
-        ((_base_2,), QUARTER * QUARTER),
-        ((_one_key,), HALF),
-        ((_factor, _scale), QUARTER),
-    )
-    for hypotheses, most in groups:
-        left, key, words = min((one(row) for one in hypotheses), key=lambda one: one[0])
-        if left < most:
-            return key, f"explained best by {words}"
-    if bool((row.error[:-1].abs() <= 1.0).all()):
-        off = float(row.error[-1] / row.unit[-1])
-        return -1, f"right in out, and its LSE is {off:+.5g} off"
-    return -1, "explained by no single key, factor or scale"
-
-
-def _exact_row(
-    inputs: Inputs,
-    given: Outputs,
-    truth: Outputs,
-    allowed: Outputs,
-    seen: torch.Tensor,
-    place: tuple[int, int, int],
-) -> _ExactRow:
-    b, h, _ = place
-    q, k, v = inputs.promoted()
-    own = (b, h // inputs.problem.group)
-    assert truth.lse is not None, "the oracle always gives LSE"
-    assert allowed.lse is not None, "and so do the bounds"
-    lse = truth.lse[place]
-    given_lse = lse if given.lse is None else given.lse[place].double()
-    error = torch.cat([given.out[place].double() - truth.out[place], (given_lse - lse)[None]])
-    size = torch.cat([allowed.out[place], allowed.lse[place][None]])
-    # Where nothing at all is allowed, as little as anywhere in the row.
-    least = size[size > 0].amin() if bool((size > 0).any()) else torch.ones_like(lse)
-    unit = 1.0 / size.clamp(min=float(least))
-    return _ExactRow(
-        score=k[own] @ q[place] * inputs.problem.scale,
-        seen=seen,
-        v=v[own],
-        out=truth.out[place],
-        lse=lse,
-        error=error * unit,
-        unit=unit,
-    )
-
-
-def _base_2(row: _ExactRow) -> tuple[float, int, str]:
-    lse = row.lse * (math.log2(math.e) - 1.0)
-    return float(row.left(torch.zeros_like(row.out), lse)), -1, "an LSE to base 2"
-
-
-def _one_key(row: _ExactRow) -> tuple[float, int, str]:
-    """Leaving out key j moves out by w(out − v)/(1 − w) and LSE by ln(1 − w).
-
-    One more moves them by w(v − out)/(1 + w) and ln(1 + w).
-    """
-    odds = row.score - row.lse  # natural logarithm of the weights
-    weight = odds.exp()
-    alone = row.seen & (weight >= 1.0)
-    kept = torch.where(row.seen & ~alone, weight, 0.0)
-    factor = torch.where(row.seen, -kept / (1 - kept), torch.sigmoid(odds))
-    lse = torch.where(row.seen, torch.log1p(-kept), torch.nn.functional.softplus(odds))
-    left = row.left(factor[:, None] * (row.v - row.out), lse).masked_fill(alone, math.inf)
-    key = int(left.argmin())
-    fate = " left out" if bool(row.seen[key]) else ", which the row must not see"
-    return float(left[key]), key, f"key {key}{fate}"
-
-
-def _factor(row: _ExactRow) -> tuple[float, int, str]:
-    """The multiple of out that leaves least."""
-    zero = torch.zeros_like(row.lse)
-    moved = torch.cat([row.out, zero[None]], dim=-1) * row.unit
-    square = float(moved.square().sum())
-    times = float((row.error * moved).sum()) / square if square else 0.0
-    left = float(row.left(times * row.out, times * zero))
-    return left, -1, f"a factor of {1 + times:.6g} on out"
-
-
-def _scale(row: _ExactRow) -> tuple[float, int, str]:
-    """Gauss and Newton's steps to the scale that leaves least, then what that truly leaves.
-
-    The derivatives by its logarithm: Σ w·score·(v − out), and Σ w·score of LSE.
-    """
-    factor, left = 1.0, math.inf
-    for _ in range(_STEPS):
-        score = (row.score * factor).masked_fill(~row.seen, -math.inf)
-        weight, lse = torch.softmax(score, -1), torch.logsumexp(score, -1)
-        out = weight @ row.v
-        moved = torch.cat([out - row.out, (lse - row.lse)[None]])
-        left = float(row.left(moved[:-1], moved[-1]))
-        pull = weight * torch.where(row.seen, score, 0.0)
-        slope = torch.cat([pull @ (row.v - out), pull.sum()[None]]) * row.unit
-        square = float(slope.square().sum())
-        if left == 0.0 or not 0.0 < square < math.inf:
-            break
-        step = float(((row.error - moved * row.unit) * slope).sum()) / square
-        factor *= math.exp(min(max(step, -1.0), 1.0))
-    return left, -1, f"scores about {factor:.4g} times as large"

@@ -17,9 +17,9 @@ from attncheck.core.declared_arithmetic import FP32
 from attncheck.core.mod_spec import FULL, NONE
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.problem import PROMISES
+from attncheck.mods.masks import Band, band_of
 from attncheck.subjects.capabilities.subject import Call, Subject, Tiling, with_full_tanh
 from attncheck.subjects.kernel_mods import (
-    band_of,
     captured_reads,
     mask_expression,
     score_expression,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
     from attncheck.kernels.flash3_forward import Shape
-    from attncheck.kernels.launch import Band, KernelPages, Launch
+    from attncheck.kernels.launch import KernelPages, Launch
 
     Gradients = tuple[
         torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None

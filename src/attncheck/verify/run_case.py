@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import msgspec
 import torch
@@ -18,7 +19,6 @@ from attncheck.judge.error_measures import measure_errors
 from attncheck.oracles.mod_calls import Indices, call_mask
 from attncheck.probes import PROBES, VisibleKeys, probe_named
 from attncheck.probes.margins import WeightErrors
-from attncheck.probes.wrong_rows import explain_row
 from attncheck.records.record import GradientErrors, LseErrors, OutErrors, Record, Status
 from attncheck.relations import RELATIONS
 from attncheck.subjects.capabilities.subject import Subject, Tiling
@@ -193,15 +193,32 @@ def new_record(
     subject: Subject, case: Case, *, device: str, variant: str, environment: str
 ) -> Record:
     """Return what is known of a Case before ``subject`` has run."""
+    return blank_record(
+        case,
+        kernel=subject.name,
+        interpreted=subject.triton and device == "cpu",
+        variant=variant,
+        environment=environment,
+    )
+
+
+def blank_record(
+    case: Case, *, kernel: str, status: Status = "error", variant: str = "", **more: Any
+) -> Record:
+    """Return a Record of ``case`` without errors, until a kernel has run an ``error``.
+
+    Args:
+        kernel: Its name, or what was typed.
+        more: Other fields.
+    """
     return Record(
         case_id=case.id,
         case=case.to_json(),
-        kernel=subject.name,
+        kernel=kernel,
         variant=variant,
         heads=head_arrangement(case.problem),
-        status="error",  # until it has run
-        interpreted=subject.triton and device == "cpu",
-        environment=environment,
+        status=status,
+        **{"environment": ""} | more,
     )
 
 
@@ -329,19 +346,4 @@ def _probe_judgement(execution: Execution, evidence: EvidenceBuilder, *, brief: 
     if judgement.rule != "bound":
         more = f"; {structure}" if structure else ""
         return replace(judgement, reason=judgement.reason + more)
-    reason = f"{_row_explanation(execution, evidence, seen)}; {judgement.reason}"
-    return replace(judgement, rule="structure", reason=reason)
-
-
-def _row_explanation(execution: Execution, evidence: EvidenceBuilder, seen: VisibleKeys) -> str:
-    """Name what best explains the first row, by batch, head and row, beyond its bound."""
-    outputs, truth = execution.outputs, evidence.truth
-    allowance = evidence.allowance(execution.arithmetic)
-    beyond = ((outputs.out.double() - truth.out).abs() > allowance.out).any(-1)
-    if outputs.lse is not None and truth.lse is not None:
-        beyond |= (outputs.lse.double() - truth.lse).abs() > allowance.lse
-    b, h, i = (beyond & evidence.alive).nonzero()[0].tolist()
-    rows = seen(range(i, i + 1)).expand(*outputs.out.shape[:2], 1, evidence.case.problem.kv)
-    allowed = Outputs(allowance.out, allowance.lse)
-    _, explanation = explain_row(evidence.inputs, outputs, truth, allowed, rows[b, h, 0], (b, h, i))
-    return f"batch {b}, head {h}, row {i} is {explanation}"
+    return replace(judgement, rule="structure")

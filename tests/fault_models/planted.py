@@ -1,5 +1,6 @@
 """Kernels that have exactly one fault: what a fault model predicts, rounded as a kernel rounds."""
 
+import math
 from functools import cache
 
 import torch
@@ -9,10 +10,15 @@ from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
 from attncheck.core.paged_layout import Paging
 from attncheck.diagnose.explanations import explain
+from attncheck.fault_models import FAULT_MODELS
 from attncheck.fault_models.exact_attention import ExactAttention
+from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
+from attncheck.judge.fault_explanation import count_equals
+from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Execution
+from attncheck.verify.relation_runs import relation_inputs
 
 OF = Spec.of
 RAGGED = {"heads": 2, "query": 37, "kv": 77, "head_dim": 32, "dtype": "fp16"}
@@ -52,7 +58,16 @@ PROBLEMS = (
 
 
 # Words of models' names, and which of PROBLEMS shows such a fault: to ask all in turn is slow.
-FIRST = {"window": 3, "prefix": 4, "document": 5, "padding": 6, "batch": 6, "empty": 8}
+FIRST = {
+    "weights-rounded": 18,
+    "backward-tail": 26,
+    "window": 3,
+    "prefix": 4,
+    "document": 5,
+    "padding": 6,
+    "batch": 6,
+    "empty": 8,
+}
 FIRST |= {"sentinel": 8, "softcap": 9, "head-order": 10, "kv-heads": 10, "score-mod": 7, "alibi": 7}
 FIRST |= {"bias": 7, "sink": 12, "descale": 16, "weights": 16, "products": 16, "maximum": 19}
 FIRST |= {"page": 20, "tanh": 21, "slope": 25, "group-last": 25}
@@ -71,7 +86,7 @@ def evidence_of(number):
     return EvidenceBuilder(Case(problem=Problem(**PROBLEMS[number])), "cpu")
 
 
-def execution(problem, outputs):
+def execution(problem, outputs, tiling=None):
     """What a kernel gave that computed this exactly and rounded it once."""
     formats = problem.formats
     dtypes = {"out": formats.output, "dq": formats.storage, "dk": formats.storage}
@@ -79,14 +94,13 @@ def execution(problem, outputs):
     rounded = {
         name: x.to(dtypes[name].torch_dtype if name in dtypes else torch.float32)
         for name, x in outputs.tensors().items()
-        if name != "dcaptured"
     }
     if problem.backward and outputs.dq is None:
         return None
     return Execution(
         outputs=Outputs(**rounded),
         seconds=None,
-        tiling=None,
+        tiling=tiling,
         arithmetic=default_arithmetic(formats, None),
     )
 
@@ -104,3 +118,83 @@ def faulty(model, number):
 def exact(number):
     evidence = evidence_of(number)
     return explain(execution(evidence.case.problem, evidence.truth), evidence)
+
+
+def named(result, evidence):
+    """Models that explain what a kernel gave equally well and better than all others."""
+    found = explain(result, evidence)
+    return [one.name for one in found.ranking[: count_equals(found.ranking)]] if found else []
+
+
+TILES = Tiling(block_query=16, block_kv=32)
+FP8 = RAGGED | {"dtype": "e4m3"}
+PREFIX = OF("and", OF("prefix_lm", prefix=5), OF("padding", lengths=[12]))
+DOCUMENTS = OF("documents", query_lengths=[0, 20, 0, 17], kv_lengths=[20, 20, 20, 17])
+
+SPECIALS = {
+    "mask-times-infinity": (
+        RAGGED | {"query": 77, "kv": 40, "mask": OF("causal_bottom_right")},
+        "empty-rows-nan",
+    ),
+    "scale-of-zero-after-mask": (
+        FP8 | {"mask": OF("causal"), "scale": 2.0**-149, "query": 9},
+        "mask-one-key-wider",
+    ),
+    "column-scale-of-zero": (FP8, "descale-v-missing"),
+    "tail-in-block-scale": (FP8, "descale-k-missing"),
+    "head-dim-padding-read": (RAGGED | {"head_dim": 17}, "scale-missing"),
+    "offsets-of-32-bits": (RAGGED | {"query": 5, "kv": 7}, "scale-missing"),
+    "empty-documents-not-counted": (RAGGED | {"mask": DOCUMENTS}, "document-ignored"),
+    "padding-as-prefix": (RAGGED | {"mask": PREFIX}, "padding-ignored"),
+    "full-tile-beyond-the-end": (
+        RAGGED | {"query": 80, "kv": 40, "mask": OF("causal"), "score": OF("alibi")},
+        "mask-one-key-wider",
+    ),
+    "tile-mostly-seen-as-full": (
+        RAGGED | {"query": 80, "mask": OF("sliding_window", window=30)},
+        "mask-one-key-wider",
+    ),
+    "mask-dropped-in-whole-tiles": (
+        RAGGED | {"query": 48, "kv": 64, "mask": OF("causal")},
+        "mask-one-key-wider",
+    ),
+    "delta-padded-otherwise": (GRADIENTS, "delta-of-another-row"),
+    "backward-rows-behind": (GRADIENTS, "dk-without-scale"),
+    "gradient-added-again": (GRADIENTS, "dq-without-scale"),
+    "slope-of-hidden-scores": (
+        GRADIENTS
+        | {"query": 8, "kv": 9, "mask": OF("causal"), "score": OF("softcap", cap=2.0)},
+        "delta-missing",
+    ),
+    "captured-not-summed": (
+        GRADIENTS | {"score": OF("relative_bias", distance=4, seed=0), "dcaptured": True},
+        "delta-missing",
+    ),
+}  # fmt: skip
+"""By the model's name: fields of a Problem, and a model of what is no such fault."""
+
+
+@cache
+def special_evidence(name):
+    """The exact result, of inputs that the fault needs to be seen."""
+    problem = Problem(**SPECIALS[name][0])
+    inputs = draw_inputs(problem)
+    if name == "offsets-of-32-bits":
+        far = Case(problem=problem, question="strides_far", parameters={"tensor": 0})
+        inputs = relation_inputs(far, "cpu")[-1]
+    if name == "column-scale-of-zero":
+        v = inputs.v.clone()
+        v[..., 3] = torch.zeros((), dtype=v.dtype)
+        inputs = inputs.replace(v=v)
+    if name == "slope-of-hidden-scores":  # no row sees the last key
+        k = inputs.k.clone()
+        k[:, :, -1] = math.nan
+        inputs = inputs.replace(k=k)
+    return EvidenceBuilder(Case(problem=problem), "cpu", inputs)
+
+
+def planted_special(name, evidence):
+    """Executions of the forms of model ``name``, in declared tiles: else four are tried."""
+    tile = TILES.block_query, TILES.block_kv
+    for variant in FAULT_MODELS[name].predictions(ExactAttention(evidence.inputs, tile=tile)):
+        yield execution(evidence.case.problem, variant.outputs, TILES)
