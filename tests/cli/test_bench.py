@@ -131,24 +131,6 @@ def test_a_run_that_is_stopped_has_what_it_has(attncheck, mine):
     assert "Incomplete" in run.stdout
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (("--kernel", "triton-flash2"), "is interpreted on a CPU, where its time means nothing"),
-        (("--table", "main"), "--shape stands in place of --table"),
-        (("--variant", "softmax"), "bench times attention"),
-        (("--against", "HEAD"), "--against compares kernels of a repository"),
-        (("--plot", "x.pdf"), "does not end in .png or .svg"),
-    ],
-)
-def test_what_cannot_be_is_one_line(attncheck, tmp_path, words, says):
-    run = attncheck("bench", *QUICK, "--device", "cpu", *words, cwd=tmp_path)
-    assert run.returncode == 2
-    assert says in run.stderr
-    assert run.stderr.count("\n") == 1
-    assert not list(tmp_path.iterdir())
-
-
 def test_only_rows_at_the_end_are_compared_where_all_take_too_long(monkeypatch):
     from attncheck.bench import measure
     from attncheck.bench.tables import bench_plan

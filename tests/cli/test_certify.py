@@ -69,23 +69,3 @@ def test_without_python_flint_it_says_what_to_install(fresh, tmp_path):
     assert "pip install 'attncheck[exact]'" in run.stderr
     run = fresh("oracles", *TINY[1:], "--variant", "full", cwd=tmp_path, before=before)
     assert run.returncode == 0, run.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (("--digits", "50"), "--digits 50 has no meaning with --certify"),
-        (("--variant", "casual"), "variant 'casual' is not known"),
-        (("--variant", "softmax", "--dtype", "e4m3"), "softmax has no dtype 'e4m3'"),
-        (("--shape", "1x64x4096x128"), "products of balls; at most"),
-        (("--format", "xml"), "format 'xml' is not known: choose from csv, html, json, md, table"),
-        (("--out", "taken/reports"), "taken/reports"),
-    ],
-)
-def test_bad_input_is_one_line_and_nothing_is_written(attncheck, tmp_path, arguments, says):
-    (tmp_path / "taken").write_text("a file where a folder should be")
-    code, out, err = attncheck(*TINY, *arguments)
-    assert (code, out) == (2, "")
-    assert says in err
-    assert err.count("\n") == 1
-    assert [p.name for p in tmp_path.iterdir()] == ["taken"]

@@ -30,7 +30,6 @@ def kernel(q, k, v, is_causal=False):
     return scaled_dot_product_attention(q, k, v, is_causal=is_causal)
 def picky(q, k, v):
     raise ValueError("head_dim must be 256")
-def two(q, k): ...
 """
 ODD = """
 from torch.nn.functional import scaled_dot_product_attention
@@ -76,14 +75,6 @@ def test_a_right_kernel(tmp_path):
     report = load_report((tmp_path / "reports" / "check.json").read_text(), Report)
     assert [record.variant for record in report.records] == ["causal-tall", "decode-causal"]
     assert str(EXAMPLE.parent) not in (tmp_path / "reports" / "check.md").read_text()
-
-
-@pytest.mark.parametrize("others", [(), ("--question", "plain")])
-@pytest.mark.parametrize("name", ["crossed-99", "lengths-9"])
-def test_a_question_that_no_rule_makes_of_a_kernel_is_said_in_a_line(check, name, others, tmp_path):
-    run = check("ideal", "--question", name, *others, cwd=tmp_path)
-    says = f"attncheck: ideal has no question '{name}': leave --question out to see all.\n"
-    assert (run.returncode, run.stderr) == (2, says)
 
 
 def test_a_wrong_kernel(check, tmp_path):
@@ -304,44 +295,6 @@ def test_a_kernel_of_attnchecks_own(check, tmp_path):
     assert run.returncode == 0
     assert run.stdout == (tmp_path / "reports" / "check.md").read_text()
     assert run.stdout.startswith("# PASS sdpa-math: 1 question\n")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ((), "Missing argument 'SPEC'"),
-        (("mine.py::two",), "is function: it must be a Subject, or be a function of query"),
-        (("mine.py::kernel", "--convention", "ragged"), "'ragged' is not known: choose from flash"),
-        (("mine.py::kernel", "--convention", "native"), "is function: it must be a Subject."),
-        (
-            ("mine.py::kernel", "--question", "why"),
-            "question 'why' is not known: choose from calls",
-        ),
-        (("mine.py::kernel", "--question", "plian"), "is not known: did you mean 'plain'? Choose"),
-        (("mine.py::kernel", "--dtype", "bf61"), "dtype 'bf61' is not known: did you mean 'bf16'?"),
-        (("mine.py::kernel", "--convention", "sdap"), "did you mean 'sdpa'?"),
-        (("mine.py::kernl",), "mine.py has no 'kernl': did you mean 'kernel'?"),
-        (("mien.py::kernel",), "there is no file mien.py: did you mean 'mine.py'?"),
-        (("idael",), "kernel 'idael' is not known: did you mean 'ideal'? Choose from"),
-        (("mine.py::kernel", "--dtpye", "bf16"), "No such option '--dtpye'"),
-        (("mine.py::kernel", "--head-dim", "0"), "0"),
-        (("mine.py::kernel", "--format", "xml"), "format 'xml' is not known: choose from"),
-        (
-            ("mine.py::kernel", "--format", "jsno"),
-            "did you mean 'json'? Choose from csv",
-        ),
-        (("mine.py::kernel", "--out", "mine.py"), "mine.py"),
-        (("ideal", "--watch"), "--watch watches a file: kernel 'ideal' must be FILE.py::NAME"),
-    ],
-)
-def test_bad_input_is_one_line_and_nothing_is_written(check, mine, arguments, says):
-    run = check(*arguments, cwd=mine)
-    assert run.returncode == 2
-    lines = [line for line in run.stderr.splitlines() if line != "imported"]
-    assert len(lines) == 1
-    assert says in lines[0]
-    assert run.stdout == ""
-    assert not (mine / "reports").exists()
 
 
 TUTORIAL = Path(__file__).parents[1] / "data" / "tutorial_kernels.py"

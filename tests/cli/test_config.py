@@ -1,7 +1,5 @@
 """``attncheck config``: every mistake of a file that names kernels, and nothing heavy imported."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -106,41 +104,33 @@ def test_nothing_of_the_project_is_imported(written):
     assert find_mistakes(written(RIGHT))[1] == []
 
 
-def run(*words, cwd):
-    """In a real Python, which says what it imported."""
-    code = (
-        "import sys\nfrom attncheck.cli import main\n"
-        "try:\n    main()\nfinally:\n"
-        "    heavy = {'torch', 'triton', 'numpy', 'hypothesis'} & set(sys.modules)\n"
-        "    print('heavy:', *sorted(heavy), file=sys.stderr)\n"
-    )
-    return subprocess.run(
-        [sys.executable, "-c", code, "config", *words], cwd=cwd, capture_output=True, text=True
-    )
+HEAVY = """
+import atexit
+heavy = {"torch", "triton", "numpy", "hypothesis"}
+atexit.register(lambda: print("heavy:", *sorted(heavy & set(sys.modules)), file=sys.stderr))
+"""
 
 
-def test_the_verb_is_light_and_ends_with_2(written, tmp_path):
+def test_the_verb_is_light_and_ends_with_2(written, tmp_path, fresh):
     written(RIGHT)
-    right = run(cwd=tmp_path)
+    right = fresh("config", cwd=tmp_path, before=HEAVY)
     assert (right.returncode, right.stdout) == (0, "attncheck.toml: 4 kernels\n")
     assert right.stderr == "heavy:\n"
     written('[kernels.mine]\nentry = "gone.py::f"\n[kernels.two]\n')
-    wrong = run("attncheck.toml", cwd=tmp_path)
+    wrong = fresh("config", "attncheck.toml", cwd=tmp_path, before=HEAVY)
     assert (wrong.returncode, wrong.stdout) == (2, "")
     *lines, heavy = wrong.stderr.splitlines()
     assert (len(lines), heavy) == (2, "heavy:")
     assert all(line.startswith("attncheck: attncheck.toml: kernels.") for line in lines)
 
 
-def test_the_verb_needs_a_file(tmp_path, attncheck):
-    nothing = attncheck("config", cwd=tmp_path)
-    assert nothing.returncode == 2
-    assert "`attncheck init SPEC` writes a table" in nothing.stderr
-    gone = attncheck("config", "gone.toml", cwd=tmp_path)
-    assert gone.returncode == 2
-    assert "gone.toml cannot be read" in gone.stderr
-    other = tmp_path / "pyproject.toml"
-    other.write_text('[project]\nname = "other"\n')
-    assert attncheck("config", "pyproject.toml", cwd=tmp_path).stdout == (
-        "pyproject.toml: 0 kernels\n"
-    )
+def test_the_verb_needs_a_file(tmp_path, monkeypatch, in_process):
+    monkeypatch.chdir(tmp_path)
+    code, _, said = in_process("config")
+    assert code == 2
+    assert "`attncheck init SPEC` writes a table" in said
+    code, _, said = in_process("config", "gone.toml")
+    assert code == 2
+    assert "gone.toml cannot be read" in said
+    Path("pyproject.toml").write_text('[project]\nname = "other"\n')
+    assert in_process("config", "pyproject.toml") == (0, "pyproject.toml: 0 kernels\n", "")

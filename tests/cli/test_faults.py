@@ -105,45 +105,6 @@ def test_the_list_says_where_each_is_planted(run):
     assert line.startswith("missing-alpha-on-acc (online softmax; ideal and triton): the output so")
 
 
-REFUSED = {
-    "fault": (["--fault", "nope"], "fault 'nope' is not known: choose from "),
-    "host": (["--host", "cuda"], "host 'cuda' is not known: choose from all, ideal, triton"),
-    "category": (["--category", "nope"], "category 'nope' is not known: choose from backward"),
-    "tier": (["--tier", "nope"], "tier 'nope' is not known"),
-    "of no such category": (
-        ["--fault", "missing-alpha-on-acc", "--category", "gqa"],
-        "none of the faults is of category gqa",
-    ),
-    "max time": (["--max-time", "soon"], "--max-time 'soon' must be a time above 0"),
-    "no file": (["--kernel-file", "gone.py"], "there is no file"),
-    "a folder": (["--kernel-file", "."], "is a folder"),
-    "raises": (["--kernel-file", "raises.py"], "ZeroDivisionError: division by zero at raises.py"),
-    "empty": (["--kernel-file", "empty.py"], "has no kernel: give it public functions"),
-    "a list": (["--kernel-file", "a_list.py"], "FAULTS is list: it must be a dict"),
-    "a number": (["--kernel-file", "a_number.py"], "fault 'x' is int: it must be a function"),
-    "of the file": (
-        ["--kernel-file", str(OWN), "--fault", "nope"],
-        "fault of faulty_kernels.py 'nope' is not known: choose from exit, next key, none",
-    ),
-    "both": (["--kernel-file", str(OWN), "--host", "ideal"], "leave --host, --category and"),
-    "nothing replaced": (["--pytest", "tests"], "--pytest needs --replace package.module:name"),
-    "no tests": (["--replace", "a:b"], "say what --pytest tests: give it too"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_is_refused(run, tmp_path, name):
-    words, said = REFUSED[name]
-    (tmp_path / "raises.py").write_text("1 / 0\n")
-    (tmp_path / "empty.py").write_text("from math import sqrt\n\n\ndef _own(): ...\n")
-    (tmp_path / "a_list.py").write_text("FAULTS = [len]\n")
-    (tmp_path / "a_number.py").write_text("FAULTS = {'x': 1}\n")
-    done = run(*words, "--device", "cpu", "-q")
-    assert done.returncode == 2, done.stderr
-    assert said in done.stderr
-    assert not (tmp_path / "reports").exists()
-
-
 STRANGER = """
 def attention(query, key, value, is_causal=False):
     import torch.nn.functional
@@ -165,24 +126,6 @@ def test_mutants_of_a_file_are_scored(run, tmp_path):
     (score,) = json.loads((tmp_path / "r.json").read_text())["scores"]
     assert (score["outcome"], score["tool"]) == ("caught", "check")
     assert "1 of 1 mutants caught, 0 of 1 named." in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["mine.py::f"], "give it too"),
-        (["--tool", "pr"], "give it too"),
-        (["--mutants"], "mutants.toml names none"),
-        (["--mutants", "mine.py::f"], "there is no file"),
-        (["--mutants", "mine.py::f", "--tool", "nobody"], "tool 'nobody' is not known"),
-        (["--mutants", "mine.py::f", "--device", "cuda"], "on a cpu alone"),
-    ],
-)
-def test_what_mutants_cannot_be_asked_is_said_in_a_line(run, words, message):
-    done = run(*words)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

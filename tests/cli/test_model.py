@@ -58,17 +58,3 @@ def test_a_wrong_call_is_kept_and_asked_again(attncheck, tmp_path):
     assert "question 'x' is not known" in other.stderr
     rmse = attncheck("rmse", "--kernel", "mine.py::window", *words, cwd=tmp_path)
     assert (rmse.returncode, "fail" in rmse.stdout) == (1, True)
-
-
-def test_a_size_is_of_built_in_models(attncheck, tmp_path):
-    run = attncheck("model", "bert", "mine", "--layers", "2", cwd=tmp_path)
-    assert (run.returncode, "--layers is of built-in models: 'mine' has its own" in run.stderr) == (
-        2,
-        True,
-    )
-
-
-def test_no_such_model(attncheck, tmp_path):
-    run = attncheck("model", "lama", cwd=tmp_path)
-    assert run.returncode == 2
-    assert "did you mean 'llama'?" in run.stderr

@@ -34,22 +34,29 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def run(attncheck, folder, *words, code=0):
-    done = attncheck("report", *words, cwd=folder)
-    assert done.returncode == code, done.stderr
-    assert not (folder / "imported").exists()
-    return done
+@pytest.fixture
+def run(in_process, folder):
+    """``run(word, …)``: standard output, of a refusal the one line on standard error."""
+
+    def run(*words, code=0):
+        found, out, err = in_process("report", *words)
+        assert (found, err.count("\n")) == (code, bool(code)), err
+        assert not (code and out)
+        assert not (folder / "imported").exists()
+        return err or out
+
+    return run
 
 
 @pytest.mark.parametrize("fmt", GATE_FORMATS)
-def test_a_gate_is_shown_in_every_format(attncheck, folder, fmt):
-    shown = run(attncheck, folder, "gate/gate.json", "--format", fmt).stdout
+def test_a_gate_is_shown_in_every_format(run, folder, fmt):
+    shown = run("gate/gate.json", "--format", fmt)
     report = load_report(folder / "gate" / "gate.json", GateReport)
     assert shown == render(report, fmt)
 
 
-def test_its_files_are_written_with_the_scripts_beside_it(attncheck, folder):
-    run(attncheck, folder, "gate/gate.json", "--out", "again")
+def test_its_files_are_written_with_the_scripts_beside_it(run, folder):
+    run("gate/gate.json", "--out", "again")
     old, new = (
         {p.relative_to(folder / name): p.read_bytes() for p in (folder / name).rglob("*.*")}
         for name in ("gate", "again")
@@ -60,16 +67,13 @@ def test_its_files_are_written_with_the_scripts_beside_it(attncheck, folder):
 
 
 @pytest.mark.parametrize("fmt", ["table", "json", "csv", "md"])
-def test_another_report_is_shown_as_it_was(attncheck, folder, fmt):
-    shown = run(attncheck, folder, "rmse.json", "--format", fmt).stdout
-    assert "evil.py::forward" in shown
+def test_another_report_is_shown_as_it_was(run, fmt):
+    assert "evil.py::forward" in run("rmse.json", "--format", fmt)
 
 
-def test_a_format_that_it_has_not_names_those_it_has(attncheck, folder):
-    said = run(attncheck, folder, "rmse.json", "--format", "junit", code=2).stderr
-    assert "csv, html, json, md, table" in said
-    said = run(attncheck, folder, "gate/gate.json", "--format", "yaml", code=2).stderr
-    assert "junit" in said
+def test_a_format_that_it_has_not_names_those_it_has(run):
+    assert "csv, html, json, md, table" in run("rmse.json", "--format", "junit", code=2)
+    assert "junit" in run("gate/gate.json", "--format", "yaml", code=2)
 
 
 @pytest.mark.parametrize(
@@ -84,29 +88,23 @@ def test_a_format_that_it_has_not_names_those_it_has(attncheck, folder):
         ("a.jsonl", b"no journal", "line 1"),
     ],
 )
-def test_a_file_that_is_no_report_is_refused_in_one_line(attncheck, folder, name, content, fact):
+def test_a_file_that_is_no_report_is_refused_in_one_line(run, folder, name, content, fact):
     if content is not None:
         (folder / name).write_bytes(content)
-    done = run(attncheck, folder, name, code=2)
-    assert done.stdout == ""
-    assert done.stderr.count("\n") == 1
-    assert fact in done.stderr
+    assert fact in run(name, code=2)
 
 
-def test_nothing_is_shown_where_nothing_can_be_written(attncheck, folder):
+def test_nothing_is_shown_where_nothing_can_be_written(run, folder):
     (folder / "file").write_text("")
-    done = run(attncheck, folder, "gate/gate.json", "--out", "file/below", code=2)
-    assert "cannot be written" in done.stderr
-    assert done.stdout == ""
+    assert "cannot be written" in run("gate/gate.json", "--out", "file/below", code=2)
 
 
-def test_formats_for_machines_are_alone_on_standard_output(attncheck, folder):
-    json.loads(run(attncheck, folder, "gate/gate.json", "--format", "sarif").stdout)
-    told = run(attncheck, folder, "gate/gate.json", "--format", "junit").stdout
-    ET.fromstring(told)  # noqa: S314  # our own
+def test_formats_for_machines_are_alone_on_standard_output(run):
+    json.loads(run("gate/gate.json", "--format", "sarif"))
+    ET.fromstring(run("gate/gate.json", "--format", "junit"))  # noqa: S314  # our own
 
 
-def test_a_journal_is_read(attncheck, folder):
+def test_a_journal_is_read(run, folder):
     from attncheck.gate.gate_report import journal_header
     from attncheck.verify.environment import fingerprint
     from attncheck.workers.journal import Journal
@@ -127,7 +125,7 @@ def test_a_journal_is_read(attncheck, folder):
         for unit, told in zip(units, ({"facts": facts}, {"answers": (answer,)}), strict=True):
             journal.begun(unit)
             journal.done(Done(unit=unit.id, **told))
-    shown = run(attncheck, folder, "results.jsonl", "--format", "json").stdout
+    shown = run("results.jsonl", "--format", "json")
     found = load_report(shown, GateReport)
     assert found.answers == (answer,)
     assert found.kernels == {"k": "s"}

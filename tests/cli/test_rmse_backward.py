@@ -139,23 +139,3 @@ def test_a_report_of_gradients_is_shown_again_and_joined(attncheck):
     assert (code, "dQ" in forward) == (0, False)
     assert joined.count(" · normal · seed 0") == 2
     assert "2 cells: 2 pass.\n" in joined
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (("--dtype", "e4m3"), "there are no gradients in e4m3: nothing says which descales"),
-        (("--variant", "softmax"), "backward=True has no meaning for softmax."),
-        (("--variant", "paged"), "there are no gradients of keys in pages."),
-        (("--plot", "a.svg"), "--backward gives gradients, which a plot does not show: leave out"),
-        (("--from", "rmse.json"), "--from shows what was measured: leave out "),
-    ],
-)
-def test_what_has_no_gradients_is_one_line_and_nothing_is_written(
-    attncheck, tmp_path, arguments, says
-):
-    code, out, err = attncheck("--kernel", "ideal", *arguments)
-    assert (code, out) == (2, "")
-    assert says in err
-    assert err.count("\n") == 1
-    assert not (tmp_path / "reports").exists()

@@ -15,10 +15,10 @@ def tree(path):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory, fresh):
+def run(tmp_path_factory, attncheck):
     folder = tmp_path_factory.mktemp("run")
     plots = ("--plot", "plots/rmse.png", "--plot", "rmse.svg")
-    return fresh("rmse", *QUICK, *plots, cwd=folder), folder
+    return attncheck("rmse", *QUICK, *plots, cwd=folder), folder
 
 
 def test_a_plot_is_written_beside_the_reports(run):
@@ -67,27 +67,6 @@ def test_showing_a_report_again_imports_neither_torch_nor_triton(run, fresh, tmp
     before = "sys.modules['torch'] = sys.modules['triton'] = None"
     again = fresh("rmse", "--from", report, "--plot", "a.png", cwd=tmp_path, before=before)
     assert again.returncode == 0, again.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ((*QUICK, "--plot", "rmse.pdf"), "plot 'rmse.pdf' does not end in .png or .svg"),
-        ((*QUICK, "--plot", "taken/a.png"), "plots cannot be written to 'taken': Not a directory"),
-        ((*QUICK, "--explain", "ideal/causal/MHA", "--plot", "a.png"), "leave out --plot"),
-        (("--from", "taken"), "taken is no report of attncheck"),
-        (("--from", "gone.json"), "gone.json cannot be read"),
-        (("--from", "taken", "--seed", "0"), "--from shows what was measured: leave out --seed"),
-        (("--from", "taken", "--format", "pdf"), "format 'pdf' is not known"),
-    ],
-)
-def test_bad_input_is_one_line_and_nothing_is_written(attncheck, tmp_path, arguments, says):
-    (tmp_path / "taken").write_text("{}")
-    done = attncheck("rmse", *arguments, cwd=tmp_path)
-    assert done.returncode == 2
-    assert says in done.stderr
-    assert (done.stdout, done.stderr.count("\n")) == ("", 1)
-    assert tree(tmp_path) == ["taken"]
 
 
 def test_without_matplotlib_a_plot_is_refused_and_everything_else_runs(fresh, tmp_path):

@@ -83,19 +83,3 @@ def test_an_explained_refusal_is_exit_code_5(attncheck):
     )
     assert code == 5
     assert "unsupported: SDPA takes no score mod" in out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (("--explain", "ideal/casual"), "did you mean 'ideal/causal'? Choose from ideal/causal."),
-        (("--explain", "ideal", "--variant", "full"), "one of ideal/causal/MHA/fp16, ideal/full/"),
-        (("--explain", "ideal", "--format", "json"), "prints one cell and writes no files"),
-        (("--explain", "ideal", "--out", "there"), "writes no files: leave out --out."),
-    ],
-)
-def test_a_cell_that_cannot_be_explained_is_one_line(attncheck, arguments, says):
-    code, out, err = attncheck("--kernel", "ideal", *arguments)
-    assert (code, out) == (2, "")
-    assert says in err
-    assert err.count("\n") == 1

@@ -62,7 +62,7 @@ def test_a_kernel_that_raises_is_exit_code_1_also_without_a_reader(tmp_path):
 
 @pytest.mark.parametrize(
     "arguments",
-    [("--help",), ("rmse", "--help"), ("list", "--json"), ("doctor",)],
+    [("--help",), ("rmse", "--help"), ("list", "--json")],
 )
 def test_every_verb_ends_quietly_when_its_reader_leaves(tmp_path, arguments):
     done = without_reader(*arguments, cwd=tmp_path)

@@ -22,6 +22,7 @@ from attncheck.verify.run_case import run_case
 FULL, BOTTOM_RIGHT = Spec.of("full"), Spec.of("causal_bottom_right")
 WINDOW = Spec.of("offset", Spec.of("sliding_window", window=20), rows=98)
 PADDING = Spec.of("padding", lengths=[0, 33])
+PAGES = Paging(size=16, seed=3)
 MASKS = (FULL, BOTTOM_RIGHT, WINDOW, PADDING)
 ALIBI = Spec.of("offset", Spec.of("alibi"), rows=98)
 
@@ -128,7 +129,7 @@ def test_a_sink_is_merged_once(dtype, mask, splits):
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "e4m3"])
-@pytest.mark.parametrize("size", [1, 16, 48])
+@pytest.mark.parametrize("size", [1, 16, 48, 128])
 @pytest.mark.parametrize("mask", [FULL, PADDING, BOTTOM_RIGHT], ids=str)
 def test_keys_in_pages(mask, size, dtype):
     paging = Paging(size=size, seed=3, shared=1)
@@ -172,12 +173,10 @@ def test_what_it_does_not_take():
 
 
 def test_splits_do_not_follow_the_batch():
-    """On a GPU one sequence fills it, in four blocks of keys or more; interpreted up to three."""
-    lengths = (1, 896, 1024, 8192, 2**20)
-    for kv_heads, most in ((1, 132), (4, 66), (300, 16)):
-        counts = [1, 1, 2, 16, most]
-        assert [splits_of(kv, 128, kv_heads, "cuda") for kv in lengths] == counts
-    assert [splits_of(kv, 64, 2, "cpu") for kv in (1, 65, 129, 4096)] == [1, 2, 3, 3]
+    """On a GPU they grow as the root of the keys; interpreted there are up to three."""
+    lengths = {1: 1, 511: 1, 512: 2, 8192: 8, 32768: 16, 2**20: 90}
+    assert {kv: splits_of(kv, 128, "cuda") for kv in lengths} == lengths
+    assert [splits_of(kv, 64, "cpu") for kv in (1, 65, 129, 4096)] == [1, 2, 3, 3]
     problem = small()
     own = Decode().launch(problem, "cpu").splits
     assert own == Decode().launch(problem.replace(batch=1, heads=2), "cpu").splits == BLOCKS
@@ -208,7 +207,7 @@ def test_one_part_rounds_as_the_ideal_kernel_does():
 def test_planted_faults_are_noticed(fault, tmp_path, monkeypatch):
     changes = dict(PLANTED["decode_forward"][fault])
     right, wrong, splits = changes.pop("right"), changes.pop("wrong"), changes.pop("splits", 2)
-    named = {"padding": PADDING, "bottom_right": BOTTOM_RIGHT, "alibi": ALIBI}
+    named = {"padding": PADDING, "bottom_right": BOTTOM_RIGHT, "alibi": ALIBI, "pages": PAGES}
     problem = small(**{name: named.get(value, value) for name, value in changes.items()})
     assert judged(problem, Decode(splits)).status == "pass"
     planted = faulty(tmp_path, ("decode_forward",), "", right, wrong)

@@ -1,5 +1,5 @@
-"""FlashAttention-2's list of tiles, its sink and its pages: the same bits as without a list or
-pages, exact by the judge; and a list that is wrong, or pages that are, is noticed."""
+"""FlashAttention-2's list of tiles and its sink: the same bits as without a list, exact by the
+judge; and a list that is wrong is noticed."""
 
 import math
 from functools import partial
@@ -26,10 +26,8 @@ if not torch.cuda.is_available():
 
 from attncheck.kernels import flash2_forward as flash2_forward_room
 from attncheck.kernels import tile
-from attncheck.kernels.flash2_forward import flash2_forward, hoists_offsets
-from attncheck.kernels.launch import KernelPages, needs_careful_launch
-from attncheck.mods.to_triton import to_triton
-from attncheck.subjects.kernel_mods import mask_expression
+from attncheck.kernels.flash2_forward import hoists_offsets
+from attncheck.kernels.launch import needs_careful_launch
 
 CAUSAL = Spec.of("causal")
 MASKS = {
@@ -149,24 +147,25 @@ def test_runs_of_every_sort(heads):
 
 
 @triton.jit
-def placed(out_ptr, blocks, together):
+def placed(out_ptr, blocks, together, BESIDE: tl.constexpr):  # noqa: N803
     number = tl.program_id(0)
-    block, bh = tile.place(number, blocks, together)
+    block, bh = tile.place(number, blocks, together, BESIDE)
     tl.store(out_ptr + 2 * number, block)
     tl.store(out_ptr + 2 * number + 1, bh)
 
 
+@pytest.mark.parametrize("beside", [4, 8])
 @pytest.mark.parametrize("together", [1, 3, 4, 6, 9])
-def test_each_block_of_each_head_is_started_once(together):
-    """The last blocks of four heads first; of as many as are left in the end."""
+def test_each_block_of_each_head_is_started_once(together, beside):
+    """The last blocks of some heads first; of as many as are left in the end."""
     blocks = 3
     out = torch.empty(blocks * together, 2, dtype=torch.int32)
-    placed[(blocks * together,)](out, blocks, together)
+    placed[(blocks * together,)](out, blocks, together, BESIDE=beside)
     wanted = [
         [block, head]
-        for leading in range(0, together, 4)
+        for leading in range(0, together, beside)
         for block in reversed(range(blocks))
-        for head in range(leading, min(leading + 4, together))
+        for head in range(leading, min(leading + beside, together))
     ]
     assert out.tolist() == wanted
 
@@ -270,88 +269,6 @@ def test_a_row_that_sees_no_key_sees_the_sink(subject):
     found = subject.run(inputs)
     assert torch.equal(found.out, torch.zeros_like(found.out))
     assert torch.equal(found.lse, inputs.sink[:, None].expand_as(found.lse))
-
-
-class OtherSink(Flash2):
-    """Reads what ``change`` makes of the sink."""
-
-    def __init__(self, change) -> None:
-        super().__init__()
-        self.change = change
-
-    def prepare(self, inputs):
-        return super().prepare(inputs.replace(sink=self.change(inputs.sink)))
-
-
-@pytest.mark.parametrize(
-    "change", [lambda s: s.flip(0), lambda s: s * 1.44269504, lambda s: s - 100.0]
-)
-def test_a_wrong_sink_is_noticed(change):
-    """Another head's, one in log2 units, none."""
-    assert verdict(OtherSink(change), small(sink=True)) == "fail"
-
-
-def paged(inputs, size: int, *, poison: float = math.nan):
-    """k, v as views of caches whose pages are shuffled, free ones between, and where they are."""
-    batch, kv = inputs.problem.batch, inputs.problem.kv
-    each = -(-kv // size)
-    order = torch.randperm(2 * batch * each, generator=torch.Generator().manual_seed(size))
-    table = order[: batch * each].view(batch, each)
-    views = []
-    for tensor in (inputs.k, inputs.v):
-        heads, dim = tensor.shape[1], tensor.shape[3]
-        cache = torch.full((len(order), size, heads, dim), poison).to(tensor.dtype)
-        for b in range(batch):
-            for j in range(kv):
-                cache[table[b, j // size], j % size] = tensor[b, :, j]
-        views.append(cache.permute(0, 2, 1, 3))
-    beyond = torch.full((batch, 2), order[-1].item())  # free pages: what nobody may read
-    return *views, KernelPages(torch.cat([table, beyond], 1).int(), size)
-
-
-def forward(inputs, subject, k, v, **more):
-    problem = inputs.problem
-    out, lse = flash2_forward(
-        inputs.q,
-        k,
-        v,
-        scale=problem.scale,
-        mask=to_triton(mask_expression(problem, "cpu")),
-        score=None,
-        launch=subject.launch(problem, "cpu"),
-        descale=inputs.descale,
-        out_dtype=problem.formats.output.torch_dtype,
-        sink=inputs.sink,
-        **subject.visited(problem, torch.device("cpu")),
-        **more,
-    )
-    return type(subject.run(inputs))(out, lse)
-
-
-@pytest.mark.parametrize("size", [1, 3, 16, 64])
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"mask": FULL, "dtype": "fp32"}, {"sink": True, "dtype": "e4m3", "value_dim": 8}],
-    ids=["causal", "full", "fp8"],
-)
-def test_pages_give_the_bits_of_rows_one_after_another(changes, size):
-    """Whatever their size; what is free, or beyond the last key, may be NaN."""
-    inputs = draw_inputs(small(batch=2, query=20, kv=70, **changes))
-    subject = Flash2((32, 32))
-    k, v, pages = paged(inputs, size)
-    found = forward(inputs, subject, k, v, pages=pages, kv=inputs.problem.kv)
-    assert same(found, subject.run(inputs))
-
-
-def test_a_wrong_page_is_noticed():
-    inputs = draw_inputs(small(batch=2, heads=4, kv_heads=2, query=20, kv=70, mask=FULL))
-    subject = Flash2((32, 32))
-    k, v, pages = paged(inputs, 16, poison=0.0)
-    wrong = KernelPages(pages.table.roll(1, 0), 16)
-    found = forward(inputs, subject, k, v, pages=wrong, kv=70)
-    assert not same(found, subject.run(inputs))
-    longer = forward(inputs, subject, k, v, pages=pages, kv=71)
-    assert not same(longer, subject.run(inputs))
 
 
 @pytest.mark.parametrize("name", ["k", "v"])

@@ -19,6 +19,7 @@ from attncheck.mods.trace import trace_score
 
 BITS = 128
 SPECIAL = [-math.inf, -7.5, -2.0, -0.3, 0.0, 0.3, 1.0, 2.5, 7.0, 1e-300, 1e300, math.inf]
+Q, K = torch.tensor(5), torch.tensor(9)
 ZERO = [np.zeros((), np.int64)] * 4
 TABLE = torch.tensor([0.1, -math.inf, 0.3, 7.0])
 
@@ -37,6 +38,7 @@ MODS = {
     "hides": lambda s: torch.where(s > 0.5, s, -math.inf),
     "cut": lambda s: s + torch.clamp(s, -3, 3).to(torch.int64),
     "read": lambda s: TABLE[torch.clamp(s, 0, 3).to(torch.int64)] + s,
+    "bits": lambda s: torch.where((Q - K) // 3 > -2, s, ((Q >> 1) ^ (K << 1) & ~Q) * s),
     "whole where": lambda s: torch.where(s > 0.5, 3, 5) * 0.5 + s,
 }
 

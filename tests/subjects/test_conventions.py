@@ -282,31 +282,47 @@ def test_lse_may_come_with_out(exact):
     assert exact(inputs).excess(outputs) <= 1
 
 
+def of_convention(name, gives):
+    if name == "varlen":
+        return lambda q, k, v, cu_seqlens_q, cu_seqlens_k: gives(q)
+    return lambda q, k, v: gives(q)
+
+
+OF_ANY = [
+    (lambda q: (q.clone(), None), "", ""),
+    (lambda q: [q], "contract", "it returned list of 1: the {} convention gives out, or "),
+    (lambda q: None, "contract", "it returned NoneType: the {}"),
+    (lambda q: (q,) * 5, "contract", "it returned tuple of 5: the {} convention"),
+    (lambda q: (None, None), "contract", "out is NoneType"),
+    (lambda q: q[..., :3], "contract", "out.shape="),
+    (lambda q: q.float(), "contract", "out.dtype=torch.float32"),
+    (lambda q: q.to("meta"), "contract", "out.device=meta, but should be cpu."),
+    (lambda q: (q, q), "contract", "lse.shape="),
+    (lambda q: (q, 3.0), "contract", "lse is float, but should be a tensor."),
+    (lambda q: q.mul_(2).clone(), "mutation", "wrote to its input q."),
+    (lambda q: q.nothing, "error", "AttributeError"),
+    (lambda q: int("x"), "refused", "ValueError: invalid literal"),
+]
+OF_SDPA = [
+    (lambda q: (q, None), "alias", "out lies in the memory of its input q."),
+    (lambda q: (q.clone(), q[..., 0]), "contract", "lse.dtype=torch.bfloat16, but should be"),
+]
+
+
 @pytest.mark.parametrize(
-    ("gives", "kind", "message"),
-    [
-        (lambda q: (q.clone(), None), "", ""),
-        (lambda q: (q, None), "alias", "out lies in the memory of its input q."),
-        (lambda q: [q], "contract", "it returned list of 1: the sdpa convention gives out, or "),
-        (lambda q: None, "contract", "it returned NoneType: the sdpa"),
-        (lambda q: (None, None), "contract", "out is NoneType"),
-        (lambda q: q[:1], "contract", "out.shape=(1, 4, 20, 16), but should be (2, 4, 20, 16)."),
-        (lambda q: q.float(), "contract", "out.dtype=torch.float32"),
-        (lambda q: (q, q), "contract", "lse.shape="),
-        (lambda q: (q, q[..., 0]), "contract", "lse.dtype=torch.bfloat16, but should be"),
-        (lambda q: q.mul_(2).clone(), "mutation", "wrote to its input q."),
-        (lambda q: q.nothing, "error", "AttributeError"),
-        (lambda q: int("x"), "refused", "ValueError: invalid literal"),
-    ],
-    ids=range(12),
+    ("convention", "gives", "kind", "message"),
+    [(name, *row) for name in ("sdpa", "flash_attn", "varlen") for row in OF_ANY]
+    + [("sdpa", *row) for row in OF_SDPA],
+    ids=range(41),
 )
-def test_what_it_may_give(gives, kind, message):
-    result = InProcess().run(sdpa(lambda q, k, v: gives(q)), draw_inputs(small()))
+def test_what_it_may_give(convention, gives, kind, message):
+    subject = adopted(of_convention(convention, gives), "kernel", convention)
+    result = InProcess().run(subject, draw_inputs(small(kv=20)))
     if not kind:
         assert isinstance(result, Execution)
         return
     assert isinstance(result, Failure)
-    assert (result.kind, message in result.message) == (kind, True), result
+    assert (result.kind, message.format(convention) in result.message) == (kind, True), result
 
 
 @pytest.mark.parametrize("error", [ValueError, NotImplementedError, AssertionError])

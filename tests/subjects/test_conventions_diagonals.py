@@ -9,7 +9,8 @@ from tests.subjects import plain_kernels as plain
 
 from attncheck.core.mod_spec import Dimensions, Spec
 from attncheck.mods.library import build_mask
-from attncheck.subjects.conventions.window_masks import Band, band_window, mask_band
+from attncheck.mods.masks import Band, band_of
+from attncheck.subjects.conventions.window_masks import band_window
 
 EDGES = [None, *range(-2, 3)]
 LENGTHS = [(q, k) for q in range(4) for k in range(4)]
@@ -19,8 +20,8 @@ LENGTHS = [(q, k) for q in range(4) for k in range(4)]
 def seen_by(edges, query, kv):
     distance = torch.arange(kv) - torch.arange(query)[:, None]
     seen = torch.ones(query, kv, dtype=torch.bool)
-    seen &= distance >= edges.low if edges.low is not None else seen
-    seen &= distance <= edges.high if edges.high is not None else seen
+    seen &= distance >= edges.least if edges.least is not None else seen
+    seen &= distance <= edges.most if edges.most is not None else seen
     return seen.flatten().tolist()
 
 
@@ -89,7 +90,7 @@ def test_a_mask_is_the_band_that_it_is_said_to_be(mask, query, kv):
     index = torch.arange(query)[:, None], torch.arange(kv)[None]
     zero = torch.zeros(1, 1, dtype=torch.int64)
     seen = build_mask(mask, dimensions)(zero, zero, *index).expand(query, kv)
-    assert seen.flatten().tolist() == seen_by(mask_band(mask, dimensions), query, kv)
+    assert seen.flatten().tolist() == seen_by(band_of(mask, dimensions), query, kv)
 
 
 @pytest.mark.parametrize(
@@ -98,4 +99,4 @@ def test_a_mask_is_the_band_that_it_is_said_to_be(mask, query, kv):
     ids=str,
 )
 def test_of_other_masks_nothing_is_said(mask):
-    assert mask_band(mask, Dimensions(batch=1, heads=1, query=4, kv=4)) is None
+    assert band_of(mask, Dimensions(batch=1, heads=1, query=4, kv=4)) is None

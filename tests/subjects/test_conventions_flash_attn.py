@@ -301,39 +301,6 @@ def test_strides_of_the_inputs_reach_the_kernel():
     assert strides == [(2560, 32, 640, 2)]
 
 
-@pytest.mark.parametrize("convention", KERNELS)
-@pytest.mark.parametrize(
-    ("gives", "message"),
-    [
-        (lambda q: [q], "it returned list of 1: the {} convention gives out, or (out, lse)"),
-        (lambda q: None, "it returned NoneType: the {} convention"),
-        (lambda q: (q,) * 5, "it returned tuple of 5: the {} convention"),
-        (lambda q: (None, None), "out is NoneType, but should be a tensor."),
-        (lambda q: q[..., :3], "out.shape="),
-        (lambda q: (q, q), "lse.shape="),
-        (lambda q: (q, 3.0), "lse is float, but should be a tensor."),
-        (lambda q: q.double(), "out.dtype=torch.float64, but should be torch.float32."),
-        (lambda q: q.to("meta"), "out.device=meta, but should be cpu."),
-        (lambda q: q.mul_(2), "wrote to its input q"),
-        (lambda q: q.nothing, "AttributeError"),
-    ],
-    ids=range(11),
-)
-def test_what_it_may_not_give(convention, gives, message):
-    def fixed(q, k, v):
-        return gives(q)
-
-    def packed(q, k, v, cu_seqlens_q, cu_seqlens_k):
-        return gives(q)
-
-    function = {"flash_attn": fixed, "varlen": packed}[convention]
-    record = record_of(subject_of(function, convention), small())
-    raised = message == "AttributeError"
-    assert record.status == ("error" if raised else "fail")
-    reason = record.reason if raised else record.judgement.reason
-    assert message.format(convention) in reason, reason
-
-
 def test_an_lse_that_is_declared_must_come():
     def kernel(q, k, v, window_size=(-1, -1)):
         return v

@@ -8,14 +8,35 @@ from pathlib import Path
 from typing import Any
 
 import click
+from msgspec.structs import replace
 
 from attncheck.cli import verb
+from attncheck.cli.options import typed_command
+from attncheck.cli.report import read_run_journal
 from attncheck.cli.standard_output import Group, standard_output
-from attncheck.core.errors import UsageError
+from attncheck.core import VERSION, json_numbers
+from attncheck.core.errors import UsageError, require_known
+from attncheck.core.files import write_texts
 from attncheck.core.sanitize_text import one_line
-from attncheck.records.baseline_entries import Entry, Key
-from attncheck.records.record import Environment
-from attncheck.records.run_reports import Answer, Change
+from attncheck.records.baseline_comparison import (
+    KEPT_STATUSES,
+    comparable_entries,
+    compare_runs,
+    measurements,
+)
+from attncheck.records.baseline_entries import (
+    BASELINE_FILE,
+    Entry,
+    Key,
+    baseline_text,
+    environment_id,
+    make_baseline,
+    read_baseline,
+)
+from attncheck.records.json_reports import LARGEST_GATE, load_report
+from attncheck.records.problem_summary import problem_of
+from attncheck.records.record import FAILED_STATUSES, Environment, Report
+from attncheck.records.run_reports import Answer, BaselineComparison, Change, GateReport
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,7 +57,6 @@ class Measurements:
 
 def baseline_path(typed: str | None) -> Path:
     """Return the baseline's path: as typed, or beside the project's configuration, or here."""
-    from attncheck.records.baseline_entries import BASELINE_FILE
     from attncheck.subjects.capabilities.configuration import nearest_tables
 
     if typed is not None:
@@ -51,10 +71,6 @@ def read_measurements(sources: Sequence[str]) -> Measurements:
     Raises:
         UsageError: for what is no report of attncheck's, or has nothing for a baseline.
     """
-    from attncheck.records.baseline_comparison import comparable_entries, measurements
-    from attncheck.records.baseline_entries import environment_id
-    from attncheck.records.problem_summary import problem_of
-
     measured = Measurements()
     for source in sources:
         answers, environments, complete = _read(Path(source))
@@ -80,12 +96,6 @@ def read_measurements(sources: Sequence[str]) -> Measurements:
 
 def _read(path: Path) -> tuple[list[Answer], dict[str, Environment], bool]:
     """Answers, environments, and whether all was asked."""
-    from attncheck.cli.report import read_run_journal
-    from attncheck.core import json_numbers
-    from attncheck.records.json_reports import LARGEST_GATE, load_report
-    from attncheck.records.record import Report
-    from attncheck.records.run_reports import Answer, GateReport
-
     # A journal may be of a gate that was interrupted; no gate.json need be there.
     if path.suffix == ".jsonl":
         report = read_run_journal(path)
@@ -170,8 +180,6 @@ def diff(
 
     Exit code 1 when a case is worse.
     """
-    from attncheck.cli.options import typed_command
-    from attncheck.records.run_reports import BaselineComparison
     from attncheck.reporting import rendering
 
     rendering.check_format(fmt)
@@ -202,9 +210,6 @@ def accept(
     What is worse needs a reason, which stands in the file from then on. What is within rounding
     stays as it was, unless its case is named: else a baseline would creep.
     """
-    from msgspec.structs import replace
-
-    from attncheck.records.baseline_entries import read_baseline
     from attncheck.reporting.score_documents import tally
 
     path = baseline_path(file)
@@ -247,8 +252,6 @@ for _verb in (write, diff, accept):
 
 
 def _changes(path: Path, measured: Measurements) -> tuple[Change, ...]:
-    from attncheck.records.baseline_comparison import compare_runs
-    from attncheck.records.baseline_entries import read_baseline
 
     kept = read_baseline(path)
     return compare_runs(kept, measured.answers, measured.by_record, complete=measured.complete)
@@ -258,8 +261,6 @@ def _chosen(
     changes: Iterable[Change], kernels: Sequence[str], cases: Sequence[str]
 ) -> tuple[Change, ...]:
     """Raises UnknownName for a kernel or case that none of them is about."""
-    from attncheck.core.errors import require_known
-
     changes = tuple(changes)
     about: tuple[tuple[str, Sequence[str], Callable[[Change], str]], ...]
     about = (("kernel", kernels, lambda c: c.kernel), ("case", cases, lambda c: c.case_id))
@@ -280,9 +281,6 @@ def _refuses(entries: Iterable[Entry], answers: Iterable[Answer] = ()) -> bool:
 
     Of a kernel that fails whatever else a gate has asked there is no baseline either.
     """
-    from attncheck.records.baseline_comparison import KEPT_STATUSES
-    from attncheck.records.record import FAILED_STATUSES
-
     wrong = [(e.kernel, e.case, e.status) for e in entries if e.status not in KEPT_STATUSES]
     records = [answer.record for answer in answers]
     # A kernel whose probes fail may be accurate by chance.
@@ -299,9 +297,6 @@ def _refuses(entries: Iterable[Entry], answers: Iterable[Answer] = ()) -> bool:
 
 
 def _write(path: Path, entries: Iterable[Entry], environments: dict[str, Environment]) -> None:
-    from attncheck.core import VERSION
-    from attncheck.core.files import write_texts
-    from attncheck.records.baseline_entries import baseline_text, make_baseline
 
     text = baseline_text(make_baseline(entries, environments, VERSION))
     write_texts({path.name: text}, path.parent, what="the baseline", instead="--baseline")

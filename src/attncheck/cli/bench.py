@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import math
-import sys
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
+from msgspec.structs import replace
 
 from attncheck.cli import verb
 from attncheck.cli.long_runs import BY_HAND, claimed, collect
 from attncheck.cli.options import open_kernels, start_worker, typed_command
-from attncheck.cli.standard_output import Interrupts, standard_output
+from attncheck.cli.standard_output import Interrupts, LivePage, show_report
 from attncheck.core.errors import UsageError, parse_seconds
+from attncheck.records.bench_report import BenchCell, BenchReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from attncheck.bench.tables import BenchPlan
-    from attncheck.records.bench_report import BenchCell, BenchReport
-    from attncheck.reporting.document import Table
     from attncheck.subjects.capabilities.subject import Subject
     from attncheck.workers.process import Worker
 
@@ -45,12 +43,7 @@ _COMPILING = 300.0  # seconds that compiling ahead may take
 class BenchOptions:
     """Options as typed."""
 
-    kernels: tuple[str, ...] = verb.several(
-        "--kernel",
-        "NAME",
-        "A kernel of `attncheck list`, or FILE.py::NAME (repeatable; default: our attention "
-        "kernels and torch's, on a cpu torch's).",
-    )
+    kernels: tuple[str, ...] = verb.kernels("our attention kernels and torch's, on a cpu torch's")
     tables: tuple[str, ...] = verb.several(
         "--table",
         "NAME",
@@ -97,19 +90,13 @@ class BenchOptions:
         "--graph", "Time calls in CUDA graphs, without launches, where they can be captured."
     )
     seed: int = verb.seed()
-    device: str | None = verb.device("Where kernels run (default: cuda where there is a GPU).")
+    device: str | None = verb.device("Where kernels run", verb.GPU)
     timeout: str | None = verb.timeout()
     in_process: bool = verb.in_process()
     fmt: str = verb.fmt()
     directory: str = verb.out("bench.json, bench.md and bench.csv")
-    plots: tuple[str, ...] = verb.several(
-        "--plot",
-        "FILE",
-        "Also draw a roofline, to FILE.png or FILE.svg (repeatable; needs attncheck[plot]).",
-    )
-    max_time: str | None = verb.option(
-        "--max-time", "TIME", "Stop then, such as 10m, with what there is."
-    )
+    plots: tuple[str, ...] = verb.plots("Also draw a roofline")
+    max_time: str | None = verb.max_time(", with what there is")
     quiet: bool = verb.quiet()
 
 
@@ -130,14 +117,14 @@ def bench(interrupts: Interrupts, options: BenchOptions) -> int:
     --max-time was too short, 5 when nothing could be timed, 130 after Ctrl-C.
     """
     workers = {each: start_worker(each, in_process=options.in_process) for each in options.kernels}
-    from attncheck.reporting import exit_codes, rendering
+    from attncheck.reporting import rendering
     from attncheck.reporting.image_files import check_plots, write_plots
 
     rendering.check_format(options.fmt)
     check_plots(options.plots)
     rendering.check_writable(options.directory, "bench")
     interrupts.check()  # the imports above take a while, and may have swallowed one
-    report, shown = time_kernels(interrupts, options, workers)
+    report, page = time_kernels(interrupts, options, workers)
     how_far = f", {report.incomplete}" if report.incomplete else ""
     with interrupts.writing(options.directory, f"the report is written{how_far}"):
         rendering.write_report(report, options.directory, "bench")
@@ -145,26 +132,22 @@ def bench(interrupts: Interrupts, options: BenchOptions) -> int:
             write_plots(report, options.plots)
         elif options.plots:
             click.echo("attncheck: nothing was timed: no plot is drawn.", err=True)
-    with standard_output():
-        if shown is None:
-            rendering.show(report, options.fmt)
-        else:
-            shown.close(report)
+    code = page.close(report) if page else show_report(report, options.fmt)
     if report.incomplete.startswith(BY_HAND):
         raise KeyboardInterrupt
-    return exit_codes.exit_code(report)
+    return code
 
 
 def time_kernels(
     interrupts: Interrupts, options: BenchOptions, workers: dict[str, Worker | None]
-) -> tuple[BenchReport, _Shown | None]:
+) -> tuple[BenchReport, LivePage | None]:
     """Load kernels and time them.
 
     Args:
         workers: The process that was started for each kernel that is named, or None.
 
     Returns:
-        The report, and what has shown its rows on a terminal, if anything.
+        The report, and the page where its rows have been shown.
 
     Raises:
         UsageError: for what cannot be timed.
@@ -274,14 +257,12 @@ def _timed(
     others: dict[str, str],
     claims: dict[str, tuple[str, ...]],
     device: str,
-) -> tuple[BenchReport, _Shown | None]:
+) -> tuple[BenchReport, LivePage | None]:
     """Measure the machine, then cell by cell; a run that is stopped has those that there are."""
-    from msgspec.structs import replace
-
     from attncheck.bench.comparison import CHANCE, MARGIN, time_changes
     from attncheck.bench.machine import machine_limits
     from attncheck.bench.measure import time_cells
-    from attncheck.records.bench_report import BenchReport
+    from attncheck.reporting.bench_document import CellsAsTimed
     from attncheck.verify.compile_ahead import compiling_ahead
     from attncheck.verify.environment import environment
     from attncheck.verify.verify import absence_reasons, case_subjects
@@ -303,7 +284,7 @@ def _timed(
         copy=copy,
         against=options.against or "",
     )
-    shown = _Shown(report) if options.fmt == "table" and sys.stdout.isatty() else None
+    page = LivePage.of(CellsAsTimed(report)) if options.fmt == "table" else None
 
     def cells_of(stage: Callable[[str], None]) -> Iterator[BenchCell]:
         # Not beside what is timed: what compiles calls kernels on the same GPU.
@@ -321,7 +302,7 @@ def _timed(
         cells_of,
         total=len(plan),
         what=lambda cell: f"{cell.variant} {cell.table}",
-        show=shown.cell if shown else None,
+        show=page.show if page else None,
         interrupts=interrupts,
         quiet=options.quiet,
         max_time=options.max_time,
@@ -330,47 +311,4 @@ def _timed(
     if others:
         changes = time_changes(cells, others)
         report = replace(report, chance=CHANCE, margin=MARGIN, changes=changes)
-    return report, shown
-
-
-class _Shown:
-    """A report on a terminal, whose cells are shown as they are timed."""
-
-    def __init__(self, report: BenchReport) -> None:
-        from attncheck.reporting.bench_document import bench_facts
-        from attncheck.reporting.document import Document
-        from attncheck.reporting.terminal import head_lines
-
-        self._report, self._title = report, ""
-        self._notes: dict[tuple[str, str], int] = {}
-        self._tables: dict[tuple[Any, ...], Table] = {}
-        head = Document(title="", command=report.command, facts=bench_facts(report))
-        self._print(partial(head_lines, head))
-
-    def cell(self, cell: BenchCell) -> None:
-        """Show one more."""
-        from msgspec.structs import replace
-
-        from attncheck.reporting.bench_document import cell_table
-        from attncheck.reporting.document import Section
-        from attncheck.reporting.terminal import row_lines
-
-        title, table = cell_table(replace(self._report, cells=(cell,)), cell, self._notes)
-        new = title != self._title or table.columns not in self._tables
-        self._title, self._tables[table.columns] = title, table
-        self._print(partial(row_lines, Section(title, (table,)), first=new))
-
-    def close(self, report: BenchReport) -> None:
-        """Show what stands below the cells."""
-        from attncheck.reporting.bench_document import bench_closing
-        from attncheck.reporting.terminal import document_lines
-
-        page = bench_closing(report, self._notes)
-        self._print(partial(document_lines, page, before=self._tables.values()))
-
-    @staticmethod
-    def _print(lines: Callable[[int], Any]) -> None:
-        from attncheck.reporting.terminal import print_lines
-
-        with standard_output():
-            print_lines(lines, sys.stdout)
+    return report, page

@@ -7,6 +7,7 @@ import click
 from attncheck.cli import verb
 from attncheck.cli.options import typed_command
 from attncheck.cli.standard_output import Interrupts, standard_output
+from attncheck.core.mod_spec import Dimensions
 
 DEFAULT_LENGTH, MOST = 4096, 2**20
 DEFAULT_BLOCK = "128x128"
@@ -43,7 +44,6 @@ def blocks(
     A kernel with a block mask, FlexAttention's or ours, skips the empty tiles, and applies the mask
     in the partial ones.
     """
-    from attncheck.core.mod_spec import Dimensions
     from attncheck.reporting import rendering
     from attncheck.surveys.block_survey import blocks_of, mask_of, survey_blocks
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import click
 
 from attncheck.cli import verb
 from attncheck.cli.standard_output import standard_output
+from attncheck.core.errors import UsageError
+from attncheck.core.sanitize_text import one_line
 
 _USAGE = 2
 
@@ -24,7 +27,6 @@ def config(
 
     Exit code 2 when something is wrong.
     """
-    from attncheck.core.sanitize_text import one_line
     from attncheck.subjects.capabilities.configuration import find_mistakes
 
     paths = [Path(file) for file in files] or [_nearest()]
@@ -43,9 +45,6 @@ def config(
 
 def _nearest() -> Path:
     """Raises UsageError where no file names kernels."""
-    import os
-
-    from attncheck.core.errors import UsageError
     from attncheck.subjects.capabilities import configuration
 
     path, _ = configuration.nearest_tables()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import textwrap
 import time
@@ -15,7 +16,13 @@ import click
 
 from attncheck.cli import verb
 from attncheck.cli.options import few_threads
+from attncheck.cli.repro import write_script
 from attncheck.cli.standard_output import Interrupts, standard_output
+from attncheck.core.files import check_names, write_texts
+from attncheck.core.source_files import load_module_member
+from attncheck.records.failures import FAILURE_FOLDER, keep_failure
+from attncheck.records.problem_summary import problem_of
+from attncheck.records.record import Record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,7 +31,6 @@ if TYPE_CHECKING:
 
     from attncheck.cases.tier import Tier
     from attncheck.inputs.problem import Case
-    from attncheck.records.record import Record
     from attncheck.subjects.capabilities.subject import Subject
     from attncheck.suite.under_test import UnderTest
 
@@ -70,9 +76,7 @@ _STORY = {
 def demo(
     interrupts: Interrupts,
     *,
-    device: str | None = verb.device(
-        "Where it runs (default: cuda where there is a GPU, else in Triton's interpreter)."
-    ),
+    device: str | None = verb.device("Where it runs", f"{verb.GPU}, else in Triton's interpreter"),
     kernel_file: str | None = verb.option(
         "--kernel-file", "FILE", "Write the wrong kernel there, and stop."
     ),
@@ -85,7 +89,6 @@ def demo(
     if kernel_file is not None:
         return _copy(Path(kernel_file))
     few_threads(small=True)
-    from attncheck.core.files import check_names
     from attncheck.subjects.load import load_subject
     from attncheck.verify.environment import prepare, usable_device
 
@@ -114,7 +117,6 @@ def source() -> str:
 
 
 def _copy(path: Path) -> int:
-    from attncheck.core.files import write_texts
 
     write_texts({path.name: source()}, path.parent, what="the kernel", instead="--kernel-file")
     _say(f"Written to {path}. Next: attncheck check {path}::attention", gap=False)
@@ -122,7 +124,6 @@ def _copy(path: Path) -> int:
 
 
 def _folder() -> Path:
-    from attncheck.records.failures import FAILURE_FOLDER
 
     return Path("reports") / FAILURE_FOLDER
 
@@ -131,8 +132,6 @@ def _usual_test(device: str) -> Iterator[str]:
     """Run the test that its author has on a few shapes; nothing is made up."""
     import torch
     from torch.nn.functional import scaled_dot_product_attention
-
-    from attncheck.core.source_files import load_module_member
 
     kernel: Callable[..., tuple[torch.Tensor, ...]] = load_module_member(KERNEL, "the demo")
     torch.manual_seed(0)
@@ -162,11 +161,8 @@ def _find(subject: Subject, device: str, *, quiet: bool) -> DemoFailure | None:
 
 
 def _tell(failure: DemoFailure, device: str) -> None:
-    from attncheck.cli.repro import write_script
     from attncheck.diagnose.reproduce import new_failure
     from attncheck.inputs.problem import Case
-    from attncheck.records.failures import keep_failure
-    from attncheck.records.problem_summary import problem_of
     from attncheck.reporting.diagnosis_text import kept_failure_text
     from attncheck.subjects.load import load_subject
 
@@ -204,8 +200,6 @@ def _say(text: str, *, gap: bool = True) -> None:
 
 def _say_lines(lines: Iterator[str] | list[str]) -> None:
     """Each as it comes: somebody is reading."""
-    import sys
-
     from attncheck.reporting.terminal import print_text
 
     for line in lines:

@@ -27,15 +27,24 @@ from attncheck.cli.long_runs import (
 from attncheck.cli.options import few_threads, typed_command
 from attncheck.cli.standard_output import Interrupts, show_report, standard_output
 from attncheck.core.errors import UsageError, parse_seconds, require_known
+from attncheck.core.files import check_names, write_texts
+from attncheck.core.formats import DTYPES
 from attncheck.core.sanitize_text import one_line, shortened
+from attncheck.records.fault_scores import (
+    FaultSensitivity,
+    OwnTestsReport,
+    OwnTestsScore,
+    SensitivityReport,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from attncheck.faults.fault import HostName
     from attncheck.faults.fault_selection import FaultSelection
     from attncheck.faults.user_suite import UserSuite
-    from attncheck.records.fault_scores import FaultSensitivity, OwnTestsReport
     from attncheck.workers.journal_format import JournalContent
-    from attncheck.workers.pool import RunEnd, RunEvent
+    from attncheck.workers.pool import RunEvent
 
 _MUTANTS_TABLE = "examples/strangers/mutants.toml"
 _MOST_RUNS = 4  # of pytest at a time, unless somebody asks for more
@@ -58,10 +67,7 @@ class FaultOptions:
         "NAME",
         "How hard the gate asks: smoke, pr or nightly (default: smoke on a cpu, pr on cuda).",
     )
-    device: str | None = verb.device(
-        "Where kernels run (default: cuda where there is a GPU; on a cpu Triton kernels are "
-        "interpreted)."
-    )
+    device: str | None = verb.device("Where kernels run")
     file: str | None = verb.option(
         "--kernel-file",
         "FILE.py",
@@ -77,12 +83,7 @@ class FaultOptions:
     replace: str | None = verb.option(
         "--replace", "package.module:NAME", "With --pytest: the function that they test."
     )
-    convention: str = verb.option(
-        "--convention",
-        "NAME",
-        "With --pytest: how the function is called (default: what it shows).",
-        "",
-    )
+    convention: str = verb.convention("what it shows", "With --pytest: how the function is called")
     kernels: tuple[str, ...] = verb.argument("[KERNEL]…", nargs=-1)
     mutants: bool = verb.flag(
         "--mutants",
@@ -105,12 +106,7 @@ class FaultOptions:
     dtypes: tuple[str, ...] = verb.several(
         "--dtype", "NAME", "With --sensitivity: only in this dtype (repeatable)."
     )
-    jobs: int | None = verb.option(
-        "--jobs",
-        "N",
-        "Faults at work at the same time (default: by cores, at most 4, or 16 for each GPU).",
-        type=click.IntRange(1, 256),
-    )
+    jobs: int | None = verb.jobs("Faults")
     json_file: str | None = verb.option("--json", "FILE", "Write the report as JSON.")
     md_file: str | None = verb.option("--md", "FILE", "Write the report as Markdown.")
     controls: bool | None = verb.option(
@@ -120,8 +116,8 @@ class FaultOptions:
         "category is named).",
     )
     listed: bool = verb.flag("--list", "Show the faults, and run none.")
-    fresh: bool = verb.flag("--fresh", "Forget an unfinished run, in place of going on.")
-    max_time: str | None = verb.option("--max-time", "TIME", "Stop then, such as 10m; resumable.")
+    fresh: bool = verb.fresh()
+    max_time: str | None = verb.max_time("; resumable")
     directory: str = verb.option("--out", "DIR", "Folder for the journal.", "reports/faults")
     quiet: bool = verb.quiet()
     verbose: bool = verb.flag("-v --verbose", "Each score in a line as it is known.")
@@ -149,7 +145,6 @@ def faults(interrupts: Interrupts, options: FaultOptions) -> int:
     5 when nothing was, 130 when it was interrupted.
     """
     few_threads(small=False)
-    from attncheck.core.files import check_names
 
     interrupts.check()  # imports take a while, and may have swallowed one
     # A run takes hours: where its report goes is tried before.
@@ -244,16 +239,16 @@ def _score_gate(interrupts: Interrupts, options: FaultOptions) -> int:
     device, tier = _device_and_tier(options)
     selection, file = _selection(options, device, tier), _kernel_file(options)
     head = planted_header(selection, device=device, tier=tier, file=file, typed=options.typed)
-    end, content = _run(
+    return _scored(
+        interrupts,
         options,
         selection,
         head,
+        lambda content: fault_report(content, selection, command=options.typed),
         work="attncheck.faults.scoring:work",
         options={"file": head["file"]},
         workers=worker_places(options.jobs, device),
     )
-    report = fault_report(content, selection, command=options.typed)
-    return say_how_it_ended(end, _write_and_show(interrupts, report, options))
 
 
 def planted_header(
@@ -307,16 +302,16 @@ def _score_mutants(interrupts: Interrupts, options: FaultOptions) -> int:
         "started": started_now(),
         "typed": options.typed,
     }
-    end, content = _run(
+    return _scored(
+        interrupts,
         options,
         FaultSelection(units=tuple(units)),
         head,
+        lambda content: mutant_report(content, units, tool=tool, command=options.typed),
         work="attncheck.faults.mutant_scoring:mutant_work",
         options={},
         workers=worker_places(options.jobs, "cpu"),
     )
-    report = mutant_report(content, units, tool=tool, command=options.typed)
-    return say_how_it_ended(end, _write_and_show(interrupts, report, options))
 
 
 # Somebody's own tests, with faulty kernels for their function
@@ -351,22 +346,19 @@ def _score_own_tests(interrupts: Interrupts, options: FaultOptions) -> int:
     if not selection.units:
         raise UsageError(f"none of these faults is planted in {host}: nothing is to be scored.")
     names = [unit.kernel.rpartition("@")[0] for unit in selection.units]
-    end, content = _run(
+    head = own_tests_header(suite, selection, typed=options.typed)
+    named = {"command": suite.command, "replace": suite.replace}
+    return _scored(
+        interrupts,
         options,
         selection,
-        own_tests_header(suite, selection, typed=options.typed),
+        head,
+        lambda content: _own_tests_report(content, selection, suite, command=options.typed),
         work="attncheck.faults.user_suite:suite_work",
-        options={
-            "command": suite.command,
-            "replace": suite.replace,
-            "convention": suite.convention,
-            "folder": str(suite.folder),
-        },
+        options=named | {"convention": suite.convention, "folder": str(suite.folder)},
         workers=[WorkerPlace()] * (options.jobs or min(_cores(), _MOST_RUNS)),
         check=lambda: check_scorable(suite, names, host),
     )
-    report = _own_tests_report(content, selection, suite, command=options.typed)
-    return say_how_it_ended(end, _write_and_show(interrupts, report, options))
 
 
 def own_tests_header(suite: UserSuite, selection: FaultSelection, *, typed: str) -> dict[str, Any]:
@@ -391,7 +383,6 @@ def _own_tests_report(
 ) -> OwnTestsReport:
     """Return the journal's entry of each fault, in the order of the catalogue."""
     from attncheck.faults.catalogue import fault_named
-    from attncheck.records.fault_scores import OwnTestsReport, OwnTestsScore
 
     scores: list[OwnTestsScore] = []
     for unit in selection.units:
@@ -424,16 +415,15 @@ def _measure_sensitivities(interrupts: Interrupts, options: FaultOptions) -> int
 
     Raises UnknownName for a fault, dtype or tier that there is not.
     """
-    from attncheck.core.formats import DTYPES
+    from attncheck.cases.tier import tier_named
     from attncheck.faults.continuous_faults import CONTINUOUS_FAULTS, continuous_fault_named
     from attncheck.gate.planning import Choices
-    from attncheck.records.fault_scores import SensitivityReport
 
     device, tier = _device_and_tier(options)
     names = [continuous_fault_named(name).id for name in options.names] or list(CONTINUOUS_FAULTS)
     # fp64 is for oracles: no kernel is measured in it.
     every = [name for name, dtype in DTYPES.items() if dtype.measured]
-    dtypes = Choices.of({"tier": tier, "dtypes": ",".join(options.dtypes or every)}).dtypes
+    dtypes = Choices(tier=tier_named(tier), dtypes=tuple(options.dtypes or every)).dtypes
     pairs = [(name, dtype) for dtype in dtypes for name in names]
     seen: dict[tuple[str, str], FaultSensitivity] = {}
     jobs = min(options.jobs or (_cores() if device == "cpu" else 1), len(pairs))
@@ -466,22 +456,26 @@ def _cores() -> int:
 # What all of them share
 
 
-def _run(
-    typed: FaultOptions, selection: FaultSelection, head: dict[str, Any], **how: Any
-) -> tuple[RunEnd, JournalContent]:
-    """Do what is selected; return how that ended, and what the journal says then.
+def _scored(
+    interrupts: Interrupts,
+    typed: FaultOptions,
+    selection: FaultSelection,
+    head: dict[str, Any],
+    report: Callable[[JournalContent], msgspec.Struct],
+    **how: Any,
+) -> int:
+    """Do what is selected, write and show the report of the journal; return the exit code.
 
     Raises:
         UsageError: for a time or a folder that cannot be.
         JournalError: where the journal holds another run that is not finished.
     """
-    from attncheck.core.files import check_names
     from attncheck.faults.fault_selection import priority
 
     seconds = parse_seconds(typed.max_time, "--max-time")
     check_names(typed.directory, [JOURNAL])
     _, resume = resumable(typed.directory, head, _changed, fresh=typed.fresh)
-    return run_with_journal(
+    end, content = run_with_journal(
         selection.units,
         head,
         FaultProgress(),
@@ -493,6 +487,7 @@ def _run(
         priority=priority,
         **how,
     )
+    return say_how_it_ended(end, _write_and_show(interrupts, report(content), typed))
 
 
 def _changed(_: JournalContent, differs: set[str]) -> str | None:
@@ -537,7 +532,6 @@ class FaultProgress:
 
 def _write_and_show(interrupts: Interrupts, report: msgspec.Struct, options: FaultOptions) -> int:
     """Write each file in its format, then show the table; return the report's exit code."""
-    from attncheck.core.files import write_texts
     from attncheck.reporting import rendering
 
     for path, fmt in options.outputs:

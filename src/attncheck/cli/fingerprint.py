@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from attncheck.cli import verb
+from attncheck.cli.long_runs import progress
 from attncheck.cli.options import few_threads, open_host, start_worker, typed_command
 from attncheck.cli.standard_output import Interrupts, show_report
 from attncheck.core.errors import parse_seconds
+from attncheck.core.formats import DTYPES
 
 
 @verb.command
@@ -13,18 +15,9 @@ def fingerprint(
     interrupts: Interrupts,
     *,
     kernel: str = verb.argument("KERNEL"),
-    convention: str | None = verb.option(
-        "--convention",
-        "NAME",
-        "How the kernel is called (default: the one that its signature shows).",
-    ),
-    dtypes: tuple[str, ...] = verb.several(
-        "--dtype", "NAME", "fp32, tf32, fp16, bf16, e4m3 or e5m2 (repeatable; default: all)."
-    ),
-    device: str | None = verb.device(
-        "Where the kernel runs (default: cuda where there is a GPU; on a cpu Triton kernels are "
-        "interpreted)."
-    ),
+    convention: str = verb.convention("the one that its signature shows"),
+    dtypes: tuple[str, ...] = verb.dtypes("all"),
+    device: str | None = verb.device("Where the kernel runs"),
     timeout: str | None = verb.timeout(),
     as_json: bool = verb.as_json(),
     quiet: bool = verb.quiet(),
@@ -41,7 +34,6 @@ def fingerprint(
     seconds = parse_seconds(timeout, "--timeout")
     worker = start_worker(kernel, in_process=False)
     from attncheck.cases.variants import check_measured
-    from attncheck.core.formats import DTYPES
     from attncheck.verify.environment import prepare, usable_device
 
     interrupts.check()  # the imports above take a while, and may have swallowed one
@@ -52,10 +44,9 @@ def fingerprint(
     device = usable_device(device)
     prepare(device)
 
-    from attncheck.cli.long_runs import progress
     from attncheck.surveys.arithmetic_survey import survey_arithmetic
 
-    how = {"convention": convention or "", "device": device}
+    how = {"convention": convention, "device": device}
     with (
         open_host(kernel, worker, seconds=seconds, **how) as host,
         progress(len(asked), quiet=quiet, check=interrupts.check) as advance,

@@ -9,15 +9,17 @@ import sys
 import tempfile
 from collections import Counter
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
 from attncheck.cli import verb
+from attncheck.cli.bench import BenchOptions, time_kernels
 from attncheck.cli.long_runs import (
     JOURNAL,
     existing_journal,
@@ -31,16 +33,18 @@ from attncheck.cli.long_runs import (
 from attncheck.cli.options import few_threads, typed_command
 from attncheck.cli.standard_output import Interrupts, standard_output
 from attncheck.core.errors import UnknownName, UsageError, parse_seconds
+from attncheck.core.files import check_names
 from attncheck.core.sanitize_text import one_line, shortened
+from attncheck.records.baseline_entries import Baseline, read_baseline
 from attncheck.records.record import FAILED_STATUSES
+from attncheck.records.run_reports import Answer, GateReport
+from attncheck.reporting.gate_verdict import Policy, failure_groups, gate_exit_code
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from attncheck.gate.other_commit import CommitTree
     from attncheck.gate.planning import Choices
-    from attncheck.records.baseline_entries import Baseline
-    from attncheck.records.run_reports import Answer, GateReport
     from attncheck.workers.journal_format import JournalContent
     from attncheck.workers.pool import RunEnd, RunEvent
     from attncheck.workers.units import Done, Unit
@@ -61,20 +65,10 @@ class GateOptions:
     tier: str | None = verb.option(
         "--tier", "NAME", "smoke, pr or nightly (default: smoke on a cpu, pr on cuda)."
     )
-    device: str | None = verb.device(
-        "Where kernels run (default: cuda where there is a GPU; on a cpu Triton kernels are "
-        "interpreted)."
-    )
-    dtypes: tuple[str, ...] = verb.several(
-        "--dtype",
-        "NAME",
-        "fp32, tf32, fp16, bf16, e4m3 or e5m2 (repeatable; default: all that a kernel takes).",
-    )
-    convention: str = verb.option(
-        "--convention",
-        "NAME",
-        "How the kernels are called (default: the first that fits, or as configured).",
-        "",
+    device: str | None = verb.device("Where kernels run")
+    dtypes: tuple[str, ...] = verb.dtypes("all that a kernel takes")
+    convention: str = verb.convention(
+        "the first that fits, or as configured", "How the kernels are called"
     )
     stages: tuple[str, ...] = verb.several(
         "--stage",
@@ -84,14 +78,9 @@ class GateOptions:
     )
     skipped: tuple[str, ...] = verb.several("--skip", "NAME", "Leave a stage out.")
     exitfirst: bool = verb.flag("-x --exitfirst", "Stop at the first failure.")
-    jobs: int | None = verb.option(
-        "--jobs",
-        "N",
-        "Kernels at work at the same time (default: by cores, at most 4, or 16 for each GPU).",
-        type=click.IntRange(1, 256),
-    )
+    jobs: int | None = verb.jobs("Kernels")
     timeout: str | None = verb.timeout()
-    max_time: str | None = verb.option("--max-time", "TIME", "Stop then, such as 10m; resumable.")
+    max_time: str | None = verb.max_time("; resumable")
     seed: int | None = verb.option(
         "--seed",
         "N",
@@ -125,7 +114,7 @@ class GateOptions:
     cluster: str | None = verb.option(
         "--cluster", "ADDRESS", "A Ray cluster to work on: auto, local, or an address."
     )
-    fresh: bool = verb.flag("--fresh", "Forget an unfinished run, in place of going on.")
+    fresh: bool = verb.fresh()
     in_process: bool = verb.in_process()
     fmt: str = verb.fmt("table, json, csv, md, html, junit, sarif or github")
     directory: str = verb.option(
@@ -159,8 +148,6 @@ def gate(interrupts: Interrupts, options: GateOptions) -> int:
     when nothing was tested, 130 when it was interrupted.
     """
     few_threads(small=False)
-    from attncheck.core.files import check_names
-    from attncheck.records.baseline_entries import read_baseline
     from attncheck.reporting.rendering import GATE_FORMATS, check_format
 
     interrupts.check()  # the imports above take a while, and may have swallowed one
@@ -191,7 +178,6 @@ def gate(interrupts: Interrupts, options: GateOptions) -> int:
 
 def _time(interrupts: Interrupts, options: GateOptions, kernels: tuple[str, ...]) -> int:
     """Time the kernels, with nobody else at work; writes that report too, returns its exit code."""
-    from attncheck.cli.bench import BenchOptions, time_kernels
     from attncheck.reporting import exit_codes, rendering
     from attncheck.reporting.bench_document import bench_counts
 
@@ -252,19 +238,18 @@ def plan_run(
             f"--shard {shard}: each run of tier {tier.name} draws other numbers: "
             "give all parts the same --seed N."
         )
-    chosen: dict[str, Any] = {
-        "tier": tier.name,
-        "seed": options.seed or 0,
-        "stages": ",".join(parse_stages(options.stages, options.skipped)),
-        "dtypes": ",".join(options.dtypes),
-        "isolated": not options.in_process,
-        "timeout": parse_seconds(options.timeout, "--timeout") or 0.0,
-        "failures": str(Path(FAILURES).absolute()),
-        "sanitizer": options.sanitizer,
-        "tree": tree.spelled() if tree else "",
-        "held": BaselineCases.of(baseline).spelled() if baseline else "",
-    }
-    choices = Choices.of(chosen)
+    choices = Choices(
+        tier=tier,
+        seed=options.seed or 0,
+        stages=parse_stages(options.stages, options.skipped),
+        dtypes=options.dtypes,
+        isolated=not options.in_process,
+        timeout=parse_seconds(options.timeout, "--timeout") or 0.0,
+        failures=str(Path(FAILURES).absolute()),
+        sanitizer=options.sanitizer,
+        tree=tree,
+        held=BaselineCases.of(baseline) if baseline else None,
+    )
     if (baseline or tree) and "baseline" not in choices.stages:
         raise UsageError(
             "--baseline and --against compare what the stage 'baseline' measures: it is left out."
@@ -284,7 +269,7 @@ def plan_run(
     # A run that goes on draws what its first part drew: else its units would be others.
     if draws_anew:
         head["seed"] = _seed_of(head, existing_journal(options.directory, fresh=options.fresh))
-        choices = Choices.of(chosen | {"seed": head["seed"]})
+        choices = replace(choices, seed=head["seed"])
     common = {"device": device, "tier": tier.name, "convention": options.convention}
     units = describe_units(kernels, **common)
     if not shard:  # else: what failed on this machine is unknown to the other parts
@@ -357,8 +342,6 @@ def run_gate(run: GateRun, options: GateOptions) -> tuple[RunEnd, JournalContent
 
 def _ahead(run: GateRun) -> dict[str, Any]:
     """What has each worker load the kernel while one of them plans: on a GPU that takes seconds."""
-    import msgspec
-
     if run.device == "cpu" or len(run.kernels) > 1:
         return {}
     unit = next(unit for unit in run.units if unit.kind == "describe")
@@ -528,7 +511,6 @@ def _finish(
 ) -> int:
     """Write the files, show the summary; return the exit code."""
     from attncheck.gate.gate_report import build_report
-    from attncheck.reporting.gate_verdict import Policy, gate_exit_code
     from attncheck.reporting.rendering import show, write_gate
 
     command = _typed_command(content.head.get("kernels", ()))
@@ -558,8 +540,6 @@ def _typed_command(kernels: Iterable[str]) -> str:
 
 def _failure_scripts(report: GateReport, directory: str) -> dict[str, str]:
     """Standalone scripts of the worst failures, each written by a process of its own."""
-    from attncheck.reporting.gate_verdict import failure_groups
-
     scripts: dict[str, str] = {}
     # As deep as they will lie: a script finds its kernel from where it is. Where the folder cannot
     # be written to, the report will say so.

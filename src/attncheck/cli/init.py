@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from msgspec.structs import replace
 
 from attncheck.cli import verb
-from attncheck.cli.probe import NOTHING_TAKEN, convention_option, name_of, run_probe
+from attncheck.cli.probe import NOTHING_TAKEN, RIGHT, name_of, run_probe
 from attncheck.cli.standard_output import Interrupts, standard_output
 
 if TYPE_CHECKING:
@@ -31,10 +32,8 @@ def init(
     ),
     force: bool = verb.flag("--force", "Replace a table of this name."),
     dry_run: bool = verb.flag("--dry-run", "Show the table, and write nothing."),
-    convention: str | None = convention_option(),
-    device: str | None = verb.device(
-        "Where the kernel is tried (default: cuda where there is a GPU)."
-    ),
+    convention: str = verb.convention(RIGHT),
+    device: str | None = verb.device("Where the kernel is tried", verb.GPU),
     timeout: str | None = verb.timeout(),
     quiet: bool = verb.quiet(),
 ) -> int:
@@ -58,7 +57,10 @@ def init(
     how = (convention, device, timeout)
     _, kernel, detected = run_probe(interrupts, spec, *how, quiet=quiet)
     if detected.base is None:
-        return _nothing(spec, detected)
+        reasons = (one.reason for one in detected.tried)
+        reason = next(filter(None, reasons), "it refuses everything")
+        click.echo(f"attncheck: kernel {spec!r} takes nothing that was tried: {reason}", err=True)
+        return NOTHING_TAKEN
     table = _table(kernel, detected, path, name)
     text = with_table(path, name, table)
     if not dry_run:
@@ -72,8 +74,6 @@ def init(
 
 def _table(kernel: Entry, detected: DetectedCapabilities, path: Path, name: str) -> str:
     """The proposal, with what only its author can say kept from the table that it replaces."""
-    from msgspec.structs import replace
-
     from attncheck.subjects.capabilities.capability_table import render_table
     from attncheck.subjects.capabilities.configuration import entry_from, table_header
     from attncheck.verify.proposed_table import propose_table
@@ -101,9 +101,3 @@ def _next(path: Path, name: str, *, dry_run: bool, detected: DetectedCapabilitie
             f"  pytest --pyargs attncheck.properties --kernel {name}",
         ]
     return "\n".join(lines)
-
-
-def _nothing(spec: str, detected: DetectedCapabilities) -> int:
-    reason = next((one.reason for one in detected.tried if one.reason), "it refuses everything")
-    click.echo(f"attncheck: kernel {spec!r} takes nothing that was tried: {reason}", err=True)
-    return NOTHING_TAKEN

@@ -9,6 +9,7 @@ import click
 
 from attncheck.cli import verb
 from attncheck.cli.standard_output import standard_output
+from attncheck.core.formats import DTYPES
 
 
 @verb.command
@@ -30,11 +31,17 @@ def list_(
 ) -> None:
     """Kernels, variants, dtypes, distributions, masks and score mods; what supports what."""
     # A device is looked for where one is needed alone: that loads torch, which takes seconds.
-    if support or device == "cuda":
-        device = _usable_device(device)
+    if (support or device == "cuda") and device != "cpu":
+        from attncheck.verify.environment import usable_device
+
+        device = usable_device(device)
     catalogue = _catalogue()
     if support and device:
-        catalogue = {"device": device, **catalogue, "support": _support_table(device)}
+        from attncheck.subjects.capabilities import named_kernels
+
+        subjects = {n: named_kernels.subject_named(n) for n in named_kernels.builtin_names()}
+        taken = {name: _support(subject, device) for name, subject in subjects.items()}
+        catalogue = {"device": device, **catalogue, "support": taken}
     with standard_output():
         if as_json:
             click.echo(json.dumps(catalogue, indent=2))
@@ -42,20 +49,14 @@ def list_(
             _echo(catalogue)
 
 
-def _usable_device(device: str | None) -> str:
-    """Return ``device``, or what torch finds; raises UsageError for one that is not here."""
-    if device == "cpu":
-        return device
-    from attncheck.verify.environment import usable_device
-
-    return usable_device(device)
-
-
 def _echo(catalogue: dict[str, Any]) -> None:
     for title, entries in catalogue.items():
         if entries and title not in {"support", "device"}:
             click.echo(f"{title}:")
-            _echo_entries(entries)
+            width = max(map(len, entries))
+            for name, summary in entries.items():
+                click.echo(f"  {name:<{width}}  {summary}")
+            click.echo()
     if "support" in catalogue:
         click.echo(f"what supports what on {catalogue['device']} (variants at the default shape):")
         _echo_support(catalogue["support"])
@@ -65,7 +66,6 @@ def _echo(catalogue: dict[str, Any]) -> None:
 
 def _catalogue() -> dict[str, Any]:
     from attncheck.cases.variants import FURTHER, VARIANTS
-    from attncheck.core.formats import DTYPES
     from attncheck.inputs.distributions import DISTRIBUTIONS
     from attncheck.mods.masks import MASKS
     from attncheck.mods.scores import SCORES
@@ -106,19 +106,9 @@ def _kernels_of_others() -> dict[str, dict[str, str]]:
     }
 
 
-def _support_table(device: str) -> dict[str, Any]:
-    from attncheck.subjects.capabilities import named_kernels
-
-    return {
-        name: _support(named_kernels.subject_named(name), device)
-        for name in named_kernels.builtin_names()
-    }
-
-
 def _support(subject: Any, device: str) -> dict[str, Any]:
     """Per dtype, the variants taken and for each other one the reason."""
     from attncheck.cases.variants import ALL, DEFAULT_SHAPES, plan_cells
-    from attncheck.core.formats import DTYPES
 
     why = subject.absent(device)
     if why:
@@ -147,13 +137,6 @@ def _arrangement(problem: Any) -> str:
     if problem.operation == "softmax":
         return "rows"
     return "MHA" if problem.group == 1 else "GQA"
-
-
-def _echo_entries(entries: dict[str, str]) -> None:
-    width = max(map(len, entries))
-    for name, summary in entries.items():
-        click.echo(f"  {name:<{width}}  {summary}")
-    click.echo()
 
 
 def _echo_support(support: dict[str, dict[str, Any]]) -> None:

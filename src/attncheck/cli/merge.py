@@ -8,6 +8,9 @@ import click
 
 from attncheck.cli import verb
 from attncheck.cli.standard_output import Interrupts, standard_output
+from attncheck.core.errors import UsageError
+from attncheck.core.files import write_files
+from attncheck.core.sanitize_text import one_line
 
 INCOMPLETE = 3
 
@@ -27,9 +30,6 @@ def merge(
 
     Exit code 2 when a file is no journal, 3 when a shard is missing, or has not finished.
     """
-    from attncheck.core.errors import UsageError
-    from attncheck.core.files import write_files
-    from attncheck.core.sanitize_text import one_line
     from attncheck.workers import journal as parts
     from attncheck.workers.journal_format import JournalError, read_journal
 

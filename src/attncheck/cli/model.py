@@ -10,12 +10,14 @@ import click
 from click.core import ParameterSource
 
 from attncheck.cli import verb
+from attncheck.cli.long_runs import progress
 from attncheck.cli.options import open_kernels, start_worker, typed_command
 from attncheck.cli.standard_output import Interrupts, standard_output
-from attncheck.core.errors import parse_seconds
+from attncheck.core.errors import UsageError, parse_seconds
+from attncheck.records.failures import FAILURE_FOLDER
+from attncheck.records.model_report import ModelRecord, ModelReport
 
 if TYPE_CHECKING:
-    from attncheck.records.model_report import ModelRecord
     from attncheck.subjects.capabilities.subject import Subject
 
 _COUNT = click.IntRange(min=1)
@@ -65,17 +67,12 @@ def model(
     seed: int = verb.option(
         "--seed", "", "Of random weights and tokens.", 0, type=click.IntRange(min=0)
     ),
-    device: str | None = verb.device("Where the model runs (default: cuda where there is a GPU)."),
+    device: str | None = verb.device("Where the model runs", verb.GPU),
     timeout: str | None = verb.timeout(),
     in_process: bool = verb.in_process(),
     fmt: str = verb.fmt(),
     directory: str = verb.out("model.json, model.md and model.html"),
-    plots: tuple[str, ...] = verb.several(
-        "--plot",
-        "FILE",
-        "Also draw each layer's drift, to FILE.png or FILE.svg (repeatable; needs "
-        "attncheck[plot]).",
-    ),
+    plots: tuple[str, ...] = verb.plots("Also draw each layer's drift"),
     quiet: bool = verb.quiet(),
 ) -> int:
     """Run transformers with their attention swapped for a kernel, and compare what they say.
@@ -92,8 +89,6 @@ def model(
     Exit code 1 when a call failed or a kernel raised; 5 when no kernel takes the model.
     """
     workers = {each: start_worker(each, in_process=in_process) for each in kernels}
-    from attncheck.records.failures import FAILURE_FOLDER
-    from attncheck.records.model_report import ModelReport
     from attncheck.reporting import exit_codes, rendering
     from attncheck.reporting.image_files import check_plots, write_plots
     from attncheck.surveys.swapped_model import ModelSize, describe_model, transformers_version
@@ -101,7 +96,6 @@ def model(
     interrupts.check()  # the imports above take a while, and may have swallowed one
     rendering.check_format(fmt)
     check_plots(plots)
-    from attncheck.cli.long_runs import progress
     from attncheck.subjects.capabilities.named_kernels import subject_named
     from attncheck.surveys.model_survey import names_beside, survey_model
     from attncheck.verify.claims import hold_to_convention
@@ -164,7 +158,6 @@ def model(
 
 def _refuse_sizes(specs: tuple[str, ...]) -> None:
     """Raise UsageError where a size is typed for a model that has its own."""
-    from attncheck.core.errors import UsageError
     from attncheck.surveys.swapped_model import SHAPES
 
     source = click.get_current_context().get_parameter_source

@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from attncheck.cli import verb
+from attncheck.cli.long_runs import progress
 from attncheck.cli.options import not_applicable, open_kernels, start_worker, typed_command
 from attncheck.cli.standard_output import Interrupts, show_report
+from attncheck.core.errors import UsageError
+from attncheck.core.mod_spec import Dimensions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from attncheck.core.mod_spec import Dimensions
     from attncheck.subjects.capabilities.subject import Subject
     from attncheck.verify.kernel_hosts import KernelHost
 
@@ -26,21 +28,14 @@ def mods(
     interrupts: Interrupts,
     *,
     file: str = verb.argument("FILE.py[::NAME]"),
-    kernels: tuple[str, ...] = verb.several(
-        "--kernel",
-        "NAME",
-        "A kernel of `attncheck list`, or FILE.py::NAME (repeatable; default: all built in that "
-        "take score mods).",
-    ),
+    kernels: tuple[str, ...] = verb.kernels("all built in that take score mods"),
     shape: str = verb.option(
         "--shape",
         "BxHxL",
         "Ranges of b, h, q_idx and kv_idx; 2x4x40/48 is 40 queries on 48 keys.",
         DEFAULT_SHAPE,
     ),
-    device: str | None = verb.device(
-        "Where kernels run and captured tensors are made (default: cuda where there is a GPU)."
-    ),
+    device: str | None = verb.device("Where kernels run and captured tensors are made", verb.GPU),
     fmt: str = verb.fmt(),
     quiet: bool = verb.quiet(),
 ) -> int:
@@ -55,7 +50,6 @@ def mods(
     # The file is loaded there first: what ends that process does not end this one.
     trial = start_worker(file, in_process=False, echo=False)
     workers = {each: start_worker(each, in_process=False) for each in kernels}
-    from attncheck.cli.long_runs import progress
     from attncheck.reporting import rendering
     from attncheck.surveys.mod_survey import dimensions_of, mods_of_file, survey_mods
     from attncheck.verify.environment import prepare, usable_device
@@ -94,7 +88,6 @@ def _refuse(
     file_mods: dict[str, Callable[..., Any]], file: str, dimensions: Dimensions, device: str
 ) -> None:
     """A line on standard error for each mod that cannot be compared, and exit code 2."""
-    from attncheck.core.errors import UsageError
     from attncheck.surveys.mod_survey import refusals
 
     *others, last = refusals(file_mods, file, dimensions, device) or [""]
@@ -106,7 +99,6 @@ def _refuse(
 
 def _subjects(hosts: Mapping[str, KernelHost], device: str) -> list[Subject]:
     """Raises UsageError for a kernel asked for by name that mods do not concern."""
-    from attncheck.core.errors import UsageError
     from attncheck.subjects.capabilities import named_kernels
     from attncheck.surveys.mod_survey import concerns_mods, takes_any_mod
 

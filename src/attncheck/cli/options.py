@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from attncheck.core.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -83,33 +85,16 @@ def _without_folder(text: str) -> str:
 
 @contextmanager
 def open_host(
-    kernel: str, worker: Worker | None, *, seconds: float | None = None, **how: Any
+    kernel: str, worker: Worker | None, *, device: str, **how: Any
 ) -> Iterator[KernelHost]:
-    """Yield a kernel whose process ends with it.
+    """Yield the one kernel that is asked, as ``open_kernels`` does.
 
-    Args:
-        kernel: As ``subjects.load`` takes it.
-        worker: The process that was started for it (``start_worker``).
-        seconds: That one call may take.
-        how: As of ``kernel_hosts.open_kernel``.
-
-    Raises:
-        UsageError: for one that cannot be, that cannot run here, or whose process dies as it is
-            loaded.
+    Raises UsageError also where it cannot run here.
     """
-    from attncheck.core.errors import UsageError
-    from attncheck.verify.kernel_hosts import open_kernel
-    from attncheck.verify.remote_kernel import Deadlines
-    from attncheck.workers.process import Died
-
-    try:
-        host = open_kernel(kernel, deadlines=Deadlines.of(seconds), worker=worker, **how)
-    except Died as error:
-        raise UsageError(f"kernel {kernel!r}: as it was loaded, {error}") from None
-    with closing(host):
-        absent = host.executor.absence(host.subject, how["device"])
-        if absent:
-            raise UsageError(f"kernel {kernel!r} cannot run on {how['device']}: {absent}.")
+    with open_kernels({kernel: worker}, device=device, **how) as hosts:
+        host = hosts[kernel]
+        if absent := host.executor.absence(host.subject, device):
+            raise UsageError(f"kernel {kernel!r} cannot run on {device}: {absent}.")
         yield host
 
 
@@ -118,6 +103,7 @@ def open_kernels(
     workers: Mapping[str, Worker | None],
     *,
     device: str,
+    convention: str = "",
     in_process: bool = False,
     seconds: float | None = None,
     mods: Mapping[str, str] | None = None,
@@ -127,15 +113,14 @@ def open_kernels(
 
     Args:
         workers: Of each kernel the process that was started for it (``start_worker``).
+        convention: As of ``kernel_hosts.open_kernel``, as are ``mods``.
         seconds: That one call may take.
-        mods: As of ``kernel_hosts.open_kernel``.
         died: Where to put what a process died of as it loaded its kernel; by default that raises.
 
     Raises:
         UsageError: for one that cannot be (``subjects.load``), or two that reports would call the
             same.
     """
-    from attncheck.core.errors import UsageError
     from attncheck.verify.kernel_hosts import open_kernel
     from attncheck.verify.remote_kernel import Deadlines
     from attncheck.workers.process import Died
@@ -146,6 +131,7 @@ def open_kernels(
             try:
                 host = open_kernel(
                     kernel,
+                    convention=convention,
                     device=device,
                     isolated=False if in_process else None,
                     deadlines=Deadlines.of(seconds),

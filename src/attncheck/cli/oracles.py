@@ -8,8 +8,10 @@ from functools import partial
 import click
 
 from attncheck.cli import verb
+from attncheck.cli.long_runs import progress
 from attncheck.cli.options import typed_command
 from attncheck.cli.standard_output import Interrupts, show_report
+from attncheck.core.errors import UsageError
 from attncheck.records.survey_reports import CertificateReport, OracleReport
 
 DEFAULT_SHAPE, CERTIFIED_SHAPE = "1x2/1x24x8", "1x2/1x64x64"
@@ -77,8 +79,6 @@ def oracles(
     compared with is not proven, or to be more than a hundredth of what a kernel is allowed only.
     """
     from attncheck.cases.variants import CERTIFIED_VARIANTS, ORACLE_VARIANTS, oracle_plan
-    from attncheck.cli.long_runs import progress
-    from attncheck.core.errors import UsageError
     from attncheck.reporting import rendering
 
     # Ignored in silence, it would look as if the proof had so many digits.

@@ -6,30 +6,37 @@ import json
 import re
 import sys
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
+import msgspec
 
 from attncheck.cli import verb
+from attncheck.cli.long_runs import progress
 from attncheck.cli.options import few_threads, open_host, start_worker
 from attncheck.cli.standard_output import Interrupts, standard_output
 from attncheck.core.errors import parse_seconds
+from attncheck.reporting.document import (
+    Cell,
+    Column,
+    Document,
+    Look,
+    Note,
+    Section,
+    Table,
+    columns,
+    row,
+)
 
 if TYPE_CHECKING:
-    from attncheck.reporting.document import Document, Look
     from attncheck.subjects.capabilities.subject import Subject
     from attncheck.subjects.load import Entry
     from attncheck.verify.capability_detection import DetectedCapabilities
 
 NOTHING_TAKEN = 5  # exit code
+RIGHT = "the one by which it is right"  # of several conventions
 
 _QUESTIONS = 70  # about: how far a probe is
-
-
-def convention_option() -> Any:
-    """``--convention`` of a kernel that is tried."""
-    text = "How the kernel is called (default: the one by which it is right)."
-    return verb.option("--convention", "NAME", text)
 
 
 @verb.command
@@ -37,8 +44,8 @@ def probe(
     interrupts: Interrupts,
     *,
     spec: str = verb.argument("SPEC"),
-    convention: str | None = convention_option(),
-    device: str | None = verb.device("Where the kernel runs (default: cuda where there is a GPU)."),
+    convention: str = verb.convention(RIGHT),
+    device: str | None = verb.device("Where the kernel runs", verb.GPU),
     timeout: str | None = verb.timeout(),
     as_json: bool = verb.as_json(),
     quiet: bool = verb.quiet(),
@@ -77,7 +84,7 @@ def probe(
 def run_probe(
     interrupts: Interrupts,
     spec: str,
-    convention: str | None,
+    convention: str,
     device: str | None,
     timeout: str | None,
     *,
@@ -87,7 +94,6 @@ def run_probe(
     few_threads(small=True)
     seconds = parse_seconds(timeout, "--timeout")
     worker = start_worker(spec, in_process=False)
-    from attncheck.cli.long_runs import progress
     from attncheck.subjects.conventions.convention import ConventionOptions
     from attncheck.subjects.terms import Terms
     from attncheck.verify.capability_detection import detect_capabilities
@@ -97,7 +103,7 @@ def run_probe(
     interrupts.check()
     device = usable_device(device)
     prepare(device)
-    how = {"convention": convention or "", "device": device}
+    how = {"convention": convention, "device": device}
     with open_host(spec, worker, seconds=seconds, **how) as host:
         kernel, subject = host.entry(), host.subject
 
@@ -130,7 +136,6 @@ def name_of(spec: str) -> str:
 def _as_json(
     name: str, device: str, detected: DetectedCapabilities, table: str
 ) -> dict[str, object]:
-    import msgspec
 
     return {
         "kernel": name,
@@ -148,7 +153,6 @@ _LOOKS: dict[str, Look] = {"takes": "good", "refuses": "dim", "raises": "notable
 
 def _document(name: str, detected: DetectedCapabilities, device: str) -> Document:
     """Table of the trials of the kernel called ``name``: a row an aspect and verdict."""
-    from attncheck.reporting.document import Cell, Column, Document, Note, Row, Section, Table
     from attncheck.verify.proposed_table import group_results, is_capability
 
     rows = []
@@ -159,9 +163,8 @@ def _document(name: str, detected: DetectedCapabilities, device: str) -> Documen
             names = ", ".join(dict.fromkeys(one.what for one in group))
             what = ": ".join(part for part in (names, group[0].reason) if part)
             look = _LOOKS[verdict]
-            rows.append(Row((Cell("" if i else aspect), Cell(word, look), Cell(what, look))))
-    what_column = Column("what", words=True, wrap=True)
-    columns = (Column("aspect", words=True), Column("verdict", words=True), what_column)
+            rows.append(row("" if i else aspect, Cell(word, look), Cell(what, look)))
+    headings = (*columns(["aspect", "verdict"]), Column("what", words=True, wrap=True))
     convention = f" · {detected.convention} convention" if detected.base is not None else ""
     verdicts = [one.verdict for one in filter(is_capability, detected.tried)]
     wrong = verdicts.count("wrong")
@@ -179,7 +182,7 @@ def _document(name: str, detected: DetectedCapabilities, device: str) -> Documen
         sections=(
             Section(
                 f"changes of {detected.base}" if detected.base is not None else "",
-                (Table(columns, tuple(rows)),) if rows else (),
+                (Table(headings, tuple(rows)),) if rows else (),
             ),
         ),
         closing=(Note(f"{sentence[0].upper()}{sentence[1:]}.", "plain"),),

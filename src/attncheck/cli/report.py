@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import click
 
 from attncheck.cli import verb
 from attncheck.cli.standard_output import Interrupts, standard_output
+from attncheck.core import json_numbers
+from attncheck.core.errors import UsageError, require_known
+from attncheck.records.bench_report import BenchReport
+from attncheck.records.json_reports import LARGEST_GATE, load_report, report_schema
+from attncheck.records.model_report import ModelReport
+from attncheck.records.record import Report
+from attncheck.records.run_reports import GateReport
+from attncheck.reporting.gate_verdict import failure_groups
 
-if TYPE_CHECKING:
-    from attncheck.records.bench_report import BenchReport
-    from attncheck.records.model_report import ModelReport
-    from attncheck.records.record import Report
-    from attncheck.records.run_reports import GateReport
-
+# Fields by which each is known, the first that fits.
+_KINDS: tuple[tuple[Any, set[str]], ...] = (
+    (GateReport, {"tier", "started"}),
+    (BenchReport, {"cells", "matmul"}),
+    (ModelReport, {"models", "records"}),
+    (Report, {"records"}),
+)
 _LARGEST_SCRIPT = 2**20  # bytes of one that is taken over into a page
 
 
@@ -46,12 +55,21 @@ def report(
     # By what is in it: a gate's report may have any name.
     path = Path(source)
     loaded = _loaded(path)
-    from attncheck.records.run_reports import GateReport
+    from attncheck.reporting import rendering
 
     if isinstance(loaded, GateReport):
-        _show_gate(interrupts, loaded, path, fmt, directory)
+        rendering.check_format(fmt, rendering.GATE_FORMATS)
     else:
-        _show(interrupts, loaded, fmt, directory)
+        require_known("format of this report", [fmt], rendering.FORMATS)
+    if directory is not None:
+        with interrupts.writing(directory):
+            if isinstance(loaded, GateReport):
+                scripts = _scripts(loaded, path.parent / rendering.SCRIPTS)
+                rendering.write_gate(loaded, directory, scripts)
+            else:
+                rendering.write_report(loaded, directory, "report")
+    with standard_output():
+        rendering.show(loaded, fmt)
     return 0
 
 
@@ -68,7 +86,6 @@ report.params.append(
 
 
 def _print_schema(context: click.Context, kind: str) -> None:
-    from attncheck.records.json_reports import report_schema
 
     click.echo(json.dumps(report_schema(kind), indent=2))
     context.exit()
@@ -76,33 +93,20 @@ def _print_schema(context: click.Context, kind: str) -> None:
 
 def _loaded(path: Path) -> GateReport | Report | BenchReport | ModelReport:
     """Raises UsageError for what is neither, in one line."""
-    from attncheck.core import json_numbers
-    from attncheck.core.errors import UsageError
-    from attncheck.records.bench_report import BenchReport
-    from attncheck.records.json_reports import LARGEST_GATE, load_report
-    from attncheck.records.model_report import ModelReport
-    from attncheck.records.record import Report
-    from attncheck.records.run_reports import GateReport
-
     if path.suffix == ".jsonl":
         return read_run_journal(path)
     data = json_numbers.read_json(path, "report", LARGEST_GATE)
     keys = set(data) if isinstance(data, dict) else set()
-    if "tier" in keys and "started" in keys:
-        return load_report(path, GateReport)
-    if {"cells", "matmul"} <= keys:
-        return load_report(path, BenchReport)
-    if {"models", "records"} <= keys:
-        return load_report(path, ModelReport)
-    if "records" in keys:
-        return load_report(path, Report)
+    for kind, telling in _KINDS:
+        if telling <= keys:
+            found: GateReport | Report | BenchReport | ModelReport = load_report(path, kind)
+            return found
     fact = "it has neither records nor the answers of a gate"
     raise UsageError(json_numbers.refusal_message(json_numbers.source_name(path), "report", fact))
 
 
 def read_run_journal(path: Path) -> GateReport:
     """Return what the journal ``path`` of a gate tells; raises UsageError for what is none."""
-    from attncheck.core.errors import UsageError
     from attncheck.gate.gate_report import build_report as of_content
     from attncheck.workers.journal_format import JournalError, read_journal
 
@@ -112,41 +116,8 @@ def read_run_journal(path: Path) -> GateReport:
         raise UsageError(str(error)) from None
 
 
-def _show_gate(
-    interrupts: Interrupts, loaded: GateReport, path: Path, fmt: str, directory: str | None
-) -> None:
-    from attncheck.reporting.rendering import GATE_FORMATS, SCRIPTS, check_format, show, write_gate
-
-    check_format(fmt, GATE_FORMATS)
-    if directory is not None:
-        scripts = _scripts(loaded, path.parent / SCRIPTS)
-        with interrupts.writing(directory):
-            write_gate(loaded, directory, scripts)
-    with standard_output():
-        show(loaded, fmt)
-
-
-def _show(
-    interrupts: Interrupts,
-    loaded: Report | BenchReport | ModelReport,
-    fmt: str,
-    directory: str | None,
-) -> None:
-    from attncheck.core.errors import require_known
-    from attncheck.reporting import rendering
-
-    require_known("format of this report", [fmt], rendering.FORMATS)
-    if directory is not None:
-        with interrupts.writing(directory):
-            rendering.write_report(loaded, directory, "report")
-    with standard_output():
-        rendering.show(loaded, fmt)
-
-
 def _scripts(loaded: GateReport, folder: Path) -> dict[str, str]:
     """Those of its failures that lie beside the report, by id."""
-    from attncheck.reporting.gate_verdict import failure_groups
-
     scripts = {}
     for one in failure_groups(loaded):
         path = folder / f"{one.id}.py"

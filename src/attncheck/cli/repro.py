@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,12 +12,16 @@ import click
 from attncheck.cli import verb
 from attncheck.cli.options import few_threads, start_worker
 from attncheck.cli.standard_output import Interrupts, standard_output
-from attncheck.core.errors import parse_seconds
+from attncheck.core.errors import UsageError, parse_seconds, recorded_file
+from attncheck.core.files import write_texts
+from attncheck.core.sanitize_text import one_line
+from attncheck.records.failures import Reproduction, find_reproduction
+from attncheck.records.problem_summary import problem_of
+from attncheck.records.record import FAILED_STATUSES, Record
+from attncheck.reporting.exit_codes import record_exit_code
 
 if TYPE_CHECKING:
     from attncheck.inputs.problem import Case
-    from attncheck.records.failures import Reproduction
-    from attncheck.records.record import Record
     from attncheck.subjects.capabilities.subject import Subject
     from attncheck.verify.kernel_hosts import KernelHost
 
@@ -32,12 +37,8 @@ def repro(
         "Ask this kernel: a name, FILE.py::NAME or package.module:NAME (default: the one that "
         "failed).",
     ),
-    convention: str | None = verb.option(
-        "--convention",
-        "NAME",
-        "How the kernel is called (default: as it was, or the one that fits).",
-    ),
-    device: str | None = verb.device("Where the kernel runs (default: where it did)."),
+    convention: str = verb.convention("as it was, or the one that fits"),
+    device: str | None = verb.device("Where the kernel runs", "where it did"),
     timeout: str | None = verb.timeout(),
     in_process: bool = verb.in_process(),
     recording: str | None = verb.option(
@@ -54,11 +55,7 @@ def repro(
         "Write a Python script that asks the same without attncheck: it needs torch and the "
         "kernel alone.",
     ),
-    plots: tuple[str, ...] = verb.several(
-        "--plot",
-        "FILE",
-        "Draw where the error is, to FILE.png or FILE.svg (repeatable; needs attncheck[plot]).",
-    ),
+    plots: tuple[str, ...] = verb.plots("Draw where the error is"),
 ) -> int:
     """Ask a kernel the very same question again, and say what is wrong with its answer.
 
@@ -69,8 +66,6 @@ def repro(
     does not take the problem.
     """
     few_threads(small=False)
-    from attncheck.records.failures import find_reproduction
-    from attncheck.reporting.exit_codes import record_exit_code
     from attncheck.reporting.image_files import check_plots
 
     check_plots(plots)
@@ -112,8 +107,6 @@ def repro(
 
 def _case(kept: Reproduction, device: str) -> Case:
     """Raises UsageError for what is no Case, in one line that says which file has it."""
-    from attncheck.core.errors import UsageError
-    from attncheck.core.sanitize_text import one_line
     from attncheck.inputs.problem import Case, check_size
     from attncheck.verify.question_fit import check_question
 
@@ -128,7 +121,6 @@ def _case(kept: Reproduction, device: str) -> Case:
 
 def _recording(typed: str | None, kept: Reproduction) -> dict[str, str]:
     """Load the recording that the Case is of, if any; its file, for the kernel's process."""
-    from attncheck.core.errors import recorded_file
     from attncheck.inputs import recording_file
 
     problem = kept.case.get("problem")
@@ -144,7 +136,6 @@ def _recording(typed: str | None, kept: Reproduction) -> dict[str, str]:
 
 def _device(typed: str | None, kept: Reproduction) -> str:
     """Raises UsageError for a device that is not here."""
-    from attncheck.core.errors import UsageError
     from attncheck.verify.environment import default_device, require_device
 
     device = typed or kept.device or default_device()
@@ -160,7 +151,6 @@ def _device(typed: str | None, kept: Reproduction) -> str:
 
 def _opened(kernel: str, kept: Reproduction, *, seconds: float | None, **how: Any) -> KernelHost:
     """Raises UsageError for a kernel that is not there, with how to name another."""
-    from attncheck.core.errors import UsageError
     from attncheck.verify.kernel_hosts import open_kernel
     from attncheck.verify.remote_kernel import Deadlines
 
@@ -190,10 +180,7 @@ def write_script(  # who is asked what
 
     Raises UsageError where it cannot be written; then ``instead`` says what to choose another of.
     """
-    from attncheck.core.files import write_texts
-    from attncheck.core.sanitize_text import one_line
     from attncheck.diagnose.standalone_script import render_script
-    from attncheck.records.problem_summary import problem_of
     from attncheck.verify.question_fit import question_summary
 
     facts = {
@@ -233,9 +220,7 @@ _HOLDS_NOW = (
 
 
 def _show(record: Record, kept: Reproduction, *, kernel: str, device: str) -> None:
-    import sys
 
-    from attncheck.records.record import FAILED_STATUSES
     from attncheck.reporting.diagnosis_text import diagnosis_text
     from attncheck.reporting.terminal import print_text
     from attncheck.verify.question_fit import question_summary

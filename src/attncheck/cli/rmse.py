@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-import sys
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
+from msgspec import UNSET
+from msgspec.structs import replace
 
 from attncheck.cli import verb
 from attncheck.cli.long_runs import BY_HAND, claimed, collect
 from attncheck.cli.options import not_applicable, open_kernels, start_worker, typed_command
-from attncheck.cli.standard_output import Interrupts, standard_output
-from attncheck.core.errors import parse_seconds
+from attncheck.cli.standard_output import Interrupts, LivePage, show_report, standard_output
+from attncheck.core.errors import UsageError, parse_seconds
+from attncheck.records.json_reports import load_report
+from attncheck.records.record import Record, Report, join_reports
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     from attncheck.cases.variants import Cell
-    from attncheck.records.record import Record, Report
-    from attncheck.reporting.measurement_document import RowsAsMeasured
     from attncheck.subjects.capabilities.subject import Subject
     from attncheck.verify.kernel_hosts import KernelHost
     from attncheck.workers.process import Died, Worker
@@ -41,11 +42,7 @@ _MEASURES = (
 class RmseOptions:
     """Options as typed."""
 
-    kernels: tuple[str, ...] = verb.several(
-        "--kernel",
-        "NAME",
-        "A kernel of `attncheck list`, or FILE.py::NAME (repeatable; default: all built in).",
-    )
+    kernels: tuple[str, ...] = verb.kernels("all built in")
     variants: tuple[str, ...] = verb.several(
         "--variant",
         "NAME",
@@ -69,11 +66,7 @@ class RmseOptions:
         "Inputs that attncheck.capture() recorded (safetensors), with their masks and scales, "
         "in place of variants, shapes and distributions.",
     )
-    dtypes: tuple[str, ...] = verb.several(
-        "--dtype",
-        "NAME",
-        "fp32, tf32, fp16, bf16, e4m3 or e5m2 (repeatable; default: bf16, or as recorded).",
-    )
+    dtypes: tuple[str, ...] = verb.dtypes("bf16, or as recorded")
     shapes: tuple[str, ...] = verb.several(
         "--shape",
         "BxHxLxD",
@@ -89,29 +82,19 @@ class RmseOptions:
         "pages. Times are of forward and backward together.",
     )
     seed: int = verb.seed()
-    device: str | None = verb.device(
-        "Where kernels run (default: cuda where there is a GPU; on a cpu Triton kernels are "
-        "interpreted)."
-    )
+    device: str = verb.device("Where kernels run")
     timeout: str | None = verb.timeout()
     in_process: bool = verb.in_process()
     fmt: str = verb.fmt()
     directory: str = verb.out("rmse.json, rmse.md and rmse.csv")
-    plots: tuple[str, ...] = verb.several(
-        "--plot",
-        "FILE",
-        "Also draw the RMSE of every kernel, to FILE.png or FILE.svg (repeatable; needs "
-        "attncheck[plot]).",
-    )
+    plots: tuple[str, ...] = verb.plots("Also draw the RMSE of every kernel")
     sources: tuple[str, ...] = verb.several(
         "--from",
         "FILE",
         "Measure nothing: show the report that an earlier run wrote, rmse.json, again "
         "(repeatable: the parts of a run as one); files only where --out or --plot says so.",
     )
-    max_time: str | None = verb.option(
-        "--max-time", "TIME", "Stop then, such as 10m, with what there is."
-    )
+    max_time: str | None = verb.max_time(", with what there is")
     explained: str | None = verb.option(
         "--explain",
         "CELL",
@@ -138,25 +121,24 @@ def rmse(interrupts: Interrupts, options: RmseOptions) -> int:
     Exit code 1 when a verdict is fail or a kernel raised, 3 when --max-time was too short, 5 when
     no cell could be measured, 130 after Ctrl-C.
     """
-    rows = None
+    page = None
     # Of none where nothing is measured: that is refused below, and they end.
     workers = {each: start_worker(each, in_process=options.in_process) for each in options.kernels}
     from attncheck.reporting import exit_codes, rendering
     from attncheck.reporting.image_files import check_plots
-    from attncheck.reporting.terminal import document_lines, print_lines
 
     rendering.check_format(options.fmt)
     check_plots(options.plots)
     if options.sources:
         _refuse_with("--from", _MEASURES, "shows what was measured")
-        report = _joined_report(options)
+        report = join_reports([load_report(Path(one), Report) for one in options.sources])
         # A report that is there is not written again unless somebody says where to.
         directory = options.directory if _was_typed("directory") else ""
     else:
         if options.backward:
             _refuse_with("--backward", ("plots",), "gives gradients, which a plot does not show")
         interrupts.check()  # the imports above take a while, and may have swallowed one
-        report, rows = _measured(interrupts, options, workers)
+        report, page = _measured(interrupts, options, workers)
         if options.explained is not None:
             return exit_codes.exit_code(report)
         directory = options.directory
@@ -167,35 +149,19 @@ def rmse(interrupts: Interrupts, options: RmseOptions) -> int:
             _draw(report, options)
     elif options.plots:
         _draw(report, options)
-    with standard_output():
-        if rows is None:
-            rendering.show(report, options.fmt)
-        else:
-            page = rows.closing(report)
-            print_lines(partial(document_lines, page, before=rows.tables.values()), sys.stdout)
+    code = page.close(report) if page else show_report(report, options.fmt)
     if report.incomplete and report.incomplete.startswith(BY_HAND):
         raise KeyboardInterrupt
-    return exit_codes.exit_code(report)
-
-
-def _joined_report(options: RmseOptions) -> Report:
-    """The reports of files as one.
-
-    Raises UsageError for a file that is no report, and for two of the same.
-    """
-    from attncheck.records.json_reports import load_report
-    from attncheck.records.record import Report, join_reports
-
-    return join_reports([load_report(Path(source), Report) for source in options.sources])
+    return code
 
 
 def _measured(
     interrupts: Interrupts, options: RmseOptions, workers: Mapping[str, Worker | None]
-) -> tuple[Report, RowsAsMeasured | None]:
+) -> tuple[Report, LivePage | None]:
     """Measure the kernels of ``workers``, or all built in.
 
     Returns:
-        The Report, and its rows where they have been shown.
+        The Report, and the page where its rows have been shown.
     """
     from attncheck.mods.mod_files import is_mod_reference
     from attncheck.subjects.capabilities import named_kernels
@@ -208,6 +174,7 @@ def _measured(
     own = {"mask": options.mask, "score": options.score}
     mods = {name: text for name, text in own.items() if text and is_mod_reference(text)}
     device = usable_device(options.device)
+    options = dataclasses.replace(options, device=device)
     if any(":" in kernel for kernel in options.kernels):
         prepare(device)  # before the file's own Triton functions are decorated
     kernels = workers or dict.fromkeys(named_kernels.builtin_names())
@@ -220,7 +187,7 @@ def _measured(
     how: dict[str, Any] = {"in_process": options.in_process, "seconds": seconds, "mods": mods}
     died: dict[str, Died] = {}
     with open_kernels(kernels, device=device, died=died, **how) as hosts:
-        return _measured_kernels(interrupts, options, hosts, died, device)
+        return _measured_kernels(interrupts, options, hosts, died)
 
 
 def _measured_kernels(
@@ -228,15 +195,12 @@ def _measured_kernels(
     options: RmseOptions,
     hosts: Mapping[str, KernelHost],
     died: Mapping[str, Died],
-    device: str,
-) -> tuple[Report, RowsAsMeasured | None]:
+) -> tuple[Report, LivePage | None]:
     """Measure what is asked for; of one cell that is to be explained show that."""
-    from msgspec.structs import replace
-
     from attncheck.reporting import rendering
     from attncheck.verify.verify import applicable_subjects, assemble_report
 
-    cells = _cells(options, device)
+    cells, device = _cells(options), options.device
     typed = options.shapes or options.recording
     claims = claimed(
         hosts,
@@ -260,11 +224,13 @@ def _measured_kernels(
     rendering.check_writable(options.directory)
     concerned = applicable_subjects([cell.problem for cell in cells], subjects)
     report = assemble_report(concerned, (), device=device, command=typed_command(files=_FILES))
-    if claims:
-        report = replace(report, claims=claims)
-    report = replace(report, records=tuple(_death_records(died, cells, *report.environments)))
-    # Beside those that can be measured: who cannot even be loaded has failed.
-    report = replace(report, kernels=report.kernels | dict.fromkeys(died, ""))
+    report = replace(
+        report,
+        claims=claims or UNSET,
+        # Beside those that can be measured: who cannot even be loaded has failed.
+        kernels=report.kernels | dict.fromkeys(died, ""),
+        records=tuple(_death_records(died, cells, *report.environments)),
+    )
     return _with_records(interrupts, options, report, cells, subjects)
 
 
@@ -275,13 +241,8 @@ def _death_records(died: Mapping[str, Died], cells: list[Cell], key: str) -> Ite
 
     for kernel, error in died.items():
         for cell in cells:
-            yield death_record(
-                error,
-                Case(problem=cell.problem),
-                kernel=kernel,
-                variant=cell.variant,
-                environment=key,
-            )
+            case = Case(problem=cell.problem)
+            yield death_record(error, case, kernel=kernel, variant=cell.variant, environment=key)
 
 
 def _with_records(
@@ -290,65 +251,36 @@ def _with_records(
     report: Report,
     cells: list[Cell],
     subjects: list[Subject],
-) -> tuple[Report, RowsAsMeasured | None]:
+) -> tuple[Report, LivePage | None]:
     """Return ``report`` with all Records, or those that there are when the run is stopped."""
-    from msgspec.structs import replace
-
+    from attncheck.inputs.problem import Case
+    from attncheck.reporting.measurement_document import RowsAsMeasured
     from attncheck.verify.compile_ahead import compiling_ahead
-    from attncheck.verify.environment import default_device
-    from attncheck.verify.verify import case_subjects
+    from attncheck.verify.verify import case_subjects, iter_records
 
-    # Every Record of one run is of this machine.
-    (key,) = report.environments
-    device = options.device or default_device()
-    rows = _shown_head(report) if options.fmt == "table" else None
+    page = LivePage.of(RowsAsMeasured(report)) if options.fmt == "table" else None
     # Not every kernel is for every cell: progress counts what will be asked.
     problems = [cell.problem for cell in cells]
-    asked = case_subjects(problems, subjects, device)
+    asked = case_subjects(problems, subjects, options.device)
+    show = page.show if page else None
     for record in report.records:
-        _show_row(rows, record) if rows else None
-    with compiling_ahead(zip(problems, asked, strict=True), device):
+        show(record) if show else None
+    cases = [(cell.variant, Case(problem=cell.problem)) for cell in cells]
+    (key,) = report.environments  # every Record of one run is of this machine
+    how: dict[str, Any] = {"device": options.device, "environment_key": key}
+    how |= {"applicable_only": True, "timed": True}
+    with compiling_ahead(zip(problems, asked, strict=True), options.device):
         records, stopped = collect(
-            partial(_records, subjects=subjects, cells=cells, device=device, environment_key=key),
+            lambda stage: iter_records(subjects, cases, stage=stage, **how),
             total=sum(map(len, asked)),
             what=lambda record: f"{record.kernel} {record.variant} {record.heads}",
-            show=partial(_show_row, rows) if rows else None,
+            show=show,
             interrupts=interrupts,
             quiet=options.quiet,
             max_time=options.max_time,
         )
-    report = replace(report, records=(*report.records, *records))
-    return replace(report, incomplete=stopped) if stopped else report, rows
-
-
-def _records(
-    stage: Callable[[str], None], *, subjects: list[Subject], cells: list[Cell], **how: Any
-) -> Iterator[Record]:
-    from attncheck.inputs.problem import Case
-    from attncheck.verify.verify import iter_records
-
-    cases = [(cell.variant, Case(problem=cell.problem)) for cell in cells]
-    return iter_records(subjects, cases, applicable_only=True, timed=True, stage=stage, **how)
-
-
-def _shown_head(report: Report) -> RowsAsMeasured | None:
-    """Show what a page begins with; None where standard output is no terminal."""
-    from attncheck.reporting.measurement_document import RowsAsMeasured, measurement_document
-    from attncheck.reporting.terminal import head_lines, print_lines
-
-    with standard_output():
-        if not sys.stdout.isatty():
-            return None
-        print_lines(partial(head_lines, measurement_document(report)), sys.stdout)
-    return RowsAsMeasured(report)
-
-
-def _show_row(rows: RowsAsMeasured, record: Record) -> None:
-    from attncheck.reporting.terminal import print_lines, row_lines
-
-    section, new = rows.row(record)
-    with standard_output():
-        print_lines(partial(row_lines, section, first=new), sys.stdout)
+    every = (*report.records, *records)
+    return replace(report, records=every, incomplete=stopped or UNSET), page
 
 
 def _draw(report: Report, options: RmseOptions) -> None:
@@ -362,7 +294,7 @@ def _draw(report: Report, options: RmseOptions) -> None:
         write_plots(report, options.plots)
 
 
-def _cells(options: RmseOptions, device: str) -> list[Cell]:
+def _cells(options: RmseOptions) -> list[Cell]:
     """Return the plan of the options: recorded inputs, own mods, or variants.
 
     Raises ProblemError where gradients of recorded inputs are asked for and cannot be.
@@ -371,6 +303,7 @@ def _cells(options: RmseOptions, device: str) -> list[Cell]:
     from attncheck.inputs.problem import check_size
     from attncheck.verify.environment import prepare
 
+    device = options.device
     if options.recording is not None:
         replaced = ("variants", "mask", "score", "shapes", "distributions", "seed")
         _refuse_with("--inputs", replaced)
@@ -399,7 +332,6 @@ def _cells(options: RmseOptions, device: str) -> list[Cell]:
 
 def _refuse_not_applicable(cells: list[Cell], subjects: list[Subject]) -> None:
     """Raises UsageError for a kernel asked for by name that nothing asked for concerns."""
-    from attncheck.core.errors import UsageError
     from attncheck.verify.verify import applicable_subjects
 
     for subject in subjects:
@@ -429,8 +361,6 @@ def _refuse_with(
 
     Also as its default, or as nothing: ``--seed 0``, ``--mask ""``.
     """
-    from attncheck.core.errors import UsageError
-
     parameters = click.get_current_context().command.params
     typed = [p.opts[0] for p in parameters if p.name in others and _was_typed(p.name)]
     if typed:

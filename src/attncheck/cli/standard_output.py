@@ -7,8 +7,9 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TextIO
@@ -18,6 +19,8 @@ import msgspec
 
 from attncheck.core.errors import AttncheckError, UsageError
 from attncheck.core.source_files import DivertedOutput, error_line
+from attncheck.reporting.document import LiveRows
+from attncheck.reporting.exit_codes import exit_code
 
 INTERRUPTED = 130
 _OURS = "attncheck.standard_output"
@@ -54,11 +57,50 @@ def standard_output() -> Iterator[None]:
 
 def show_report(report: msgspec.Struct, fmt: str = "table") -> int:
     """Show a report of any kind; return the exit code that it deserves."""
-    from attncheck.reporting import exit_codes, rendering
+    from attncheck.reporting import rendering
 
     with standard_output():
         rendering.show(report, fmt)
-    return exit_codes.exit_code(report)
+    return exit_code(report)
+
+
+class LivePage:
+    """A page on a terminal, whose rows are shown as they are measured."""
+
+    def __init__(self, rows: LiveRows) -> None:
+        from attncheck.reporting.terminal import head_lines
+
+        self._rows = rows
+        self._print(partial(head_lines, rows.head))
+
+    @classmethod
+    def of(cls, rows: LiveRows) -> LivePage | None:
+        """Show what a page begins with; None where standard output is no terminal."""
+        with standard_output():
+            shown = sys.stdout.isatty()
+        return cls(rows) if shown else None
+
+    def show(self, one: Any) -> None:
+        """Show one more row, or the rows of one more cell."""
+        from attncheck.reporting.terminal import row_lines
+
+        section, first = self._rows.row(one)
+        self._print(partial(row_lines, section, first=first))
+
+    def close(self, report: Any) -> int:
+        """Show what stands below all rows of ``report``; return the exit code that it deserves."""
+        from attncheck.reporting.terminal import document_lines
+
+        page = self._rows.closing(report)
+        self._print(partial(document_lines, page, before=self._rows.tables.values()))
+        return exit_code(report)
+
+    @staticmethod
+    def _print(lines: Callable[[int], Any]) -> None:
+        from attncheck.reporting.terminal import print_lines
+
+        with standard_output():
+            print_lines(lines, sys.stdout)
 
 
 def discard(stream: TextIO | None) -> None:

@@ -83,9 +83,52 @@ def command(function: Callable[..., int | None]) -> Verb:
     return click.command(name, cls=Verb, params=parameters)(callback)
 
 
-def device(what: str) -> Any:
-    """``--device``; ``what`` runs there, and the rest of the sentence is said of it."""
-    return option("--device", "", what, type=click.Choice(["cpu", "cuda"]))
+GPU = "cuda where there is a GPU"
+_DTYPES = "fp32, tf32, fp16, bf16, e4m3 or e5m2"
+
+
+def device(what: str, default: str = f"{GPU}; on a cpu Triton kernels are interpreted") -> Any:
+    """``--device``, where ``what`` happens."""
+    text = f"{what} (default: {default})."
+    return option("--device", "", text, type=click.Choice(["cpu", "cuda"]))
+
+
+def kernels(default: str) -> Any:
+    """``--kernel`` of a verb that takes several."""
+    text = f"A kernel of `attncheck list`, or FILE.py::NAME (repeatable; default: {default})."
+    return several("--kernel", "NAME", text)
+
+
+def dtypes(default: str) -> Any:
+    """``--dtype``."""
+    return several("--dtype", "NAME", f"{_DTYPES} (repeatable; default: {default}).")
+
+
+def convention(default: str, what: str = "How the kernel is called") -> Any:
+    """``--convention``; empty where nobody says."""
+    return option("--convention", "NAME", f"{what} (default: {default}).", "")
+
+
+def jobs(what: str) -> Any:
+    """``--jobs``: how many of ``what`` at a time."""
+    text = f"{what} at work at the same time (default: by cores, at most 4, or 16 for each GPU)."
+    return option("--jobs", "N", text, type=click.IntRange(1, 256))
+
+
+def max_time(then: str) -> Any:
+    """``--max-time``."""
+    return option("--max-time", "TIME", f"Stop then, such as 10m{then}.")
+
+
+def fresh() -> Any:
+    """``--fresh`` of a run with a journal."""
+    return flag("--fresh", "Forget an unfinished run, in place of going on.")
+
+
+def plots(draws: str) -> Any:
+    """``--plot``."""
+    text = f"{draws}, to FILE.png or FILE.svg (repeatable; needs attncheck[plot])."
+    return several("--plot", "FILE", text)
 
 
 def seed() -> Any:

@@ -76,6 +76,14 @@ def refusal_message(name: str, kind: str, fact: str) -> str:
     return f"{name} is no {kind} of attncheck: {one_line(fact)[:_LONGEST_MESSAGE]}."
 
 
+def other_schema(data: Any, known: int) -> str:
+    """Return what is wrong with the version of a file's layout; empty of the one that is read."""
+    schema = data.get("schema") if isinstance(data, dict) else None
+    # True equals 1 in Python, and is no version.
+    right = schema == known and not isinstance(schema, bool)
+    return "" if right else f"schema is {schema!r}, this version reads {known}"
+
+
 def _numbers_to_words(value: Any) -> Any:
     """``value`` with words for what JSON cannot say."""
     if isinstance(value, dict):

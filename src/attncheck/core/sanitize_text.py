@@ -48,6 +48,12 @@ def shortened(text: str) -> str:
     return f"{line[:LONGEST]}… ({len(line) - LONGEST} more characters in the JSON)"
 
 
+def cut_line(text: str, most: int) -> str:
+    """Return ``one_line(text)`` in at most so many characters."""
+    line = one_line(text)
+    return line if len(line) <= most else f"{line[: most - 1]}…"
+
+
 def for_markdown(text: str) -> str:
     """Return ``text`` escaped so that GitHub shows it as it is, in a table cell or a paragraph."""
     # Entities first: what is escaped afterwards must not be escaped twice.

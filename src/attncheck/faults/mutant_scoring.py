@@ -46,7 +46,7 @@ from attncheck.verify.claims import claimed_questions, find_claims
 from attncheck.verify.environment import environment, fingerprint, prepare
 from attncheck.verify.executor import Execution, Failure, InProcess
 from attncheck.verify.kernel_hosts import on_terms
-from attncheck.verify.question_fit import adapted_problems
+from attncheck.verify.question_fit import taken_problem
 from attncheck.verify.remote_kernel import Deadlines
 from attncheck.verify.verify import iter_records
 from attncheck.workers.units import Done, Unit
@@ -354,13 +354,12 @@ class _Job:
         reasons = []
         for problem in (_FIRST, _FIRST.replace(backward=True)):
             executor = InProcess()
-            for each in adapted_problems(subject, problem, executor):
-                if executor.refusal(subject, each, "cpu") is None:
-                    result = executor.run(subject, draw_inputs(each, "cpu"))
-                    # Who writes to its inputs gives an answer, which is there to be caught.
-                    raised = isinstance(result, Failure) and result.kind in {"error", "oom"}
-                    reasons.append(result.message if raised else "")  # type: ignore[union-attr]
-                    break
+            taken = taken_problem(subject, problem, executor, "cpu")
+            if taken is not None:
+                result = executor.run(subject, draw_inputs(taken, "cpu"))
+                # Who writes to its inputs gives an answer, which is there to be caught.
+                raised = isinstance(result, Failure) and result.kind in {"error", "oom"}
+                reasons.append(result.message if raised else "")  # type: ignore[union-attr]
         return one_line(next((reason for reason in reasons if reason), ""))
 
     def _check(self, kernel: str, tell: Callable[..., None]) -> None:

@@ -29,7 +29,6 @@ from attncheck.kernels.tile import (
     loaded_values,
     log_sum,
     normalised,
-    power,
     scores,
     started,
     visible,
@@ -37,7 +36,8 @@ from attncheck.kernels.tile import (
 )
 from attncheck.mods.to_triton import TritonMod
 
-_MERGED = 64  # splits at a time, of one row
+_MERGED = 16  # splits at a time, of one row, by one warp
+_SMALLEST_PAGE: tl.constexpr = tl.constexpr(16)  # of which a block's are asked for one by one
 
 
 def decode_forward(
@@ -90,7 +90,8 @@ def decode_forward(
     identity = score is None
     # A program of the merge is started while the last splits are at work, and waits for them.
     early = {"launch_pdl": True} if on_hopper(q.device) else {}
-    grid = (launch.splits, batch * kv_heads, triton.cdiv(query * group, launch.block_query))
+    # Heads first: in a page their keys lie side by side.
+    grid = (kv_heads * launch.splits, batch, triton.cdiv(query * group, launch.block_query))
     # fmt: off
     with sound_assembler(q.device.type):
         _split[grid](
@@ -111,7 +112,7 @@ def decode_forward(
             part, part_lse, out, lse, () if sink is None else (sink,), launch.splits, rows, heads,
             query, value_dim, SINK=sink is not None,
             BLOCK_S=min(_MERGED, int(triton.next_power_of_2(launch.splits))),
-            BLOCK_V=int(triton.next_power_of_2(value_dim)), EARLY=bool(early), num_warps=4, **early,
+            BLOCK_V=int(triton.next_power_of_2(value_dim)), EARLY=bool(early), num_warps=1, **early,
         )
     # fmt: on
     return out, lse
@@ -131,13 +132,14 @@ def _split(
 ):
     if EARLY:
         gdc_launch_dependents()
-    b = tl.program_id(1) // kv_heads
+    b = tl.program_id(1)
     b64 = b.to(tl.int64)
-    kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)
+    own = tl.program_id(0) % kv_heads
+    kv_head = own.to(tl.int64)
     packed = tl.program_id(2) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     here = packed < query * group
     rows = packed // group
-    heads = (tl.program_id(1) % kv_heads) * group + packed % group
+    heads = own * group + packed % group
     cols = tl.arange(0, BLOCK_D)
     q_at = heads.to(tl.int64) * q_head + rows.to(tl.int64) * q_row
     q_block = tl.load(
@@ -153,12 +155,13 @@ def _split(
         v_ptr += b64 * v_batch
     else:
         table = pages[0] + b64 * pages[1]
-    factor = factor_of(factor, descale, tl.program_id(1), SCALED)
+    factor = factor_of(factor, descale, b * kv_heads + own, SCALED)
 
     blocks = tl.cdiv(kv, BLOCK_K)
-    split = tl.program_id(0).to(tl.int64)
-    first = (split * blocks // tl.num_programs(0)).to(tl.int32)
-    last = ((split + 1) * blocks // tl.num_programs(0)).to(tl.int32)
+    split = (tl.program_id(0) // kv_heads).to(tl.int64)
+    splits = tl.num_programs(0) // kv_heads
+    first = (split * blocks // splits).to(tl.int32)
+    last = ((split + 1) * blocks // splits).to(tl.int32)
     whole = tl.maximum(first, tl.minimum(last, whole // BLOCK_K))
     m, total = started(q_ptr, heads, False, IDENTITY, BLOCK_Q)  # the sink is merged, once
     acc = tl.zeros([BLOCK_Q, BLOCK_V], tl.float32)
@@ -192,7 +195,7 @@ def _split(
 
     out = normalised(acc, total)
     if SCALED:
-        out = out * (tl.load(descale[2] + tl.program_id(1)) / WEIGHTS_SCALE)
+        out = out * (tl.load(descale[2] + b * kv_heads + own) / WEIGHTS_SCALE)
     value_cols = tl.arange(0, BLOCK_V)
     # (batch, heads, query) in a row, of this split.
     row_at = split * rows_of_all + (b64 * kv_heads * group + heads) * query + rows
@@ -217,10 +220,12 @@ def _step(
 
     CAREFUL keeps out of P·V what is not finite in values that some row does not see.
     """
-    keys = block * BLOCK_K + tl.arange(0, BLOCK_K)
-    k_at = key_rows(keys, kv, k_row, k_page, table, PAGE)
+    start = block * BLOCK_K
+    places = tl.arange(0, BLOCK_K)
+    keys = start + places
+    k_at = _rows_of(start, places, kv, k_row, k_page, table, PAGE, BLOCK_K)
     k_block = loaded_keys(k_ptr, k_at, k_col, keys, kv, head_dim, BLOCK_D)
-    v_at = key_rows(keys, kv, v_row, v_page, table, PAGE)
+    v_at = _rows_of(start, places, kv, v_row, v_page, table, PAGE, BLOCK_K)
     v_block = loaded_values(v_ptr, v_at, v_col, keys, kv, value_dim, BLOCK_V)
     h = heads[:, None]
     s = scores(
@@ -238,6 +243,30 @@ def _step(
     return m, total, acc
 
 
+@triton.jit
+def _rows_of(
+    start, places, kv, row_stride, page_stride, table, PAGE: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """Return ``tile.key_rows`` of a block: one number goes from block to block, the rest stays.
+
+    A page that holds a block, or of which a block holds some, is asked for by a scalar: by every
+    key its number would be loaded, and moved to the threads that load the key.
+    """
+    if PAGE == 0:
+        at = tl.cast(start, tl.int64) * row_stride + places.to(tl.int64) * row_stride
+    elif PAGE >= _SMALLEST_PAGE and (PAGE % BLOCK_K == 0 or BLOCK_K % PAGE == 0):
+        number = start // PAGE
+        page = tl.load(table + number)
+        for i in tl.static_range(1, BLOCK_K // PAGE):
+            further = tl.load(table + number + i, mask=start + i * PAGE < kv, other=0)
+            page = tl.where(places >= i * PAGE, further, page)
+        at = page.to(tl.int64) * page_stride + tl.cast(start % PAGE, tl.int64) * row_stride
+        at += (places % PAGE).to(tl.int64) * row_stride
+    else:
+        at = key_rows(start + places, kv, row_stride, page_stride, table, PAGE)
+    return at
+
+
 @triton.jit(do_not_specialize=COUNTS)
 def _merge(
     part_ptr, part_lse_ptr, out_ptr, lse_ptr, sink, splits, rows, heads, query, value_dim,
@@ -252,20 +281,10 @@ def _merge(
     sink_ptr = part_lse_ptr
     if SINK:
         sink_ptr = sink[0]
-    own, total = started(sink_ptr, row // query % heads, SINK, False, 1)
+    largest, total = started(sink_ptr, row // query % heads, SINK, False, 1)
+    acc = tl.zeros([1, BLOCK_V], tl.float32)
     if EARLY:
         gdc_wait()
-    most = tl.full([BLOCK_S], float("-inf"), tl.float32)
-    for first in range(0, splits, BLOCK_S):
-        split = first + tl.arange(0, BLOCK_S)
-        at = split.to(tl.int64) * rows + row
-        lse = tl.load(part_lse_ptr + at, mask=split < splits, other=float("-inf"))
-        most = tl.maximum(most, lse)
-    largest = tl.maximum(own, tl.max(most, 0))
-    # A row that sees nothing has no largest; 0 stands in so that −inf − −inf never happens.
-    shift = tl.where(largest == float("-inf"), 0.0, largest)
-    total = total * power(own - shift, False)
-    acc = tl.zeros([1, BLOCK_V], tl.float32)
     for first in range(0, splits, BLOCK_S):
         split = first + tl.arange(0, BLOCK_S)
         at = split.to(tl.int64) * rows + row
@@ -275,15 +294,14 @@ def _merge(
             mask=(split < splits)[:, None] & (cols < value_dim)[None, :],
             other=0.0,
         )
-        weight = power(lse - shift, False)
-        total += tl.sum(weight, 0)
-        acc += tl.sum(weight[:, None] * part, 0)[None, :]
+        weight, alpha, largest, total = advanced(lse[None, :], largest, total, False)
+        acc = acc * alpha[:, None] + tl.sum(tl.trans(weight) * part, 0)[None, :]
     tl.store(
         out_ptr + row * value_dim + cols[None, :],
         normalised(acc, total).to(out_ptr.dtype.element_ty),
         mask=(cols < value_dim)[None, :],
     )
-    tl.store(lse_ptr + row + tl.arange(0, 1), log_sum(shift, total, False))
+    tl.store(lse_ptr + row + tl.arange(0, 1), log_sum(largest, total, False))
 
 
 # fmt: on

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 import triton
@@ -16,6 +16,7 @@ LOG2E = 1.4426950408889634
 # compiled anew for it, which takes far longer than a small problem. Backwards load LSE and delta by
 # these lengths: without what is known of them they took 1.04 to 1.3 times as long on an H200.
 COUNTS = ("heads", "kv_heads", "group", "query", "kv", "total_query", "rows_of_all", "splits")
+ALIGNED = 16  # bytes: what TMA and the widest loads take addresses and strides by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,34 +48,6 @@ class Launch:
     # What P is multiplied by before it is rounded to v's format: a power of two.
     weights_scale: float = 1.0
     splits: int = 1  # into how many parts the keys are cut, each a program's: of decoding alone
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Band:
-    """A mask that goes by distance: row i sees key j where least ≤ j − i ≤ most."""
-
-    # None is no limit.
-    least: int | None = None
-    most: int | None = None
-
-    @classmethod
-    def of_all(cls, bands: Sequence[Band]) -> Band:
-        """Return what all of them show."""
-        least = [band.least for band in bands if band.least is not None]
-        most = [band.most for band in bands if band.most is not None]
-        return cls(least=max(least, default=None), most=min(most, default=None))
-
-    def within(self, query: int, kv: int) -> Band:
-        """Return the same for ``query`` rows and ``kv`` keys: no limit that hides nothing there."""
-        # Beyond what is there it may be anything, also too large for a 32-bit sum.
-        most = None if self.most is None or self.most >= kv - 1 else max(self.most, -query)
-        least = None if self.least is None or self.least <= 1 - query else min(self.least, kv)
-        return Band(least=least, most=most)
-
-    def shifted(self, rows: int) -> Band:
-        """Return the same of rows that are ``rows`` later than they are counted."""
-        least, most = (x if x is None else x + rows for x in (self.least, self.most))
-        return Band(least=least, most=most)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -180,3 +153,20 @@ def scales(descale: Descale | None) -> tuple[torch.Tensor, ...]:
     if descale is None:
         return ()
     return tuple(tensor.contiguous() for tensor in (descale.q, descale.k, descale.v))
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` ``(batch, heads, rows, columns)``, or a copy if a row begins off ``ALIGNED``.
+
+    Or if its columns are apart, or its rows overlap.
+    """
+    if not _is_aligned(x.shape, x.stride(), x.element_size()):
+        x = x.contiguous()
+    return x.clone(memory_format=torch.contiguous_format) if x.data_ptr() % ALIGNED else x
+
+
+@lru_cache(maxsize=256)
+def _is_aligned(shape: torch.Size, strides: tuple[int, ...], size: int) -> bool:
+    ahead = ALIGNED // size
+    steps = [step for step, length in zip(strides, shape, strict=True) if length > 1]
+    return strides[3] == 1 and all(step > 0 and step % ahead == 0 for step in steps if step != 1)

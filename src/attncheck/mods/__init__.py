@@ -7,8 +7,8 @@
   a callable to its expression, through ``torch_tracer`` and ``aten``), ``captured_reads`` and
   ``captured_gradients`` (derivatives with respect to captured tensors, with and without a trace).
 * Algebras in which an expression is evaluated: torch's (``expression``), ``mpmath_algebra``,
-  ``ball_algebra`` and ``interval_algebra`` (both are ``enclosures``), ``running_error`` (with the
-  ``operation_errors`` that an implementation declares), ``index_ranges``, and ``to_triton`` (with
+  ``ball_algebra`` (both with ``whole_numbers``), ``running_error`` (with the ``operation_errors``
+  that an implementation declares), ``index_ranges``, and ``to_triton`` (with
   ``triton_functions``).
 * Of a mask at all indices: ``block_mask``, ``page_table``.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import flint
 import numpy as np
@@ -24,8 +25,19 @@ from attncheck.core.balls import (
 )
 from attncheck.core.errors import ProblemError
 from attncheck.mods.captured_reads import NumberSystem
-from attncheck.mods.enclosures import Enclosures, Truth, Values, Whole, elementwise_pair
-from attncheck.mods.expression import Expression, Node, evaluate
+from attncheck.mods.expression import Algebra, Expression, Node, evaluate
+from attncheck.mods.whole_numbers import (
+    LOGIC,
+    Truth,
+    Values,
+    Whole,
+    apply_to_whole,
+    captured_array,
+    cast_whole,
+    choose_whole,
+    compare_whole,
+    possible_numbers,
+)
 
 _INT64 = (-(2**63), 2**63 - 1)
 
@@ -43,12 +55,11 @@ def to_ball(expression: Expression, bits: int) -> Callable[..., BallArray]:
     Raises (the function):
         IndexError: for an index outside its tensor.
     """
-    algebra = _Balls().algebra()
 
     def evaluate_balls(*inputs: Values) -> BallArray:
         with working_precision(bits):
             try:
-                result: BallArray = evaluate(expression, algebra, *inputs)
+                result: BallArray = evaluate(expression, _ALGEBRA, *inputs)
             except ProblemError:  # a whole number that is known too badly to go on with
                 shape = np.broadcast_shapes(*(np.shape(array) for array in inputs))
                 return np.full(shape, NOTHING_KNOWN, dtype=object)
@@ -60,36 +71,133 @@ def to_ball(expression: Expression, bits: int) -> Callable[..., BallArray]:
 BALLS = NumberSystem(to_ball)  # score mods on Arb's balls; its context is how many bits
 
 
-class _Balls(Enclosures["BallArray"]):
-    """Real numbers as arrays of balls."""
+def _leaf(node: Node, value: Any) -> Any:
+    array = np.asarray(value) if node.op == "input" else captured_array(value)
+    # A table may hold anything; what an index reads of it is known.
+    return Whole(array, array) if node.op == "tensor" else _known(node, array)
 
-    def exact(self, node: Node | None, values: Values) -> BallArray:  # noqa: ARG002
-        return balls_of(values)
 
-    def hull(self, a: BallArray, b: BallArray) -> BallArray:
-        return _HULL(a, b)
+def _known(node: Node, array: Values) -> Any:
+    if node.kind == "bool":
+        return Truth.of(array)
+    return Whole(array, array) if node.kind == "int" else balls_of(array)
 
-    def choose(self, condition: Truth, first: BallArray, second: BallArray) -> BallArray:
-        # Where the condition may be either, the exact result is one of two: both are enclosed.
-        both = condition.yes & condition.no
-        chosen = np.where(condition.yes, first, second)
-        return np.where(both, _HULL(first, second), chosen) if both.any() else chosen
 
-    def compute(self, node: Node, operands: list[BallArray]) -> BallArray:
-        return _REAL[node.op](*operands)
+def _truth(value: Any) -> Truth:
+    """Return ``value`` ≠ 0."""
+    if isinstance(value, Truth):
+        return value
+    zero = np.asarray(0)
+    if isinstance(value, Whole):
+        return compare_whole("ne", value, Whole(zero, zero))
+    return _compare_balls("ne", value, balls_of(zero))
 
-    def compare(self, op: str, a: BallArray, b: BallArray) -> Truth:
-        surely, surely_not = _COMPARISONS[op]
 
-        def may_be(a: Ball, b: Ball) -> tuple[bool, bool]:
-            if not (is_known(a) and is_known(b)):
-                return True, True
-            return not surely_not(a, b), not surely(a, b)
+def _whole(value: Any) -> Whole:
+    """0 for false, 1 for true; torch casts before it takes a real number for a whole one."""
+    if isinstance(value, Truth):
+        return Whole((~value.no).astype(np.int64), value.yes.astype(np.int64))
+    assert isinstance(value, Whole)
+    return value
 
-        return Truth(*elementwise_pair(may_be, bool, a, b))
 
-    def toward_zero(self, value: BallArray) -> Whole:
-        return Whole(*elementwise_pair(_toward_zero, np.int64, value))
+def _real(value: Any) -> BallArray:
+    if not isinstance(value, Truth | Whole):
+        return value  # type: ignore[no-any-return]  # it is one
+    whole = _whole(value)
+    low = balls_of(whole.low)
+    return low if whole.known else _HULL(low, balls_of(whole.high))
+
+
+def _apply(node: Node, *operands: Any) -> Any:
+    if node.kind == "float":
+        return _REAL[node.op](*map(_real, operands))
+    if node.kind == "bool" and node.op in LOGIC:
+        return LOGIC[node.op](*map(_truth, operands))
+    result = apply_to_whole(node.op, [_whole(operand) for operand in operands])
+    return result if node.kind == "int" else _truth(result)
+
+
+def _compare(node: Node, *operands: Any) -> Truth:
+    if all(isinstance(operand, Truth | Whole) for operand in operands):
+        a, b = map(_whole, operands)
+        return compare_whole(node.op, a, b)
+    return _compare_balls(node.op, *map(_real, operands))
+
+
+def _where(node: Node, condition: Any, *branches: Any) -> Any:
+    truth = _truth(condition)
+    if node.kind == "float":
+        return _choose_balls(truth, *map(_real, branches))
+    return _choose_known(truth, *branches)
+
+
+def _choose_known(condition: Truth, first: Any, second: Any) -> Any:
+    if isinstance(first, Truth) and isinstance(second, Truth):
+        return Truth(
+            (condition.yes & first.yes) | (condition.no & second.yes),
+            (condition.yes & first.no) | (condition.no & second.no),
+        )
+    return choose_whole(condition, _whole(first), _whole(second))
+
+
+def _cast(node: Node, operand: Any) -> Any:
+    if node.kind == "float":
+        return _real(operand)
+    if node.kind == "bool":
+        return _truth(operand)
+    real = not isinstance(operand, Truth | Whole)
+    whole = _cut_balls(operand) if real else _whole(operand)
+    if not whole.known:
+        return whole
+    # What may be several numbers is not wrapped around: its ends would change places.
+    wrapped = cast_whole(whole.low, node.name)
+    return Whole(wrapped, wrapped)
+
+
+def _index(node: Node, *operands: Any) -> Any:
+    """A table at every place that its indices may mean; there must be one where known."""
+    table, *places = map(_whole, operands)
+    known, sizes = all(place.known for place in places), table.low.shape
+    result: Any = None
+    anything = Truth(np.asarray(True), np.asarray(True))  # noqa: FBT003  (numpy's signature)
+    for indices in possible_numbers(places):
+        inside = indices
+        if not known:
+            pairs = zip(indices, sizes, strict=True)
+            inside = tuple(np.clip(index, -size, size - 1) for index, size in pairs)
+        value = _known(node, np.asarray(table.low[tuple(inside)]))
+        if result is None:
+            result = value
+        elif node.kind == "float":
+            result = _choose_balls(anything, result, value)
+        else:
+            result = _choose_known(anything, result, value)
+    return result
+
+
+def _choose_balls(condition: Truth, first: BallArray, second: BallArray) -> BallArray:
+    # Where the condition may be either, the exact result is one of two: both are enclosed.
+    both = condition.yes & condition.no
+    chosen = np.where(condition.yes, first, second)
+    return np.where(both, _HULL(first, second), chosen) if both.any() else chosen
+
+
+def _compare_balls(op: str, a: BallArray, b: BallArray) -> Truth:
+    surely, surely_not = _COMPARISONS[op]
+
+    def may_be(a: Ball, b: Ball) -> tuple[bool, bool]:
+        if not (is_known(a) and is_known(b)):
+            return True, True
+        return not surely_not(a, b), not surely(a, b)
+
+    yes_and_no: Any = np.frompyfunc(may_be, 2, 2)(a, b)
+    return Truth(*(np.asarray(each, bool) for each in yes_and_no))
+
+
+def _cut_balls(value: BallArray) -> Whole:
+    ends: Any = np.frompyfunc(_toward_zero, 1, 2)(value)
+    return Whole(*(np.asarray(end, np.int64) for end in ends))
 
 
 # Of two balls Arb's comparisons are true where they hold for all numbers in them.
@@ -190,3 +298,12 @@ _REAL: dict[str, Callable[..., BallArray]] = {
 """Balls that hold the exact result of an operation, for operands anywhere in their balls."""
 
 _HULL = each_ball(hull, 2)
+
+_ALGEBRA: Algebra[Any] = Algebra.of(
+    _leaf,
+    _apply,
+    {"index": _index, "where": _where, "cast": _cast, **dict.fromkeys(_COMPARISONS, _compare)},
+)
+"""On Truth, Whole and arrays of balls. A comparison that could go either way gives both truth
+values, ``where`` the union of its branches, and what is cut to a whole number every one it may be
+cut to."""

@@ -2,9 +2,8 @@
 
 ``OPERATIONS`` is the vocabulary. ``evaluate`` goes through an expression once, in any *algebra*: a
 table that says what each operation makes of values of some sort. The algebras are torch's tensors
-(here), mpmath's numbers (``mpmath_algebra``), Arb's balls (``ball_algebra``), intervals
-(``interval_algebra``), running error (``running_error``), ranges of whole numbers
-(``index_ranges``) and Triton's text (``to_triton``).
+(here), mpmath's numbers (``mpmath_algebra``), Arb's balls (``ball_algebra``), running error
+(``running_error``), ranges of whole numbers (``index_ranges``) and Triton's text (``to_triton``).
 """
 
 from __future__ import annotations

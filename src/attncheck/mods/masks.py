@@ -9,14 +9,14 @@ no torch.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import and_, or_
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from attncheck.core import mod_spec as check
 from attncheck.core.errors import ProblemError
-from attncheck.core.mod_spec import Argument, Dimensions, Entry, Values
+from attncheck.core.mod_spec import Argument, Dimensions, Entry, Spec, Values
 from attncheck.mods import formula
 
 if TYPE_CHECKING:
@@ -342,3 +342,46 @@ MASKS: dict[str, Entry[MaskMod]] = {
         most_parts=1,
     ),
 }
+
+
+# --- masks that go by distance ----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """A mask that goes by distance: row i sees key j where least ≤ j − i ≤ most."""
+
+    # None is no limit.
+    least: int | None = None
+    most: int | None = None
+
+    def __and__(self, other: Band) -> Band:
+        """Return what both show."""
+        least = [band.least for band in (self, other) if band.least is not None]
+        most = [band.most for band in (self, other) if band.most is not None]
+        return Band(max(least, default=None), min(most, default=None))
+
+    def within(self, query: int, kv: int) -> Band:
+        """Return the same for ``query`` rows and ``kv`` keys: no limit that hides nothing there."""
+        # Beyond what is there it may be anything, also too large for a 32-bit sum.
+        most = None if self.most is None or self.most >= kv - 1 else max(self.most, -query)
+        least = None if self.least is None or self.least <= 1 - query else min(self.least, kv)
+        return Band(least, most)
+
+    def shifted(self, rows: int) -> Band:
+        """Return the same of rows that are ``rows`` later than they are counted."""
+        return Band(*(x if x is None else x + rows for x in (self.least, self.most)))
+
+
+def band_of(mask: Spec, dims: Dimensions) -> Band | None:
+    """Return the mask as a band; None where it is none, or its name does not say so."""
+    if mask.name == "offset":
+        part = band_of(mask.parts[0], shifted_dimensions(mask.values, dims))
+        return part and part.shifted(cast("int", mask.values["rows"]))
+    if mask.name == "and":
+        bands = [band for part in mask.parts if (band := band_of(part, dims)) is not None]
+        return reduce(and_, bands) if len(bands) == len(mask.parts) else None
+    if mask.name == "sliding_window":
+        return Band(1 - cast("int", mask.values["window"]), 0)
+    most = {"full": None, "causal": 0, "causal_bottom_right": dims.kv - dims.query}
+    return Band(most=most[mask.name]) if mask.name in most else None

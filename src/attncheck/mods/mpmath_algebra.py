@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from attncheck.mods.captured_reads import NumberSystem
-from attncheck.mods.enclosures import WHOLE_OPERATIONS, Values, captured_array, cast_whole
 from attncheck.mods.expression import OPERATIONS, Algebra, Expression, Node, evaluate
+from attncheck.mods.whole_numbers import WHOLE_OPERATIONS, Values, captured_array, cast_whole
 
 _INT64_SMALLEST = -(2**63)
 

@@ -2,8 +2,7 @@
 
 Every value of the traced expression is computed as the oracle computes it, with the largest
 distance that a kernel's may have from it (Higham, "Accuracy and Stability of Numerical Algorithms",
-2002, section 3.3). ``interval_algebra`` encloses an evaluation from outside, number by number; this
-is for millions of scores, and knows the errors that come in.
+2002, section 3.3). A mask's truth values may be the other ones where what they compare may meet.
 
 Radii are infinite where nothing is known. They are computed in float64 without outward
 rounding: ``SLACK`` covers that.
@@ -30,7 +29,7 @@ from attncheck.mods.expression import (
     node_dtypes,
     torch_algebra,
 )
-from attncheck.mods.operation_errors import KERNEL_FP32, Arithmetic
+from attncheck.mods.operation_errors import KERNEL_FP32, TORCH_FP64, Arithmetic
 
 SLACK = 1 + 2.0**-16
 """Roundings of fp32, and radii that come in, are taken larger by this: 2^12 units of 2^-53 at
@@ -53,6 +52,8 @@ class RunningError:
         tanh_error: Largest relative error of a kernel's tanh, where it is larger than that of
             ``arithmetic``.
         arithmetic: How an implementation computes the mod; ``TORCH_FP64`` for the oracle itself.
+        of_reals: How far the oracle may be from the mod on real numbers: what it computes in a
+            narrower format, because the mod says so, is an error then.
     """
 
     def __init__(
@@ -61,9 +62,10 @@ class RunningError:
         tanh_error: float = 0.0,
         *,
         arithmetic: Arithmetic = KERNEL_FP32,
+        of_reals: bool = False,
     ) -> None:
         self._expression = expression
-        self._roundings = _Roundings(expression, arithmetic, tanh_error)
+        self._roundings = _Roundings(expression, arithmetic, tanh_error, of_reals=of_reals)
 
     def at(
         self, products: Tensor, radius: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
@@ -81,7 +83,7 @@ class RunningError:
         total, own = (
             evaluate(
                 self._expression,
-                _RunningErrors(self._roundings, products, start).algebra(),
+                _RunningErrors(self._roundings, start).algebra(),
                 *arguments,
             )
             for start in (radius * SLACK, nothing)
@@ -91,6 +93,18 @@ class RunningError:
             own=own.radius.expand(products.shape).contiguous(),
             jump=total.jump.expand(products.shape).contiguous(),
         )
+
+
+def undecided(expression: Expression, *indices: Tensor) -> Tensor:
+    """Return where a kernel's mask may give the other truth value: bool, as the indices broadcast.
+
+    Args:
+        expression: The mask, its captured tensors on the device of the indices.
+        indices: b, h, q_idx and kv_idx.
+    """
+    nothing = torch.zeros((), dtype=torch.float64, device=indices[0].device)
+    roundings = _Roundings(expression, KERNEL_FP32)
+    return evaluate(expression, _RunningErrors(roundings, nothing).algebra(), *indices).moves
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,9 +137,9 @@ class _Around:
 class _RunningErrors:
     """The algebra of one walk: values as torch has them, and where a kernel's lie."""
 
-    def __init__(self, roundings: _Roundings, products: Tensor, radius: Tensor) -> None:
-        self._roundings, self._radius, self._device = roundings, radius, products.device
-        self._torch = torch_algebra(products.device)
+    def __init__(self, roundings: _Roundings, radius: Tensor) -> None:
+        self._roundings, self._radius, self._device = roundings, radius, radius.device
+        self._torch = torch_algebra(radius.device)
         self._never = torch.zeros((), dtype=torch.bool, device=self._device)
         self._zero = torch.zeros((), dtype=torch.float64, device=self._device)
 
@@ -255,12 +269,20 @@ class _Roundings:
 
     What the oracle itself computes in a narrower format than float64, because the mod says so,
     a kernel rounds as well, and not always to the same number: such errors count twice. In the
-    oracle's own arithmetic they do not count: they belong to what the mod says.
+    oracle's own arithmetic they do not count: they belong to what the mod says, unless that is
+    taken ``of_reals``.
     """
 
-    def __init__(self, expression: Expression, arithmetic: Arithmetic, tanh_error: float) -> None:
+    def __init__(
+        self,
+        expression: Expression,
+        arithmetic: Arithmetic,
+        tanh_error: float = 0.0,
+        *,
+        of_reals: bool = False,
+    ) -> None:
         self._arithmetic, self._tanh_error = arithmetic, tanh_error
-        self._widest = arithmetic.format
+        self._widest, self._of_reals = arithmetic.format, of_reals and arithmetic is TORCH_FP64
         nodes, exact = expression.structure.nodes, arithmetic.format.name == "fp64"
         scores = FORMATS["fp64" if exact else "fp32"].torch_dtype
         # Equal nodes are the same value, of one dtype.
@@ -268,7 +290,7 @@ class _Roundings:
         # What each node is held in; None of whole and of Python numbers.
         self.formats = dict(zip(nodes, map(arithmetic.format_of, dtypes), strict=True))
         # In float64 the radii themselves are as rough as what they bound: so four times.
-        often, once = (0, 4) if exact else (2, 1)
+        often, once = (4 * of_reals, 4) if exact else (2, 1)
         computed = [dtype in _NARROW for dtype in node_dtypes(expression, torch.float64)]
         self._times = dict(zip(nodes, (often if n else once for n in computed), strict=True))
 
@@ -281,7 +303,7 @@ class _Roundings:
 
         Infinite where the result may be beyond the largest number.
         """
-        op, fmt = node.op, self._widest
+        op, fmt = node.op, self.formats[node] or self._widest
         ulps = self._arithmetic.ulps.get(op, 0.0)
         if not ulps or self.belongs_to_the_mod(node):
             return radius
@@ -293,7 +315,9 @@ class _Roundings:
         added = added * (self._times[node] * SLACK)
         smallest = 2.0**fmt.min_exponent
         added = torch.where(real.abs() - radius < smallest, added + smallest, added)  # flushed
-        exact = (radius == 0) & ((real == 0) | (_is_held(real, fmt) & (ulps <= 0.5)))
+        # A real number that is computed here in float64 is known no better than that.
+        held = _is_held(real, fmt) & (ulps <= 0.5) & (not self._of_reals)
+        exact = (radius == 0) & ((real == 0) | held)
         total = torch.where(exact | real.isinf(), radius, radius + added)
         # To nearest what is up to half a unit beyond the largest number is rounded to it.
         reach = radius if ulps <= 0.5 else total
@@ -316,7 +340,7 @@ class _Roundings:
         return [self._operand(fmt, operand, self._times[node]) for operand in operands]
 
     def compared(self, operands: list[_Around]) -> list[_Around]:
-        """Return whole numbers as they are; others in the wider format, as intervals are."""
+        """Return whole numbers as they are; others in the wider format."""
         if not any(operand.value.is_floating_point() for operand in operands):
             return operands
         formats = [operand.format for operand in operands if operand.format is not None]

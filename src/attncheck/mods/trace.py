@@ -330,9 +330,7 @@ def count_disagreements(
     name = describe_mod("score mod" if is_score else "mask", mod)
     if torch.device(device).type != "cpu":
         # A GPU that reads beyond a tensor is lost to this process: fail here, where it is caught.
-        captured = (v.cpu() if isinstance(v, Tensor) else v for v in expression.captured)
-        on_cpu = Expression(expression.structure, tuple(captured))
-        _values(name, on_cpu.evaluate, inputs)
+        _values(name, expression.evaluate, inputs)
         inputs = [values.to(device) for values in inputs]
     meant = _values(name, mod, inputs)
     traced = _values(name, expression.evaluate, inputs)

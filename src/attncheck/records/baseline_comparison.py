@@ -192,12 +192,8 @@ def _independent(record: Record) -> bool:
 
 
 _ORDER: tuple[BaselineStanding, ...] = (
-    "worse",
-    "better",
-    "gone",
-    "new",
-    "within rounding",
-    "identical",
+    *("worse", "better", "gone"),
+    *("new", "within rounding", "identical"),
 )
 # Of a case beside several: what fails first, and what was compared before what was not.
 _TELLING: tuple[BaselineStanding, ...] = (
@@ -396,7 +392,7 @@ def _judge_alone(case: _Case, limit: float) -> tuple[BaselineStanding, str]:
         return "worse", f"gives no {lost[0]} any more, or one that is not finite"
     by_tensor = [_judge_tensor(name, case, limit) for name in old.tensors]
     # One tensor that is worse outweighs another that is better.
-    for standing in ("worse", "better"):
+    for standing in _ORDER[:2]:
         reasons = [reason for how, reason in by_tensor if how == standing]
         if reasons:
             return standing, "; ".join(reasons)
@@ -420,12 +416,13 @@ def _judge_exact(name: TensorName, case: _Case, limit: float) -> tuple[BaselineS
     old, new = case.before.tensors[name], case.after.tensors[name]
     if not old.relative and not new.relative:
         return "within rounding", f"{name} exact before and now"
-    held, standing = (new, "worse") if new.relative else (old, "better")
+    held = new if new.relative else old
+    standing: BaselineStanding = "worse" if new.relative else "better"
     reason = f"{name} {'was' if new.relative else 'is'} exact, and "
     reason += "is not" if new.relative else "was not"
     largest = max([*held.ensemble, _smallest_error(held, independent=case.independent)])
     if not largest:
-        return _standing(standing), f"{reason}: RMSE {held.rmse:.3g}, and ideal kernels are exact"
+        return standing, f"{reason}: RMSE {held.rmse:.3g}, and ideal kernels are exact"
     # An ideal kernel that is exact here says nothing of how far tilings are apart.
     spread = held.ensemble if all(held.ensemble) else ()
     pair = ErrorPair(
@@ -437,12 +434,8 @@ def _judge_exact(name: TensorName, case: _Case, limit: float) -> tuple[BaselineS
     )
     if log_probability([pair]) < limit:
         times = f"{mean_ratio([pair]):.3g} × the largest of ideal kernels'"
-        return _standing(standing), f"{reason}: RMSE {held.rmse:.3g}, {times}"
+        return standing, f"{reason}: RMSE {held.rmse:.3g}, {times}"
     return "within rounding", f"{reason}: no more than ideal kernels may err by"
-
-
-def _standing(name: str) -> BaselineStanding:
-    return "worse" if name == "worse" else "better"
 
 
 def _judge_together(
@@ -457,7 +450,9 @@ def _judge_together(
     pairs = list(rest.values())
     if len(pairs) < 2:  # what is said of a case by itself is no reason to accuse others
         return
-    for standing, turned in (("worse", pairs), ("better", [pair.reversed() for pair in pairs])):
+    both: dict[BaselineStanding, list[ErrorPair]] = {"worse": pairs}
+    both["better"] = [pair.reversed() for pair in pairs]
+    for standing, turned in both.items():
         if log_probability(turned) >= limit:
             continue
         sentence = (
@@ -471,7 +466,7 @@ def _judge_together(
                 own = standings[key][1]
                 cases = f"{len(rest)} {dtype} cases together"
                 reason = f"{name}'s error in {cases} is {sentence}; {own}"
-                standings[key] = _standing(standing), reason
+                standings[key] = standing, reason
 
 
 def _describe_growth(pairs: Sequence[ErrorPair]) -> str:

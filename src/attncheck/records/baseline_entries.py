@@ -163,9 +163,8 @@ def read_baseline(source: Path | str) -> Baseline:
         raw = source if isinstance(source, str) else source.read_text(encoding="utf-8")
         # msgspec takes the last of two equal keys; a merge by hand makes such files.
         json.loads(raw, object_pairs_hook=_each_once)
-        schema = data.get("schema") if isinstance(data, dict) else None
-        if schema != _SCHEMA or isinstance(schema, bool):
-            raise UsageError(f"schema is {schema!r}, this version reads {_SCHEMA}")  # noqa: TRY301
+        if other := json_numbers.other_schema(data, _SCHEMA):
+            raise UsageError(other)  # noqa: TRY301
         baseline = msgspec.convert(data, Baseline)
         _check(baseline)
     except (UsageError, OSError, ValueError, RecursionError) as error:

@@ -154,11 +154,8 @@ def _by_age(folder: Path) -> list[Path]:
 
 
 def _failed(data: Any, name: str) -> KeptFailure:
-    schema = data.get("schema") if isinstance(data, dict) else None
-    # True equals 1 in Python, and is no version.
-    if schema != _SCHEMA or isinstance(schema, bool):
-        fact = f"schema is {schema!r}, this version reads {_SCHEMA}"
-        raise UsageError(json_numbers.refusal_message(name, "failure", fact))
+    if other := json_numbers.other_schema(data, _SCHEMA):
+        raise UsageError(json_numbers.refusal_message(name, "failure", other))
     try:
         record = json_numbers.words_to_record_numbers(data.get("record"))
         failed = msgspec.convert(data | {"record": record}, KeptFailure)
@@ -230,14 +227,10 @@ def _of_report(report: Report, wanted: str, path: Path) -> Iterator[Reproduction
             kernel=record.kernel,
             # A built-in kernel has one convention, whatever was typed for others beside it.
             convention=convention if ":" in record.kernel else "",
-            device=_device(report, record),
+            # The failure is of the device that it was seen on, whatever is here now.
+            device="cpu" if report.environments[record.environment].device == "cpu" else "cuda",
             source=path,
         )
-
-
-def _device(report: Report, record: Record) -> str:
-    # The failure is of the device that it was seen on, whatever is here now.
-    return "cpu" if report.environments[record.environment].device == "cpu" else "cuda"
 
 
 def _option(typed: str, name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -21,7 +21,7 @@ from attncheck.records.fault_scores import (
 )
 from attncheck.records.model_report import ModelReport
 from attncheck.records.problem_summary import problem_of
-from attncheck.records.record import Record, Report
+from attncheck.records.record import Report
 from attncheck.records.run_reports import BaselineComparison, GateReport, PropertyReport
 from attncheck.records.survey_reports import (
     BlockReport,
@@ -141,11 +141,9 @@ def load_report(source: Path | str, kind: type[R]) -> R:
             json_numbers.refusal_message(json_numbers.source_name(source), what, fact)
         )
 
-    schema = data.get("schema") if isinstance(data, dict) else None
     known = next(f.default for f in msgspec.structs.fields(kind) if f.name == "schema")
-    # True equals 1 in Python, and is no version.
-    if schema != known or isinstance(schema, bool):
-        raise refused(f"schema is {schema!r}, this version reads {known}")
+    if other := json_numbers.other_schema(data, known):
+        raise refused(other)
     try:
         report = msgspec.convert(_with_numbers(data, kind), kind)
     except (msgspec.ValidationError, RecursionError) as error:
@@ -154,17 +152,16 @@ def load_report(source: Path | str, kind: type[R]) -> R:
         for one in report.cells if isinstance(report, BenchReport) else report.records:
             problem_of(one)
     elif isinstance(report, Report | GateReport):
-        for record in _records(report):
+        records = (
+            report.records
+            if isinstance(report, Report)
+            else [answer.record for answer in report.answers]
+        )
+        for record in records:
             problem_of(record)  # pages read it later, where an error would come too late
             if record.environment not in report.environments:
                 raise refused(f"no environment {record.environment!r}")
     return report
-
-
-def _records(report: Report | GateReport) -> Iterable[Record]:
-    if isinstance(report, Report):
-        return report.records
-    return (answer.record for answer in report.answers)
 
 
 def _with_numbers(data: dict[str, Any], kind: type) -> dict[str, Any]:

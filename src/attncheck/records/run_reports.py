@@ -14,6 +14,7 @@ Stage = Literal["contract", "probes", "bounds", "properties", "memory", "determi
 STAGES: tuple[Stage, ...] = Stage.__args__  # type: ignore[attr-defined]  # a Literal has them
 
 BaselineStanding = Literal["identical", "within rounding", "better", "worse", "new", "gone"]
+STANDINGS: tuple[BaselineStanding, ...] = BaselineStanding.__args__  # type: ignore[attr-defined]  # likewise
 """A case beside its baseline: the same bits; others, and no less accurate than rounding explains;
 more accurate; less; a case that the baseline does not have; one that was not asked now."""
 

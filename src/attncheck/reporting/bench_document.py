@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace as replace_struct
 
 from attncheck.records.problem_summary import problem_of
 from attncheck.reporting import number_text, record_text
-from attncheck.reporting.document import Cell, Column, Document, Look, Note, Row, Section, Table
+from attncheck.reporting.document import (
+    Cell,
+    Column,
+    Document,
+    LiveRows,
+    Look,
+    Note,
+    Row,
+    Section,
+    Table,
+    row,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,6 +66,27 @@ def bench_document(report: BenchReport) -> Document:
         facts=bench_facts(report),
         sections=(*(Section(name, (t,)) for name, t in tables.items()), *closing.sections),
     )
+
+
+class CellsAsTimed(LiveRows):
+    """The page of a report whose cells come one by one."""
+
+    def __init__(self, report: BenchReport) -> None:
+        self.head = Document(title="", command=report.command, facts=bench_facts(report))
+        self.tables: dict[Any, Table] = {}
+        self._report, self._title = report, ""
+        self._notes: dict[tuple[str, str], int] = {}
+
+    def row(self, cell: BenchCell) -> tuple[Section, bool]:
+        """Return a section of ``cell`` alone."""
+        title, table = cell_table(replace_struct(self._report, cells=(cell,)), cell, self._notes)
+        new = title != self._title or table.columns not in self.tables
+        self._title, self.tables[table.columns] = title, table
+        return Section(title, (table,)), new
+
+    def closing(self, report: BenchReport) -> Document:
+        """Return what stands below the cells."""
+        return bench_closing(report, self._notes)
 
 
 def bench_facts(report: BenchReport) -> tuple[str, ...]:
@@ -132,15 +166,10 @@ def _cells(
 ) -> tuple[Cell, ...]:
     record = row.record
     reason = record_text.footnote(record) or (f"no backward: {row.lacks}" if row.lacks else "")
-    number = notes.setdefault((record.status, reason), len(notes) + 1) if reason else 0
-    mark = f" {number_text.superscript(number)}" if number else ""
     wrong = record.status == "fail"
-    texts: list[Cell] = [
-        Cell(record.kernel, code=True),
-        Cell(f"{record.status}{mark}", record_text.STATUS_LOOKS[record.status]),
-    ]
+    texts = (Cell(record.kernel, code=True), record_text.status_cell(record, reason, notes))
     if row.forward is None:
-        return tuple(texts)
+        return texts
     limit = report.copy if cell.work.decoding else report.matmul.get(problem_of(cell).dtype)
     speed = rate(cell, row.forward) or 0.0
     numbers = [
@@ -187,14 +216,6 @@ def _moved(cell: BenchCell) -> str:
 def bench_closing(report: BenchReport, notes: dict[tuple[str, str], int]) -> Document:
     """The page from its cells on: why rows are no pass, what changed, and how to read it."""
     rows = [row for cell in report.cells for row in cell.rows]
-    looks: dict[str, Look] = dict(record_text.STATUS_LOOKS.items())
-    reasons = [
-        Note(f"{number_text.superscript(number)} {status}: {reason}", looks.get(status, "dim"))
-        for (status, reason), number in notes.items()
-    ]
-    for kernel, lines in report.claims.items():
-        reasons += [Note(f"{kernel}: {line}") for line in lines]
-    reasons += [Note(f"{kernel} is absent: {why}") for kernel, why in report.absent.items()]
     verified = Counter(row.verified for row in rows if row.verified)
     compared = ", ".join(f"{what} ({number_text.plural(n, 'row')})" for what, n in verified.items())
     clocks = {t.clock for row in rows for t in (row.forward, row.both) if t}
@@ -202,7 +223,7 @@ def bench_closing(report: BenchReport, notes: dict[tuple[str, str], int]) -> Doc
     return Document(
         title="Times of attention kernels",
         sections=(
-            *([Section("", tuple(reasons))] if reasons else []),
+            *record_text.reason_sections(notes, report.claims, report.absent),
             *([_changes(report)] if report.changes else []),
         ),
         notes=(
@@ -235,15 +256,13 @@ def _changes(report: BenchReport) -> Section:
         if change.interval is not None:
             interval = "–".join(f"{end:.3f}" for end in change.interval)
         rows.append(
-            Row(
-                (
-                    Cell(change.kernel, code=True),
-                    Cell(f"{cell.variant} {problem.dtype} {problem.full_shape}"),
-                    Cell(change.timed),
-                    Cell(change.finding, _LOOKS[change.finding]),
-                    Cell(f"{change.ratio:.3f}"),
-                    Cell(interval),
-                )
+            row(
+                Cell(change.kernel, code=True),
+                f"{cell.variant} {problem.dtype} {problem.full_shape}",
+                change.timed,
+                Cell(change.finding, _LOOKS[change.finding]),
+                f"{change.ratio:.3f}",
+                interval,
             )
         )
     words = ("kernel", "problem", "timed", "finding")

@@ -9,7 +9,7 @@ from attncheck.core.errors import UsageError
 from attncheck.core.sanitize_text import one_line
 from attncheck.records.problem_summary import problem_of
 from attncheck.reporting.bench_document import bench_facts
-from attncheck.reporting.rmse_plot import COLOURS, SHAPES
+from attncheck.reporting.rmse_plot import COLOURS, SHAPES, draw_outside_legend
 
 if TYPE_CHECKING:
     from attncheck.records.bench_report import BenchCell, BenchReport, BenchRow
@@ -66,11 +66,7 @@ def bench_figure(report: BenchReport) -> Any:
                     zorder=4,
                     gid="wrong",
                 )
-    handles: dict[str, Any] = {}
-    for ax in row:
-        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
-    fig.legend(handles.values(), handles.keys(), loc="outside right upper", frameon=False)
+    draw_outside_legend(fig)
     fig.suptitle("\n".join(bench_facts(report)), x=0.01, ha="left", fontsize=8)
     return fig
 

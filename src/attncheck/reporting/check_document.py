@@ -26,6 +26,8 @@ from attncheck.reporting.document import (
     Section,
     Table,
     Verdict,
+    columns,
+    row,
 )
 from attncheck.reporting.measurement_document import environment_lines, profiles, share_cell
 from attncheck.reporting.record_text import (
@@ -51,6 +53,7 @@ _COLUMNS = (
     Column("LSE/bound", spare=1),
     Column("problem", words=True, wrap=True),
 )
+_WHAT = Column("what it is", words=True, wrap=True)
 _RULES: tuple[str, ...] = Rule.__args__  # type: ignore[attr-defined]  # a Literal has them
 _OPTION = "--question"
 # Of the command that asks one question again: what says how others are chosen or shown.
@@ -173,17 +176,10 @@ def check_section(records: Sequence[Record], *, remarks: bool = True) -> Section
         judgement = record.judgement
         shares = (judgement.out_over_bound, judgement.lse_over_bound) if judgement else (None, None)
         remark = footnote(record) if remarks and record.status != "pass" else ""
-        rows.append(
-            Row(
-                (
-                    Cell(record.variant),
-                    Cell(record.status, STATUS_LOOKS[record.status]),
-                    *map(share_cell, shares),
-                    Cell(_problem(record), "dim"),
-                ),
-                (Note(remark, STATUS_LOOKS[record.status]),) if remark else (),
-            )
-        )
+        look = STATUS_LOOKS[record.status]
+        cells = (*map(share_cell, shares), Cell(_problem(record), "dim"))
+        notes = (Note(remark, look),) if remark else ()
+        rows.append(Row((Cell(record.variant), Cell(record.status, look), *cells), notes))
     return Section(problem_of(records[0]).dtype, (Table(_COLUMNS, tuple(rows)),) if rows else ())
 
 
@@ -332,25 +328,17 @@ def _budget(worst: Worst) -> list[Section]:
     if not worst.budget:
         return []
     total = sum(worst.budget.values())
-    columns = (
-        Column("part", words=True),
-        Column("size"),
-        Column("of all"),
-        Column("what it is", words=True, wrap=True),
-    )
     rows = tuple(
-        Row(
-            (
-                Cell(name),
-                Cell(number_text.scientific(part)),
-                Cell(_part(part / total) if total > 0 else ""),
-                Cell(TERMS.get(name, ""), "dim"),
-            )
+        row(
+            name,
+            number_text.scientific(part),
+            _part(part / total) if total > 0 else "",
+            Cell(TERMS.get(name, ""), "dim"),
         )
         for name, part in sorted(worst.budget.items(), key=lambda item: -item[1])
     )
     title = f"what is allowed there, {number_text.scientific(worst.allowance)}"
-    return [Section(title, (Table(columns, rows),))]
+    return [Section(title, (Table((*columns(["part"], ["size", "of all"]), _WHAT), rows),))]
 
 
 def _part(share: float) -> str:
@@ -368,13 +356,12 @@ def _shares(judgement: Judgement) -> Section:
             judgement.lse_over_probable,
         ),
     }
-    columns = (Column("", words=True), Column("out"), Column("LSE"))
-    table = [Row((Cell(name), *map(share_cell, pair))) for name, pair in shares.items()]
-    return Section("largest error ÷", (Table(columns, tuple(table)),))
+    table = tuple(row(name, *map(share_cell, pair)) for name, pair in shares.items())
+    return Section("largest error ÷", (Table(columns([""], ["out", "LSE"]), table),))
 
 
 def _gradients(record: Record) -> list[Section]:
-    columns = ("÷ bound", "RMSE", "×floor", "×ideal", "max error", "at")
+    headings = columns([""], ["÷ bound", "RMSE", "×floor", "×ideal", "max error", "at"])
     shares = gradient_shares(record)
     rows = []
     for name, errors in gradients_of(record).items():
@@ -385,9 +372,8 @@ def _gradients(record: Record) -> list[Section]:
             number_text.scientific(errors.max_error),
             number_text.place(errors.max_at, name),
         )
-        rows.append(Row((Cell(name), share_cell(shares.get(name)), *map(Cell, texts))))
-    table = Table((Column("", words=True), *map(Column, columns)), tuple(rows))
-    return [Section("gradients", (table,))] if rows else []
+        rows.append(row(name, share_cell(shares.get(name)), *texts))
+    return [Section("gradients", (Table(headings, tuple(rows)),))] if rows else []
 
 
 def _precision(precision: Precision) -> Section:
@@ -408,10 +394,5 @@ def _precision(precision: Precision) -> Section:
         text = number_text.NOTHING if number is None else f"{number:.3g}"
         if name == "ulp":
             text = f"{precision.ulp_p50:.2g}, {precision.ulp_p99:.2g}"
-        rows.append(Row((Cell(name), Cell(text), Cell(meaning, "dim"))))
-    columns = (
-        Column("", words=True),
-        Column("", words=True),
-        Column("what it is", words=True, wrap=True),
-    )
-    return Section("precision", (Table(columns, tuple(rows)),))
+        rows.append(row(name, text, Cell(meaning, "dim")))
+    return Section("precision", (Table((*columns(["", ""]), _WHAT), tuple(rows)),))

@@ -28,8 +28,10 @@ from attncheck.reporting.number_text import quotient
 
 _OF_RECORD = ("case_id", "kernel", "variant", "head_arrangement", "status", "reason")
 _OF_ANSWER = ("unit", "stage", "test", "attempts", "smallest_of", "failure", "work_seconds")
-# Structs within a Judgement: a CSV has no nesting, so their fields become columns.
-_PARTS: dict[str, type[msgspec.Struct]] = {
+# A CSV has no nesting: the fields of these become columns.
+_NESTED: dict[str, type[msgspec.Struct]] = {
+    "max_at": Place,
+    "at": Place,
     "worst": Worst,
     "precision": Precision,
     "blind_spot": BlindSpot,
@@ -95,19 +97,21 @@ def _fields(
 ) -> Iterator[Field]:
     """All columns of ``record`` in reading order; of None their names alone."""
     yield from zip(_OF_RECORD, _of_record(record), strict=True)
-    problem = None if record is None else problem_of(record)
-    yield from ((name, getattr(problem, name, None)) for name in ProblemSummary.__struct_fields__)
+    yield from _flat(ProblemSummary, None if record is None else problem_of(record))
     out = record.out if record else None
-    yield from _errors("out", OutErrors, out, compared=True)
-    yield from _errors("lse", LseErrors, record.lse if record else None)
+    yield from (*_flat(OutErrors, out, "out_"), *_ratios("out", out))
+    yield from _flat(LseErrors, record.lse if record else None, "lse_")
     if backward:
         gradients = record.gradients if record and isinstance(record.gradients, dict) else {}
         for tensor in GRADIENTS:
-            yield from _errors(tensor, GradientErrors, gradients.get(tensor), compared=True)
-    yield from _verdict(record.judgement if record else None)
+            errors = gradients.get(tensor)
+            yield from (*_flat(GradientErrors, errors, f"{tensor}_"), *_ratios(tensor, errors))
+    verdict = _flat(Judgement, record.judgement if record else None)
+    # The record's own columns have them.
+    yield from ((name, value) for name, value in verdict if name not in {"status", "reason"})
     for name in ("seconds", "interpreted", "tiling", "environment"):
         yield name, getattr(record, name, None)
-    yield from ((name, getattr(environment, name, None)) for name in Environment.__struct_fields__)
+    yield from _flat(Environment, environment)
 
 
 def _of_record(record: Record | None) -> tuple[str, ...]:
@@ -117,43 +121,24 @@ def _of_record(record: Record | None) -> tuple[str, ...]:
     return record.case_id, record.kernel, record.variant, record.heads, record.status, reason
 
 
-def _errors(
-    tensor: str, kind: type[msgspec.Struct], errors: Any, *, compared: bool = False
-) -> Iterator[Field]:
-    """A tensor's errors, and where it is ``compared`` its ratios to floor and ideal kernel."""
+def _flat(kind: type[msgspec.Struct], struct: Any, prefix: str = "") -> Iterator[Field]:
+    """The fields of a struct of a kind, those of structs in it behind their names; None: empty."""
     for name in kind.__struct_fields__:
-        if name == "max_at":
-            at = getattr(errors, name, None)
-            # Empty of a tensor without elements, so that every row has all columns.
-            yield from ((f"{tensor}_at_{axis}", getattr(at, axis, None)) for axis in _AXES)
-        else:
-            yield f"{tensor}_{name}", getattr(errors, name, None)
-    if compared:
-        for name in ("floor", "ideal"):
-            over = quotient(errors.rmse, getattr(errors, f"{name}_rmse")) if errors else None
-            yield f"{tensor}_over_{name}", over
-
-
-_AXES = Place.__struct_fields__
-
-
-def _verdict(judgement: Judgement | None) -> Iterator[Field]:
-    """Every number of a Judgement, those of its parts behind the part's name."""
-    for name in Judgement.__struct_fields__:
-        value = getattr(judgement, name, None)
-        if name in _PARTS:
-            for inner in _PARTS[name].__struct_fields__:
-                field = getattr(value, inner, None)
-                if inner == "at":
-                    for axis in _AXES:
-                        yield f"{name}_at_{axis}", getattr(field, axis, None)
-                else:
-                    yield f"{name}_{inner}", field
+        value = getattr(struct, name, None)
+        if name in _NESTED:
+            # Every row has all columns, also where a tensor has no element.
+            yield from _flat(_NESTED[name], value, f"{prefix}{name.removeprefix('max_')}_")
         elif name == "gradients_over_bound":
             shares = value if isinstance(value, dict) else {}
             yield from ((f"{tensor}_over_bound", shares.get(tensor)) for tensor in GRADIENTS)
-        elif name not in {"status", "reason"}:  # the record's own columns have them
-            yield name, value
+        else:
+            yield prefix + name, value
+
+
+def _ratios(tensor: str, errors: Any) -> Iterator[Field]:
+    for name in ("floor", "ideal"):
+        over = quotient(errors.rmse, getattr(errors, f"{name}_rmse")) if errors else None
+        yield f"{tensor}_over_{name}", over
 
 
 def _csv_text(rows: Iterable[Sequence[Any]]) -> str:

@@ -47,18 +47,9 @@ _MOST_EXPLANATIONS = 3
 _LIKELY = ("likely", *["or"] * (_MOST_EXPLANATIONS - 1))
 _MOST_CAUSES = 10  # that a page begins with
 _HEADS: dict[Status, str] = {
-    "pass": "PASS",
-    "warn": "WARN",
-    "inconclusive": "INCONCLUSIVE",
-    "fail": "FAIL",
-    "flaky": "FLAKY",
-    "error": "ERROR",
-    "crash": "CRASH",
-    "timeout": "TIMEOUT",
     "oom": "OUT OF MEMORY",
-    "oracle disagrees": "ORACLE DISAGREES",
     "unsupported": "NOT SUPPORTED",
-}
+}  # others are loud
 _LABEL = 11  # columns of the names on the left
 _LEAST_SHARE = 1e-3  # of an allowance, below which a part says nothing to a reader
 _LONGEST = 500  # characters of what somebody's code says
@@ -118,7 +109,8 @@ def failure_heading(record: Record) -> str:
     rule = judgement.rule if judgement else ""
     question = str(record.case.get("question", ""))
     reason = (judgement.reason if judgement else record.reason) or ""
-    title = " ".join(part for part in (_HEADS[record.status], rule, question) if part)
+    head = _HEADS.get(record.status, record.status.upper())
+    title = " ".join(part for part in (head, rule, question) if part)
     return _cut(f"{title}: {reason}" if reason else title)
 
 

@@ -6,9 +6,9 @@ Every kind of report becomes a ``Document`` by one function, and every format is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 Look = Literal["plain", "dim", "good", "notable", "bad"]
 
@@ -77,6 +77,34 @@ class Row:
     group: tuple[str, ...] = ()
     # Names and values by which a page can be narrowed to it.
     facets: FacetValues = field(default_factory=dict)
+
+
+DASH = Cell("—", "dim")  # where there is nothing to show
+
+
+def count_cell(number: int, look: Look = "plain") -> Cell:
+    """Return the cell of a count; of none a dash."""
+    return Cell(f"{number:,}", look) if number else DASH
+
+
+def columns(
+    words: Sequence[str], numbers: Iterable[str] = (), *, cut: int = 0
+) -> tuple[Column, ...]:
+    """Return columns of words, of which the first ``cut`` may be cut, then columns of numbers."""
+    left = (Column(name, words=True, cut=i < cut) for i, name in enumerate(words))
+    return (*left, *map(Column, numbers))
+
+
+def row(
+    *cells: Cell | str | None,
+    remarks: Iterable[str] = (),
+    group: tuple[str, ...] = (),
+    facets: FacetValues | None = None,
+) -> Row:
+    """Return a row: a text is a plain cell, None a dash; remarks stand out, empty ones are none."""
+    shown = (DASH if c is None else Cell(c) if isinstance(c, str) else c for c in cells)
+    notes = (Note(remark, "notable") for remark in remarks if remark)
+    return Row(tuple(shown), tuple(notes), group, facets or {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,3 +259,16 @@ class Document:
     sections: tuple[Section, ...] = ()
     notes: tuple[Note, ...] = ()  # how to read it, and the arithmetic that was assumed
     closing: tuple[Note, ...] = ()  # what it comes to, the last lines
+
+
+class LiveRows(Protocol):
+    """A page whose rows come one by one: it is shown as it grows."""
+
+    head: Document  # what it begins with
+    tables: dict[Any, Table]  # one of those shown for each set of columns
+
+    def row(self, one: Any) -> tuple[Section, bool]:
+        """Return a section of what is new, and whether its title and headings are too."""
+
+    def closing(self, report: Any) -> Document:
+        """Return what stands below the rows of ``report``, which have all been shown."""

@@ -38,12 +38,8 @@ def exit_code(report: msgspec.Struct) -> int:
             code = _of_statuses(_statuses(report))
             cut = not isinstance(report, ModelReport) and report.incomplete
             code = INCOMPLETE if cut and code != FAILED else code
-        case FaultReport():
-            code = _of_faults(report)
-        case MutantReport():
-            code = _of_mutants(report)
-        case OwnTestsReport():
-            code = _of_own_tests(report)
+        case FaultReport() | MutantReport() | OwnTestsReport():
+            code = _of_scores(report)
         case SensitivityReport():
             # The gate must see each fault of some size.
             unseen = any(one.rules[ATTNCHECK_RULE].size is None for one in report.seen)
@@ -94,35 +90,19 @@ def _statuses(report: Report | BenchReport | ModelReport) -> set[Status]:
     return statuses | {"fail" for one in report.changes if one.finding == "slower"}
 
 
-def _of_faults(report: FaultReport) -> int:
-    """0 where all is caught and no control flagged; 3 where not all has a score."""
-    faults = Counter(score.outcome for score in report.scores)
-    controls = Counter(score.outcome for score in report.controls)
-    if faults["missed"] or controls["flagged"]:
+def _of_scores(report: FaultReport | MutantReport | OwnTestsReport) -> int:
+    """1 where a fault was missed or a control flagged; 3 where not all has a score; 5 for none."""
+    if isinstance(report, OwnTestsReport):
+        count = Counter[str](score.status for score in report.scores)
+    else:
+        count = Counter[str](score.outcome for score in report.scores)
+    if isinstance(report, FaultReport):
+        count += Counter(score.outcome for score in report.controls)
+    if count["missed"] or count["flagged"]:
         return FAILED
-    if report.unfinished or faults["harness"] or controls["harness"]:
+    if report.unfinished or count["harness"] or count["not scored"]:
         return INCOMPLETE
-    return PASSED if faults["caught"] or controls["clean"] else UNTESTED
-
-
-def _of_mutants(report: MutantReport) -> int:
-    """1 where one was missed; 3 where not all has a score; 5 where none could be caught."""
-    count = Counter(score.outcome for score in report.scores)
-    if count["missed"]:
-        return FAILED
-    if report.unfinished or count["harness"]:
-        return INCOMPLETE
-    return PASSED if count["caught"] else UNTESTED
-
-
-def _of_own_tests(report: OwnTestsReport) -> int:
-    """0 where all that were shown are caught; 3 where one has no score."""
-    count = Counter(score.status for score in report.scores)
-    if count["missed"]:
-        return FAILED
-    if count["not scored"] or report.unfinished:
-        return INCOMPLETE
-    return PASSED if count["caught"] else UNTESTED
+    return PASSED if count["caught"] or count["clean"] else UNTESTED
 
 
 def _of_fingerprint(report: FingerprintReport) -> int:

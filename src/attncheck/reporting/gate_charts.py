@@ -31,19 +31,10 @@ def results_table(report: GateReport, kernel: str) -> document.Table:
     ordered = sorted(dtypes, key=lambda name: (order.get(name, len(order)), name))
     sides = status_sides(report)
     rows = (
-        document.Row(
-            (
-                document.Cell(mods),
-                *(_result(by_dtype.get(dtype, Counter()), *sides) for dtype in ordered),
-            )
-        )
-        for mods, by_dtype in counts.items()
+        document.row(mods, *(_result(by.get(dtype, Counter()), *sides) for dtype in ordered))
+        for mods, by in counts.items()
     )
-    columns = (
-        document.Column("mask + score mod", words=True, cut=True),
-        *map(document.Column, ordered),
-    )
-    return document.Table(columns, tuple(rows))
+    return document.Table(document.columns(["mask + score mod"], ordered, cut=1), tuple(rows))
 
 
 def _result(

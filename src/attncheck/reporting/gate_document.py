@@ -10,19 +10,28 @@ from attncheck.core.judgement import share_text
 from attncheck.core.sanitize_text import one_line, shortened
 from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import Status
-from attncheck.records.run_reports import STAGES, Answer, Change, GateReport, Stage
+from attncheck.records.run_reports import (
+    STAGES,
+    STANDINGS,
+    Answer,
+    BaselineStanding,
+    Change,
+    GateReport,
+    Stage,
+)
 from attncheck.reporting import diagnosis_text, number_text, record_text
 from attncheck.reporting.document import (
     Block,
     Card,
     Cell,
-    Column,
     Document,
     Look,
     Note,
-    Row,
     Section,
     Table,
+    columns,
+    count_cell,
+    row,
 )
 from attncheck.reporting.gate_charts import charts, heat_map, results_table
 from attncheck.reporting.gate_verdict import (
@@ -45,14 +54,7 @@ _MOST_IDS = 200
 _MOST_ROWS = 1000  # of a table on a page
 _LARGEST_SCRIPT = 2**18  # characters of one that a page shows; a larger one lies beside it
 _LARGEST_SCRIPTS = 2**22  # of all together
-_STANDING_LOOKS: dict[str, Look] = {
-    "identical": "plain",
-    "within rounding": "plain",
-    "better": "notable",
-    "worse": "bad",
-    "new": "plain",
-    "gone": "plain",
-}
+_STANDING_LOOKS: dict[BaselineStanding, Look] = {"better": "notable", "worse": "bad"}
 _READING = (
     "odd: warn, inconclusive, flaky, or the oracle disagrees; work: time in kernel, oracle and "
     "judge."
@@ -84,7 +86,7 @@ def gate_document(
         title="attncheck gate",
         verdict=gate_verdict(report),
         command=report.command,
-        facts=(*_run_facts(report), *_kernel_lines(report)),
+        facts=(*_run_facts(report), *(" · ".join(filter(None, k)) for k in report.kernels.items())),
         sections=sections,
     )
 
@@ -218,11 +220,6 @@ def _environment_lines(report: GateReport) -> Iterator[str]:
         yield record_text.environment_facts(environment) + repaired
 
 
-def _kernel_lines(report: GateReport) -> Iterator[str]:
-    for name, summary in report.kernels.items():
-        yield f"{name} · {summary}" if summary else name
-
-
 def _stage_counts(report: GateReport) -> dict[tuple[str, Stage], list[Answer]]:
     """Answers by kernel and stage, kernels as asked for."""
     groups: dict[tuple[str, Stage], list[Answer]] = {}
@@ -233,32 +230,27 @@ def _stage_counts(report: GateReport) -> dict[tuple[str, Stage], list[Answer]]:
     return {key: groups[key] for key in keys}
 
 
-def _number(count: int, look: Look = "plain") -> Cell:
-    return Cell(f"{count:,}", look) if count else Cell(number_text.NOTHING, "dim")
-
-
 def _sum(status: Counter[Status], statuses: Iterable[Status]) -> int:
     return sum(status[one] for one in statuses)
 
 
 def _counts(report: GateReport, *, reading: bool = False) -> Section:
     names = ("asked", "passed", "failed", "odd", "not supported", "work")
-    words = (Column("kernel", words=True, cut=True), Column("stage", words=True))
     failing, doubtful = status_sides(report)
     rows = []
     for (kernel, stage), answers in _stage_counts(report).items():
         status = Counter(answer.record.status for answer in answers)
         cells = (
-            _number(status.total() - status["unsupported"]),
-            _number(status["pass"]),
-            _number(_sum(status, failing), "bad"),
-            _number(_sum(status, doubtful), "notable"),
-            _number(status["unsupported"]),
+            count_cell(status.total() - status["unsupported"]),
+            count_cell(status["pass"]),
+            count_cell(_sum(status, failing), "bad"),
+            count_cell(_sum(status, doubtful), "notable"),
+            count_cell(status["unsupported"]),
             Cell(number_text.duration(sum(answer.seconds for answer in answers))),
         )
         facets = {"kernel": (shortened(kernel),), "stage": (stage,)}
-        rows.append(Row((Cell(kernel), Cell(stage), *cells), facets=facets))
-    table = Table((*words, *map(Column, names)), tuple(rows))
+        rows.append(row(kernel, stage, *cells, facets=facets))
+    table = Table(columns(("kernel", "stage"), names, cut=1), tuple(rows))
     blocks: tuple[Block, ...] = (table, Note(_READING)) if reading else (table,)
     return Section("by kernel and stage", blocks if rows else (), name="Counts")
 
@@ -309,12 +301,11 @@ def _baseline(report: GateReport) -> list[Section]:
     rows = []
     for kernel in dict.fromkeys(change.kernel for change in report.changes):
         count = Counter(c.standing for c in report.changes if c.kernel == kernel)
-        cells = (_number(count[standing], look) for standing, look in _STANDING_LOOKS.items())  # type: ignore[index]  # its keys are standings
-        rows.append(Row((Cell(kernel), *cells)))
-    columns = (Column("kernel", words=True, cut=True), *map(Column, _STANDING_LOOKS))
+        cells = (count_cell(count[one], _STANDING_LOOKS.get(one, "plain")) for one in STANDINGS)
+        rows.append(row(kernel, *cells))
     # What is within rounding or identical asks for nothing: it is counted alone.
     shown = alike_changes(c for s in ("worse", "better") for c in report.changes if c.standing == s)
-    blocks: list[Block] = [Table(columns, tuple(rows))]
+    blocks: list[Block] = [Table(columns(["kernel"], STANDINGS, cut=1), tuple(rows))]
     blocks += [_change(change, cases) for change, cases in shown[:_MOST_CHANGES]]
     more = len(shown) - _MOST_CHANGES
     blocks += [Note(f"and {more:,} more")] if more > 0 else []
@@ -368,12 +359,12 @@ def _refused(report: GateReport) -> list[Section]:
     """What kernels do not take, folded: it is long, and nothing is wrong with it."""
     reasons = _refusals(report).most_common()
     rows = tuple(
-        Row((Cell(reason), Cell(f"{count:,}"), Cell(kernel)), facets={"kernel": (kernel,)})
+        row(reason, f"{count:,}", kernel, facets={"kernel": (kernel,)})
         for (kernel, reason), count in reasons[:_MOST_ROWS]
     )
-    columns = (Column("reason", words=True), Column("questions"), Column("kernel", words=True))
+    headings = (*columns(["reason"], ["questions"]), *columns(["kernel"]))
     title = f"not supported: {number_text.plural(_refusals(report).total(), 'question')}"
-    section = Section(title, (Table(columns, rows),), name="Not supported", folded=True)
+    section = Section(title, (Table(headings, rows),), name="Not supported", folded=True)
     return [section] if rows else []
 
 
@@ -391,17 +382,17 @@ def _every_answer(report: GateReport) -> list[Section]:
         record = answer.record
         share = record.judgement.out_over_bound if record.judgement else None
         cells = (
-            Cell(problem_of(record).full_line),
+            problem_of(record).full_line,
             Cell(record.status, ("bad", "notable", "plain")[place(answer)]),
-            Cell(number_text.NOTHING if share is None else share_text(share)),
-            Cell(str(record.case.get("question", ""))),
-            Cell(answer.stage),
+            number_text.NOTHING if share is None else share_text(share),
+            str(record.case.get("question", "")),
+            answer.stage,
             Cell(record.kernel, "dim"),
         )
-        rows.append(Row(cells, facets=_facets([answer])))
-    names = ("problem", "verdict", "÷ bound", "question", "stage", "kernel")
-    columns = tuple(Column(name, words=name != "÷ bound") for name in names)
-    blocks: list[Block] = [Table(columns, tuple(rows))]
+        rows.append(row(*cells, facets=_facets([answer])))
+    left = columns(["problem", "verdict"], ["÷ bound"])
+    table = Table((*left, *columns(["question", "stage", "kernel"])), tuple(rows))
+    blocks: list[Block] = [table]
     more = len(answers) - len(rows)
     blocks += [Note(f"and {more:,} more: gate.json has all of them")] if more > 0 else []
     title = f"every question: {len(answers):,}"

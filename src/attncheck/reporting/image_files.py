@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from attncheck.core.errors import UsageError
 from attncheck.core.files import check_names, write_files
 from attncheck.core.judgement import share_text
-from attncheck.core.sanitize_text import one_line
+from attncheck.core.sanitize_text import cut_line, one_line
 from attncheck.records.bench_report import BenchReport
 from attncheck.records.model_report import ModelReport
 from attncheck.records.problem_summary import problem_of
@@ -186,7 +186,7 @@ def error_figure(record: Record, *, kernel: str) -> Any:
     for text, below, size, weight in lines:
         letters = int((width - 1.5 * _LEFT) / (_LETTER * size / 10))
         y = 1 - below / _HEIGHT
-        line = _shortened(text, letters)
+        line = cut_line(text, letters)
         fig.text(_LEFT / width, y, line, fontsize=size, fontweight=weight, va="center")
     return fig
 
@@ -324,8 +324,3 @@ def _ratio(ratio: float) -> str:
     if not math.isfinite(ratio):
         return "∞" if ratio > 0 else "NaN"
     return share_text(ratio) if ratio >= 100 else f"{ratio:.{0 if ratio >= 10 else 1}f}"
-
-
-def _shortened(text: str, most: int) -> str:
-    line = one_line(text)
-    return line if len(line) <= most else f"{line[: most - 1]}…"

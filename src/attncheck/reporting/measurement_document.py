@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from msgspec.structs import replace as replace_struct
 
@@ -14,7 +15,17 @@ from attncheck.core.tensor_names import GRADIENTS, TensorName
 from attncheck.records.problem_summary import ProblemSummary, problem_of
 from attncheck.records.record import GradientErrors, OutErrors, Record, Report
 from attncheck.reporting import number_text, record_text
-from attncheck.reporting.document import Cell, Column, Document, Look, Note, Row, Section, Table
+from attncheck.reporting.document import (
+    Cell,
+    Column,
+    Document,
+    LiveRows,
+    Look,
+    Note,
+    Row,
+    Section,
+    Table,
+)
 
 HOW_TO_READ = (
     "verdict: whether every error is rounding; why not stands below.",
@@ -100,14 +111,7 @@ def _closing(
     report: Report, notes: dict[tuple[str, str], int], sections: tuple[Section, ...]
 ) -> Document:
     """The page from its ``sections`` on: why rows are no pass, and how to read them."""
-    reasons = [
-        Note(f"{number_text.superscript(number)} {status}: {reason}", _look_of(status))
-        for (status, reason), number in notes.items()
-    ]
-    for kernel, lines in (report.claims or {}).items():
-        reasons += [Note(f"{kernel}: {line}") for line in lines]
-    reasons += [Note(f"{kernel} is absent: {reason}") for kernel, reason in report.absent.items()]
-    below = [Section("", tuple(reasons))] if reasons else []
+    below = record_text.reason_sections(notes, report.claims, report.absent)
     missed = " or ".join(record_text.missed_faults(report.records))
     insensitive = f"insensitive: nothing here would have shown {missed}"
     return Document(
@@ -125,18 +129,18 @@ def _closing(
     )
 
 
-class RowsAsMeasured:
-    """The page of a Report whose Records come one by one: a row as soon as there is one."""
+class RowsAsMeasured(LiveRows):
+    """The page of a Report whose Records come one by one."""
 
     def __init__(self, report: Report) -> None:
-        # One of those shown for each set of columns.
-        self.tables: dict[tuple[Column, ...], Table] = {}
+        self.head = Document(title="", command=report.command, facts=environment_lines(report))
+        self.tables: dict[Any, Table] = {}
         self._report = report
         self._notes: dict[tuple[str, str], int] = {}
         self._before: tuple[str, tuple[Column, ...], tuple[str, ...]] = "", (), ()
 
     def row(self, record: Record) -> tuple[Section, bool]:
-        """Return a section of ``record`` alone; and whether its title and headings are news."""
+        """Return a section of ``record`` alone."""
         report = replace_struct(self._report, records=(record,))
         ((title, blocks),) = _grouped(report).items()
         letters = environment_letters(report)
@@ -163,7 +167,7 @@ class RowsAsMeasured:
         return Section(title, (table,)), new
 
     def closing(self, report: Report) -> Document:
-        """Return what stands below the rows of ``report``, which have all been shown."""
+        """Return what these problems would have shown, and the rest of the page."""
         grouped, notes = _grouped(report), []
         for title, blocks in grouped.items():
             visible = record_text.visible_faults(
@@ -262,11 +266,7 @@ def _section(  # what a page numbers and letters throughout
     rows = []
     for group, records in blocks.items():
         for record in sorted(records, key=lambda one: order.get(one.kernel, len(order))):
-            reason = record_text.footnote(record)
-            # A reason is said once however many cells it holds for.
-            number = notes.setdefault((record.status, reason), len(notes) + 1) if reason else 0
-            mark = f" {number_text.superscript(number)}" if number else ""
-            status = Cell(f"{record.status}{mark}", record_text.STATUS_LOOKS[record.status])
+            status = record_text.status_cell(record, record_text.footnote(record), notes)
             kernel = Cell(record.kernel, code=True)
             if record.status not in record_text.JUDGED:
                 rows.append(Row((kernel, status), group=group))
@@ -381,12 +381,6 @@ def _reading(report: Report) -> Iterator[str]:
         yield _TF32
     if any(record.interpreted for record in measured):
         yield _INTERPRETED
-
-
-def _look_of(status: str) -> Look:
-    return next(
-        (look for name, look in record_text.STATUS_LOOKS.items() if name == status), "plain"
-    )
 
 
 def _counts(report: Report) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from attncheck.records.record import FAILED_STATUSES, UNTRUSTED_STATUSES
 from attncheck.reporting import number_text
 from attncheck.reporting.document import (
+    DASH,
     Cell,
     Column,
     Document,
@@ -16,6 +17,8 @@ from attncheck.reporting.document import (
     Section,
     Table,
     Verdict,
+    columns,
+    row,
 )
 from attncheck.reporting.record_text import environment_facts
 
@@ -102,23 +105,16 @@ def fault_place(fault: ModelFault) -> str:
 
 
 def _summary(records: list[ModelRecord], report: ModelReport) -> Table:
-    columns = (
-        Column("kernel", words=True, cut=True, most=40),
-        Column("verdict", words=True),
-        *(Column(text) for name, *_ in _ANSWERS for text in (name, "×floor")),
-        Column("KL"),
-        Column("words"),
-        Column("chance"),
-    )
+    numbers = [text for name, *_ in _ANSWERS for text in (name, "×floor")]
+    kernel = Column("kernel", words=True, cut=True, most=40)
+    headings = (kernel, *columns(["verdict"], [*numbers, "KL", "words", "chance"]))
     rows = []
     known = max(records, key=lambda record: len(record.drifts), default=None)
     if known is not None and known.drifts:
-        cells = [Cell(f"{report.right} right kernels", "dim"), Cell("")]
-        for drift in _answers(known):
-            cells += [_floor(drift), Cell("")]
+        name = Cell(f"{report.right} right kernels", "dim")
+        floors = [cell for drift in _answers(known) for cell in (_floor(drift), "")]
         words = Cell(_words(known.right_diverge), "dim")
-        kl = _floor(_drift(known, "prefill", "KL"))
-        rows.append(Row((*cells, kl, words, Cell(""))))
+        rows.append(row(name, "", *floors, _floor(_drift(known, "prefill", "KL")), words, ""))
     for record in records:
         name = Cell(record.kernel, "dim" if record.beside else "plain")
         cells = [name, Cell(*_status(record))]
@@ -128,7 +124,7 @@ def _summary(records: list[ModelRecord], report: ModelReport) -> Table:
         chance = number_text.NOTHING if record.chance is None else f"{record.chance:.2f}"
         cells += [Cell(_words(record.diverges)), Cell(chance)]
         rows.append(Row(tuple(cells), tuple(_remarks(record))))
-    return Table(columns, tuple(rows), keys=2)
+    return Table(headings, tuple(rows), keys=2)
 
 
 def _answers(record: ModelRecord) -> list[Drift | None]:
@@ -141,14 +137,12 @@ def _drift(record: ModelRecord, phase: Phase, where: str) -> Drift | None:
 
 
 def _floor(drift: Drift | None) -> Cell:
-    return Cell(
-        number_text.NOTHING if drift is None else number_text.scientific(drift.floor), "dim"
-    )
+    return DASH if drift is None else Cell(number_text.scientific(drift.floor), "dim")
 
 
 def _drift_cells(drift: Drift | None, right: int) -> list[Cell]:
     if drift is None:
-        return [Cell(number_text.NOTHING, "dim")] * 2
+        return [DASH] * 2
     look: Look = "notable" if right and not drift.as_far else "plain"
     ratio = number_text.ratio(drift.error, drift.floor)
     return [Cell(number_text.scientific(drift.error)), Cell(ratio, look)]
@@ -179,26 +173,18 @@ def _remarks(record: ModelRecord) -> Iterator[Note]:
 
 
 def _layers(record: ModelRecord) -> Section:
-    columns = (
-        Column("layer"),
-        *(Column(text) for phase in _PHASES for text in (phase, "×floor")),
-        Column("calls"),
-        Column("failed"),
-        Column("err/bound"),
-    )
+    phases = [text for phase in _PHASES for text in (phase, "×floor")]
     rows = []
     for call in record.calls:
-        cells = [Cell(str(call.layer))]
-        for phase in _PHASES:
-            cells += _drift_cells(_drift(record, phase, f"layer {call.layer}"), 1)
-        share = call.over_bound
-        cells += [
-            Cell(str(call.calls)),
-            Cell(str(call.failed), "bad" if call.failed else "plain"),
-            Cell(number_text.NOTHING if share is None else f"{share:.3f}"),
-        ]
-        rows.append(Row(tuple(cells)))
-    return Section(f"{record.model} · {record.kernel}", (Table(columns, tuple(rows), keys=1),))
+        drifts = (_drift(record, phase, f"layer {call.layer}") for phase in _PHASES)
+        failed = Cell(str(call.failed), "bad" if call.failed else "plain")
+        share = number_text.NOTHING if call.over_bound is None else f"{call.over_bound:.3f}"
+        cells = (cell for drift in drifts for cell in _drift_cells(drift, 1))
+        rows.append(row(str(call.layer), *cells, str(call.calls), failed, share))
+    table = Table(
+        columns((), ["layer", *phases, "calls", "failed", "err/bound"]), tuple(rows), keys=1
+    )
+    return Section(f"{record.model} · {record.kernel}", (table,))
 
 
 def _notes(report: ModelReport) -> Iterator[str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from attncheck.core.errors import UsageError
 from attncheck.core.sanitize_text import one_line
 from attncheck.reporting.model_document import model_facts
-from attncheck.reporting.rmse_plot import COLOURS, SHAPES
+from attncheck.reporting.rmse_plot import COLOURS, SHAPES, draw_outside_legend
 
 if TYPE_CHECKING:
     from attncheck.records.model_report import Drift, ModelRecord, ModelReport, Phase
@@ -57,11 +57,7 @@ def model_figure(report: ModelReport) -> Any:
             ax.tick_params(labelbottom=True)
             ax.set_xlabel("layer")
             _draw(ax, records, phase, names, low / 2)
-    handles: dict[str, Any] = {}
-    for ax in fig.axes:
-        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
-    fig.legend(handles.values(), handles.keys(), loc="outside right upper", frameon=False)
+    draw_outside_legend(fig)
     fig.supylabel("drift from fp64 ÷ the median of right kernels", fontsize=9)
     fig.suptitle("\n".join(model_facts(report)), x=0.01, ha="left", fontsize=8)
     return fig

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 
 from attncheck.records.fault_scores import MutantReport, MutantScore, NameWorth
 from attncheck.reporting import number_text
-from attncheck.reporting.document import Cell, Column, Document, Note, Row, Section, Table
+from attncheck.reporting.document import (
+    Cell,
+    Column,
+    Document,
+    Note,
+    Row,
+    Section,
+    Table,
+    columns,
+    count_cell,
+    row,
+)
 from attncheck.reporting.record_text import environment_facts
 
 _STEPS = (1, 2, 3, 5, 10, 20, 50, 100, 200, 500, 1000)  # questions that the curve is shown at
@@ -35,7 +46,8 @@ def mutant_document(report: MutantReport) -> Document:
     for title, outcome in (("Equivalent, with the reason", "equivalent"), ("Unscored", "harness")):
         some = [score for score in scores if score.outcome == outcome]
         sections += [_each(title, some)] if some else []
-    run = filter(None, [report.tool, report.started, _duration(report.seconds)])
+    took = number_text.duration(report.seconds).strip() if report.seconds else ""
+    run = filter(None, [report.tool, report.started, took])
     notes = [
         (
             "scored: caught or missed. Those that raise on the plainest problem (stillborn) and "
@@ -61,10 +73,6 @@ def mutant_document(report: MutantReport) -> Document:
     )
 
 
-def _duration(seconds: float) -> str:
-    return number_text.duration(seconds).strip() if seconds else ""
-
-
 def _totals(
     title: str,
     what: str,
@@ -78,9 +86,8 @@ def _totals(
     ]
     rows.append(_total("all", scores, rules))
     rare = ("same bits", "equivalent", "stillborn")
-    columns = (
-        Column(what, words=True, cut=True),
-        *map(Column, ("mutants", "caught", "missed")),
+    headings = (
+        *columns([what], ("mutants", "caught", "missed"), cut=1),
         *(Column(name, spare=1) for name in rare),
         *(Column(name, spare=2) for name in ("median s", "questions")),
         *(Column(rule, spare=3) for rule in rules),
@@ -88,7 +95,7 @@ def _totals(
         Column("proven", spare=1),
         *map(Column, ("family", "wrong")),
     )
-    return Section(title, (Table(columns, tuple(rows)),))
+    return Section(title, (Table(headings, tuple(rows)),))
 
 
 def _total(name: str, scores: Sequence[MutantScore], rules: Sequence[str]) -> Row:
@@ -99,60 +106,57 @@ def _total(name: str, scores: Sequence[MutantScore], rules: Sequence[str]) -> Ro
     judged = _judged(named)
     # Of what another rule never saw, it is not said that it missed it.
     shown = [score for score in scored if score.peers]
-    cells = (
-        Cell(name),
-        Cell(str(len(scores))),
+    nothing = number_text.NOTHING
+    return row(
+        name,
+        str(len(scores)),
         Cell(f"{len(caught)}/{len(scored)}", "good" if len(caught) == len(scored) else "plain"),
-        _number(count["missed"]),
-        _number(sum(score.identical for score in scored)),
-        _number(count["equivalent"]),
-        _number(count["stillborn"]),
-        Cell(f"{median(score.seconds for score in caught):.1f}" if caught else number_text.NOTHING),
-        Cell(f"{median(score.questions for score in caught):g}" if caught else number_text.NOTHING),
-        *(Cell(f"{sum(s.peers.get(rule, False) for s in shown)}/{len(shown)}") for rule in rules),
-        Cell(f"{named['right'] + named['proven']}/{judged}" if judged else number_text.NOTHING),
-        _number(named["proven"]),
-        _number(named["family"] + named["neighbour"]),
+        count_cell(count["missed"]),
+        count_cell(sum(score.identical for score in scored)),
+        count_cell(count["equivalent"]),
+        count_cell(count["stillborn"]),
+        f"{median(score.seconds for score in caught):.1f}" if caught else nothing,
+        f"{median(score.questions for score in caught):g}" if caught else nothing,
+        *(f"{sum(s.peers.get(rule, False) for s in shown)}/{len(shown)}" for rule in rules),
+        f"{named['right'] + named['proven']}/{judged}" if judged else nothing,
+        count_cell(named["proven"]),
+        count_cell(named["family"] + named["neighbour"]),
         Cell(str(named["wrong"]), "bad" if named["wrong"] else "dim"),
     )
-    return Row(cells)
 
 
 def _judged(named: Counter[NameWorth]) -> int:
     return sum(number for worth, number in named.items() if worth not in {"", "unjudged"})
 
 
-def _number(number: int) -> Cell:
-    return Cell(str(number)) if number else Cell(number_text.NOTHING, "dim")
-
-
 def _curve(report: MutantReport) -> Section:
     scored = sum(score.outcome in {"caught", "missed"} for score in report.scores)
     steps = [step for step in _STEPS if step < len(report.curve)] + [len(report.curve)]
     rows = tuple(
-        Row((Cell(str(step)), Cell(f"{report.curve[step - 1]}/{scored}")))
+        row(str(step), f"{report.curve[step - 1]}/{scored}")
         for step in steps
         if step and report.curve
     )
-    columns = (Column("within the first questions"), Column("caught"))
-    return Section("How soon", (Table(columns, rows),))
+    headings = columns((), ("within the first questions", "caught"))
+    return Section("How soon", (Table(headings, rows),))
 
 
 def _each(title: str, scores: Sequence[MutantScore]) -> Section:
-    columns = (Column("mutant", words=True), Column("says", words=True, cut=True))
-    rows = tuple(Row((Cell(s.mutant, code=True), Cell(_said(s))), tuple(_lines(s))) for s in scores)
-    return Section(title, (Table(columns, rows),))
+    headings = (Column("mutant", words=True), Column("says", words=True, cut=True))
+    rows = tuple(
+        Row(
+            (Cell(score.mutant, code=True), Cell(_said(score))),
+            tuple(Note(line, "notable", whole=True) for line in score.diff.splitlines()),
+        )
+        for score in scores
+    )
+    return Section(title, (Table(headings, rows),))
 
 
 def _said(score: MutantScore) -> str:
     if score.named == "wrong":
         return f"{', '.join(score.models[: score.certain]) or score.kind}; it is {score.family}"
     return score.reason or f"{score.questions} questions"
-
-
-def _lines(score: MutantScore) -> Iterator[Note]:
-    for line in score.diff.splitlines():
-        yield Note(line, "notable", whole=True)
 
 
 def _sentence(scores: Sequence[MutantScore]) -> str:

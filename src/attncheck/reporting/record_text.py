@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from attncheck.core.judgement import BlindSpot, Judgement, Rule
 from attncheck.core.tensor_names import TensorName
 from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import Environment, GradientErrors, Record, Status
-from attncheck.reporting.document import Look, Note
-from attncheck.reporting.number_text import percent, plural
+from attncheck.reporting.document import Cell, Look, Note, Section
+from attncheck.reporting.number_text import percent, plural, superscript
 
 STATUS_LOOKS: dict[Status, Look] = {
     "pass": "good",
@@ -92,6 +92,29 @@ def footnote(record: Record) -> str:
     text = ": ".join(part for part in (judgement.rule, judgement.reason) if part)
     # A pass needs no reason; any other status without one would look like a mistake.
     return text if text or record.status == "pass" else "no reason given"
+
+
+def status_cell(record: Record, reason: str, notes: dict[tuple[str, str], int]) -> Cell:
+    """``fail ¹``: the status, with the number of its reason among the ``notes`` of a page."""
+    # A reason is said once however many cells it holds for.
+    number = notes.setdefault((record.status, reason), len(notes) + 1) if reason else 0
+    mark = f" {superscript(number)}" if number else ""
+    return Cell(f"{record.status}{mark}", STATUS_LOOKS[record.status])
+
+
+def reason_sections(
+    notes: Mapping[tuple[str, str], int], claims: object, absent: Mapping[str, str]
+) -> list[Section]:
+    """Return what stands below such a table: reasons by their numbers, claims, absent kernels."""
+    looks: dict[str, Look] = dict(STATUS_LOOKS.items())
+    lines = [
+        Note(f"{superscript(number)} {status}: {reason}", looks.get(status, "plain"))
+        for (status, reason), number in notes.items()
+    ]
+    for kernel, found in claims.items() if isinstance(claims, dict) else ():
+        lines += [Note(f"{kernel}: {line}") for line in found]
+    lines += [Note(f"{kernel} is absent: {reason}") for kernel, reason in absent.items()]
+    return [Section("", tuple(lines))] if lines else []
 
 
 def refusal_lines(records: Iterable[Record], most: int = 5) -> Iterator[str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attncheck.core.errors import UsageError
-from attncheck.core.sanitize_text import one_line
+from attncheck.core.sanitize_text import cut_line, one_line
 from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import FAILED_STATUSES, Record, Report, Status
 from attncheck.reporting.measurement_document import environment_lines
@@ -165,8 +165,7 @@ def plot_of(report: Report) -> Plot:
 def _key(record: Record, usual: dict[str, str]) -> tuple[str, str]:
     """Label and heads of a record's slot."""
     problem = problem_of(record)
-    name = one_line(record.variant) or "?"
-    label = name if len(name) <= _LONGEST_VARIANT else f"{name[: _LONGEST_VARIANT - 1]}…"
+    label = cut_line(record.variant, _LONGEST_VARIANT) or "?"
     known = usual[problem.operation].split()
     others = " ".join(size for size in problem.shape.split() if size not in known)
     return (f"{label} ({others})" if others else label), one_line(record.heads) or "rows"
@@ -426,9 +425,17 @@ def _draw_titles(fig: Any, report: Report, height: float) -> None:
         va="center",
     )
     for y, line in ((height - 0.55, lines[0] if lines else ""), (0.15, report.command)):
-        text = one_line(line)
-        text = text if len(text) <= _LINE else f"{text[: _LINE - 1]}…"
+        text = cut_line(line, _LINE)
         fig.text(_LEFT / _WIDTH, y / height, text, fontsize=8, color="#555555", va="center")
+
+
+def draw_outside_legend(fig: Any) -> None:
+    """Each label of any panel once, right of all of them."""
+    handles: dict[str, Any] = {}
+    for ax in fig.axes:
+        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    fig.legend(handles.values(), handles.keys(), loc="outside right upper", frameon=False)
 
 
 def _draw_legend(fig: Any, shown: Plot, looks: _Looks, height: float) -> None:
@@ -438,7 +445,7 @@ def _draw_legend(fig: Any, shown: Plot, looks: _Looks, height: float) -> None:
         return Line2D([], [], **({"linestyle": "none"} | look))
 
     entries = {
-        _shortened(kernel): sign(marker=shape, color=colour, markersize=6)
+        cut_line(kernel, _LONGEST) or "?": sign(marker=shape, color=colour, markersize=6)
         for kernel, (colour, shape) in looks.items()
     }
     statuses = {mark.status for panel in shown.panels for mark in panel.marks}
@@ -479,8 +486,3 @@ def _draw_legend(fig: Any, shown: Plot, looks: _Looks, height: float) -> None:
             ha="right",
             va="center",
         )
-
-
-def _shortened(name: str) -> str:
-    text = one_line(name) or "?"
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"

@@ -17,25 +17,21 @@ from attncheck.records.run_reports import (
     Tally,
 )
 from attncheck.reporting import number_text
-from attncheck.reporting.document import Cell, Column, Document, Look, Note, Row, Section, Table
+from attncheck.reporting.document import (
+    DASH,
+    Cell,
+    Column,
+    Document,
+    Look,
+    Note,
+    Row,
+    Section,
+    Table,
+    columns,
+    count_cell,
+    row,
+)
 from attncheck.reporting.record_text import environment_facts
-
-_DASH = Cell(number_text.NOTHING, "dim")
-
-
-def _columns(words: Sequence[str], numbers: Iterable[str], *, cut: int = 0) -> tuple[Column, ...]:
-    """Columns of words, of which the first ``cut`` may be cut, then columns of numbers."""
-    left = (Column(name, words=True, cut=i < cut) for i, name in enumerate(words))
-    return (*left, *map(Column, numbers))
-
-
-def _count(number: int, look: Look = "plain") -> Cell:
-    return Cell(f"{number:,}", look) if number else _DASH
-
-
-def _remark(text: str) -> tuple[Note, ...]:
-    return (Note(text, "notable"),) if text else ()
-
 
 # The gate on planted faults
 
@@ -92,58 +88,41 @@ def _totals(host: str, totals: Sequence[fault_scores.Total]) -> Section:
     # The total of the host goes below its categories.
     for one in sorted(totals, key=lambda each: not each.category):
         scored = one.caught + one.missed
-        cells = (
-            Cell(one.category or "all"),
-            Cell(f"{one.caught}/{scored}", "plain" if one.caught < scored else "good"),
-            Cell(str(one.missed), "bad" if one.missed else "dim"),
-            _DASH if one.seconds is None else Cell(f"{one.seconds:.1f}"),
-            _DASH if one.problems is None else Cell(f"{one.problems:g}"),
-            *(Cell(f"{one.peers.get(rule, 0)}/{scored}", "dim") for rule in rules),
-            *(
-                Cell(f"{named}/{one.diagnosed}") if one.diagnosed else _DASH
-                for named in (one.named_first, one.named_third)
-            ),
-        )
+        named = (one.named_first, one.named_third)
         # Once, beside the total: categories would say the same again.
         unscored = f"{one.unscored} not scored" if one.unscored and not one.category else ""
-        rows.append(Row(cells, _remark(unscored)))
-    table = Table(_columns(["category"], numbers, cut=1), tuple(rows))
+        cells = (
+            one.category or "all",
+            Cell(f"{one.caught}/{scored}", "plain" if one.caught < scored else "good"),
+            Cell(str(one.missed), "bad" if one.missed else "dim"),
+            None if one.seconds is None else f"{one.seconds:.1f}",
+            None if one.problems is None else f"{one.problems:g}",
+            *(Cell(f"{one.peers.get(rule, 0)}/{scored}", "dim") for rule in rules),
+            *(f"{number}/{one.diagnosed}" if one.diagnosed else None for number in named),
+        )
+        rows.append(row(*cells, remarks=[unscored]))
+    table = Table(columns(["category"], numbers, cut=1), tuple(rows))
     return Section(f"{host}: score by category", (table,))
 
 
 def _fault_by_fault(host: str, scores: Sequence[fault_scores.FaultScore]) -> Section:
     rules = list(dict.fromkeys(peer.rule for score in scores for peer in score.peers))
-    columns = (
+    numbers = ("problems", "s", *(_SHORT_RULES.get(rule, rule) for rule in rules), "named")
+    headings = (
         Column("fault", words=True, cut=True),
         Column("category", words=True, spare=1),
-        Column("outcome", words=True, cut=True),
-        Column("by", words=True, cut=True),
-        Column("smallest", words=True, cut=True),
-        Column("problems"),
-        Column("s"),
-        *(Column(_SHORT_RULES.get(rule, rule)) for rule in rules),
-        Column("named"),
+        *columns(["outcome", "by", "smallest"], numbers, cut=3),
     )
     rows = tuple(_fault(score, rules) for score in scores)
-    return Section(f"{host}: fault by fault", (Table(columns, rows),))
+    return Section(f"{host}: fault by fault", (Table(headings, rows),))
 
 
 def _fault(score: fault_scores.FaultScore, rules: list[str]) -> Row:
     detection, peers = score.caught, {each.rule: each for each in score.peers}
     smallest = (detection.shrunk or detection.first) if detection else None
-    rank = Cell(str(score.rank)) if score.rank else Cell("no", "notable")
+    rank = str(score.rank) if score.rank else Cell("no", "notable")
     first = detection.first if detection else None
-    cells = (
-        Cell(score.fault),
-        Cell(score.category, "dim"),
-        Cell(score.outcome, _FAULT_LOOKS.get(score.outcome, "dim")),
-        Cell(f"{first.stage} {first.question}") if first else _DASH,
-        Cell(smallest.problem, "dim") if smallest else _DASH,
-        *_cost(score, scored=score.outcome in SCORED),
-        *(_peer(peers.get(rule)) for rule in rules),
-        rank if score.diagnosis else _DASH,
-    )
-    remarks = [score.reason] if score.reason else []
+    remarks = [score.reason]
     if score.outcome == "missed":
         passed = f"{score.problems} problems, and every answer was right"
         remarks.append(f"{score.summary or score.fault}: {passed}")
@@ -153,7 +132,17 @@ def _fault(score: fault_scores.FaultScore, rules: list[str]) -> Row:
     if score.diagnosis:
         best = score.diagnosis[0]
         remarks.append(f"diagnosis: {best.sentence or best.model}")
-    return Row(cells, tuple(note for text in remarks for note in _remark(text)))
+    return row(
+        score.fault,
+        Cell(score.category, "dim"),
+        Cell(score.outcome, _FAULT_LOOKS.get(score.outcome, "dim")),
+        f"{first.stage} {first.question}" if first else None,
+        Cell(smallest.problem, "dim") if smallest else None,
+        *_cost(score, scored=score.outcome in SCORED),
+        *(_peer(peers.get(rule)) for rule in rules),
+        rank if score.diagnosis else None,
+        remarks=remarks,
+    )
 
 
 def _cost(
@@ -161,13 +150,13 @@ def _cost(
 ) -> tuple[Cell, Cell]:
     """Problems and seconds that it took."""
     if not scored:
-        return _DASH, _DASH
+        return DASH, DASH
     return Cell(str(score.problems)), Cell(f"{score.seconds:.1f}")
 
 
 def _peer(verdict: fault_scores.PeerVerdict | None) -> Cell:
     if verdict is None or not verdict.problems:
-        return _DASH
+        return DASH
     if verdict.caught:
         return Cell(str(verdict.problems))
     # Problems on which it refuses a right kernel too tell nothing of the fault.
@@ -175,8 +164,8 @@ def _peer(verdict: fault_scores.PeerVerdict | None) -> Cell:
 
 
 def _reasons(title: str, scores: Sequence[fault_scores.FaultScore]) -> Section:
-    rows = tuple(Row((Cell(score.fault), Cell(score.reason, "dim"))) for score in scores)
-    return Section(title, (Table(_columns(["fault", "why"], (), cut=2), rows),))
+    rows = tuple(row(score.fault, Cell(score.reason, "dim")) for score in scores)
+    return Section(title, (Table(columns(["fault", "why"], (), cut=2), rows),))
 
 
 def _controls(controls: Sequence[fault_scores.ControlScore]) -> Section:
@@ -184,16 +173,15 @@ def _controls(controls: Sequence[fault_scores.ControlScore]) -> Section:
     for score in controls:
         outcome = Cell(score.outcome, _CONTROL_LOOKS.get(score.outcome, "dim"))
         cost = _cost(score, scored=score.outcome in {"clean", "flagged"})
-        remarks = [score.reason] if score.reason else []
-        remarks += [
+        flagged = (
             f"{one.stage} {one.question}: {one.status} on {one.problem}: {one.reason}"
             for one in score.flagged
-        ]
-        notes = tuple(note for text in remarks for note in _remark(text))
-        rows.append(Row((Cell(score.control), Cell(score.host), outcome, *cost), notes))
-    columns = _columns(["control", "host", "outcome"], ["problems", "s"], cut=1)
+        )
+        remarks = (score.reason, *flagged)
+        rows.append(row(score.control, score.host, outcome, *cost, remarks=remarks))
+    headings = columns(["control", "host", "outcome"], ["problems", "s"], cut=1)
     title = "Controls: changes that leave a kernel right"
-    return Section(title, (Table(columns, tuple(rows)),))
+    return Section(title, (Table(headings, tuple(rows)),))
 
 
 def _score_sentence(report: fault_scores.FaultReport) -> str:
@@ -226,19 +214,17 @@ def own_tests_document(report: fault_scores.OwnTestsReport) -> Document:
     ]
     statuses = ("caught", "missed", "not shown", "not reached", "not scored")
     rows = tuple(
-        Row(
-            (
-                Cell(score.fault),
-                Cell(score.category, "dim"),
-                Cell(score.status, _TEST_LOOKS.get(score.status, "dim")),
-                Cell(score.tests[0], "dim") if score.tests else _DASH,
-                Cell(f"{score.seconds:.1f}"),
-            ),
-            _remark(score.reason),
+        row(
+            score.fault,
+            Cell(score.category, "dim"),
+            Cell(score.status, _TEST_LOOKS.get(score.status, "dim")),
+            Cell(score.tests[0], "dim") if score.tests else None,
+            f"{score.seconds:.1f}",
+            remarks=[score.reason],
         )
         for score in report.scores
     )
-    columns = _columns(["fault", "category", "status", "failed first"], ["s"], cut=4)
+    headings = columns(["fault", "category", "status", "failed first"], ["s"], cut=4)
     count = Counter(score.status for score in report.scores)
     scored = count["caught"] + count["missed"]
     notes = [
@@ -257,9 +243,9 @@ def own_tests_document(report: fault_scores.OwnTestsReport) -> Document:
         sections=(
             Section(
                 "Score by category",
-                (Table(_columns(["category"], statuses, cut=1), tuple(totals)),),
+                (Table(columns(["category"], statuses, cut=1), tuple(totals)),),
             ),
-            Section("Fault by fault", (Table(columns, rows),)),
+            Section("Fault by fault", (Table(headings, rows),)),
         ),
         notes=tuple(map(Note, notes)),
         closing=(Note(sentence, "plain"),),
@@ -267,19 +253,13 @@ def own_tests_document(report: fault_scores.OwnTestsReport) -> Document:
 
 
 def _by_status(name: str, scores: Sequence[fault_scores.OwnTestsScore]) -> Row:
-    count = Counter(score.status for score in scores)
+    count = Counter[str](score.status for score in scores)
     scored = count["caught"] + count["missed"]
     caught: Look = "good" if scored == count["caught"] else "plain"
-    return Row(
-        (
-            Cell(name),
-            Cell(f"{count['caught']}/{scored}", caught),
-            Cell(str(count["missed"]), "bad" if count["missed"] else "dim"),
-            Cell(str(count["not shown"]), "dim"),
-            Cell(str(count["not reached"]), "dim"),
-            Cell(str(count["not scored"]), "bad" if count["not scored"] else "dim"),
-        )
-    )
+    looks: dict[str, Look] = {kind: "bad" for kind in ("missed", "not scored") if count[kind]}
+    kinds = ("missed", "not shown", "not reached", "not scored")
+    others = (Cell(str(count[kind]), looks.get(kind, "dim")) for kind in kinds)
+    return row(name, Cell(f"{count['caught']}/{scored}", caught), *others)
 
 
 # The smallest faults that are seen
@@ -291,9 +271,9 @@ def sensitivity_document(report: fault_scores.SensitivityReport) -> Document:
     for dtype in dict.fromkeys(one.dtype for one in report.seen):
         faults = [one for one in report.seen if one.dtype == dtype]
         rules = list(dict.fromkeys(rule for one in faults for rule in one.rules))
-        columns = _columns(["smallest fault seen", "in"], [*rules, "s"], cut=1)
+        headings = columns(["smallest fault seen", "in"], [*rules, "s"], cut=1)
         rows = tuple(_sensitivity(one, rules) for one in faults)
-        sections.append(Section(dtype, (Table(columns, rows),)))
+        sections.append(Section(dtype, (Table(headings, rows),)))
     notes = [
         (
             "ε: the smallest error seen, in steps of a quarter of an octave. bits: the most that "
@@ -319,13 +299,13 @@ def _sensitivity(one: fault_scores.FaultSensitivity, rules: Sequence[str]) -> Ro
     sizes = (_size(one.rules.get(rule), one.unit) for rule in rules)
     # The gate always has a row: it is what the others are compared with.
     question = one.rules[ATTNCHECK_RULE].question
-    cells = (Cell(one.summary), Cell(one.unit, "dim"), *sizes, Cell(f"{one.seconds:.0f}"))
-    return Row(cells, _remark(f"by {question}" if question else ""))
+    remark = f"by {question}" if question else ""
+    return row(one.summary, Cell(one.unit, "dim"), *sizes, f"{one.seconds:.0f}", remarks=[remark])
 
 
 def _size(smallest: fault_scores.SmallestFault | None, unit: str) -> Cell:
     if smallest is None:
-        return _DASH
+        return DASH
     if smallest.size is None:
         return Cell("none", "bad")
     return Cell(f"{smallest.size:.0f}" if unit == "bits" else number_text.scientific(smallest.size))
@@ -411,10 +391,10 @@ def _counted_by(
             for status in _STATUSES
         ]
         ends = [kinds[kind] for kind in ("known", "failed", "skipped")]
-        cells = map(_count, [len(outcomes), work.total, *statuses, *ends])
-        took = Cell(number_text.duration(work.seconds))
-        rows.append(Row((Cell(group or number_text.NOTHING), *cells, took)))
-    return Section(f"by {name}", (Table(_columns([name], numbers, cut=1), tuple(rows)),))
+        cells = map(count_cell, [len(outcomes), work.total, *statuses, *ends])
+        took = number_text.duration(work.seconds)
+        rows.append(row(group or number_text.NOTHING, *cells, took))
+    return Section(f"by {name}", (Table(columns([name], numbers, cut=1), tuple(rows)),))
 
 
 def _failures_of(title: str, outcomes: list[PropertyOutcome]) -> Section:
@@ -427,9 +407,9 @@ def _failures_of(title: str, outcomes: list[PropertyOutcome]) -> Section:
     for (kernel, test, reason), several in groups.items():
         dtypes = ", ".join(dict.fromkeys(one.dtype for one in several))
         families = ", ".join(dict.fromkeys(one.family for one in several))
-        rows.append(Row(tuple(map(Cell, (kernel, test, dtypes, families))), _remark(reason)))
-    columns = _columns(["kernel", "test", "dtypes", "mask families"], (), cut=4)
-    return Section(title, (Table(columns, tuple(rows)),))
+        rows.append(row(kernel, test, dtypes, families, remarks=[reason]))
+    headings = columns(["kernel", "test", "dtypes", "mask families"], cut=4)
+    return Section(title, (Table(headings, tuple(rows)),))
 
 
 def _unsupported(report: PropertyReport) -> Iterator[str]:
@@ -468,9 +448,9 @@ def baseline_document(report: BaselineComparison) -> Document:
         most = len(changes) if standing in {"worse", "better"} else _MOST
         more = f" (the first {most} of {len(changes):,})" if most < len(changes) else ""
         words = ["kernel", "case", "problem", "standing"]
-        columns = _columns(words, ["RMSE before", "now", "now ÷ before"], cut=3)
+        headings = columns(words, ["RMSE before", "now", "now ÷ before"], cut=3)
         rows = tuple(_change(change, report) for change in changes[:most])
-        sections.append(Section(f"{standing}{more}", (Table(columns, rows),)))
+        sections.append(Section(f"{standing}{more}", (Table(headings, rows),)))
     notes = (
         (
             "identical: the same bits. within rounding: other bits, and errors no larger than "
@@ -496,18 +476,17 @@ def tally(changes: Iterable[Change]) -> str:
 
 def _change(change: Change, report: BaselineComparison) -> Row:
     numbers = (
-        _DASH if value is None else Cell(number_text.scientific(value))
+        None if value is None else number_text.scientific(value)
         for value in (change.before, change.after)
     )
     # A new case has nothing before it, and one that is gone nothing after.
     known = change.before is not None and change.after is not None
-    ratio = number_text.ratio(change.after or 0.0, change.before or 0.0) if known else None
-    cells = (
-        Cell(change.kernel),
-        Cell(change.case_id),
-        Cell(report.problems.get(change.case_id, "")),
+    return row(
+        change.kernel,
+        change.case_id,
+        report.problems.get(change.case_id, ""),
         Cell(change.standing, _STANDING_LOOKS[change.standing]),
         *numbers,
-        Cell(ratio) if ratio else _DASH,
+        number_text.ratio(change.after or 0.0, change.before or 0.0) if known else None,
+        remarks=[change.reason],
     )
-    return Row(cells, _remark(change.reason))

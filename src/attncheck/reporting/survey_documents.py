@@ -12,6 +12,7 @@ from attncheck.records.problem_summary import problem_of
 from attncheck.records.survey_reports import EMPTY, FIELDS, FULL, PARTIAL, TRUTH
 from attncheck.reporting import number_text
 from attncheck.reporting.document import (
+    DASH,
     Cell,
     Column,
     Document,
@@ -21,12 +22,13 @@ from attncheck.reporting.document import (
     Row,
     Section,
     Table,
+    columns,
+    row,
 )
 from attncheck.reporting.record_text import environment_facts
 
 C = TypeVar("C", "survey_reports.OracleRecord", "survey_reports.Certificate")
 
-_DASH = Cell(number_text.NOTHING, "dim")
 _LONGEST_EXPRESSION = 72  # characters that a page shows; the JSON has all
 _LONGEST_BACKEND = 28
 
@@ -61,20 +63,17 @@ def oracle_document(report: survey_reports.OracleReport) -> Document:
         for tensor, unit in units.items():
             with_agreement = tensor == "out"
             last = [f"{report.digits} digits"] if with_agreement else []
-            columns = (Column("distribution", words=True), *map(Column, [*names, *last]))
+            headings = columns(["distribution"], [*names, *last])
             rows = []
             for case_id, records in cases.items():
-                cells = [
-                    Cell(records[0].distribution),
-                    *(_distance(getattr(record, tensor), record.rows) for record in records),
-                ]
+                cells = [_distance(getattr(record, tensor), record.rows) for record in records]
                 remarks: list[str] = []
                 if with_agreement:
                     agreement = agreements.get(case_id)
                     cells.append(_apart(agreement, report))
                     remarks = list(_oracle_remarks(records, agreement, report))
-                rows.append(Row(tuple(cells), tuple(Note(text, "notable") for text in remarks)))
-            sections.append(Section(f"{title} · {unit}", (Table(columns, tuple(rows)),)))
+                rows.append(row(records[0].distribution, *cells, remarks=remarks))
+            sections.append(Section(f"{title} · {unit}", (Table(headings, tuple(rows)),)))
     backend = "Python's integers" if report.backend == "python" else report.backend
     notes = [
         (
@@ -105,7 +104,7 @@ def oracle_document(report: survey_reports.OracleReport) -> Document:
 def _distance(distance: survey_reports.Distance, rows: survey_reports.Rows) -> Cell:
     # Where some are not finite, the largest error of the others is in the row's remark.
     if not distance.nonfinite:
-        return _DASH if distance.units is None else Cell(_units(distance.units))
+        return DASH if distance.units is None else Cell(_units(distance.units))
     if rows.overflowed:
         return Cell("overflow", "bad")
     return Cell("0/0" if rows.vanished else "not finite", "bad")
@@ -123,7 +122,7 @@ def _units(units: float) -> str:
 def _apart(agreement: survey_reports.Agreement | None, report: survey_reports.OracleReport) -> Cell:
     """Distance between the recurrences in many digits."""
     if agreement is None:
-        return _DASH
+        return DASH
     text = "infinite" if agreement.infinite else "0"
     if not agreement.infinite and agreement.log10 is not None:
         text = f"1e{math.ceil(agreement.log10):+03d}"
@@ -177,10 +176,10 @@ def certificate_document(report: survey_reports.CertificateReport) -> Document:
         names = [record.oracle for record in next(iter(cases.values()))]
         others = [name for name in names if name != TRUTH]
         numbers = ("error", "allowance", "share", "a priori", *others)
-        columns = (Column("distribution", words=True), *map(Column, numbers))
+        headings = columns(["distribution"], numbers)
         for part, name in _PARTS.items():
             rows = tuple(_proven_row(part, case, others, report.limit) for case in cases.values())
-            sections.append(Section(f"{title} · {name}", (Table(columns, rows),)))
+            sections.append(Section(f"{title} · {name}", (Table(headings, rows),)))
     balls = f"{report.flint}, balls of {report.bits} bits"
     allowances = (
         f"allowance of a kernel in {dtype}: {profile}"
@@ -218,22 +217,20 @@ def _proven_row(
     proven: dict[str, survey_reports.ProvenError] = {
         record.oracle: getattr(record, part) for record in records
     }
-    cells = [Cell(records[0].distribution)]
     truth = proven.get(TRUTH)
-    if truth is None:
-        # A certificate of other oracles alone: what the truth would fill stays empty.
-        cells += [_DASH] * 4
-    else:
-        cells += [_scientific(truth.error), _scientific(truth.allowance), _share(truth, limit)]
+    # A certificate of other oracles alone: what the truth would fill stays empty.
+    cells = [DASH] * 4
+    if truth is not None:
         beyond = truth.a_priori is not None and truth.a_priori > 1
+        cells = [_scientific(truth.error), _scientific(truth.allowance), _share(truth, limit)]
         cells.append(_scientific(truth.a_priori, "bad" if beyond else "plain"))
     cells += [_share(proven.get(name), limit) for name in others]
     remarks = (text for record in records for text in _proof_remarks(record, part, limit))
-    return Row(tuple(cells), tuple(Note(text, "notable") for text in remarks))
+    return row(records[0].distribution, *cells, remarks=remarks)
 
 
 def _scientific(number: float | None, look: Look = "plain") -> Cell:
-    return _DASH if number is None else Cell(number_text.scientific(number), look)
+    return DASH if number is None else Cell(number_text.scientific(number), look)
 
 
 def _share(proven: survey_reports.ProvenError | None, limit: float) -> Cell:
@@ -275,13 +272,13 @@ _ANSWERS: dict[str, Cell] = {
     "different": Cell("different", "bad"),
     "unknown": Cell("unknown", "notable"),
     "error": Cell("error", "bad"),
-    "unsupported": _DASH,
+    "unsupported": DASH,
 }
 
 
 def mod_document(report: survey_reports.ModReport) -> Document:
     """Results of each backend on a file's mods: a row a mod and backend, so that it fits."""
-    columns = (
+    headings = (
         Column("mod", words=True, cut=True),
         Column("kind", words=True),
         Column("expression", words=True, cut=True),
@@ -291,15 +288,15 @@ def mod_document(report: survey_reports.ModReport) -> Document:
     for record in report.records:
         answers = {name: record.answers[name] for name in report.backends}
         expression = _headed(record.expression, _LONGEST_EXPRESSION)
-        cells = [Cell(record.name), Cell(record.kind, "dim"), Cell(expression)]
-        cells += [_ANSWERS[answer.status] for answer in answers.values()]
-        remarks = tuple(
-            Note(f"{name}: {answer.detail}", "notable")
+        cells = (_ANSWERS[answer.status] for answer in answers.values())
+        remarks = (
+            f"{name}: {answer.detail}"
             for name, answer in answers.items()
             if answer.status in {"different", "unknown", "error"}
         )
-        rows.append(Row(tuple(cells), remarks))
-    table = Table(columns, tuple(rows), keys=3)
+        kind = Cell(record.kind, "dim")
+        rows.append(row(record.name, kind, expression, *cells, remarks=remarks))
+    table = Table(headings, tuple(rows), keys=3)
     count = Counter[str](a.status for record in report.records for a in record.answers.values())
     counts = ", ".join(f"{count[status]} {status}" for status in _ANSWERS if count[status])
     mods = number_text.plural(len(report.records), "mod")
@@ -344,36 +341,26 @@ _SIGNS = {EMPTY: "·", PARTIAL: "▒", FULL: "█"}
 def block_document(report: survey_reports.BlockReport) -> Document:
     """The tiles of a mask, counted by size, and pictures where they were asked for."""
     names = ("tiles", "empty", "partial", "full", "sparsity", "ideal speed-up")
-    columns = (Column("tile", words=True), *map(Column, names))
+    headings = columns(["tile"], names)
     rows = []
     for record in report.records:
         speedup = number_text.NOTHING if record.speedup is None else f"{record.speedup:.2f}×"
         counts = (record.total, record.empty, record.partial, record.full)
-        texts = (_tile(record), *map(str, counts), f"{record.sparsity:.1%}", speedup)
-        rows.append(Row(tuple(map(Cell, texts))))
+        rows.append(row(_tile(record), *map(str, counts), f"{record.sparsity:.1%}", speedup))
     ranges = f"B{report.batch} H{report.heads} Q{report.query} K{report.kv}"
     legend = f"{_SIGNS[EMPTY]} empty, {_SIGNS[PARTIAL]} partial, {_SIGNS[FULL]} full"
     # A row of tiles cannot be wrapped: the picture would be another.
     note = "{shown} of {all} key blocks are shown: larger tiles, or --map --json, show all."
-    pictures = tuple(
-        Section(
-            "",
-            (
-                Picture(
-                    f"{_tile(record)}, b 0, h 0: {legend}",
-                    tuple("".join(_SIGNS[kind] for kind in row) for row in record.map),
-                    note,
-                ),
-            ),
-        )
-        for record in report.records
-        if record.map
-    )
+    pictures = []
+    for record in report.records:
+        lines = tuple("".join(_SIGNS[kind] for kind in tiles) for tiles in record.map)
+        picture = Picture(f"{_tile(record)}, b 0, h 0: {legend}", lines, note)
+        pictures += [Section("", (picture,))] if lines else []
     return Document(
         title="Tiles of a mask",
         command=report.command,
         sections=(
-            Section(f"{report.name} · {ranges}", (Table(columns, tuple(rows)),)),
+            Section(f"{report.name} · {ranges}", (Table(headings, tuple(rows)),)),
             *pictures,
         ),
         notes=(
@@ -420,22 +407,15 @@ def _readings(record: survey_reports.DtypeFingerprint) -> Section:
     if not record.calls:
         # Nothing was called, so every reading has the same reason.
         return Section(f"{record.dtype} · not asked: {record.readings[0].reason}", ())
-    columns = (
-        Column("field", words=True, cut=True),
-        Column("read", words=True, cut=True),
-        Column("declared", words=True, cut=True),
-        Column("", words=True),
-    )
     rows = tuple(
-        Row(
-            (
-                Cell(reading.field),
-                Cell(reading.read or number_text.NOTHING),
-                Cell(reading.declared or number_text.NOTHING),
-                Cell(reading.standing, _VERDICT_LOOKS[reading.standing]),
-            ),
-            (Note(reading.reason, "notable"),) if reading.reason else (),
+        row(
+            reading.field,
+            reading.read or number_text.NOTHING,
+            reading.declared or number_text.NOTHING,
+            Cell(reading.standing, _VERDICT_LOOKS[reading.standing]),
+            remarks=[reading.reason],
         )
         for reading in record.readings
     )
-    return Section(f"{record.dtype} · {record.calls} calls", (Table(columns, rows),))
+    table = Table(columns(["field", "read", "declared", ""], cut=3), rows)
+    return Section(f"{record.dtype} · {record.calls} calls", (table,))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from attncheck.core.errors import TraceError
@@ -13,10 +12,9 @@ from attncheck.mods.trace import trace_derivative
 from attncheck.subjects.conventions.call_tensors import ModKey, once_for_mods
 
 if TYPE_CHECKING:
-    from attncheck.core.mod_spec import Dimensions, Spec
     from attncheck.inputs.problem import Problem
     from attncheck.kernels.gradient_terms import CapturedReads
-    from attncheck.kernels.launch import Band, VisitList
+    from attncheck.kernels.launch import VisitList
     from attncheck.mods.expression import Expression
 
 
@@ -87,27 +85,6 @@ def _checked(expression: Expression, mod: Any, key: ModKey, kind: str) -> Expres
             f"of {key.problem}."
         )
     return expression
-
-
-def band_of(mask: Spec, dimensions: Dimensions) -> Band | None:
-    """The distances that ``mask`` shows, where it goes by distance alone; None where not.
-
-    By the names that the library has for good.
-    """
-    from attncheck.kernels.launch import Band
-
-    number = next((value for _, value in mask.arguments if isinstance(value, int)), 0)
-    parts = mask.parts
-    if mask.name == "offset":
-        inner = band_of(parts[0], replace(dimensions, query=dimensions.query + number))
-        return inner and inner.shifted(number)
-    if mask.name == "and":
-        bands = [band for part in parts if (band := band_of(part, dimensions)) is not None]
-        return Band.of_all(bands) if len(bands) == len(parts) else None
-    if mask.name == "sliding_window":
-        return Band(least=1 - number, most=0)
-    most = {"full": None, "causal": 0, "causal_bottom_right": dimensions.kv - dimensions.query}
-    return Band(most=most[mask.name]) if mask.name in most else None
 
 
 def visited_tiles(

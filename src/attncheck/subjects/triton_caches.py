@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,12 +12,12 @@ import torch
 from attncheck.core.mod_spec import FULL, NONE
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.input_tensors import Descale
+from attncheck.mods.masks import band_of
 from attncheck.subjects.conventions.call_tensors import paged_inputs
 from attncheck.subjects.conventions.function_gradients import Leaf
 from attncheck.subjects.conventions.layouts import pack, packed_layout
-from attncheck.subjects.conventions.window_masks import band_window, mask_band
+from attncheck.subjects.conventions.window_masks import band_window
 from attncheck.subjects.kernel_mods import (
-    band_of,
     mask_expression,
     score_expression,
     slope_expression,
@@ -61,7 +62,7 @@ class Varlen(Flash):
         packed = pack(problem)
         if packed is None:
             return f"the mask {problem.mask} names documents or padding more than once"
-        if not packed.cut and mask_band(packed.rest, problem.dimensions) is None:
+        if not packed.cut and band_of(packed.rest, problem.dimensions) is None:
             return f"the mask {problem.mask} is neither documents nor padding nor a band"
         if device == "cuda" and problem.heads > _MOST_HEADS:
             return f"heads = {problem.heads}: at most {_MOST_HEADS} on a GPU"
@@ -234,7 +235,7 @@ def _slope(problem: Problem, device: str) -> TritonMod | None:
 
 def _causal(problem: Problem, packed: PackedProblem) -> Causal:
     """Alignment of the kernel's flag, where it is what hides keys within documents."""
-    band = mask_band(packed.rest, problem.dimensions)
+    band = band_of(packed.rest, problem.dimensions)
     lengths, leads = packed.lengths(), packed.leads()
     if band is None:
         return ""
@@ -270,11 +271,8 @@ _SMALLEST_BLOCK = 16  # rows of a tensor core's product
 # Rows and columns for which fewer warps are enough; fp32's products take many registers.
 _SMALL_BLOCK, _SMALL_DIM, _SMALL_WARPS = 32, 128, 4
 # Keys, warps and stages of such a block in 16 bits, by head dim: what fills an H100's memory best.
-_LONG_TILES = {64: (128, 4, 3), 128: (128, 4, 2)}
-_SPLIT_BLOCKS = 4  # of keys, at least, on a GPU: below it a split costs more than it brings
-_MOST_SPLITS = 132  # on a GPU: what is merged stays little beside the keys
-_PROGRAMS = 264  # of one sequence: two for each multiprocessor of an H100 or H200
-_FEW_SPLITS = 16  # of a sequence with as many programs as that anyhow
+_LONG_TILES = {64: (64, 2, 3), 128: (64, 4, 3)}
+_SHORTEST_SPLIT = 128  # keys, on a GPU: of n times as many √n splits are made
 _MOST_SPLITS_INTERPRETED = 3
 _OTHER_SPLITS = (1, 2, 3, 7)
 
@@ -323,7 +321,10 @@ class Decode(Flash):
             keys, warps, stages = _LONG_TILES[64 if widest <= 64 else 128]
         elif narrow:
             warps = min(warps, _SMALL_WARPS)
-        splits = self._splits or splits_of(problem.kv, keys, problem.kv_heads, device)
+        if problem.paging is not None:
+            # A page's number is loaded before its keys: Triton gives each half of the stages.
+            stages = 2 * stages - 1
+        splits = self._splits or splits_of(problem.kv, keys, device)
         return replace(
             chosen, block_query=block, block_kv=keys, warps=warps, stages=stages, splits=splits
         )
@@ -374,17 +375,16 @@ class Decode(Flash):
         return decode_forward.decode_forward
 
 
-def splits_of(kv: int, block_kv: int, kv_heads: int, device: str) -> int:
+def splits_of(kv: int, block_kv: int, device: str) -> int:
     """Into how many splits ``kv`` keys are cut: whatever the batch, so that no bit depends on it.
 
-    On a GPU as many as fill it with one sequence, 16 to 132, of 4 blocks of keys at least. In the
+    On a GPU as many as each has stretches of 128 keys. What is written and merged of many splits
+    takes time from many sequences, and few splits leave one sequence to few multiprocessors. In the
     interpreter, where a split costs what a block does, one a block, at most 3: enough to be merged.
     """
-    blocks = _blocks(kv, block_kv)
     if device == "cpu":
-        return min(blocks, _MOST_SPLITS_INTERPRETED)
-    filling = max(_PROGRAMS // kv_heads, _FEW_SPLITS)
-    return max(1, min(blocks // _SPLIT_BLOCKS, filling, _MOST_SPLITS))
+        return min(_blocks(kv, block_kv), _MOST_SPLITS_INTERPRETED)
+    return max(1, math.isqrt(kv // _SHORTEST_SPLIT))
 
 
 def _blocks(kv: int, block_kv: int) -> int:

@@ -20,8 +20,6 @@ from attncheck.core.formats import FORMATS
 from attncheck.core.mod_spec import NONE, Dimensions, Entry, Spec
 from attncheck.inputs.input_tensors import Inputs
 from attncheck.inputs.problem import Problem
-from attncheck.mods import interval_algebra
-from attncheck.mods.interval_algebra import Interval
 from attncheck.mods.masks import MASKS
 from attncheck.mods.operation_errors import KERNEL_FP32
 from attncheck.mods.scores import SCORES
@@ -35,8 +33,8 @@ _LARGEST = 4  # of the whole numbers in q and k
 _DENOMINATOR = 4.0  # of them
 
 _U = FORMATS["fp32"].unit_roundoff
-# Both are derived at ``lse_interval``.
-_LSE_ULPS = 3.5
+# Both are derived at ``lse_radius``.
+_LSE_RELATIVE = 7 * _U
 _LSE_ABSOLUTE = (2 * 2 * KERNEL_FP32.ulps["exp2"] + 4) * _U
 
 
@@ -156,24 +154,18 @@ def applied_score(
     return applied.numpy()
 
 
-def lse_interval(scores: Interval) -> Interval:
-    """Interval of the LSE of a row that sees one key, the kernel's score being in ``scores``.
+def lse_radius(scores: torch.Tensor, radius: torch.Tensor) -> torch.Tensor:
+    """How far the LSE of a row that sees one key may be off, its score being off by ``radius``.
 
     An LSE through base 2 is (m + log2 l)·ln 2 with m = fp32(s·log2 e), l = exp2(s·log2 e − m), and
     u = 2^-24. Relative to s there are 6 roundings of at most u each: both constants, both products,
     the sum, and s·log2 e − m where it is fused, which leaves the first product's rounding in l. So
-    7 with what is of second order: 3.5 ulp. l is otherwise 1 but for exp2's error of so many ulps,
-    2u each, and as much again where parts of the keys are put together; log2 near 1 is at most
-    2^-22 = 4u off. These do not shrink with s. An LSE through e^x has fewer of each.
+    7u with what is of second order. l is otherwise 1 but for exp2's error of so many ulps, 2u each,
+    and as much again where parts of the keys are put together; log2 near 1 is at most 2^-22 = 4u
+    off. These do not shrink with s. An LSE through e^x has fewer of each.
     """
-    absolute = (
-        interval_algebra.exact_pair(-_LSE_ABSOLUTE)[0],
-        interval_algebra.exact_pair(_LSE_ABSOLUTE)[0],
-    )
-    relative = interval_algebra.Rounding(FORMATS["fp32"], _LSE_ULPS)
-    return scores.through(
-        lambda s: interval_algebra.INTERVAL_OPERATIONS["add"](relative(s), absolute)
-    )
+    added = _LSE_RELATIVE * (scores.abs() + radius) + _LSE_ABSOLUTE
+    return radius + torch.where(scores.isinf(), 0.0, added)
 
 
 def _problem(dimensions: Dimensions, *, value_dim: int, mask: Spec, score: Spec = NONE) -> Problem:

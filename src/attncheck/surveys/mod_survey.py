@@ -6,6 +6,7 @@ mpmath numbers, and each kernel, whose mod is read out of its own results (``app
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,10 +21,8 @@ from attncheck.core.errors import AttncheckError, ProblemError, UsageError
 from attncheck.core.mod_spec import Dimensions, Spec
 from attncheck.core.source_files import error_line, import_file, load_attribute
 from attncheck.inputs.problem import Problem
-from attncheck.mods.enclosures import Truth
 from attncheck.mods.expression import Expression
 from attncheck.mods.index_ranges import check_index_ranges
-from attncheck.mods.interval_algebra import Interval, to_interval
 from attncheck.mods.mod_files import (
     definition_line,
     kind_of_mod,
@@ -32,7 +31,8 @@ from attncheck.mods.mod_files import (
     mods_in,
 )
 from attncheck.mods.mpmath_algebra import to_mpmath
-from attncheck.mods.operation_errors import KERNEL_FP32, TORCH_FP64
+from attncheck.mods.operation_errors import KERNEL_FP32, TORCH_FP64, Arithmetic
+from attncheck.mods.running_error import RunningError, undecided
 from attncheck.mods.trace import trace_mask, trace_score
 from attncheck.oracles.mod_calls import Indices, call_mask, call_score_mod
 from attncheck.records.survey_reports import ModAnswer, ModRecord, ModReport
@@ -42,7 +42,7 @@ from attncheck.surveys.applied_mods import (
     ScoreInputs,
     applied_mask,
     applied_score,
-    lse_interval,
+    lse_radius,
 )
 from attncheck.verify.environment import environment
 from attncheck.verify.executor import InProcess
@@ -91,23 +91,6 @@ class Backend:
     reason: str = ""  # why it is unsupported, or what went wrong, in one line
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModBackends:
-    """A mod by all backends."""
-
-    name: str
-    kind: str  # ``mask`` or ``score mod``
-    expression: str = ""  # what was traced; empty where it cannot be
-    backends: tuple[Backend, ...] = ()  # mpmath, then the kernels; none where it cannot be traced
-    reason: str = ""  # why it cannot be traced, or indexes outside a tensor, in one line
-
-    @property
-    def agree(self) -> bool:
-        """Return whether it was traced, and no backend that takes it differs or fails."""
-        agreed = all(each.status in {"equal", "unsupported"} for each in self.backends)
-        return not self.reason and agreed
-
-
 # ------------------------------------------------------------------ one mod by its backends
 
 
@@ -119,29 +102,27 @@ def compare_backends(
     device: str = "cpu",
     dimensions: Dimensions = DIMENSIONS,
     path: str = "",
-) -> ModBackends:
+) -> tuple[Expression, list[Backend]]:
     """Compare a mod on every index tuple: its callable, mpmath, and each kernel.
 
-    A mask must be the same everywhere. A score must lie in the interval of the roundings that an
-    evaluation of the traced expression may make: in float64 for the callable, in fp32 for a kernel.
+    A mask must be the same everywhere. A score may be off by the roundings that an evaluation of
+    the traced expression may make: in float64 for the callable, in fp32 for a kernel.
 
     Args:
         mod: Its tensors are on ``device``.
         path: Of the file that it is of, from which a kernel of another process has loaded it too.
 
     Returns:
-        Also of a mod that is wrong in itself: its ``reason`` says how.
+        What was traced; how mpmath, then each kernel, reads it.
+
+    Raises:
+        AttncheckError: where it cannot be traced, or indexes outside a tensor.
     """
-    kind = kind_of_mod(mod)
-    if kind is None:
-        return ModBackends(name=name, kind="", reason=f"{name!r} does not take {_TAKES}.")
-    try:
-        expression = _checked_expression(name, mod, dimensions, device)
-    except AttncheckError as error:
-        return ModBackends(name=name, kind=kind, reason=str(error))
+    if kind_of_mod(mod) is None:
+        raise UsageError(f"{name!r} does not take {_TAKES}.")
+    expression = _checked_expression(name, mod, dimensions, device)
     where = (dimensions, device, path)
-    backends = (_backend(each, name, expression, mod, *where) for each in (None, *subjects))
-    return ModBackends(name=name, kind=kind, expression=str(expression), backends=tuple(backends))
+    return expression, [_backend(each, name, expression, mod, *where) for each in (None, *subjects)]
 
 
 def _checked_expression(
@@ -169,24 +150,22 @@ def _backend(
     try:
         if kernel is None:
             return mpmath_backend(expression, mod, dimensions, device)
-        # What is allowed is computed on the CPU by NumPy, wherever the kernel runs.
-        axes = [axis.numpy() for axis in _indices(dimensions, "cpu").axes]
-        allowed = to_interval(expression, KERNEL_FP32)
+        # What is allowed is computed on the CPU, wherever the kernel runs.
+        indices = _indices(dimensions, "cpu")
         where = (dimensions, device, executor_of(kernel))
         spec = None
         if isinstance(kernel, RemoteSubject):  # whose process has loaded the file too
             load = load_mask if kind_of_mod(mod) == "mask" else load_score
             spec = load(f"{path}::{mod_name}")
         if expression.structure.inputs[0] != "score":
-            visible_keys = allowed(*axes)
-            assert isinstance(visible_keys, Truth)
+            visible_keys = expression.evaluate(*indices.axes)
+            either = undecided(expression, *indices.axes)
             weights = applied_mask(kernel, mod_name, mod, *where, spec)
-            return _compare_mask(name, weights, visible_keys)
+            return _compare_mask(name, weights, visible_keys.numpy(), either.numpy())
         inputs = ScoreInputs.draw(dimensions)
-        scores = allowed(inputs.scores.numpy(), *axes)
-        assert isinstance(scores, Interval)
+        scores, radius = _around(expression, KERNEL_FP32, inputs.scores, indices)
         values = applied_score(kernel, mod_name, mod, inputs, *where, spec)
-        return _compare_score(name, values, lse_interval(scores))
+        return _compare_score(name, values, scores, lse_radius(scores, radius))
     except NotMeasurable as reason:
         return Backend(name=name, status=reason.status, reason=str(reason))
     except KeyboardInterrupt:
@@ -217,18 +196,17 @@ def mpmath_backend(
     if expression.structure.inputs[0] != "score":
         visible = call_mask(mod, on_device).expand(indices.shape).cpu().numpy()
         expected = exactly(*axes)
-        return _compare_mask("mpmath", visible.astype(float), Truth(expected, ~expected))
+        return _compare_mask("mpmath", visible.astype(float), expected)
     inputs = ScoreInputs.draw(dimensions).scores
     value = call_score_mod(mod, inputs.to(device), on_device).detach().cpu().numpy()
-    allowed = to_interval(expression, TORCH_FP64)(inputs.numpy(), *axes)
-    assert isinstance(allowed, Interval)
-    in_torch = _compare_score("mpmath", value, allowed)
+    allowed = _around(expression, TORCH_FP64, inputs, indices)
+    in_torch = _compare_score("mpmath", value, *allowed)
     # A callable that differs says more than mpmath could.
     if in_torch.status == "different":
         return in_torch
     # What rounding to float64 moves it is no more than the last operation's own rounding.
     rounded = np.broadcast_to(exactly(inputs.numpy(), *axes).astype(float), value.shape)
-    in_mpmath = _compare_score("mpmath", rounded, allowed)
+    in_mpmath = _compare_score("mpmath", rounded, *allowed)
     return in_mpmath if in_mpmath.status == "different" else in_torch
 
 
@@ -238,20 +216,34 @@ def _indices(dimensions: Dimensions, device: str) -> Indices:
     return Indices.of(b, h, query, kv, device)
 
 
-def _compare_mask(name: str, weights: Any, allowed: Truth) -> Backend:
-    """A backend that gives positive ``weights`` to visible keys and 0 to others."""
+def _around(
+    expression: Expression, arithmetic: Arithmetic, scores: torch.Tensor, indices: Indices
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a score mod makes of ``scores``, and how far an evaluation may be from it."""
+    analysis = RunningError(expression, arithmetic=arithmetic, of_reals=True)
+    errors = analysis.at(scores, torch.zeros_like(scores), *indices.axes)
+    return expression.evaluate(scores, *indices.axes).double(), errors.own
+
+
+def _compare_mask(name: str, weights: Any, visible: Any, either: Any = 0) -> Backend:
+    """A backend that gives positive ``weights`` to visible keys and 0 to others.
+
+    Args:
+        either: True where both answers are right.
+    """
     shows = weights > 0
-    yes, no = (np.broadcast_to(a, shows.shape) for a in (allowed.yes, allowed.no))
-    # Where the enclosure is undecided, either answer is right.
+    yes, no = (np.broadcast_to((a | either) != 0, shows.shape) for a in (visible, ~visible))
     wrong = np.where(shows, ~yes, ~no) | ~np.isfinite(weights)
     values = np.where(np.isfinite(weights), shows.astype(float), weights)
     return _compare(name, wrong, values, (~no).astype(float), yes.astype(float))
 
 
-def _compare_score(name: str, values: Any, allowed: Interval) -> Backend:
-    low, high = (np.broadcast_to(bound, values.shape) for bound in allowed.bounds())
-    unknown = np.broadcast_to(allowed.unknown(), values.shape)
-    # NaN is inside no interval, and so differs unless nothing can be said.
+def _compare_score(name: str, values: Any, scores: torch.Tensor, radius: torch.Tensor) -> Backend:
+    ends = ((scores + side * radius).numpy() for side in (-1, 1))
+    low, high = (np.broadcast_to(end, values.shape) for end in ends)
+    # Of +∞ a kernel may make what it likes: its row has no finite sum.
+    unknown = np.broadcast_to((~(scores < math.inf) | radius.isinf()).numpy(), values.shape)
+    # NaN is between no two numbers, and so differs unless nothing can be said.
     inside = (low <= values) & (values <= high)
     backend = _compare(name, ~inside & ~unknown, values, low, high)
     if backend.status == "equal" and unknown.any():
@@ -300,19 +292,16 @@ def survey_mods(
     """
     records = []
     for name, mod in mods.items():
-        result = compare_backends(
+        expression, backends = compare_backends(
             name, mod, subjects, device=device, dimensions=dimensions, path=path
         )
-        # The command has refused such mods before; from Python it is said here.
-        if result.reason:
-            raise UsageError(result.reason)
         records.append(
             ModRecord(
                 name=name,
-                kind=cast("Any", result.kind),
+                kind=cast("Any", kind_of_mod(mod)),
                 line=definition_line(mod),
-                expression=result.expression,
-                answers={each.name: _answer(each) for each in result.backends},
+                expression=str(expression),
+                answers={each.name: _answer(each) for each in backends},
             )
         )
         done(name)

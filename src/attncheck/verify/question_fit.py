@@ -81,6 +81,16 @@ def adapted_problems(subject: Subject, problem: Problem, executor: Executor) -> 
     return paged if executor.concerns(subject, paged[0]) else (problem,)
 
 
+def taken_problem(
+    subject: Subject, problem: Problem, executor: Executor, device: str
+) -> Problem | None:
+    """Return ``problem`` as ``subject`` takes it on ``device``, as far as it says so; else None."""
+    for each in adapted_problems(subject, problem, executor):
+        if executor.concerns(subject, each) and executor.refusal(subject, each, device) is None:
+            return each
+    return None
+
+
 def adapted_cases(subject: Subject, case: Case, executor: Executor) -> Iterator[Case]:
     """Yield ``case`` as ``subject`` may take it, the likeliest first.
 

@@ -1,8 +1,8 @@
 """The time of a call, and calls that take turns: the one clock of every measurement.
 
-On a GPU a call is timed between two CUDA events, its L2 cache overwritten before: what a caller in
-Python gets, launches included where they take longer than the kernels. In a CUDA graph it is timed
-without them. On a CPU it is wall time.
+On a GPU a call is timed between two CUDA events, its L2 cache full of something else: what a caller
+in Python gets, launches included where they take longer than the kernels. In a CUDA graph it is
+timed without them. On a CPU it is wall time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 Clock = Literal["cpu", "events", "graph"]
 """Wall time on a CPU; CUDA events around the call; the same around a graph of it."""
 
-_FLUSHED = 1 << 28  # bytes: more than any L2, as Triton's own do_bench overwrites
+# Bytes, more than any L2. They are read: Triton's do_bench writes them, and what was written is
+# written back while the call runs, 10 µs on an H100 of any call that reads 60 MB or more.
+_FLUSHED = 1 << 28
 _BUDGET = 0.05  # seconds in which a call's median is found
 _MOST_REPEATS = 20
 _WARM_UPS = 3  # calls before one is captured: allocators and libraries set themselves up
@@ -54,7 +56,7 @@ class Stopwatch:
             return time.perf_counter() - start
         event: Any = torch.cuda.Event  # torch's own has no types
         start_event, end_event = (event(enable_timing=True) for _ in range(2))
-        _flushed(self._device).zero_()
+        _flushed(self._device).sum()
         start_event.record()
         self._call()
         end_event.record()
@@ -80,7 +82,7 @@ def medians(
 
 @functools.cache
 def _flushed(device: torch.device) -> torch.Tensor:
-    return torch.empty(_FLUSHED, dtype=torch.int8, device=device)
+    return torch.zeros(_FLUSHED // 4, device=device)
 
 
 def _captured(call: Callable[[], object]) -> Callable[[], object] | None:

@@ -17,6 +17,7 @@ import torch
 from attncheck.core.mod_spec import NONE, Spec
 from attncheck.inputs.input_tensors import Inputs
 from attncheck.inputs.problem import Problem
+from attncheck.mods.masks import Band, band_of
 from attncheck.mods.page_table import draw_page_table
 from attncheck.mods.scores import alibi_slopes, sequence_slopes
 from attncheck.subjects.conventions import layouts, window_masks
@@ -81,7 +82,7 @@ _SCORES = {(), ("softcap",), *((one,) for one in _SLOPES), *(("softcap", one) fo
 
 def _bind_band(
     request: Request,
-    band: window_masks.Band | None,
+    band: Band | None,
     sequences: list[Lengths],
     leads: list[int] | None = None,
 ) -> Arguments | str:
@@ -194,7 +195,7 @@ def _bind_flash_attn(request: Request) -> Arguments | str:
     if "bias" in request.able and isinstance(bias, Argument) and not by_slopes:
         more["bias"] = bias
         request = replace(request, problem=problem.replace(score=NONE))
-    band = window_masks.mask_band(mask, problem.dimensions)
+    band = band_of(mask, problem.dimensions)
     arguments = _bind_band(request, band, [(problem.query, problem.kv)])
     return arguments if isinstance(arguments, str) else arguments | more
 
@@ -240,7 +241,7 @@ def _bind_varlen(request: Request) -> Arguments | str:
     """Arguments for a Problem whose mask is a band in each part, or why there are none."""
     problem = request.problem
     packed = layouts.pack(problem)
-    band = window_masks.mask_band(packed.rest, problem.dimensions) if packed else None
+    band = band_of(packed.rest, problem.dimensions) if packed else None
     if packed is None or band is None:
         return f"the mask {problem.mask} is no band in each of some sequences"
     arguments = _bind_band(request, band, packed.lengths(), packed.leads())
@@ -325,7 +326,7 @@ def _bind_paged(request: Request) -> Arguments | str:
     paging, lengths = problem.paging, sequence_lengths(problem)
     assert paging is not None, "the convention has refused what has no pages"
     sequences = [(problem.query, length) for length in lengths]
-    band = window_masks.mask_band(layouts.without_padding(problem.mask), problem.dimensions)
+    band = band_of(layouts.without_padding(problem.mask), problem.dimensions)
     # Checked before the rest for a better reason: the lengths are what is in the way.
     aligned = band and window_masks.band_window(band, sequences, bottom_right=request.bottom_right)
     if band is not None and aligned is None and lengths != (problem.kv,) * problem.batch:

@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from attncheck.core.mod_spec import FULL, NONE, Spec
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.problem import Problem
+from attncheck.mods.masks import band_of
 from attncheck.mods.scores import bias
 from attncheck.mods.signatures import ScoreMod
 from attncheck.subjects.conventions.call_tensors import attention_mask
@@ -32,7 +33,7 @@ from attncheck.subjects.conventions.convention import (
 from attncheck.subjects.conventions.layouts import bhsd, without_padding
 from attncheck.subjects.conventions.parse import CallArguments, ParsedCall, UnreadableCall
 from attncheck.subjects.conventions.render import render_score_mod
-from attncheck.subjects.conventions.window_masks import band_window, mask_band
+from attncheck.subjects.conventions.window_masks import band_window
 
 
 def _check_heads(q: torch.Tensor, k: torch.Tensor, *, grouped: bool) -> None:
@@ -62,7 +63,7 @@ def _bind_sdpa(request: Request) -> Arguments | str:
     if "key_padding" in request.able:
         written["key_padding"] = request.key_padding(seen=False)
         problem = problem.replace(mask=without_padding(problem.mask))
-    band, lengths = mask_band(problem.mask, problem.dimensions), [(problem.query, problem.kv)]
+    band, lengths = band_of(problem.mask, problem.dimensions), [(problem.query, problem.kv)]
     # By what it shows, not by name: at equal lengths several masks are the causal one.
     window = band and band_window(band, lengths, bottom_right=request.bottom_right)
     causal = window == (-1, 0)

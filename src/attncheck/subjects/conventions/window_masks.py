@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from attncheck.core.formats import fp32
 from attncheck.core.mod_spec import FULL, Spec
-from attncheck.mods.masks import shifted_dimensions
 from attncheck.mods.scores import alibi_slopes, softcap
 
 if TYPE_CHECKING:
@@ -19,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attncheck.core.mod_spec import Dimensions
+    from attncheck.mods.masks import Band
     from attncheck.subjects.conventions.layouts import Lengths
 
     Mod = Callable[..., Tensor]
@@ -28,44 +25,6 @@ _FAR = 2**30  # beyond any key
 
 
 # ------------------------------------------------------------------ masks → windows
-
-
-@dataclass(frozen=True, slots=True)
-class Band:
-    """Row i sees the keys j with ``low <= j - i <= high``; None is no limit."""
-
-    low: int | None = None
-    high: int | None = None
-
-    def __and__(self, other: Band) -> Band:
-        """The band of what both show."""
-        lows = [b.low for b in (self, other) if b.low is not None]
-        highs = [b.high for b in (self, other) if b.high is not None]
-        return Band(max(lows, default=None), min(highs, default=None))
-
-    def moved(self, rows: int) -> Band:
-        """The same of rows that begin so many later."""
-        low, high = (None if limit is None else limit + rows for limit in (self.low, self.high))
-        return Band(low, high)
-
-
-def mask_band(mask: Spec, dimensions: Dimensions) -> Band | None:
-    """The mask as a band; None where it is none, or its name does not say so."""
-    if mask.name == "offset":  # rows that are further than their index says: a part's band, moved
-        rows = mask.values["rows"]
-        assert isinstance(rows, int)
-        part = mask_band(mask.parts[0], shifted_dimensions(mask.values, dimensions))
-        return part and part.moved(rows)
-    if mask.name == "and":
-        bands = [mask_band(part, dimensions) for part in mask.parts]
-        known = [each for each in bands if each is not None]
-        return functools.reduce(Band.__and__, known, Band()) if len(known) == len(bands) else None
-    if mask.name == "sliding_window":
-        size = mask.values["window"]
-        assert isinstance(size, int)
-        return Band(1 - size, 0)
-    ends = {"full": None, "causal": 0, "causal_bottom_right": dimensions.kv - dimensions.query}
-    return Band(high=ends[mask.name]) if mask.name in ends else None
 
 
 def diagonal_offset(lengths: Lengths, *, bottom_right: bool) -> int:
@@ -98,7 +57,7 @@ def band_window(
         )
         if min(query, kv) > 0  # others see nothing
     ]
-    low, high = band.low, band.high
+    low, high = band.least, band.most
     # Of a window's left edge everything is mirrored: rows for keys, and signs.
     left = _edge(None if low is None else -low, [(query, -at) for query, _, at in alive])
     right = _edge(high, [(kv, at) for _, kv, at in alive])

@@ -1,0 +1,313 @@
+"""What cannot be asked of any verb: one line that says so, exit code 2, and nothing is written."""
+
+import shlex
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+OWN = Path(__file__).parents[1] / "faults" / "faulty_kernels.py"
+FILES = {
+    "taken": "{}",  # a file where a folder should be
+    "mine.py": """
+from torch.nn.functional import scaled_dot_product_attention
+print("imported")
+def kernel(q, k, v, is_causal=False):
+    return scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+def two(q, k): ...
+""",
+    "mods.py": """
+import torch
+
+table = torch.linspace(-1, 1, 8)
+
+def even(b, h, q_idx, kv_idx):
+    return (q_idx - kv_idx) % 2 == 0
+
+def plus(score, b, h, q_idx, kv_idx):
+    return score + table[kv_idx]
+
+def raises(b, h, q_idx, kv_idx):
+    raise ValueError("planted\\nmore")
+
+def exits(b, h, q_idx, kv_idx):
+    raise SystemExit(0)
+
+five = 5
+""",
+    "bad.py": """
+import torch
+table = torch.arange(4)
+
+def decides(b, h, q_idx, kv_idx):
+    if q_idx > 3:
+        return kv_idx > 2
+    return kv_idx < 2
+
+def whole(b, h, q_idx, kv_idx):
+    return q_idx - kv_idx
+
+def two(b, h, q_idx, kv_idx):
+    return torch.stack([q_idx, kv_idx]) > 0
+
+def outside(b, h, q_idx, kv_idx):
+    return table[q_idx] > 0
+
+def unknown(score, b, h, q_idx, kv_idx):
+    return torch.erf(score)
+
+def truth(score, b, h, q_idx, kv_idx):
+    return score > 0
+""",
+    "none.py": "x = 1",
+    "raising.py": "x = 1\n\nraise ValueError('planted')",
+    "broken.py": "import nowhere_to_be_found\n",
+    "empty.py": "from math import sqrt\n\n\ndef _own(): ...\n",
+    "a_list.py": "FAULTS = [len]\n",
+    "a_number.py": "FAULTS = {'x': 1}\n",
+}
+CHECK = "check mine.py::kernel"
+RMSE = "rmse --kernel ideal --variant causal --shape 1x2x16x8"
+OF_MODS = "rmse --kernel ideal --kernel sdpa-math --shape 1x2x8x8"
+ORACLES = "oracles --shape 1x2/1x5x4 --distribution large_logits -q"
+CERTIFY = "oracles --certify --shape 1x2/1x5x4 --distribution normal -q"
+MODS = "mods --shape 1x2x5/6 --device cpu -q"
+BENCH = "bench --shape 2x2x48x8 --variant causal --dtype fp32 -q --rounds 3 --device cpu"
+FAULTS = "faults --device cpu -q"
+OF_FILE = f"{FAULTS} --kernel-file"
+FORMAT = "format 'xml' is not known: choose from csv, html, json, md, table"
+
+REFUSED = [
+    ("check", "Missing argument 'SPEC'"),
+    ("check mine.py::two", "is function: it must be a Subject, or be a function of query"),
+    (f"{CHECK} --convention ragged", "'ragged' is not known: choose from flash"),
+    (f"{CHECK} --convention native", "is function: it must be a Subject."),
+    (f"{CHECK} --question why", "question 'why' is not known: choose from calls"),
+    (f"{CHECK} --question plian", "is not known: did you mean 'plain'? Choose"),
+    ("check ideal --question crossed-99", "ideal has no question 'crossed-99': leave --question"),
+    ("check ideal --question lengths-9 --question plain", "ideal has no question 'lengths-9': "),
+    (f"{CHECK} --dtype bf61", "dtype 'bf61' is not known: did you mean 'bf16'?"),
+    (f"{CHECK} --convention sdap", "did you mean 'sdpa'?"),
+    ("check mine.py::kernl", "mine.py has no 'kernl': did you mean 'kernel'?"),
+    ("check mien.py::kernel", "there is no file mien.py: did you mean 'mine.py'?"),
+    ("check idael", "kernel 'idael' is not known: did you mean 'ideal'? Choose from"),
+    (f"{CHECK} --dtpye bf16", "No such option '--dtpye'"),
+    (f"{CHECK} --head-dim 0", "0"),
+    (f"{CHECK} --format xml", FORMAT),
+    (f"{CHECK} --format jsno", "did you mean 'json'? Choose from csv"),
+    (f"{CHECK} --out mine.py", "mine.py"),
+    ("check ideal --watch", "--watch watches a file: kernel 'ideal' must be FILE.py::NAME"),
+    (f"{RMSE} --kernel flash9", "kernel 'flash9' is not known: choose from"),
+    (f"{RMSE} --variant casual", "'casual' is not known: did you mean 'causal'? Choose"),
+    (f"{RMSE} --dtype fp12", "dtype 'fp12' is not known: choose from"),
+    (f"{RMSE} --dtype fp64", "dtype 'fp64' is not known: choose from bf16, e4m3"),
+    (
+        f"{RMSE} --variant softmax --dtype e5m2",
+        "softmax has no dtype 'e5m2': choose from fp32, fp16, bf16.",
+    ),
+    (
+        f"{RMSE} --variant softmax --distribution ones_v",
+        "distribution 'ones_v' has no scores for softmax: choose from",
+    ),
+    (f"{RMSE} --distribution cauchy", "distribution 'cauchy' is not known: choose from"),
+    (f"{RMSE} --shape 4x64", "shape '4x64' is not BATCHx"),
+    (f"{RMSE} --shape 1x4/3x64x16", "kv_heads=3 does not divide heads=4"),
+    (f"{RMSE} --shape 1x4x64x257", "head_dim=257 must be 1–256"),
+    (f"{RMSE} --format xml", FORMAT),
+    (f"{RMSE} --seed -1", "-1"),
+    (f"{RMSE} --device cuda", "device 'cuda' is not here"),
+    (f"{RMSE} --out taken/reports", "taken/reports"),
+    (f"{RMSE} --nonsense", "--nonsense"),
+    (f"{RMSE} surplus", "surplus"),
+    (f"{RMSE} --max-time soon", "--max-time 'soon' must be a time above 0"),
+    (
+        f"{OF_MODS} --score mods.py::plus --shape 1x2x9x8",
+        "score mod 'mods.py::plus' indexes axis 0 of its tensor of shape (8,) with 8 at",
+    ),
+    (f"{OF_MODS} --mask bad.py::decides", "cannot be traced: it decides on a tensor's value at"),
+    (f"{OF_MODS} --mask bad.py::whole", "cannot be traced: it gives dtype int64"),
+    (f"{OF_MODS} --mask mods.py::raises", "planted"),
+    (
+        f"{OF_MODS} --mask mods.py::plus",
+        "cannot be traced: it must take (b, h, q_idx, kv_idx)",
+    ),
+    (f"{OF_MODS} --mask mods.py::five", "is int: it must be a callable"),
+    (f"{OF_MODS} --mask mods.py::nope", "mods.py has no 'nope'"),
+    (f"{OF_MODS} --mask absent.py::even", "there is no file absent.py"),
+    (f"{OF_MODS} --mask broken.py::even", "importing broken.py raised ModuleNotFoundError"),
+    (f"{OF_MODS} --mask casual", "mask 'casual' is not known: did you mean 'causal'? Choose"),
+    (f"{OF_MODS} --mask=", "mask '' is not known"),
+    (f"{OF_MODS} --mask sliding_window", "mask 'sliding_window' needs numbers or parts"),
+    (f"{OF_MODS} --score causal", "score mod 'causal' is not known"),
+    (
+        f"{OF_MODS} --mask mods.py::even --variant causal",
+        "--mask or --score already says what to compute: leave out --variant.",
+    ),
+    *(
+        (
+            f"rmse --kernel ideal --inputs x.safetensors {name}={value}",
+            f"--inputs already says what to compute: leave out {name}.",
+        )
+        for name, value in (("--mask", "causal"), ("--mask", ""), ("--score", ""), ("--seed", "0"))
+    ),
+    ("rmse --kernel ideal --inputs x.safetensors", "recording 'x.safetensors' is not there"),
+    ("rmse --kernel sdpa-math --variant softmax", "kernel 'sdpa-math' is for other operations"),
+    (
+        f"{RMSE} --backward --dtype e4m3",
+        "there are no gradients in e4m3: nothing says which descales",
+    ),
+    (f"{RMSE} --backward --variant softmax", "backward=True has no meaning for softmax."),
+    (f"{RMSE} --backward --variant paged", "there are no gradients of keys in pages."),
+    (
+        f"{RMSE} --backward --plot a.svg",
+        "--backward gives gradients, which a plot does not show: leave out",
+    ),
+    (f"{RMSE} --from rmse.json", "--from shows what was measured: leave out "),
+    (f"{RMSE} --plot rmse.pdf", "plot 'rmse.pdf' does not end in .png or .svg"),
+    (f"{RMSE} --plot taken/a.png", "plots cannot be written to 'taken': Not a directory"),
+    (f"{RMSE} --explain ideal/causal/MHA --plot a.png", "leave out --plot"),
+    ("rmse --from taken", "taken is no report of attncheck"),
+    ("rmse --from gone.json", "gone.json cannot be read"),
+    ("rmse --from taken --seed 0", "--from shows what was measured: leave out --seed"),
+    ("rmse --from taken --format xml", FORMAT),
+    (f"{RMSE} --explain ideal/casual", "did you mean 'ideal/causal'? Choose from ideal/causal."),
+    (
+        f"{RMSE} --dtype fp16 --explain ideal --variant full",
+        "one of ideal/causal/MHA/fp16, ideal/causal/",
+    ),
+    (f"{RMSE} --explain ideal/causal/MHA --format json", "prints one cell and writes no files"),
+    (f"{RMSE} --explain ideal/causal/MHA --out there", "writes no files: leave out --out."),
+    (f"{ORACLES} --variant casual", "'casual' is not known: did you mean 'causal'? Choose"),
+    (f"{ORACLES} --dtype fp64", "dtype 'fp64'"),
+    (f"{ORACLES} --distribution cauchy", "distribution 'cauchy' is not known: choose from"),
+    (f"{ORACLES} --shape 4x64", "shape '4x64' is not BATCHx"),
+    (f"{ORACLES} --shape 1x4x4096x64", "needs 8.7e+09 multiplications of many digits"),
+    (f"{ORACLES} --format xml", FORMAT),
+    (f"{ORACLES} --digits 16", "16 is not in the range 17<=x<=1000"),
+    (f"{ORACLES} --digits 1001", "1001 is not in the range 17<=x<=1000"),
+    (f"{ORACLES} --variant softmax --dtype e4m3", "softmax has no dtype 'e4m3'"),
+    # Whatever else is asked for: nothing would be measured of it.
+    (f"{ORACLES} --variant full --variant softmax --dtype e4m3", "softmax has no dtype 'e4m3'"),
+    (f"{ORACLES} --variant full --variant softmax --dtype nonsense", "dtype 'nonsense'"),
+    (f"{ORACLES} --out taken/reports", "taken/reports"),
+    (f"{CERTIFY} --digits 50", "--digits 50 has no meaning with --certify"),
+    (f"{CERTIFY} --variant softmax --dtype e4m3", "softmax has no dtype 'e4m3'"),
+    (f"{CERTIFY} --shape 1x64x4096x128", "products of balls; at most"),
+    (f"{CERTIFY} --out taken/reports", "taken/reports"),
+    (
+        f"{MODS} bad.py::decides",
+        "bad.py:5: decides: mask 'decides' cannot be traced: it decides on",
+    ),
+    (f"{MODS} bad.py::whole", "bad.py:10: whole: mask 'whole' cannot be traced: it gives dtype"),
+    (f"{MODS} bad.py::two", "bad.py:13: two: mask 'two' cannot be traced: "),
+    (
+        f"{MODS} bad.py::outside",
+        "bad.py:16: outside: mask 'outside' indexes axis 0 of its tensor of shape (4,)",
+    ),
+    (
+        f"{MODS} bad.py::unknown",
+        "bad.py:19: unknown: score mod 'unknown' cannot be traced: ",
+    ),
+    (
+        f"{MODS} bad.py::truth",
+        "bad.py:22: truth: score mod 'truth' cannot be traced: it gives dtype bool",
+    ),
+    (f"{MODS} mods.py::exits", "SystemExit"),
+    (f"{MODS} gone.py", "there is no file gone.py"),
+    (f"{MODS} raising.py", "importing raising.py raised ValueError: planted at raising.py:3."),
+    (f"{MODS} none.py", "there are none: a mod is a public name"),
+    (f"{MODS} none.py::x", "'x' is no mod: it does not take"),
+    (f"{MODS} none.py::y", "none.py has no 'y'"),
+    (f"{MODS} mods.py::", "mods of 'mods.py::': there is no name after '::'"),
+    (f"{MODS} ''", "mods of '': there is no file: give FILE.py"),
+    (f"{MODS} ::f", "mods of '::f': there is no file: give FILE.py"),
+    (f"{MODS} .", "mods of '.': '.' is a folder"),
+    (f"{MODS} mods.py --shape 1x2", "shape '1x2' is not BATCHxHEADSxLENGTH"),
+    (f"{MODS} mods.py --shape 8x8x256", "4194304 places"),
+    (f"{MODS} mods.py --kernel flash9", "kernel 'flash9' is not known"),
+    (f"{MODS} mods.py --kernel gone.py::x", "there is no file gone.py"),
+    (
+        f"{MODS} mods.py --kernel torch-softmax",
+        "kernel 'torch-softmax' is for other operations or dtypes than are asked for",
+    ),
+    (f"{MODS} mods.py --format xml", FORMAT),
+    (f"{MODS} mods.py --device cuda", "device 'cuda' is not here"),
+    ("mods", "FILE.py"),
+    (f"{BENCH} --kernel triton-flash2", "is interpreted on a CPU, where its time means nothing"),
+    (f"{BENCH} --table main", "--shape stands in place of --table"),
+    (f"{BENCH} --variant softmax", "bench times attention"),
+    (f"{BENCH} --against HEAD", "--against compares kernels of a repository"),
+    (f"{BENCH} --plot x.pdf", "does not end in .png or .svg"),
+    ("model bert mine --layers 2", "--layers is of built-in models: 'mine' has its own"),
+    ("model lama", "did you mean 'llama'?"),
+    (f"{FAULTS} --fault nope", "fault 'nope' is not known: choose from "),
+    (f"{FAULTS} --host cuda", "host 'cuda' is not known: choose from all, ideal, triton"),
+    (f"{FAULTS} --category nope", "category 'nope' is not known: choose from backward"),
+    (f"{FAULTS} --tier nope", "tier 'nope' is not known"),
+    (
+        f"{FAULTS} --fault missing-alpha-on-acc --category gqa",
+        "none of the faults is of category gqa",
+    ),
+    (f"{FAULTS} --max-time soon", "--max-time 'soon' must be a time above 0"),
+    (f"{OF_FILE} gone.py", "there is no file"),
+    (f"{OF_FILE} .", "is a folder"),
+    (f"{OF_FILE} raising.py", "ValueError: planted at raising.py"),
+    (f"{OF_FILE} empty.py", "has no kernel: give it public functions"),
+    (f"{OF_FILE} a_list.py", "FAULTS is list: it must be a dict"),
+    (f"{OF_FILE} a_number.py", "fault 'x' is int: it must be a function"),
+    (
+        f"{OF_FILE} {OWN} --fault nope",
+        "fault of faulty_kernels.py 'nope' is not known: choose from exit, next key, none",
+    ),
+    (f"{OF_FILE} {OWN} --host ideal", "leave --host, --category and"),
+    (f"{FAULTS} --pytest tests", "--pytest needs --replace package.module:name"),
+    (f"{FAULTS} --replace a:b", "say what --pytest tests: give it too"),
+    ("faults mine.py::f", "give it too"),
+    ("faults --tool pr", "give it too"),
+    ("faults --mutants", "mutants.toml names none"),
+    ("faults --mutants gone.py::f", "there is no file"),
+    ("faults --mutants mine.py::f --tool nobody", "tool 'nobody' is not known"),
+    ("faults --mutants mine.py::f --device cuda", "on a cpu alone"),
+]
+NEEDS = {
+    "--certify": "flint",
+    "--plot taken": "matplotlib",
+    "model ": "transformers",
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch, library_as_before):
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def tree(folder):
+    """Files, but for what Python keeps of those that it imports."""
+    return sorted(path for path in folder.rglob("*") if "__pycache__" not in path.parts)
+
+
+@pytest.mark.parametrize(("words", "says"), REFUSED, ids=[words for words, _ in REFUSED])
+def test_it_is_one_line_and_nothing_is_written(in_process, folder, words, says):
+    for part, needed in NEEDS.items():
+        if part in words and find_spec(needed) is None:
+            pytest.skip(f"{needed} is an optional extra")
+    if "--device cuda" in words and torch.cuda.is_available() and "here" in says:
+        pytest.skip("there is a GPU: asking for it is no mistake")
+    before = tree(folder)
+    code, out, err = in_process(*shlex.split(words))
+    (line,) = (each for each in err.splitlines() if each != "imported")
+    assert (code, out) == (2, "")
+    assert line.startswith("attncheck: ")
+    assert says in line
+    assert tree(folder) == before
+
+
+def test_every_mod_that_cannot_be_has_its_line(in_process, folder):
+    code, out, err = in_process(*MODS.split(), "bad.py")
+    assert (code, out) == (2, "")
+    names = ["decides", "whole", "two", "outside", "unknown", "truth"]
+    assert [line.split(": ")[2] for line in err.splitlines()] == names
