@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+from tests.exact_attention import attention, gradients
+from tests.exact_attention import indices as exact_indices
 
 from attncheck.core.declared_arithmetic import Arithmetic, default_arithmetic
 from attncheck.core.outputs import Outputs
@@ -46,37 +48,16 @@ class Exact:
     @classmethod
     def of(cls, inputs: Inputs) -> Exact:
         problem = inputs.problem
-        given = {"dq": inputs.q, "dk": inputs.k, "dv": inputs.v}
-        if inputs.sink is not None:
-            given["dsink"] = inputs.sink
-        leaves = {name: x.double().requires_grad_() for name, x in given.items()}
-        q, k, v = (leaves[name] for name in ("dq", "dk", "dv"))
-        k, v = (x.repeat_interleave(problem.group, 1) for x in (k, v))
-        at = indices(problem)
-        scores = problem.score_mod("cpu")(problem.scale * (q @ k.mT), *at)
-        seen = seen_by(problem).expand(scores.shape) & ~torch.isneginf(scores.detach())
-        scores = scores.masked_fill(~seen, -math.inf)
-        if "dsink" in leaves:
-            sink = leaves["dsink"][:, None, None].expand(*scores.shape[:-1], 1)
-            scores = torch.cat([scores, sink], -1)
-        alive = seen.any(-1) if inputs.sink is None else torch.ones_like(seen[..., 0])
-        shares = torch.softmax(scores.masked_fill(~alive[..., None], 0.0), -1)
-        shares = shares.masked_fill(~alive[..., None], 0.0)
-        out = shares[..., : problem.kv] @ v
-        lse = torch.logsumexp(scores.masked_fill(~alive[..., None], 0.0), -1)
-        dout, dlse = inputs.loss()
-        loss = (dout * out).sum() + (dlse * lse).masked_fill(~alive, 0.0).sum()
-        found = torch.autograd.grad(loss, list(leaves.values()))
-        lse = lse.masked_fill(~alive, -math.inf)
-        return cls(inputs, out.detach(), lse.detach(), dict(zip(leaves, found, strict=True)))
+        given = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "sink": inputs.sink}
+        leaves = {n: x.double().requires_grad_() for n, x in given.items() if x is not None}
+        mods = {"mask": problem.mask_mod("cpu"), "score": problem.score_mod("cpu")}
+        of = attention(**leaves, scale=problem.scale, **mods)
+        found = gradients(of, leaves, *inputs.loss())
+        return cls(inputs, of.out.detach(), of.lse.detach(), found)
 
 
 def indices(problem: Problem):
-    sizes = (problem.batch, problem.heads, problem.query, problem.kv)
-    return [
-        torch.arange(n).view([-1 if i == axis else 1 for i in range(4)])
-        for axis, n in enumerate(sizes)
-    ]
+    return exact_indices(problem.batch, problem.heads, problem.query, problem.kv)
 
 
 def seen_by(problem: Problem) -> torch.Tensor:

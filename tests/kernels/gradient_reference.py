@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+from tests.exact_attention import attention, gradients, indices
 
 from attncheck.core.formats import DTYPES, FORMATS
 from attncheck.mods.captured_reads import trace_reads
@@ -58,9 +59,7 @@ class Given:
         return self.q.shape[1] // self.k.shape[1]
 
     def indices(self) -> list[torch.Tensor]:
-        sizes = (*self.q.shape[:3], self.k.shape[2])
-        shapes = torch.eye(4, dtype=torch.int64) * (torch.tensor(sizes) - 1) + 1
-        return [torch.arange(n).view(*shape) for n, shape in zip(sizes, shapes.tolist(), strict=1)]
+        return indices(*self.q.shape[:3], self.k.shape[2])
 
     def seen(self) -> torch.Tensor:
         return self.mask(*self.indices()).expand(*self.q.shape[:3], self.k.shape[2])
@@ -106,28 +105,17 @@ def exact(given: Given) -> dict[str, torch.Tensor]:
         for name in ("q", "k", "v", "sink")
         if getattr(given, name) is not None
     }
-    x = given.scale * leaves["q"] @ given.repeated(leaves["k"]).mT
-    mod = None if given.score is None else given.score.mod
-    numbers = []
-    if given.score is not None and given.score.make is not None:
-        numbers = [one.double().requires_grad_() for one in given.score.tensors]
-        mod = given.score.make(*numbers)
-    z = x if mod is None else mod(x, *given.indices())
-    z = z.masked_fill(~given.seen(), -torch.inf)
-    if given.sink is not None:
-        column = leaves["sink"][None, :, None, None].expand(*z.shape[:3], 1)
-        z = torch.cat([z, column], -1)
-    dead = z.detach().isneginf().all(-1)
-    safe = z.masked_fill(dead[..., None], 0.0)
-    p = safe.softmax(-1).masked_fill(dead[..., None], 0.0)[..., : given.k.shape[2]]
-    out, lse = p @ given.repeated(leaves["v"]), safe.logsumexp(-1)
-    dout, dlse = given.loss()
-    dlse = dlse.masked_fill(dead, 0.0)
-    found = torch.autograd.grad((out, lse), (*leaves.values(), *numbers), (dout, dlse))
-    gradients = {f"d{name}": one for name, one in zip(leaves, found, strict=False)}
+    score, numbers = given.score, []
+    mod = None if score is None else score.mod
+    if score is not None and score.make is not None:
+        numbers = [one.double().requires_grad_() for one in score.tensors]
+        mod = score.make(*numbers)
+    of = attention(**leaves, scale=given.scale, mask=given.mask, score=mod)
+    read = {f"{place}": one for place, one in enumerate(numbers)}
+    found = gradients(of, leaves | read, *given.loss())
     if numbers:
-        gradients["dcaptured"] = torch.cat([one.flatten() for one in found[len(leaves) :]])
-    return {"out": out.detach(), "lse": lse.detach().masked_fill(dead, -torch.inf)} | gradients
+        found["dcaptured"] = torch.cat([found.pop(f"d{name}").flatten() for name in read])
+    return {"out": of.out.detach(), "lse": of.lse.detach()} | found
 
 
 def gamma(terms: int) -> float:

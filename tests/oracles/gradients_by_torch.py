@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from tests.exact_attention import Attention, attention, gradients
 
 from attncheck.core.mod_spec import Spec
 from attncheck.inputs.input_tensors import draw_inputs
@@ -33,52 +33,24 @@ def tiny(**changes: object) -> Inputs:
     return draw_inputs(problem.replace(**{"backward": True, "dlse": True, **changes}))
 
 
-def _axes(problem: Problem) -> list[torch.Tensor]:
-    sizes = (problem.batch, problem.heads, problem.query, problem.kv)
-    return [
-        torch.arange(n).view([n if i == axis else 1 for i in range(4)])
-        for axis, n in enumerate(sizes)
-    ]
-
-
 @dataclass(frozen=True)
 class Definition:
-    """Attention once more, by torch's own words; what there is of it ``(batch, heads, …)``."""
+    """Attention once more, of leaves of its own."""
 
     leaves: dict[str, torch.Tensor]
-    before: torch.Tensor
-    after: torch.Tensor
-    lse: torch.Tensor
-    weights: torch.Tensor
-    out: torch.Tensor
+    of_leaves: Attention
 
     @classmethod
     def of(cls, inputs: Inputs) -> Definition:
-        p = inputs.problem
-        given = dict(zip("qkv", inputs.promoted(), strict=True))
+        p, given = inputs.problem, dict(zip("qkv", inputs.promoted(), strict=True))
         if inputs.sink is not None:
             given["sink"] = inputs.sink.double()
         leaves = {name: tensor.clone().requires_grad_() for name, tensor in given.items()}
-        k, v = (leaves[name].repeat_interleave(p.group, dim=1) for name in "kv")
-        before = p.scale * (leaves["q"] @ k.mT)
-        axes = _axes(p)
-        after = p.score_mod("cpu")(before, *axes)
-        seen = p.mask_mod("cpu")(*axes).expand(before.shape)
-        scores = torch.where(seen, after, -math.inf)
-        if "sink" in leaves:
-            sinks = leaves["sink"].view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-            scores = torch.cat([scores, sinks], dim=-1)
-        alive = (scores > -math.inf).any(-1, keepdim=True)
-        lse = torch.logsumexp(torch.where(alive, scores, 0.0), dim=-1, keepdim=True)
-        lse = torch.where(alive, lse, 0.0)
-        weights = torch.where(alive, (scores - lse).exp(), 0.0)
-        return cls(leaves, before, after, lse, weights, weights[..., : p.kv] @ v)
+        mods = {"mask": p.mask_mod("cpu"), "score": p.score_mod("cpu")}
+        return cls(leaves, attention(**leaves, scale=p.scale, **mods))
 
     def gradients(self, inputs: Inputs) -> dict[str, torch.Tensor]:
-        dout, dlse = inputs.loss()
-        loss = (self.out * dout).sum() + (self.lse.squeeze(-1) * dlse).sum()
-        found = torch.autograd.grad(loss, list(self.leaves.values()))
-        return {f"d{name}": one for name, one in zip(self.leaves, found, strict=True)}
+        return gradients(self.of_leaves, self.leaves, *inputs.loss())
 
 
 @dataclass(frozen=True)
@@ -97,17 +69,17 @@ class Allowed:
 
     @classmethod
     def by(cls, inputs: Inputs, bound, curvature: float) -> Allowed:
-        p, known = inputs.problem, Definition.of(inputs)
-        weights = known.weights.detach()
-        sizes = torch.cat([known.before.flatten(), known.after.flatten(), known.lse.flatten()])
-        largest = sizes.detach().abs().max().item()
+        p, known = inputs.problem, Definition.of(inputs).of_leaves
+        weights = known.p.detach()
+        sizes = torch.cat([known.x.flatten(), known.z.flatten(), known.lse.flatten()]).detach()
+        largest = sizes[sizes.isfinite()].abs().max().item()
         of_p = 2 * (bound.weight + p.kv) + 3 * 2 * largest + 4
         (dout, dlse), q, k, v = inputs.loss(), *inputs.promoted()
         k, v = (x.abs().repeat_interleave(p.group, dim=1) for x in (k, v))
         row = (dout.abs() * bound.spread).sum(-1, keepdim=True) + dlse.abs()[..., None]
         terms = weights[..., : p.kv] * (dout.abs() @ v.mT + row)
         of_terms = of_p + bound.out + 2 * (p.value_dim + 1) + 5
-        slopes = torch.autograd.grad(known.after.sum(), known.before)[0].abs()
+        slopes = torch.autograd.grad(known.z.sum(), known.x)[0].abs()
         moved = curvature * (bound.weight + 8 * slopes.max().item() + 8)
         sums = p.kv + p.query * p.group + p.group + 2
         dx = terms * ((of_terms + sums) * slopes + 8 * slopes + moved)

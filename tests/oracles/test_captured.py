@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from tests.exact_attention import gradients, indices
 from tests.oracles import gradients_by_torch as reference
 from tests.oracles.conftest import PLANTED
 from tests.oracles.test_planted_faults import SMALL, backward
@@ -71,27 +72,27 @@ def by_torch(inputs, monkeypatch):
     tables = tables_of(mod)
     with monkeypatch.context() as patch:
         patch.setattr(Problem, "score_mod", lambda _problem, _device: mod)
-        known = reference.Definition.of(inputs)
-    dout, dlse = inputs.loss()
-    loss = (known.out * dout).sum() + (known.lse.squeeze(-1) * dlse).sum()
-    return torch.cat([found.flatten() for found in torch.autograd.grad(loss, tables)])
+        known = reference.Definition.of(inputs).of_leaves
+    named = {str(place): table for place, table in enumerate(tables)}
+    found = gradients(known, named, *inputs.loss()).values()
+    return torch.cat([one.flatten() for one in found])
 
 
 def allowed(inputs, allowance):
     """As ``gradients_by_torch.Allowed`` has it of dX, of dZ · J, summed by number."""
-    p, known = inputs.problem, reference.Definition.of(inputs)
+    p, known = inputs.problem, reference.Definition.of(inputs).of_leaves
     bound, (dout, dlse) = allowance(inputs.forward()), inputs.loss()
-    weights = known.weights.detach()[..., : p.kv]
-    sizes = torch.cat([known.before.flatten(), known.after.flatten(), known.lse.flatten()])
-    of_p = 2 * (bound.weight + p.kv) + 6 * sizes.detach().abs().max().item() + 4
+    weights = known.p.detach()[..., : p.kv]
+    sizes = torch.cat([known.x.flatten(), known.z.flatten(), known.lse.flatten()]).detach()
+    of_p = 2 * (bound.weight + p.kv) + 6 * sizes[sizes.isfinite()].abs().max().item() + 4
     v = inputs.promoted()[2].abs().repeat_interleave(p.group, dim=1)
     row = (dout.abs() * bound.spread).sum(-1, keepdim=True) + dlse.abs()[..., None]
     terms = weights * (dout.abs() @ v.mT + row)
     each = of_p + bound.out + 2 * (p.value_dim + 1) + 5 + p.batch * p.heads * p.query * p.kv
     bent = (bound.weight + 16) / 1.5 * max(p.query, p.kv)  # softcap's, times what alibi reads at
-    axes = reference._axes(p)
+    axes = indices(*known.x.shape)
     tables, parts = {}, []
-    for leaf, slope in leaf_gradients(p.score_mod("cpu"), known.before.detach(), *axes):
+    for leaf, slope in leaf_gradients(p.score_mod("cpu"), known.x.detach(), *axes):
         sums = tables.setdefault(id(leaf.tensor), torch.zeros(leaf.tensor.shape).double())
         leaf.add(terms * ((each + 8) * slope.abs() + bent), sums)
         parts.append(leaf)

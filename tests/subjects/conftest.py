@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from tests.exact_attention import attention
 
 from attncheck.core.formats import FORMATS
 from attncheck.core.outputs import Outputs
@@ -69,17 +70,11 @@ def _ratio(got: torch.Tensor, exact: torch.Tensor, allowance: torch.Tensor) -> f
 def plain_formula(inputs: Inputs, *, truncated: bool = False) -> Exact:
     problem = inputs.problem
     q, k, v = (x.cpu() for x in inputs.promoted())
+    mods = {"mask": problem.mask_mod(), "score": problem.score_mod()}
+    of = attention(q, k, v, scale=problem.scale, **mods)
+    seen, out, lse = of.seen, of.out, of.lse
     k, v = (x.repeat_interleave(problem.group, dim=1) for x in (k, v))
-    at = [torch.arange(n) for n in (problem.batch, problem.heads, problem.query, problem.kv)]
-    at = torch.meshgrid(*at, indexing="ij")
-    logits = q @ k.mT * problem.scale
     magnitude = q.abs() @ k.abs().mT * problem.scale
-    x = problem.score_mod()(logits, *at)
-    seen = problem.mask_mod()(*at).expand_as(x)
-    x = torch.where(seen, x, -torch.inf)
-    lse = torch.logsumexp(x, dim=-1)
-    p = torch.where(seen, torch.exp(x - lse[..., None]), 0.0)
-    out = p @ v
 
     n = problem.kv
     formats = problem.formats
@@ -87,7 +82,7 @@ def plain_formula(inputs: Inputs, *, truncated: bool = False) -> Exact:
     weights = formats.weights.unit_roundoff
     if truncated:
         products, weights = 2 * products, 2 * weights
-    largest = torch.where(seen, x.abs(), 0.0).amax(-1)
+    largest = torch.where(seen, of.z.abs(), 0.0).amax(-1)
     sizes = torch.where(seen, magnitude, 0.0).amax(-1) + largest
     logit = sizes * (2 * products + products**2 + (problem.head_dim + 8) * U32)
     # Second-order terms of these small numbers: exp(a) − 1 holds those of the logits, and
@@ -95,7 +90,7 @@ def plain_formula(inputs: Inputs, *, truncated: bool = False) -> Exact:
     relative = weights + products + (6 * n + 8) * U32
     relative = torch.expm1(2 * logit) + relative * (1 + relative) * torch.exp(2 * logit)
     tiny = formats.weights.subnormal_spacing * torch.where(seen[..., None], v.abs()[:, :, None], 0)
-    spread = relative[..., None] * (p @ v.abs()) + tiny.sum(-2)
+    spread = relative[..., None] * (of.p @ v.abs()) + tiny.sum(-2)
     last = formats.output.unit_roundoff * (out.abs() + spread) + formats.output.subnormal_spacing
     lse_allowance = logit + (4 * n + 8) * U32 * (1 + largest + lse.abs())
     return Exact(out, lse, seen, spread + last, lse_allowance)

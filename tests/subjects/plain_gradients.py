@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from tests.exact_attention import Attention, attention, gradients, indices
 
 from attncheck.core.formats import FORMATS
 
@@ -16,57 +17,16 @@ if TYPE_CHECKING:
 U32 = FORMATS["fp32"].unit_roundoff
 
 
-@dataclass(frozen=True, eq=False)
-class Plain:
-    """The plain formula, each head with key heads of its own: what autograd goes through.
-
-    Attributes:
-        out, lse: ``(batch, heads, query[, value_dim])``.
-        x: Scores before the score mod.
-        seen: Which keys a row sees.
-        p: Weights.
-        slope: Derivative of the score mod, by autograd.
-    """
-
-    out: torch.Tensor
-    lse: torch.Tensor
-    x: torch.Tensor
-    seen: torch.Tensor
-    p: torch.Tensor
-
-    @staticmethod
-    def of(inputs: Inputs, q, k, v, sink) -> Plain:
-        problem = inputs.problem
-        k, v = (t.repeat_interleave(problem.group, dim=1) for t in (k, v))
-        x = q @ k.mT * problem.scale
-        at = indices(inputs)
-        seen = problem.mask_mod()(*at).expand_as(x)
-        z = torch.where(seen, problem.score_mod()(x, *at), -torch.inf)
-        every = z if sink is None else torch.cat([z, sink_column(z, sink)], -1)
-        largest = every.detach().amax(-1, keepdim=True)
-        largest = torch.where(largest.isneginf(), 0.0, largest)
-        total = torch.exp(every - largest).sum(-1, keepdim=True)
-        dead = total == 0
-        p = torch.exp(z - largest) / torch.where(dead, 1.0, total)
-        lse = torch.log(torch.where(dead, 1.0, total)) + largest
-        lse = torch.where(dead, -torch.inf, lse)[..., 0]
-        return Plain(p @ v, lse, x, seen, p)
-
-
-def sink_column(z: torch.Tensor, sink: torch.Tensor) -> torch.Tensor:
-    return sink[None, :, None, None].expand(*z.shape[:3], 1)
-
-
-def indices(inputs: Inputs) -> tuple[torch.Tensor, ...]:
+def plain_attention(inputs: Inputs, q, k, v, sink=None) -> Attention:
     problem = inputs.problem
-    sizes = (problem.batch, problem.heads, problem.query, problem.kv)
-    return torch.meshgrid(*(torch.arange(n) for n in sizes), indexing="ij")
+    mods = {"mask": problem.mask_mod(), "score": problem.score_mod()}
+    return attention(q, k, v, sink, scale=problem.scale, **mods)
 
 
 @torch.enable_grad()
 def slopes(inputs: Inputs, x: torch.Tensor) -> torch.Tensor:
     given = x.detach().requires_grad_()
-    modified = inputs.problem.score_mod()(given, *indices(inputs))
+    modified = inputs.problem.score_mod()(given, *indices(*x.shape))
     (found,) = torch.autograd.grad(modified.sum(), given)
     return found
 
@@ -122,36 +82,33 @@ def exact_gradients(inputs: Inputs, *, sums_in_storage: int = 0) -> ExactGradien
         sums_in_storage: How often a kernel rounds a running dQ, dK or dV to the storage format.
     """
     leaves = [t.detach().requires_grad_() for t in inputs.promoted()]
-    sink = inputs.sink.double().requires_grad_() if inputs.sink is not None else None
-    plain = Plain.of(inputs, *leaves, sink)
+    if inputs.sink is not None:
+        leaves.append(inputs.sink.double().requires_grad_())
+    plain = plain_attention(inputs, *leaves)
+    named = dict(zip(("q", "k", "v", "sink"), leaves, strict=False))
     dout, dlse = inputs.loss()
-    alive = ~plain.lse.isneginf()
-    loss = (plain.out * dout).sum() + (torch.where(alive, plain.lse, 0.0) * dlse).sum()
-    names = ["dq", "dk", "dv", "dsink"]
-    wanted = [*leaves, sink] if sink is not None else leaves
-    exact = dict(zip(names, torch.autograd.grad(loss, wanted), strict=False))
+    exact = gradients(plain, named, dout, dlse)
     with torch.no_grad():
-        errors = _Errors(inputs, plain, dout, torch.where(alive, dlse, 0.0))
+        errors = _Errors(inputs, plain, dout, dlse.masked_fill(plain.lse.isneginf(), 0.0))
     allowance = errors.allowances(exact, sums_in_storage)
     return ExactGradients({name: one.detach() for name, one in exact.items()}, allowance)
 
 
 class _Errors:
-    def __init__(self, inputs: Inputs, plain: Plain, dout: torch.Tensor, dlse: torch.Tensor):
+    def __init__(self, inputs: Inputs, plain: Attention, dout: torch.Tensor, dlse: torch.Tensor):
         self.problem, self.inputs, self.plain = inputs.problem, inputs, plain
+        self.weights = plain.p[..., : inputs.problem.kv]
         formats, self.dout = self.problem.formats, dout
         self.p = formats.products.unit_roundoff if formats.products != formats.storage else 0.0
         q, k, v = (t.abs() for t in inputs.promoted())
         self.q = q
         self.k, self.v = (t.repeat_interleave(self.problem.group, 1) for t in (k, v))
-        lse, out_error = self._forward()
-        self._backward(lse, out_error, dlse)
+        self._backward(self._forward(), dlse)
 
-    def _forward(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Errors of LSE and of O; P's relative one."""
+    def _forward(self) -> torch.Tensor:
+        """The error of O; P's relative one."""
         problem, plain, n = self.problem, self.plain, self.problem.kv
-        z = problem.score_mod()(plain.x, *indices(self.inputs))
-        largest = torch.where(plain.seen & z.isfinite(), z.abs(), 0.0).amax(-1)
+        largest = torch.where(plain.seen & plain.z.isfinite(), plain.z.abs(), 0.0).amax(-1)
         if self.inputs.sink is not None:
             largest = torch.maximum(largest, self.inputs.sink.double().abs()[:, None])
         sizes = torch.where(plain.seen, self.q @ self.k.mT * problem.scale, 0.0).amax(-1) + largest
@@ -162,14 +119,13 @@ class _Errors:
         weights = problem.formats.weights.unit_roundoff
         spread = self.of_p + (weights + self.p + n * U32) * (1 + self.of_p)
         tiny = problem.formats.weights.subnormal_spacing * self.v.sum(-2, keepdim=True)
-        out = spread * (plain.p @ self.v) + tiny
+        out = spread * (self.weights @ self.v) + tiny
         output = problem.formats.output
-        return lse, out + output.unit_roundoff * (plain.out.abs() + out) + output.subnormal_spacing
+        return out + output.unit_roundoff * (plain.out.abs() + out) + output.subnormal_spacing
 
-    def _backward(self, lse: torch.Tensor, out_error: torch.Tensor, dlse: torch.Tensor) -> None:
+    def _backward(self, out_error: torch.Tensor, dlse: torch.Tensor) -> None:
         """Sizes and errors of P and dX, as they are multiplied."""
-        del lse
-        problem, p = self.problem, self.plain.p
+        problem, p = self.problem, self.weights
         n, dims = problem.kv, problem.value_dim
         size_dp = self.dout.abs() @ self.v.mT
         of_dp = (2 * self.p + self.p**2 + (dims + 2) * U32) * size_dp
@@ -217,7 +173,7 @@ class _Errors:
         def of_keys(by_head: torch.Tensor) -> torch.Tensor:
             return by_head.unflatten(1, group).sum(2)
 
-        p = self.plain.p * (1 + self.of_p)
+        p = self.weights * (1 + self.of_p)
         inner = {
             "dq": scale * ((self.of_dx + (factor + n * U32) * self.dx) @ self.k),
             "dk": scale * of_keys((self.of_dx + (factor + m * U32) * self.dx).mT @ self.q),

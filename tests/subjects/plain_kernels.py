@@ -8,7 +8,7 @@ import math
 import torch
 
 
-def attend(q, k, v, seen, scale=None, score_mod=None):
+def attend(q, k, v, seen, scale=None, score_mod=None, sinks=None):
     """Out and natural-log LSE of ``(batch, heads, length, dim)``; rows without keys: 0 and −∞."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
@@ -16,8 +16,11 @@ def attend(q, k, v, seen, scale=None, score_mod=None):
     if score_mod is not None:
         scores = score_mod(scores, *indices(scores))
     scores = scores.masked_fill(~seen, -math.inf)
+    if sinks is not None:  # one score more, whose weight goes nowhere
+        more = sinks.float()[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, more], -1)
     lse = scores.logsumexp(-1)
-    weights = (scores - lse[..., None].nan_to_num(neginf=0.0)).exp()
+    weights = (scores - lse[..., None].nan_to_num(neginf=0.0)).exp()[..., : k.shape[2]]
     return (weights @ v).to(q.dtype), lse
 
 
@@ -33,7 +36,7 @@ def banded(query, kv, left, right, at):
     return seen & ((distance <= right) if right >= 0 else True)
 
 
-def flash(q, k, v, scale, causal, window, softcap, slopes, fault=""):
+def flash(q, k, v, scale, causal, window, softcap, slopes, fault="", sinks=None):
     """One batch of ``(batch, length, heads, dim)`` as flash-attn computes it."""
     query, kv = q.shape[1], k.shape[1]
     at = 0 if fault == "top_left" else kv - query
@@ -47,7 +50,7 @@ def flash(q, k, v, scale, causal, window, softcap, slopes, fault=""):
         return score if slopes is None else score + sign * slopes[h] * (i + at - j).abs()
 
     seen = banded(query, kv, left, right, at)
-    out, lse = attend(*(x.transpose(1, 2) for x in (q, k, v)), seen, scale, scored)
+    out, lse = attend(*(x.transpose(1, 2) for x in (q, k, v)), seen, scale, scored, sinks)
     return out.transpose(1, 2), lse
 
 

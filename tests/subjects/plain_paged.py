@@ -67,14 +67,10 @@ def with_kvcache(fault=""):
                 for cache in (k_cache, v_cache)
             )
             rest = (softmax_scale, causal, window_size, softcap, alibi_slopes, fault)
-            out, lse = PLAIN.flash(q[b : b + 1].float(), keys, values, *rest)
+            out, lse = PLAIN.flash(q[b : b + 1].float(), keys, values, *rest, s_aux)
             outs.append(out)
             lses.append(lse)
         out, lse = torch.cat(outs), torch.cat(lses)
-        if s_aux is not None:
-            total = torch.logaddexp(lse, s_aux[:, None])
-            out = out * (lse - total).exp().transpose(1, 2)[..., None]
-            lse = total
         lse = lse.masked_fill(lse.isneginf(), math.inf)
         return (out.to(q.dtype), lse) if return_softmax_lse else out.to(q.dtype)
 

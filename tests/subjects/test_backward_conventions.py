@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from tests.subjects.plain_gradients import Plain, exact_gradients
+from tests.subjects.plain_gradients import exact_gradients, plain_attention
 from tests.subjects.plain_kernels import attend, flash_attn_with, varlen_with
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -99,7 +99,7 @@ class Native(Subject):
                 given = [q, k, v]
                 given[place] = Tampered.apply(given[place], change)
                 q, k, v = given
-            plain = Plain.of(inputs, q.double(), k.double(), v.double(), None)
+            plain = plain_attention(inputs, q.double(), k.double(), v.double())
             out, lse = plain.out.to(inputs.v.dtype), plain.lse.float()
             dq, dk, dv = torch.autograd.grad((out, lse), leaves, (inputs.dout, inputs.dlse))
             return Outputs(out.detach(), lse.detach(), dq, dk, dv)
@@ -192,21 +192,13 @@ def test_dlse_in_base_2():
     assert exact_gradients(inputs).excess(run(adopted(base2, "kernel"), inputs)) > 1
 
 
-def with_sinks(query, key, value, sinks=None, *, fault=""):
-    x = query.float() @ key.float().repeat_interleave(query.shape[1] // key.shape[1], 1).mT
-    x = x * query.shape[-1] ** -0.5
-    sinks = sinks.detach() if fault else sinks
-    column = sinks[None, :, None, None].expand(*x.shape[:3], 1)
-    p = torch.cat([x, column], -1).softmax(-1)[..., :-1]
-    return (p @ value.float().repeat_interleave(query.shape[1] // key.shape[1], 1)).to(query.dtype)
-
-
 def test_gradients_of_sinks():
     def kernel(query, key, value, sinks=None, enable_gqa=False):
-        return with_sinks(query, key, value, sinks)
+        seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool)
+        return attend(query, key, value, seen, sinks=sinks)[0]
 
     def constant(query, key, value, sinks=None, enable_gqa=False):
-        return with_sinks(query, key, value, sinks, fault="constant")
+        return kernel(query, key, value, sinks.detach(), enable_gqa)
 
     inputs = draw_inputs(small(sink=True))
     assert exact_gradients(inputs).excess(run(adopted(kernel, "kernel"), inputs)) <= 1

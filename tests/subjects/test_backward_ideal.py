@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from tests.subjects.plain_gradients import Plain, exact_gradients
+from tests.subjects.plain_gradients import exact_gradients, plain_attention
 from tests.subjects.sample_mods import MASKS, SCORES
 
 from attncheck.core.formats import DTYPES, fp32, round_to
@@ -218,7 +218,7 @@ def test_the_plain_formula_is_what_it_says():
     tensors = [*inputs.promoted(), inputs.sink.double()]
 
     def loss(*given):
-        plain = Plain.of(inputs, *given)
+        plain = plain_attention(inputs, *given)
         return ((plain.out * dout).sum() + (plain.lse * dlse).sum()).item()
 
     step = 2.0**-17  # the cube root of float64's unit: both errors are its square

@@ -1,10 +1,10 @@
 """Functions with a parameter for sinks: asked of Problems with one, and given each head's."""
 
 import inspect
-import math
 
 import pytest
 import torch
+from tests.subjects import plain_kernels as plain
 
 from attncheck.core.mod_spec import Spec
 from attncheck.inputs.input_tensors import draw_inputs
@@ -22,32 +22,14 @@ def problem(**changes: object) -> Problem:
     return Problem(**(SIZES | {"dtype": "bf16", "sink": True} | changes))
 
 
-def attend(q, k, v, seen, scale, sinks):
-    """Of ``(batch, heads, length, dim)``, with one score more, whose weight goes nowhere."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
-    scores = q.float() @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    scores = scores.masked_fill(~seen, -math.inf)
-    if sinks is not None:
-        more = sinks.float()[:, None, None].expand(*scores.shape[:-1], 1)
-        scores = torch.cat([scores, more], -1)
-    lse = scores.logsumexp(-1)
-    weights = (scores - lse[..., None].nan_to_num(neginf=0.0)).exp()
-    return (weights[..., : k.shape[2]] @ v).bfloat16(), lse
-
-
 def sdpa(q, k, v, attn_mask=None, scale=None, sinks=None, *, enable_gqa=False, return_lse=False):
     del enable_gqa, return_lse
     seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool) if attn_mask is None else attn_mask
-    return attend(q, k, v, seen, scale, sinks)
+    return plain.attend(q, k, v, seen, scale, sinks=sinks)
 
 
 def flash_attn(q, k, v, softmax_scale=None, causal=False, s_aux=None):
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    offset = k.shape[2] - q.shape[2]
-    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
-    out, lse = attend(q, k, v, seen.tril(offset) if causal else seen, softmax_scale, s_aux)
-    return out.transpose(1, 2), lse
+    return plain.flash(q, k, v, softmax_scale, causal, (-1, -1), 0.0, None, sinks=s_aux)
 
 
 def varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale=None, causal=False, sink=None):

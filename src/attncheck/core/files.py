@@ -87,7 +87,8 @@ def write_files(
 ) -> tuple[Path, ...]:
     """Write each file, by its name, into ``directory``, which is made if need be.
 
-    Each replaces the old one in one step: a reader finds the old files or the new ones.
+    Each replaces the old one in one step, and has its permissions: a reader finds the old files or
+    the new ones.
 
     Args:
         files: What they hold, by name, which may have one folder before it.
@@ -110,6 +111,8 @@ def write_files(
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())  # a replaced file must not turn out empty after a crash
+            if path.exists():
+                drafts[path].chmod(path.stat().st_mode & 0o777)
         for path, draft in drafts.items():
             draft.replace(path)
     except (OSError, ValueError) as error:

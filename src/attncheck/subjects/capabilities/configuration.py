@@ -11,17 +11,15 @@ import json
 import os
 import re
 import sys
-import tempfile
 import tomllib
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attncheck.core.errors import UnknownName, UsageError, did_you_mean
-from attncheck.core.files import read_bytes
+from attncheck.core.files import read_bytes, write_files
 from attncheck.subjects.capabilities.capability_table import AUTOGRAD, pattern_files, read_table
 from attncheck.subjects.capabilities.named_kernels import BUILTIN
 
@@ -320,24 +318,8 @@ def write_file(path: Path, text: str) -> None:
     Raises UsageError where it cannot be written.
     """
     target = path.resolve()
-    mask = os.umask(0)  # it can only be read by setting it
-    os.umask(mask)
-    try:
-        # In the same folder: only within one file system is replacing a single step.
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
-                file.write(text)
-            # mkstemp lets nobody else read; a new file gets what ``open`` would have given it.
-            mode = target.stat().st_mode if target.exists() else 0o666 & ~mask
-            Path(temporary).chmod(mode & 0o777)
-            Path(temporary).replace(target)
-        except BaseException:
-            with suppress(OSError):
-                Path(temporary).unlink()
-            raise
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror or error}.") from None
+    # As bytes: the line ends are the file's own.
+    write_files({target.name: text.encode()}, target.parent, what=str(path), instead="--file")
 
 
 CONVENTION_NAMES = ("native", "sdpa", "flash_attn", "varlen", "flex", "paged")
