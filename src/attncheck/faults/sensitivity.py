@@ -124,7 +124,7 @@ def measure_sensitivity(
         UsageError: where a question cannot be asked.
     """
     fault, start = continuous_fault_named(name), time.perf_counter()
-    choices = Choices(tier=tier_named(tier), isolated=False, dtypes=(dtype,), stages=STAGES, seed=0)
+    choices = Choices(tier=tier_named(tier), isolated=False, dtypes=(dtype,), stages=STAGES)
     # No failure counts as known: what excuses a right kernel would hide the fault.
     gate = GateWorker(choices, KnownFailures(()))
     try:
