@@ -28,17 +28,17 @@ from msgspec.structs import replace
 from attncheck.cases.tier import TIERS
 from attncheck.core.errors import ProblemError
 from attncheck.faults.mutant_scoring import read_table
-from attncheck.gate.gate_worker import work as gate_of
+from attncheck.gate.gate_worker import GateWorker
 from attncheck.gate.plan import describe_units
+from attncheck.gate.planning import Choices, parse_stages
 from attncheck.gate.property_stage import KNOWN
 from attncheck.inputs.problem import Case
-from attncheck.records.run_reports import STAGES
+from attncheck.records.run_reports import STAGES, Stage
 from attncheck.verify.environment import default_device, environment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from attncheck.gate.gate_worker import GateWorker
     from attncheck.records.run_reports import Answer
     from attncheck.workers.units import Unit
 
@@ -81,7 +81,7 @@ class Task:
     seed: int
     device: str
     tier: str
-    stages: str
+    stages: tuple[Stage, ...]
     isolated: bool
     each: int
     until: float
@@ -89,8 +89,8 @@ class Task:
 
 def work(task: Task) -> dict[str, Any]:
     """A row for each answer: what was asked, and what became of it; failures whole."""
-    gate = gate_of(
-        tier=task.tier, seed=task.seed, stages=task.stages, isolated=task.isolated, dtypes=""
+    gate = GateWorker(
+        Choices(tier=TIERS[task.tier], seed=task.seed, stages=task.stages, isolated=task.isolated)
     )
     found: dict[str, Any] = {"kernel": task.kernel, "seed": task.seed, "rows": [], "alarms": []}
     found["harness"] = []
@@ -163,7 +163,7 @@ def tasks(asked: argparse.Namespace, begun: dict[str, int]) -> list[Task]:
             seed=turn // one_in.get(kernel, 1) + begun.get(kernel, 0),
             device=asked.device,
             tier=asked.tier,
-            stages=",".join(asked.stages or ()),
+            stages=parse_stages(asked.stages or ()),
             isolated=not asked.in_process,
             each=asked.each,
             until=until,

@@ -275,7 +275,11 @@ def vector_features():
 
 @pytest.fixture
 def without_vectors(vector_features):
-    """Run code in a process whose NumPy uses no optional vector instructions; what it prints."""
+    """Run code in a process whose NumPy uses no optional vector instructions; what it prints.
+
+    It finds tests as modules.
+    """
     disabled = " ".join(vector_features)
-    check = f"{_FEATURES}\nassert not on, on\n"
+    root = str(Path(__file__).parents[1])
+    check = f"import sys\nsys.path.insert(0, {root!r})\n{_FEATURES}\nassert not on, on\n"
     return lambda code: _python(check + code, NPY_DISABLE_CPU_FEATURES=disabled)

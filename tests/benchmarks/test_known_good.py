@@ -18,7 +18,7 @@ def done(name, *, each=2, seconds=60.0):
         seed=1,
         device="cpu",
         tier="smoke",
-        stages="contract",
+        stages=("contract",),
         isolated=False,
         each=each,
         until=time.time() + seconds,

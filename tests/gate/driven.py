@@ -1,24 +1,38 @@
 """A gate without lanes: its work done in this process, in the order in which lanes would do it."""
 
 import heapq
+import subprocess
 from pathlib import Path
 
+from attncheck.cases.tier import tier_named
 from attncheck.gate.gate_worker import GateWorker
 from attncheck.gate.plan import describe_units, priority
-from attncheck.gate.planning import Choices
+from attncheck.gate.planning import Choices, parse_stages
 from attncheck.gate.property_stage import KnownFailures
 from attncheck.records.record import FAILED_STATUSES
 
 PLANTED = Path(__file__).with_name("planted_kernels.py")
 
 
+def git(folder, *words):
+    """What git prints, run by somebody who signs nothing."""
+    who = ("-c", "user.name=A", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false")
+    command = ["git", *who, "-C", str(folder), *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
 def named(name):
     return f"{PLANTED}::{name}"
 
 
-def choices(**options):
-    usual = {"tier": "smoke", "isolated": False, "dtypes": "fp32"}
-    return Choices.of(usual | options)
+def choices(*, tier="smoke", dtypes="fp32", stages="", **options):
+    """Choices of names as they are typed, commas between them."""
+    return Choices(
+        tier=tier_named(tier),
+        dtypes=tuple(filter(None, dtypes.split(","))),
+        stages=parse_stages([name for name in stages.split(",") if name]),
+        **{"isolated": False} | options,
+    )
 
 
 def drive(kernel, *, first=False, most=10_000, **options):

@@ -5,7 +5,6 @@ One class for all of them: a process serves many Cases, and after each fault a r
 
 import ctypes
 import os
-import threading
 from dataclasses import replace
 
 import torch
@@ -65,25 +64,8 @@ def keeps_descriptors(inputs, outputs):
     _KEPT.append(os.open(os.devnull, os.O_RDONLY))
 
 
-def keeps_threads(inputs, outputs):
-    leave = threading.Event()
-    threading.Thread(target=leave.wait, daemon=True).start()
-
-
-def changes_the_random_generator(inputs, outputs):
-    torch.rand(3)
-
-
 def changes_the_default_dtype(inputs, outputs):
     torch.set_default_dtype(torch.float64)
-
-
-def changes_tf32(inputs, outputs):
-    torch.backends.cuda.matmul.allow_tf32 = True
-
-
-def changes_grad_mode(inputs, outputs):
-    torch.set_grad_enabled(False)
 
 
 def changes_the_working_directory(inputs, outputs):
@@ -103,11 +85,7 @@ FAULTS = dict(
             another_order,
             keeps_memory,
             keeps_descriptors,
-            keeps_threads,
-            changes_the_random_generator,
             changes_the_default_dtype,
-            changes_tf32,
-            changes_grad_mode,
             changes_the_working_directory,
         ),
         start=RIGHT + 1,

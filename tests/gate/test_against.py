@@ -6,21 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.gate.driven import git
 
 from attncheck.core.errors import UsageError
 from attncheck.gate import other_commit
 from attncheck.gate.other_commit import commit_tree, rename_kernels
-from attncheck.records.record import Record
+from attncheck.inputs.problem import Case, Problem
 from attncheck.records.run_reports import Answer
+from attncheck.verify.run_case import blank_record
 from attncheck.workers.units import Unit
-
-
-def git(folder: Path, *words: str) -> str:
-    who = ("-c", "user.name=A", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false")
-    done = subprocess.run(
-        ["git", *who, "-C", str(folder), *words], check=True, capture_output=True, text=True
-    )
-    return done.stdout.strip()
 
 
 @pytest.fixture
@@ -41,13 +35,13 @@ def repository(tmp_path, monkeypatch):
     monkeypatch.chdir(root)
     yield root
     assert not list(temporary.iterdir())
-    assert git(root, "worktree", "list").count("\n") == 0
+    assert git(root, "worktree", "list").count("\n") == 1
     assert git(root, "status", "--porcelain") == ""
 
 
 def test_the_files_are_those_of_the_commit(repository):
     with commit_tree("HEAD~1") as there:
-        assert there.commit == git(repository, "rev-parse", "HEAD~1")
+        assert there.commit == git(repository, "rev-parse", "HEAD~1").strip()
         assert not there.root.is_relative_to(repository)
         side = there.kernel("kernels/mine.py::fwd")
         assert side.kernel == "kernels/mine.py::fwd"
@@ -148,14 +142,14 @@ def test_an_interrupt_leaves_nothing(repository):
 
 
 def test_a_git_that_cannot_remove_it_leaves_nothing_either(repository, monkeypatch):
-    right = other_commit._run_git
+    right = other_commit.run_git
 
-    def broken(folder: Path, *words: str) -> str:
+    def broken(option: str, folder: Path, *words: str) -> str:
         if words[:2] == ("worktree", "remove"):
             raise UsageError("no")
-        return right(folder, *words)
+        return right(option, folder, *words)
 
-    monkeypatch.setattr(other_commit, "_run_git", broken)
+    monkeypatch.setattr(other_commit, "run_git", broken)
     with commit_tree("HEAD"):
         pass
 
@@ -174,15 +168,7 @@ def test_within_a_hook_and_with_hooks_of_its_own(repository, monkeypatch):
 
 
 def test_names_of_the_other_side():
-    record = Record(
-        case_id="case",
-        case={},
-        kernel="/tree/mine.py::fwd",
-        variant="full",
-        heads="MHA",
-        status="pass",
-        environment="here",
-    )
+    record = blank_record(Case(problem=Problem(query=1)), kernel="/tree/mine.py::fwd")
     answers = [Answer(unit="unit", stage="baseline", record=record)]
     (found,) = rename_kernels(answers, {"/tree/mine.py::fwd": "/here/mine.py::fwd"})
     assert found.record.kernel == "/here/mine.py::fwd"

@@ -1,8 +1,7 @@
 """Which kernels a change is about."""
 
-import subprocess
-
 import pytest
+from tests.gate.driven import git
 
 from attncheck.core.errors import UsageError
 from attncheck.gate.sources import changed_kernels
@@ -18,11 +17,6 @@ sources = ["two.py"]
 [kernels.silent]
 entry = "three.py::kernel"
 """
-
-
-def git(folder, *words):
-    named = ("-c", "user.name=a", "-c", "user.email=a@b")
-    subprocess.run(["git", *named, *words], cwd=folder, check=True, capture_output=True)
 
 
 @pytest.fixture

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 from tests.gate import planted_faults as of_calls
+from tests.gate.driven import choices
 from tests.verify import planted_processes as of_processes
 
 from attncheck import oracles
 from attncheck.core.mod_spec import Spec
-from attncheck.gate.gate_worker import work
+from attncheck.gate.gate_worker import GateWorker
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.run_reports import GateReport
 from attncheck.reporting.gate_verdict import gate_exit_code
@@ -49,17 +50,9 @@ class Row:
 P, C = of_processes, of_calls
 # One file after the other: each has a process. What ends one takes seconds: a hang stands for it.
 ROWS = {
-    "raises": Row((P.raises,), "error", "ValueError: planted"),
-    "wrong shape, dtype, device; a lazy subclass": Row(
-        (P.wrong_shape, P.wrong_dtype, P.wrong_device, P.lazy), "contract", "but should be"
-    ),
-    "alias of an input": Row((P.alias,), "alias", "in the memory of its input"),
-    "an input made larger": Row((P.alias_of_a_part,), "error", "storage that is not resizable"),
-    "mutated input": Row((P.mutation, P.mutation_unseen), "mutation", "wrote to its input"),
+    # Of what a process does, all is asked in tests/verify/test_isolated_faults.py.
+    "mutated input": Row((P.mutation_unseen,), "mutation", "wrote to its input"),
     "hang; daemon": Row((P.daemon_and_hang,), "timeout", "it did not answer"),
-    "monkey-patched torch": Row((P.patched,), "pass"),
-    "monkey-patched torch, wrong": Row((P.wrong_and_patched,), "bound", "but should be"),
-    "prints 100 MB": Row((P.prints,), "pass"),
     "writes beside an output": Row(
         (C.writes_beside_its_output,), "memory", question="guards", why="out"
     ),
@@ -74,17 +67,10 @@ ROWS = {
     "nondeterministic": Row(
         (C.another_order,), "determinism", question="repeats", why="nondeterministic "
     ),
-    "leaks": Row((C.keeps_memory, C.keeps_descriptors, C.keeps_threads), "leak", question="leaks"),
+    # Of what a call keeps and changes, all is asked in tests/verify/test_memory_checks.py.
+    "leaks": Row((C.keeps_memory, C.keeps_descriptors), "leak", question="leaks"),
     "changed state": Row(
-        (
-            C.changes_the_random_generator,
-            C.changes_the_default_dtype,
-            C.changes_tf32,
-            C.changes_grad_mode,
-            C.changes_the_working_directory,
-        ),
-        "state",
-        question="state",
+        (C.changes_the_default_dtype, C.changes_the_working_directory), "state", question="state"
     ),
 }
 
@@ -93,7 +79,7 @@ ROWS = {
 def gate(tmp_path_factory):
     # Where faults leave files: one from before would say that a process has started.
     with contextlib.chdir(tmp_path_factory.mktemp("gate")):
-        found = work(tier="smoke", timeout=TIMEOUT)
+        found = GateWorker(choices(dtypes="", isolated=True, timeout=TIMEOUT))
         yield found
         found.close()
 

@@ -1,12 +1,11 @@
 """A gate beside another commit: whose kernels are asked, how cases stand, and what is counted."""
 
-import subprocess
-import sys
-from pathlib import Path
+import json
 from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
+from tests.gate.driven import choices, git
 
 from attncheck.cases.tier import tier_named
 from attncheck.core.errors import UsageError
@@ -14,16 +13,14 @@ from attncheck.core.mod_spec import Spec
 from attncheck.gate.bound_stage import baseline_units
 from attncheck.gate.gate_report import build_report
 from attncheck.gate.gate_worker import GateWorker
-from attncheck.gate.other_commit import CommitTree, commit_tree
+from attncheck.gate.other_commit import commit_tree
 from attncheck.gate.plan import describe_units
+from attncheck.gate.planning import BaselineCases, Choices
 from attncheck.gate.property_stage import KnownFailures
 from attncheck.inputs.problem import Case, Problem
 from attncheck.reporting.gate_verdict import Policy, gate_exit_code
 from attncheck.workers.journal_format import JournalContent
 from attncheck.workers.units import Done, Shard, Unit
-
-sys.path.insert(0, str(Path(__file__).parent))
-from driven import choices
 
 KERNEL = """\
 import math
@@ -47,11 +44,6 @@ entry = "mine.py::attention"
 dtypes = ["bf16"]
 promises = ["repeat"]
 """
-
-
-def git(folder, *words):
-    who = ("-c", "user.name=A", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false")
-    subprocess.run(["git", *who, "-C", str(folder), *words], check=True, capture_output=True)
 
 
 @pytest.fixture
@@ -79,7 +71,7 @@ CASES = tuple(
 
 def beside(there, kernel="mine"):
     """The journal of a gate of two cases, the kernel here in this process."""
-    chosen = choices(dtypes="bf16", stages="baseline", tree=there.spelled())
+    chosen = choices(dtypes="bf16", stages="baseline", tree=there)
     (first,) = describe_units([kernel], device="cpu", tier="smoke", convention="")
     units = []
     for case in CASES:
@@ -194,7 +186,11 @@ def test_a_kernel_that_fails_there_fails_nothing_here(repository):
 
 def test_a_tree_travels_as_text(repository):
     with commit_tree("main") as there:
-        assert CommitTree.read(there.spelled()) == there
+        chosen = choices(
+            tree=there, held=BaselineCases(digest="0", cases=(("k", "d", "v", {"a": 1}),))
+        )
+    text = json.dumps(chosen.options())
+    assert Choices.of(json.loads(text)) == chosen
 
 
 @pytest.mark.parametrize(

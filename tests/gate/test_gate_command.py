@@ -16,8 +16,8 @@ from attncheck.gate.plan import REPLAYED
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.failures import keep_failure
 from attncheck.records.json_reports import load_report
-from attncheck.records.record import Record
 from attncheck.records.run_reports import GateReport
+from attncheck.verify.run_case import blank_record
 from attncheck.workers.journal import Journal, merge_journals, merged_journal_bytes
 from attncheck.workers.journal_format import JournalError, read_journal
 from attncheck.workers.units import Done
@@ -137,16 +137,7 @@ def test_parts_of_nightly_with_one_seed_are_one_run(tmp_path, monkeypatch):
 def test_a_part_asks_nothing_that_failed_on_its_own_machine(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     case = Case(problem=Problem(query=4, dtype="fp32"))
-    record = Record(
-        case_id=case.id,
-        case=case.to_json(),
-        kernel="ideal",
-        variant="full",
-        heads="mha",
-        status="error",
-        reason="planted",
-        environment="",
-    )
+    record = blank_record(case, kernel="ideal", reason="planted")
     keep_failure(
         new_failure(record, kernel="ideal", device="cpu", convention="", test=""),
         "reports/failures",

@@ -1,18 +1,13 @@
 """What a kernel's process dies of beside its Cases: as it starts, and as the kernel is loaded."""
 
-import sys
-from pathlib import Path
-
 import pytest
+from tests.gate.driven import choices
 
 from attncheck.gate.gate_worker import GateWorker
 from attncheck.gate.property_stage import KnownFailures
 from attncheck.inputs.problem import Case, Problem
 from attncheck.verify.remote_kernel import Deadlines
 from attncheck.workers.units import Unit
-
-sys.path.insert(0, str(Path(__file__).parent))
-from driven import choices
 
 pytestmark = pytest.mark.usefixtures("forked_workers")
 

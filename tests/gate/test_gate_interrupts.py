@@ -7,6 +7,8 @@ import sys
 import time
 from contextlib import suppress
 
+from tests.gate.driven import git
+
 from attncheck.workers.journal_format import JournalError, read_journal
 
 WORDS = ("ideal", "--device", "cpu", "--dtype", "fp32", "--stage", "contract", "--jobs", "1")
@@ -21,12 +23,6 @@ def kernel(query, key, value):
     pathlib.Path("called").touch()
     time.sleep(600)
 """
-
-
-def git(folder, *words):
-    who = ("-c", "user.name=A", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false")
-    command = ["git", *who, "-C", str(folder), *words]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def begun(folder, *words):

@@ -1,11 +1,11 @@
 """Each stage finds the kernel that is wrong there, and a right one passes all."""
 
-import sys
 from pathlib import Path
 
 import msgspec
 import pytest
 from msgspec.structs import replace
+from tests.gate.driven import answers, choices, drive, named
 
 from attncheck.core.mod_spec import Spec
 from attncheck.diagnose.reproduce import new_failure
@@ -20,15 +20,13 @@ from attncheck.records.failure_causes import group_by_cause
 from attncheck.records.failures import keep_failure, load_failure
 from attncheck.records.json_reports import load_report, report_json
 from attncheck.records.problem_summary import problem_of
-from attncheck.records.record import FAILED_STATUSES, Record
+from attncheck.records.record import FAILED_STATUSES
 from attncheck.records.run_reports import STAGES, GateReport
 from attncheck.reporting.gate_document import not_covered
 from attncheck.suite.known_failures import KnownFailure
+from attncheck.verify.run_case import blank_record
 from attncheck.workers.journal_format import JournalContent
 from attncheck.workers.units import Done, Unit
-
-sys.path.insert(0, str(Path(__file__).parent))
-from driven import answers, choices, drive, named
 
 pytestmark = pytest.mark.usefixtures("forked_workers", "shared_evidence")
 
@@ -171,16 +169,7 @@ def test_what_can_be_asked_no_more_is_not_asked_again(tmp_path):
 
 def kept(case, folder):
     """Keep it as a failure of the ideal kernel; its JSON."""
-    record = Record(
-        case_id=case.id,
-        case=case.to_json(),
-        kernel="ideal",
-        variant="full",
-        heads="mha",
-        status="error",
-        reason="planted",
-        environment="",
-    )
+    record = blank_record(case, kernel="ideal", reason="planted")
     keep_failure(new_failure(record, kernel="ideal", device="cpu", convention="", test=""), folder)
     return case.to_json()
 
@@ -211,10 +200,7 @@ def test_known_failures_warn_and_others_fail():
         variant=entry.families[0],
         case=case.to_json(),
     )
-    from attncheck.subjects.load import load_subject
-    from attncheck.verify.run_case import new_record
-
-    record = new_record(load_subject(entry.kernel), case, device="cpu", variant="", environment="")
+    record = blank_record(case, kernel=entry.kernel)
     said = known.excuse(record, unit, case)
     assert said.status == "warn"
     assert said.reason.startswith(KNOWN)
@@ -255,15 +241,7 @@ def test_outside_of_properties_an_entry_is_about_its_case_or_its_question(
         where="entry 1",
     )
     unit = Unit(kind="ask", stage="memory", kernel="mine", device="cpu", case=other.to_json())
-    record = Record(
-        case_id=other.id,
-        case=other.to_json(),
-        kernel="mine",
-        variant="",
-        heads="MHA",
-        status="fail",
-        environment="",
-    )
+    record = blank_record(other, kernel="mine", status="fail")
     assert KnownFailures((entry,)).excuse(record, unit, other).status == status
 
 
@@ -294,11 +272,7 @@ def test_a_run_that_was_ended_says_what_is_missing_of_which_kernel(tmp_path):
     ("kernel", "causes"),
     [
         ("right", []),
-        ("sees_the_next_key", ["the causal mask is one key too wide"]),
-        (
-            "whole_tiles_of_128",
-            ["the padding of the last tile of keys is not masked"],
-        ),
+        ("whole_tiles_of_128", ["the padding of the last tile of keys is not masked"]),
     ],
 )
 def test_a_plain_function_is_asked_within_its_claims(kernel, causes):

@@ -1,11 +1,10 @@
 """``--sanitizer`` in a gate: what is asked, what is said without the tool, and what is found."""
 
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
+from tests.gate.driven import choices
 
 from attncheck.core.judgement import Judgement
 from attncheck.gate.planning import Planning
@@ -17,9 +16,6 @@ from attncheck.verify import sanitizer
 from attncheck.verify.executor import InProcess
 from attncheck.verify.run_case import new_record
 from attncheck.workers.units import Unit
-
-sys.path.insert(0, str(Path(__file__).parent))
-from driven import choices
 
 _WHERE = "00000000"
 

@@ -5,12 +5,12 @@ import os
 from pathlib import Path
 
 import pytest
+from tests.gate.driven import choices
 
 from attncheck.cli import long_runs
 from attncheck.cli.gate import _changed
 from attncheck.gate.gate_worker import GateWorker
 from attncheck.gate.plan import describe_units
-from attncheck.gate.planning import Choices
 from attncheck.gate.sources import changed_source, file_hashes, source_fingerprint
 from attncheck.workers.journal_format import JournalContent
 from attncheck.workers.units import Done, Unit
@@ -48,7 +48,7 @@ def journal(facts, kernel=ENTRY, **changes):
 
 
 def test_a_kernel_is_described_with_all_files_that_it_has_loaded(here):
-    gate = GateWorker(Choices.of({"tier": "smoke", "stages": "contract", "dtypes": "fp32"}))
+    gate = GateWorker(choices(isolated=True, stages="contract"))
     (unit,) = describe_units([ENTRY], device="cpu", tier="smoke", convention="")
     done = gate.do(unit)
     assert not done.harness, done.harness

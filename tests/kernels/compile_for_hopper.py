@@ -22,14 +22,7 @@ from attncheck.inputs.problem import Problem
 from attncheck.kernels import flash3_forward, gradient_terms
 from attncheck.kernels.decode_forward import _merge, _split
 from attncheck.kernels.flash3_backward import BACKWARD_SHAPES, ROWS_LAYOUT, _backward
-from attncheck.kernels.flash3_forward import (
-    FP8_SHAPES,
-    OWN,
-    SHAPES,
-    WHOLE_FP8_SHAPES,
-    WHOLE_SHAPES,
-    layout_of,
-)
+from attncheck.kernels.flash3_forward import FP8_SHAPES, OWN, SHAPES, layout_of
 from attncheck.kernels.launch import block_dim
 from attncheck.kernels.softmax_forward import KINDS, Launch, _softmax
 from attncheck.mods.scores import temperature
@@ -235,14 +228,15 @@ def names():
 # deltas: one line more than once is one kernel, in which a row is added up in one order
 
 
-def deltas(*how):
+def deltas(value_dim, *how):
     """Print what Triton compiles delta's kernel for, a line for each layout of dO."""
-    shape, like = (2, 1, 40, 40), {"dtype": torch.float16}
+    dim = int(value_dim)
+    shape, like = (2, 1, dim, dim), {"dtype": torch.float16}
     layouts = (
         torch.empty(shape, **like),
-        torch.empty(2, 1, 41, 48, **like)[:, :, :40, :40],
+        torch.empty(2, 1, dim + 1, dim + 8, **like)[:, :, :dim, :dim],
         torch.empty(1, **like).expand(shape),
-        torch.empty(2 * 40 * 40 + 1, **like)[1:].view(shape),
+        torch.empty(2 * dim * dim + 1, **like)[1:].view(shape),
         torch.empty(shape, **like).mT,
     )
     kernel = gradient_terms._row_deltas
@@ -253,8 +247,9 @@ def deltas(*how):
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     out, of_rows = torch.empty(shape, **like), torch.empty(shape[:3])
     for dout in layouts:
+        o, do, strides, ahead = gradient_terms.in_steps(out, dout)
         _, compiled_for, _ = bind(
-            out, dout, of_rows, of_rows, (), *out.stride(), *dout.stride(), 1, 40, 40, DLSE=False,
+            o, do, of_rows, of_rows, (), *strides, 1, dim, dim, DLSE=False, AHEAD=ahead,
             BLOCK_Q=64, BLOCK_V=64, num_warps=4, debug=False,
         )  # fmt: skip
         sys.stdout.write(f"{compiled_for}\n")
@@ -267,18 +262,16 @@ def flash3(head_dim):
     """Print dtype, head dim, limits, shared memory, spilled bytes and spills in loops of each."""
     # Fewer limits are fewer instructions: compiled at the width that has no register left.
     width = int(head_dim)
-    kinds = [("bf16", SHAPES, True, True), ("bf16", WHOLE_SHAPES, False, False)]
-    kinds += [("e4m3", FP8_SHAPES, True, True), ("e4m3", WHOLE_FP8_SHAPES, False, False)]
-    kinds += [("bf16", SHAPES, True, False)] * (width == 256)
-    for dtype, shapes, upper, lower in kinds:
-        kernel = flash3_kernel(width, shapes[width], upper=upper, lower=lower, dtype=dtype)
-        counts = f"{kernel.metadata.shared} {spilled(kernel)} {spills_in_loops(kernel)}"
-        sys.stdout.write(f"{dtype} {width} {upper:d}{lower:d} {counts}\n")
+    for dtype, shapes in (("bf16", SHAPES), ("e4m3", FP8_SHAPES)):
+        for limited in (False, True):
+            kernel = flash3_kernel(width, shapes[width], upper=limited, lower=limited, dtype=dtype)
+            counts = f"{kernel.metadata.shared} {spilled(kernel)} {spills_in_loops(kernel)}"
+            sys.stdout.write(f"{dtype} {width} {limited:d}{limited:d} {counts}\n")
 
 
 def crowded():
-    """Print how often three groups of rows spill in their loops under a mask."""
-    kernel = flash3_kernel(64, WHOLE_SHAPES[64], upper=True, lower=False)
+    """Print how often three groups of rows spill in their loops at twice the head dim."""
+    kernel = flash3_kernel(128, SHAPES[64], upper=True, lower=False)
     sys.stdout.write(f"{spills_in_loops(kernel)}\n")
 
 
@@ -294,10 +287,10 @@ def flash3_kernel(width, shape, *, upper, lower, dtype="bf16"):
     }
     constants = {
         "GROUPS": shape.groups, "STAGES": shape.stages, "REGISTERS": shape.registers,
-        "PINGPONG": shape.pingpong, "UPPER": upper, "LOWER": lower, "SCALED": scaled,
-        "LIFT": 8.0 if scaled else 0.0,
+        "PINGPONG": shape.pingpong, "OVERLAP": shape.overlap, "UPPER": upper, "LOWER": lower,
+        "SCALED": scaled, "LIFT": 8.0 if scaled else 0.0, "FUSED": True,
     }  # fmt: skip
-    types = boxes(tiles) | {"again_ptr": "*i32", "factor": "fp32"}
+    types = boxes(tiles) | {"again_ptr": "*i32", "next_ptr": "*i32", "factor": "fp32"}
     types |= dict.fromkeys(("lse_ptr", "q_scale", "k_scale", "v_scale"), "*fp32")
     return gluon_kernel(flash3_forward._forward, constants, types, enable_fp_fusion=False)
 
@@ -320,7 +313,7 @@ def gluon_kernel(kernel, constants, types, **options):
 
 
 def flash3_gradients(width):
-    """Print shared memory, spilled bytes, products and waits of each kind of mask."""
+    """Print shared memory, spilled bytes and in loops, products and waits of each kind of mask."""
     width, shape = int(width), BACKWARD_SHAPES[int(width)]
     pointers = {"dq_ptr": "*fp32", "turns_ptr": "*i32", "next_ptr": "*i32"}
     tiles = dict.fromkeys(("q_desc", "dout_desc"), (torch.bfloat16, shape.rows, width))
@@ -334,7 +327,8 @@ def flash3_gradients(width):
             "LOWER": lower,
         }  # fmt: skip
         kernel = gluon_kernel(_backward, constants, types | {"stat_desc": of_rows})
-        code, counts = sass(kernel), [kernel.metadata.shared, spilled(kernel)]
+        code = sass(kernel)
+        counts = [kernel.metadata.shared, spilled(kernel), spills_in_loops(kernel)]
         counts += [len(re.findall(name, code)) for name in ("HGMMA", "GROUP.DEPBAR")]
         sys.stdout.write(f"{' '.join(map(str, counts))}\n")
 

@@ -65,12 +65,28 @@ class Memory:
         self.values.copy_(values)
 
 
+class Values(torch.Tensor):
+    """What a warpgroup has in its registers."""
+
+    type = SimpleNamespace(layout=None)
+
+    def to(self, dtype, bitcast=False):
+        return self.view(dtype) if bitcast else super().to(dtype)
+
+
 class Pointer:
     def __init__(self, tensor, at=0):
         self.tensor, self.at = tensor, at
 
     def __add__(self, more):
         return Pointer(self.tensor, self.at + more)
+
+    def load(self):
+        return self.tensor.view(-1)[torch.as_tensor(self.at)]
+
+    def store(self, value, mask):
+        at, value, mask = (torch.as_tensor(x) for x in (self.at, value, mask))
+        self.tensor.view(-1)[at[mask]] = value.to(self.tensor.dtype)[mask]
 
 
 class Descriptor:
@@ -122,7 +138,7 @@ def _product(a, b, acc, *, use_acc=True, is_async=False):
     time.sleep(0)  # who goes on is not told
     a, b = (x.values if isinstance(x, Memory) else x for x in (a, b))
     product = a.float() @ b.float()
-    return acc + product if use_acc else product
+    return (acc + product if use_acc else product).as_subclass(Values)
 
 
 def _waited(count, deps):
@@ -145,16 +161,20 @@ class Emulated:
     def __init__(self, kernel, callees, resident):
         self.names, self.resident = kernel.arg_names, resident
         self.lock = threading.Lock()
+        self.thread = threading.local()  # of which program it is
         world = kernel.fn.__globals__ | self._fakes()
         for function in (kernel.fn, *(callee.fn for callee in callees)):
-            world[function.__name__] = FunctionType(function.__code__, world)
+            world[function.__name__] = FunctionType(
+                function.__code__, world, argdefs=function.__defaults__
+            )
         self.kernel = world[kernel.fn.__name__]
 
     def _fakes(self):
         def allocate(dtype, shape, layout):
             if dtype == torch.int64:
                 return Memory(torch.zeros(shape), None, [Barrier(1) for _ in range(shape[0])])
-            return Memory(torch.full(shape, float("nan"), dtype=dtype), layout)
+            unwritten = float("nan") if dtype.is_floating_point else -1
+            return Memory(torch.full(shape, unwritten, dtype=dtype), layout)
 
         nothing = SimpleNamespace(get_default_for=lambda *_: None)
         language = {
@@ -162,23 +182,40 @@ class Emulated:
             "maximum": lambda a, b: torch.maximum(_number(a), _number(b)),
             "cdiv": lambda a, b: (a + b - 1) // b,
             "arange": lambda start, end, layout=None: torch.arange(start, end),
-            "full": lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
-            "where": torch.where,
+            "full": lambda shape, value, dtype, layout: torch.full(
+                shape, value, dtype=dtype
+            ).as_subclass(Values),
+            "where": lambda c, a, b: torch.where(_number(c), a, b),
             "exp2": torch.exp2,
+            "log2": torch.log2,
+            "abs": torch.abs,
+            "fma": lambda a, b, c: (a.double() * b.double() + c.double()).float(),
+            "max": torch.amax,
+            "min": torch.amin,
+            "sum": torch.sum,
+            "zeros_like": torch.zeros_like,
+            "load": Pointer.load,
+            "store": Pointer.store,
+            "program_id": lambda axis: self.thread.program[0],
+            "num_programs": lambda axis: self.thread.program[1],
             "broadcast": torch.broadcast_tensors,
-            "convert_layout": lambda x, layout: x,
+            "convert_layout": lambda x, layout, assert_trivial=False: x,
             "static_range": range,
             "allocate_shared_memory": allocate,
             "atomic_add": lambda *given, **how: _atomic_add(self.lock, *given, **how),
             "warp_specialize": self._specialise,
             "float32": torch.float32, "int64": torch.int64, "NVMMASharedLayout": nothing,
+            "float16": torch.float16, "int32": torch.int32,
         }  # fmt: skip
-        for layout in ("SliceLayout", "NVMMADistributedLayout", "DotOperandLayout"):
+        for layout in (
+            "SliceLayout", "NVMMADistributedLayout", "DotOperandLayout", "BlockedLayout",
+            "SwizzledSharedLayout",
+        ):  # fmt: skip
             language[layout] = lambda *_: None
         barriers = {
             "init": _init, "MBarrierLayout": lambda: None,
             "expect": lambda memory, size: memory.barriers.update(1, size),
-            "arrive": lambda memory, count: memory.barriers.update(count),
+            "arrive": lambda memory, count, pred=True: memory.barriers.update(count * bool(pred)),
             "wait": lambda memory, parity: memory.barriers.wait(parity),
         }  # fmt: skip
         spaces = SimpleNamespace(**language)
@@ -191,10 +228,16 @@ class Emulated:
 
     def _specialise(self, parts, warps, registers):
         assert len(parts) == len(warps) + 1 == len(registers) + 1
-        _run([lambda f=f, given=given: f(*given) for f, given in parts])
+        own = self.thread.program
+
+        def part(f, given):
+            self.thread.program = own
+            f(*given)
+
+        _run([lambda f=f, given=given: part(f, given) for f, given in parts])
 
     def __getitem__(self, grid):
-        def launch(*given, num_warps=4, **constants):
+        def launch(*given, num_warps=4, enable_fp_fusion=True, **constants):
             arguments = dict(zip(self.names, given, strict=False))
             for name, value in arguments.items():
                 if hasattr(value, "block_shape"):
@@ -203,11 +246,12 @@ class Emulated:
                     arguments[name] = Pointer(value)
             room = threading.Semaphore(self.resident)
 
-            def program():
+            def program(number):
+                self.thread.program = number, grid[0]
                 with room:
                     self.kernel(**arguments, **constants)
 
-            _run([program] * grid[0])
+            _run([lambda number=number: program(number) for number in range(grid[0])])
 
         return launch
 

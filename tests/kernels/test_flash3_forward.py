@@ -1,7 +1,6 @@
-"""FlashAttention-3 without a GPU: where it goes, what it takes, and who does the rest.
+"""FlashAttention-3 without a GPU: where it goes, what it takes, who does the rest; emulated.
 
-Gluon is not interpreted: the kernel itself is judged on a Hopper GPU alone, and compiled without
-one in ``test_hopper.py``.
+That it waits long enough, and how fast it is, shows on a GPU alone.
 """
 
 from functools import partial
@@ -11,8 +10,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from tests.kernels.gluon_emulation import Emulated
 from tests.kernels.patched_kernels import PLANTED, copy_kernels
 
+from attncheck.core.formats import FORMATS
 from attncheck.core.mod_spec import FULL, Spec
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
@@ -224,8 +225,8 @@ def test_other_launches_are_other_tiles():
     problem = problem_of()
     launches = Flash3().launches(problem, "cuda")
     assert {name: str(each.tiling(problem, "cuda")) for name, each in launches.items()} == {
-        "64 keys": "128×64 reverse",
-        "several blocks a program": "128×128 reverse",
+        "64 keys": "192×64 reverse",
+        "other waits": "192×128 reverse",
     }
 
 
@@ -234,4 +235,40 @@ def test_a_window_s_tiles_come_in_no_order_that_is_declared():
     window = Spec.of("sliding_window", window=32)
     assert Flash3().tiling(problem_of(mask=window), "cuda") is None
     beyond = Spec.of("sliding_window", window=10_000)
-    assert str(Flash3().tiling(problem_of(mask=beyond), "cuda")) == "128×128 reverse"
+    assert str(Flash3().tiling(problem_of(mask=beyond), "cuda")) == "192×128 reverse"
+
+
+CALLEES = ("walk", "tile_of", "_tell", "_told", "_copy", "_hidden", "_multiplied", "_advanced",
+           "_largest", "_sums", "_base", "_rounded", "_values", "_attend")  # fmt: skip
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    """Outputs of its kernel's Python: of a problem's inputs, by two programs."""
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled here")
+    callees = [getattr(flash3_forward, name) for name in CALLEES]
+    kernel = Emulated(flash3_forward._forward, [*callees, tile.place, tile.number_of], 2)
+    monkeypatch.setattr(flash3_forward, "_forward", kernel)
+    monkeypatch.setattr(flash3_forward, "on_hopper", lambda device: True)
+    monkeypatch.setattr(flash3_forward, "_multiprocessors", lambda device: 2)
+    return lambda inputs: Flash3().run(inputs)
+
+
+def is_near(one, other, dtype):
+    """Whether two outputs are as near as the format of their weights lets them be."""
+    error = (one.out.double() - other.out.double()).norm()
+    near = 2 * FORMATS[dtype].unit_roundoff
+    # Both add up in fp32, and a score of 2^40 is the same to within an ulp.
+    alike = torch.allclose(one.lse, other.lse, rtol=2**-22, atol=2**-16)
+    return bool(error <= near * other.out.double().norm()) and alike
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "e4m3"])
+@pytest.mark.parametrize("scale", [0.125, -0.1, 0.0, 2.0**33])
+@pytest.mark.parametrize("mask", [FULL, CAUSAL, Spec.of("sliding_window", window=130)], ids=str)
+def test_what_it_gives_is_what_the_other_kernel_does(mask, scale, dtype, emulated):
+    """With scores of 2^33 too, where one key has most of a row, and with factors below 0."""
+    sizes = {"heads": 6, "kv_heads": 2, "query": 300, "head_dim": 64}
+    inputs = draw_inputs(Problem(**sizes, dtype=dtype, mask=mask, scale=scale))
+    assert is_near(emulated(inputs), Flash2().run(inputs), dtype)

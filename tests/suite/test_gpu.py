@@ -34,13 +34,13 @@ def failed(kernel: UnderTest, case: Case) -> str:
 
 
 def test_the_first_case_is_blamed_also_for_what_comes_after(on_a_gpu, monkeypatch):
-    monkeypatch.setattr(under_test, "gpu_is_lost", lambda: True)
+    monkeypatch.setattr(under_test, "lost_gpu", lambda: "an illegal address")
     assert failed(on_a_gpu, FIRST) == FIRST.id
     assert failed(on_a_gpu, LATER) == FIRST.id
 
 
 def test_an_error_that_leaves_the_gpu_is_its_own(on_a_gpu, monkeypatch):
-    monkeypatch.setattr(under_test, "gpu_is_lost", lambda: False)
+    monkeypatch.setattr(under_test, "lost_gpu", lambda: "")
     assert failed(on_a_gpu, FIRST) == FIRST.id
     assert failed(on_a_gpu, LATER) == LATER.id
 

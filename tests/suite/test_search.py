@@ -1,10 +1,12 @@
 """The search for a Case that fails: what it ends with, and when nothing was tested."""
 
 import dataclasses
+from collections.abc import Callable
 
 import hypothesis
 import pytest
 from hypothesis import strategies as st
+from tests.planted_kernels.outputs_given import spoiled
 
 from attncheck.cases.tier import TIERS
 from attncheck.core.outputs import Outputs
@@ -25,52 +27,14 @@ CASES = st.integers(1, 40).map(
 )
 
 
-class Halves(Ideal):
-    """Wrong from seven keys on."""
+def halves(wrong: Callable[[int], bool] = lambda kv: kv >= 7, at_four: int = 0) -> Ideal:
+    """Halved where ``wrong`` says so of the number of keys, and off by ``at_four`` at four."""
 
-    name = "halves"
+    def change(inputs: Inputs, right: Outputs) -> Outputs:
+        kv = inputs.problem.kv
+        return Outputs(right.out / (2 if wrong(kv) else 1) + at_four * (kv == 4), right.lse)
 
-    def prepare(self, inputs: Inputs) -> Call:
-        call = super().prepare(inputs)
-
-        def spoiled() -> Outputs:
-            right = call()
-            return Outputs(right.out / (2 if self.wrong(inputs.problem) else 1), right.lse)
-
-        return spoiled
-
-    def wrong(self, problem: Problem) -> bool:
-        return problem.kv >= 7
-
-
-class Seldom(Halves):
-    """Wrong on the first long problem that it meets, and never again."""
-
-    name = "seldom"
-    spoilt = False
-
-    def wrong(self, problem: Problem) -> bool:
-        first = problem.kv >= 7 and not self.spoilt
-        self.spoilt = self.spoilt or first
-        return first
-
-
-class TwoFaults(Halves):
-    """Off by a factor from five keys on, and by one at four: no model is of that."""
-
-    name = "two-faults"
-
-    def prepare(self, inputs: Inputs) -> Call:
-        call = super().prepare(inputs)
-
-        def spoiled() -> Outputs:
-            right = call()
-            return Outputs(right.out + (inputs.problem.kv == 4), right.lse)
-
-        return spoiled
-
-    def wrong(self, problem: Problem) -> bool:
-        return problem.kv >= 5
+    return spoiled(change)
 
 
 class Refusing(Ideal):
@@ -90,7 +54,7 @@ def holds(kernel: UnderTest, case: Case) -> None:
 
 
 def test_it_ends_with_the_smallest_case_and_its_diagnosis():
-    kernel = under_test(Halves())
+    kernel = under_test(halves())
     with pytest.raises(WrongAnswer, match=r"FAIL bound compare: out\[0, \d, ") as raised:
         search_cases(holds, kernel, CASES)
     assert Case.from_json(raised.value.record.case).problem.kv == 7
@@ -99,10 +63,11 @@ def test_it_ends_with_the_smallest_case_and_its_diagnosis():
 
 @pytest.mark.parametrize("holds_on", [True, False])
 def test_one_failure_is_made_smaller_and_not_another(monkeypatch, *, holds_on):
+    """Off by a factor from five keys on, and by one at four: no model is of that."""
     if not holds_on:
         monkeypatch.setattr(UnderTest, "_is_another", lambda *_: False)
     with pytest.raises(WrongAnswer) as raised:
-        search_cases(holds, under_test(TwoFaults()), CASES)
+        search_cases(holds, under_test(halves(lambda kv: kv >= 5, at_four=1)), CASES)
     assert Case.from_json(raised.value.record.case).problem.kv == (5 if holds_on else 4)
     assert ("the output is off by a factor" in str(raised.value)) == holds_on
 
@@ -112,13 +77,16 @@ def test_a_failure_of_another_case_is_raised_as_itself():
         return [Case(problem=case.problem.replace(kv=case.problem.kv + 6))]
 
     with pytest.raises(WrongAnswer) as raised:
-        search_cases(holds, under_test(Halves()), CASES, beside)
+        search_cases(holds, under_test(halves()), CASES, beside)
     assert Case.from_json(raised.value.record.case).problem.kv == 7
 
 
 def test_a_kernel_that_fails_now_and_then_is_told_so():
+    """Wrong on the first long problem that it meets, and never again."""
+    first = iter([True])
+    seldom = halves(lambda kv: kv >= 7 and next(first, False))
     with pytest.raises(WrongAnswer, match="It does not fail every time"):
-        search_cases(holds, under_test(Seldom()), CASES)
+        search_cases(holds, under_test(seldom), CASES)
 
 
 def test_a_kernel_that_refuses_everything_as_it_is_called_is_skipped():

@@ -10,7 +10,7 @@ from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
 from attncheck.core.tensor_names import GRADIENTS
 from attncheck.inputs.problem import Case, Problem, head_arrangement
-from attncheck.subjects.capabilities.subject import Refused, Tiling
+from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.torch_kernels import Sdpa
 from attncheck.verify.evidence_builder import EvidenceBuilder
@@ -174,18 +174,6 @@ def test_what_is_costly_is_done_once_for_all_kernels_of_one_arithmetic(monkeypat
     assert counts == {"allowances": 2}
 
 
-def test_a_refusal_that_comes_with_the_call_is_no_error():
-    class Late(Ideal):
-        def prepare(self, inputs):
-            def call():
-                raise Refused("not these sizes")
-
-            return call
-
-    record = judged(Late())
-    assert (record.status, record.reason) == ("unsupported", "not these sizes")
-
-
 def test_no_memory_for_the_bounds_is_said_in_the_cell(monkeypatch):
     from attncheck.verify import evidence_builder as room
 
@@ -197,6 +185,12 @@ def test_no_memory_for_the_bounds_is_said_in_the_cell(monkeypatch):
     assert (record.status, record.reason) == ("error", "out of memory for the exact result")
 
 
+@pytest.mark.parametrize(("kv_heads", "said"), [(4, "MHA"), (2, "GQA"), (1, "MQA")])
+def test_arrangements(kv_heads, said):
+    assert head_arrangement(Problem(query=4, heads=4, kv_heads=kv_heads)) == said
+    assert head_arrangement(SOFTMAX) == ""
+
+
 @pytest.mark.parametrize("timed", [True, False])
 def test_a_kernel_is_timed_only_where_that_is_asked(timed):
     evidence = EvidenceBuilder(Case(problem=PROBLEM), "cpu")
@@ -204,16 +198,6 @@ def test_a_kernel_is_timed_only_where_that_is_asked(timed):
         Ideal(), evidence.case, device=evidence.device, evidence=evidence, timed=timed
     )
     assert (record.seconds is not None) is timed
-
-
-@pytest.mark.parametrize(
-    ("operation", "heads", "kv_heads", "said"),
-    [("attention", 4, 4, "MHA"), ("attention", 4, 2, "GQA"), ("attention", 4, 1, "MQA")],
-)
-def test_arrangements(operation, heads, kv_heads, said):
-    problem = Problem(operation=operation, query=4, heads=heads, kv_heads=kv_heads)
-    assert head_arrangement(problem) == said
-    assert head_arrangement(SOFTMAX) == ""
 
 
 def test_outputs_are_judged_as_they_were_first_given():

@@ -5,11 +5,12 @@ from dataclasses import replace
 import msgspec
 import pytest
 import torch
+from tests.planted_kernels.outputs_given import in_turns, spoiled
 
 from attncheck.core.outputs import Outputs
-from attncheck.inputs.input_tensors import Inputs
 from attncheck.inputs.problem import Case, Problem
-from attncheck.subjects.capabilities.subject import Call, Refused
+from attncheck.records.record import Record
+from attncheck.subjects.capabilities.subject import Refused
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify import accuracy
 from attncheck.verify.accuracy import measure_accuracy
@@ -58,25 +59,18 @@ def test_of_every_dtype_and_of_nothing(dtype):
     assert outputs_digest(Outputs(torch.empty(1, 1, 0, 4, dtype=dtype)))
 
 
-class Drifting(Ideal):
-    """Gives other bits each time, larger errors each time; promises nothing."""
+def measured(runs: int, step: float = 2.0**-12) -> Record:
+    """Of a kernel that gives other bits each time, larger errors each time; it promises nothing."""
+    numbers = []
 
-    name = "drifting"
-    promises = frozenset()
+    def later(right: Outputs, number: int) -> Outputs:
+        numbers.append(number)
+        return replace(right, out=right.out + step * number * right.out.abs().max())
 
-    def __init__(self, step: float = 2.0**-12) -> None:
-        super().__init__()
-        self.calls, self._step = 0, step
-
-    def prepare(self, inputs: Inputs) -> Call:
-        call = super().prepare(inputs)
-
-        def later() -> Outputs:
-            self.calls += 1
-            found = call()
-            return replace(found, out=found.out + self._step * self.calls * found.out.abs().max())
-
-        return later
+    drifting = spoiled(in_turns(later), promises=frozenset())
+    record = measure_accuracy(drifting, CASE, device="cpu", runs=runs)
+    assert len(numbers) == runs
+    return record
 
 
 def test_a_comparison_carries_its_digest():
@@ -100,33 +94,24 @@ def test_a_kernel_that_repeats_itself_is_measured_once():
 
 
 def test_of_one_that_does_not_the_largest_error_of_several_runs_counts():
-    drifting = Drifting()
-    record = measure_accuracy(drifting, CASE, device="cpu", runs=3)
-    one = measure_accuracy(Drifting(), CASE, device="cpu", runs=1)
+    record, one = measured(runs=3), measured(runs=1)
     assert record.digest is msgspec.UNSET  # it has no one
-    assert drifting.calls == 3
     assert isinstance(record.accuracy, dict)
     assert isinstance(one.accuracy, dict)
     assert record.accuracy["out"].rmse > one.accuracy["out"].rmse
 
 
 def test_bits_that_happen_to_be_equal_each_time_have_a_digest():
-    still = Drifting(step=0.0)
-    record = measure_accuracy(still, CASE, device="cpu", runs=3)
-    assert still.calls == 3
+    record = measured(runs=3, step=0.0)
     assert record.digest == outputs_digest(Ideal().run(EvidenceBuilder(CASE, "cpu").inputs))
 
 
-class Refusing(Drifting):
-    """Says so only as it is called."""
+def test_what_is_not_taken_is_asked_once():
+    """Said only as it is called."""
 
-    name = "refusing"
-
-    def prepare(self, inputs: Inputs) -> Call:
+    def refuse(*_: object) -> Outputs:
         raise Refused("not today")
 
-
-def test_what_is_not_taken_is_asked_once():
-    record = measure_accuracy(Refusing(), CASE, device="cpu")
+    record = measure_accuracy(spoiled(refuse, promises=frozenset()), CASE, device="cpu")
     assert record.status == "unsupported"
     assert record.accuracy is msgspec.UNSET

@@ -33,8 +33,10 @@ class Kernel(Subject):
 
     name, summary = "zeros", "zeros of the right shape"
 
-    def __init__(self, does=lambda _inputs: None, columns=None):
-        self.does, self.columns = does, columns
+    def __init__(
+        self, does=lambda _inputs: None, columns=None, gives=lambda _inputs, out: Outputs(out)
+    ):
+        self.does, self.columns, self.gives = does, columns, gives
 
     def unsupported(self, problem, device):
         return None
@@ -47,7 +49,7 @@ class Kernel(Subject):
         def call():
             self.does(inputs)
             shape = (*rows, self.columns or columns)
-            return Outputs(torch.zeros(shape, dtype=problem.formats.output.torch_dtype))
+            return self.gives(inputs, torch.zeros(shape, dtype=problem.formats.output.torch_dtype))
 
         return call
 
@@ -100,12 +102,18 @@ def test_out_has_the_columns_of_the_operation(problem, columns, wanted):
     ],
 )
 def test_a_broken_contract_is_said(change, message):
-    class Broken(Kernel):
-        def prepare(self, inputs):
-            call = super().prepare(inputs)
-            return lambda: change(Outputs(call().out, torch.zeros(1, 4, 5)))
+    broken = Kernel(gives=lambda _, out: change(Outputs(out, torch.zeros(1, 4, 5))))
+    assert run(broken) == Failure(kind="contract", message=message)
 
-    assert run(Broken()) == Failure(kind="contract", message=message)
+
+def differentiated(*names, **changes):
+    """Gives a gradient of each of these inputs, right in all but ``changes``."""
+
+    def gives(inputs, out):
+        right = {f"d{name}": inputs.tensors()[name].clone() for name in names}
+        return Outputs(out, **right | changes)
+
+    return Kernel(gives=gives)
 
 
 @pytest.mark.parametrize(
@@ -120,13 +128,8 @@ def test_a_broken_contract_is_said(change, message):
     ],
 )
 def test_gradients_are_like_what_they_are_of(changes, message):
-    class Differentiated(Kernel):
-        def prepare(self, inputs):
-            call = super().prepare(inputs)
-            right = {f"d{name}": inputs.tensors()[name].clone() for name in ("q", "k", "v", "sink")}
-            return lambda: Outputs(call().out, **right | changes)
-
-    result = run(Differentiated(), ATTENTION.replace(sink=True, backward=True))
+    asked = ATTENTION.replace(sink=True, backward=True)
+    result = run(differentiated("q", "k", "v", "sink", **changes), asked)
     if message:
         assert result == Failure(kind="contract", message=message)
     else:
@@ -143,14 +146,8 @@ def test_gradients_are_like_what_they_are_of(changes, message):
     ],
 )
 def test_gradients_of_what_a_score_mod_reads_are_fp32_numbers(given, message):
-    class Differentiated(Kernel):
-        def prepare(self, inputs):
-            call = super().prepare(inputs)
-            right = {f"d{name}": inputs.tensors()[name].clone() for name in ("q", "k", "v")}
-            return lambda: Outputs(call().out, **right, dcaptured=given)
-
     asked = ATTENTION.replace(score=Spec.of("alibi"), backward=True, dcaptured=True)
-    result = run(Differentiated(), asked)
+    result = run(differentiated("q", "k", "v", dcaptured=given), asked)
     assert getattr(result, "message", "") == message
 
 
@@ -164,11 +161,7 @@ def test_who_gives_no_such_gradients_is_not_asked():
 
 
 def test_fp8_problems_give_bf16():
-    class Fp8(Kernel):
-        def prepare(self, inputs):
-            return lambda: Outputs(torch.zeros(1, 4, 5, 3, dtype=torch.float8_e4m3fn))
-
-    result = run(Fp8(), FP8)
+    result = run(Kernel(gives=lambda _, out: Outputs(out.to(torch.float8_e4m3fn))), FP8)
     assert result.message == "out.dtype=torch.float8_e4m3fn, but should be torch.bfloat16."
 
 
@@ -414,10 +407,5 @@ def test_an_interrupt_of_a_kernel_is_nobodys_answer():
 
 
 def test_a_sparse_result_breaks_the_contract():
-    class Sparse(Kernel):
-        def prepare(self, inputs):
-            call = super().prepare(inputs)
-            return lambda: Outputs(call().out.to_sparse())
-
-    result = run(Sparse())
+    result = run(Kernel(gives=lambda _, out: Outputs(out.to_sparse())))
     assert result.message == "out.layout=torch.sparse_coo, but should be torch.strided."

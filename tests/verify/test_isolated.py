@@ -347,7 +347,7 @@ def test_what_cannot_be_loaded_is_told(text, load, error, said, tmp_path):
 def test_a_process_that_does_not_start_is_no_fault_of_the_kernel(host, monkeypatch):
     """Neither as it is loaded nor as it is asked: nothing of the kernel's has run by then."""
     host.subject.fresh()
-    monkeypatch.setattr(host._connection, "deadlines", Deadlines(start=1e-9))
+    monkeypatch.setattr(host, "deadlines", Deadlines(start=1e-9))
     inputs = inputs_room.draw_inputs(SMALL)
     with pytest.raises(HostError, match="no process of its own can be had") as caught:
         host.executor.run(host.subject, inputs, origin=Origin(case=Case(problem=SMALL)))

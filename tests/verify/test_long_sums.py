@@ -190,8 +190,7 @@ def test_13_bits_of_an_fp8_accumulator_show_in_lse(dtype, of):
         assert abs(worst.got - worst.exact) < worst.allowance
 
 
-@pytest.mark.parametrize("dtype", ["e4m3", "e5m2"])
-@pytest.mark.parametrize("tile", [32, 64, 128])
+@pytest.mark.parametrize(("dtype", "tile"), [("e4m3", 128), ("e5m2", 32)])
 def test_sums_of_fp8_products_are_seen(dtype, tile):
     (case,) = (case for name, case in of_gate(FP8, dtype).items() if name == "longer sum")
     for steps, status in (

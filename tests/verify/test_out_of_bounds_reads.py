@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from tests.planted_kernels.outputs_given import spoiled
 
 from attncheck.diagnose.diagnosis import CauseSearch, diagnose_failure, explained_by
 from attncheck.diagnose.out_of_bounds_reads import (
@@ -36,49 +37,28 @@ def behind(tensor):
     return torch.tensor(list(raw), dtype=torch.uint8).view(torch.bfloat16).float()
 
 
-class Off(Ideal):
+def off(by=lambda _inputs: 3.0):
     """Wrong by the same for all that it gives."""
-
-    name = "off"
-
-    def by(self, inputs):
-        del inputs
-        return 3.0
-
-    def prepare(self, inputs):
-        call = super().prepare(inputs)
-
-        def wrong():
-            found = call()
-            return dataclasses.replace(found, out=found.out + self.by(inputs))
-
-        return wrong
+    return spoiled(lambda inputs, right: dataclasses.replace(right, out=right.out + by(inputs)))
 
 
-class Reading(Off):
+def reading(of):
     """Wrong by what lies behind some of its inputs."""
-
-    name = "reading"
-
-    def __init__(self, of):
-        super().__init__()
-        self.of = of
-
-    def by(self, inputs):
-        return 3.0 + sum(float(behind(getattr(inputs, name))) for name in self.of)
+    return off(lambda inputs: 3.0 + sum(float(behind(getattr(inputs, name))) for name in of))
 
 
-class Turning(Off):
+def turning(period):
     """Wrong by something else in each of a few calls, in turns."""
+    calls = itertools.count()
+    return off(lambda _: 3.0 + next(calls) % period)
 
-    name = "turning"
 
-    def __init__(self, period):
-        super().__init__()
-        self.calls, self.period = itertools.count(), period
-
-    def by(self, inputs):
-        return 3.0 + next(self.calls) % self.period
+@off
+def forgetful(inputs):
+    """Leaves what free memory held in every third column of out."""
+    held = torch.empty(1, dtype=torch.uint8).double()
+    thirds = torch.arange(inputs.v.shape[-1]) % 3 == 0
+    return ((1.0 + held) * thirds).to(inputs.v.dtype)
 
 
 class Contiguous(Ideal):
@@ -208,12 +188,12 @@ def test_a_write_beside_an_input_fails_every_judged_call(name, at, question):
 
 @pytest.mark.parametrize(("of", "names"), [("v", "v"), ("qk", "q, k"), ("", "")])
 def test_beside_which_input_a_kernel_reads(of, names):
-    assert out_of_bounds_reads(Case(problem=PROBLEM), Reading(of), "cpu", InProcess()) == names
+    assert out_of_bounds_reads(Case(problem=PROBLEM), reading(of), "cpu", InProcess()) == names
 
 
 @pytest.mark.parametrize("period", [2, 3, 4, 7, 8])
 def test_of_what_changes_by_itself_nothing_is_said(period):
-    assert out_of_bounds_reads(Case(problem=PROBLEM), Turning(period), "cpu", InProcess()) == ""
+    assert out_of_bounds_reads(Case(problem=PROBLEM), turning(period), "cpu", InProcess()) == ""
 
 
 @pytest.mark.parametrize("question", ["compare", "strides_gapped", "mean"])
@@ -223,25 +203,16 @@ def test_a_right_kernel_reads_nothing_beside(question):
     assert unwritten_memory(case, Ideal(), "cpu", InProcess()) == ""
 
 
-class Forgetful(Off):
-    """Leaves what free memory held in every third column of out."""
-
-    def by(self, inputs):
-        held = torch.empty(1, dtype=torch.uint8).double()
-        thirds = torch.arange(inputs.v.shape[-1]) % 3 == 0
-        return ((1.0 + held) * thirds).to(inputs.v.dtype)
-
-
 def test_what_nothing_has_written_is_told():
-    kernel, case = Forgetful(), Case(problem=PROBLEM)
-    assert unwritten_memory(case, kernel, "cpu", InProcess()) == "out"
-    first = told(kernel, case).diagnosis.ranked[0]
+    case = Case(problem=PROBLEM)
+    assert unwritten_memory(case, forgetful, "cpu", InProcess()) == "out"
+    first = told(forgetful, case).diagnosis.ranked[0]
     assert (first.model, first.parameters) == ("free-memory-read", {"of": "out"})
 
 
 @pytest.mark.parametrize(
     ("kernel", "sign", "of"),
-    [(Forgetful(), "free-memory-read", "out"), (Reading("v"), "reads-beside-an-input", "v")],
+    [(forgetful, "free-memory-read", "out"), (reading("v"), "reads-beside-an-input", "v")],
 )
 def test_a_sign_that_one_failure_proves_is_tried_on_the_next(kernel, sign, of):
     search = CauseSearch(most=1)  # failures that may be looked into from the beginning
@@ -250,16 +221,16 @@ def test_a_sign_that_one_failure_proves_is_tried_on_the_next(kernel, sign, of):
     for record in records:
         diagnosis = search.diagnose(record, kernel, device="cpu").diagnosis
         assert [(one.model, one.parameters) for one in diagnosis.ranked] == [(sign, {"of": of})]
-    assert explained_by(records[0], [sign], Off(), device="cpu") is None, "it reads no memory"
+    assert explained_by(records[0], [sign], off(), device="cpu") is None, "it reads no memory"
 
 
 @pytest.mark.parametrize("period", [2, 3, 4, 7, 8])
 def test_of_what_changes_by_itself_no_memory_is_told(period):
-    assert unwritten_memory(Case(problem=PROBLEM), Turning(period), "cpu", InProcess()) == ""
+    assert unwritten_memory(Case(problem=PROBLEM), turning(period), "cpu", InProcess()) == ""
 
 
 def test_what_is_read_beside_is_told_before_what_explains_a_part():
-    record = told(Reading("v"), Case(problem=PROBLEM))
+    record = told(reading("v"), Case(problem=PROBLEM))
     first = record.diagnosis.ranked[0]
     assert (first.model, first.parameters) == ("reads-beside-an-input", {"of": "v"})
     assert "and is no part of it [of v]" in " ".join(diagnosis_text(record, kernel="mine").split())
@@ -269,12 +240,9 @@ def test_what_is_read_beside_is_told_before_what_explains_a_part():
 def test_what_is_read_beside_with_next_to_no_weight_is_found(question, weight):
     """NaN lies behind the inputs of a comparison, and huge numbers behind those of a probe."""
 
-    class Weighing(Off):
-        def by(self, inputs):
-            return weight * behind(inputs.v)
-
     case = Case(problem=ROWS, question=question)
-    assert run_case(Weighing(), case, device="cpu").status == "fail"
+    weighing = off(lambda inputs: weight * behind(inputs.v))
+    assert run_case(weighing, case, device="cpu").status == "fail"
     assert run_case(Ideal(), case, device="cpu").status == "pass"
 
 
@@ -290,7 +258,7 @@ def test_a_right_kernel_takes_every_layout():
 
 def test_a_kernel_that_is_wrong_anyway_is_not_blamed_for_layouts():
     case = Case(problem=ROWS)
-    assert misread_strides(case, Off(), "cpu", InProcess()) == (False, "")
+    assert misread_strides(case, off(), "cpu", InProcess()) == (False, "")
 
 
 def test_strides_that_are_not_taken_are_told_before_all():

@@ -7,6 +7,7 @@ from click.testing import CliRunner
 
 import attncheck
 from attncheck.cases.check_cases import check_cases
+from attncheck.cases.tier import TIERS
 from attncheck.cli.check import check
 from attncheck.core.json_numbers import to_plain_data
 from attncheck.gate.gate_worker import GateWorker
@@ -38,7 +39,7 @@ def facts(record) -> dict:
 @pytest.mark.parametrize("name", builtin_names())
 def test_the_same_case_gives_the_same_record_whoever_asks(name):
     gate, subject = (
-        GateWorker(Choices.of({"tier": "smoke", "isolated": False})),
+        GateWorker(Choices(tier=TIERS["smoke"], isolated=False)),
         subject_named(name),
     )
     by_name = {}

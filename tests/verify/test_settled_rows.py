@@ -54,8 +54,14 @@ def assert_same(one, other) -> None:
         assert one == other
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "tf32", "fp16", "bf16", "e4m3", "e5m2"])
-@pytest.mark.parametrize("kernel", builtin_names())
+# What differs between kernels is their arithmetic: one of ours shows every dtype.
+@pytest.mark.parametrize(
+    ("kernel", "dtype"),
+    [
+        *(("ideal", dtype) for dtype in ("fp32", "tf32", "fp16", "e4m3", "e5m2")),
+        *((kernel, "bf16") for kernel in builtin_names()),
+    ],
+)
 def test_records_are_those_of_all_bounds(kernel, dtype, monkeypatch):
     subject = subject_named(kernel)
     cells = plan_cells(

@@ -111,5 +111,5 @@ def test_one_in_a_process_of_its_own_takes_turns_too():
         host.executor.forget()
         assert isinstance(host.executor.time(problem), Failure)
         host.executor.keep(host.subject, inputs, graph=False)
-        host._connection.kill()  # what it kept is gone with it
+        host.kill()  # what it kept is gone with it
         assert isinstance(host.executor.time(problem), Failure)

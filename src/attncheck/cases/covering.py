@@ -557,19 +557,13 @@ class FewRows:
     """
 
     def __init__(self, takes: Callable[[Problem], bool], plain: Row, shapes: str) -> None:
-        self._takes, self._plain, self._shapes = takes, plain, shapes
+        self._plain, self._taken = plain, _taken_rows(takes, shapes)
         self._seen: set[frozenset[tuple[str, Any]]] = set()  # pairs
         self._uses: Counter[tuple[str, Any]] = Counter()
-        self._answers: dict[tuple[Any, ...], bool] = {}
 
     def takes(self, row: Row) -> bool:
         """Return whether there is such a Problem, and the kernel takes it."""
-        row = self._plain | row
-        key = tuple(row[name] for name in AXES)
-        if key not in self._answers:
-            excluded = any(cannot_be(row) for _, cannot_be in EXCLUSIONS)
-            self._answers[key] = not excluded and _supported(row, self._shapes, self._takes)
-        return self._answers[key]
+        return self._taken(self._plain | row)
 
     def axes(self) -> dict[str, dict[Any, Row]]:
         """Return the values of each axis that it takes, each with what it takes it beside.
@@ -693,7 +687,7 @@ def restore_lost_pairs(
     seen: set[tuple[tuple[str, Any], ...]] = set()
     for row in had:
         seen.update(_pairs_of(row))
-    taken: dict[tuple[Any, ...], bool] = {}
+    taken = _taken_rows(supports, shapes)
     for pair in _all_pairs(axes):
         if pair in seen:
             continue
@@ -701,16 +695,10 @@ def restore_lost_pairs(
         candidates = list(_candidates(axes, had, dict(pair)))
         # Those first that make up for most; where as many, the plainest.
         candidates.sort(key=lambda row: sum(each in seen for each in _pairs_of(row)))
-        for row in candidates:
-            # Each question to a kernel costs time, and pairs share candidates.
-            key = tuple(row.values())
-            if key not in taken:
-                excluded = any(cannot_be(row) for _, cannot_be in EXCLUSIONS)
-                taken[key] = not excluded and _supported(row, shapes, supports)
-            if taken[key]:
-                seen.update(_pairs_of(row))
-                yield row
-                break
+        found = next(filter(taken, candidates), None)
+        if found is not None:
+            seen.update(_pairs_of(found))
+            yield found
 
 
 def _candidates(axes: Mapping[str, Sequence[Any]], had: Sequence[Row], pair: Row) -> Iterator[Row]:
@@ -737,11 +725,19 @@ def _pairs_of(row: Row) -> Iterator[tuple[tuple[str, Any], ...]]:
     return itertools.combinations(row.items(), 2)
 
 
-def _supported(row: Row, shapes: str, supports: Callable[[Problem], bool]) -> bool:
-    try:
-        return supports(row_problem(row, shapes, 0))
-    except ProblemError:
-        return False
+def _taken_rows(takes: Callable[[Problem], bool], shapes: str) -> Callable[[Row], bool]:
+    """Return whether there is the Problem of a row, and a kernel takes it: asked once of each."""
+
+    @functools.cache  # each question to a kernel costs time
+    def taken(items: tuple[tuple[str, Any], ...]) -> bool:
+        row = dict(items)
+        try:
+            excluded = any(cannot_be(row) for _, cannot_be in EXCLUSIONS)
+            return not excluded and takes(row_problem(row, shapes, 0))
+        except ProblemError:
+            return False
+
+    return lambda row: taken(tuple(row.items()))
 
 
 def _name_of(values: Mapping[str, Any], value: Any) -> str | None:

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections import Counter
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
@@ -238,19 +238,18 @@ def plan_run(
             f"--shard {shard}: each run of tier {tier.name} draws other numbers: "
             "give all parts the same --seed N."
         )
-    chosen: dict[str, Any] = {
-        "tier": tier.name,
-        "seed": options.seed or 0,
-        "stages": ",".join(parse_stages(options.stages, options.skipped)),
-        "dtypes": ",".join(options.dtypes),
-        "isolated": not options.in_process,
-        "timeout": parse_seconds(options.timeout, "--timeout") or 0.0,
-        "failures": str(Path(FAILURES).absolute()),
-        "sanitizer": options.sanitizer,
-        "tree": tree.spelled() if tree else "",
-        "held": BaselineCases.of(baseline).spelled() if baseline else "",
-    }
-    choices = Choices.of(chosen)
+    choices = Choices(
+        tier=tier,
+        seed=options.seed or 0,
+        stages=parse_stages(options.stages, options.skipped),
+        dtypes=options.dtypes,
+        isolated=not options.in_process,
+        timeout=parse_seconds(options.timeout, "--timeout") or 0.0,
+        failures=str(Path(FAILURES).absolute()),
+        sanitizer=options.sanitizer,
+        tree=tree,
+        held=BaselineCases.of(baseline) if baseline else None,
+    )
     if (baseline or tree) and "baseline" not in choices.stages:
         raise UsageError(
             "--baseline and --against compare what the stage 'baseline' measures: it is left out."
@@ -270,7 +269,7 @@ def plan_run(
     # A run that goes on draws what its first part drew: else its units would be others.
     if draws_anew:
         head["seed"] = _seed_of(head, existing_journal(options.directory, fresh=options.fresh))
-        choices = Choices.of(chosen | {"seed": head["seed"]})
+        choices = replace(choices, seed=head["seed"])
     common = {"device": device, "tier": tier.name, "convention": options.convention}
     units = describe_units(kernels, **common)
     if not shard:  # else: what failed on this machine is unknown to the other parts

@@ -22,6 +22,7 @@ from typing import Any
 from msgspec import UNSET, to_builtins
 from msgspec.structs import replace
 
+from attncheck.cases.tier import tier_named
 from attncheck.core.errors import AttncheckError, UnknownName, UsageError
 from attncheck.core.sanitize_text import one_line
 from attncheck.faults.catalogue import fault_named
@@ -32,7 +33,7 @@ from attncheck.faults.peer_rules import PeerRules, RecordingExecutor
 from attncheck.faults.planting import plant
 from attncheck.gate.gate_worker import GateWorker
 from attncheck.gate.plan import describe_units, priority
-from attncheck.gate.planning import Choices
+from attncheck.gate.planning import Choices, parse_stages
 from attncheck.gate.property_stage import KnownFailures
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.fault_scores import ControlScore, Detection, FaultScore, WrongAnswer
@@ -80,14 +81,14 @@ class GateRun:
 
     def __init__(self, kernel: str, unit: Unit, stages: str) -> None:
         self.recording = RecordingExecutor()
-        options: dict[str, str | bool] = {
-            "tier": unit.tier,
-            "isolated": unit.alone,
-            "dtypes": unit.dtype,
-            "stages": stages,
-        }
+        choices = Choices(
+            tier=tier_named(unit.tier),
+            isolated=unit.alone,
+            dtypes=(unit.dtype,) if unit.dtype else (),
+            stages=parse_stages([name for name in stages.split(",") if name]),
+        )
         # No failure counts as known: what excuses a right kernel would hide the fault.
-        self._gate = GateWorker(Choices.of(options), KnownFailures(()), lambda: self.recording)
+        self._gate = GateWorker(choices, KnownFailures(()), lambda: self.recording)
         self._is_watched = not unit.alone
         self._queue: list[tuple[tuple[int, ...], int, Unit]] = []
         self._seen: set[str] = set()

@@ -17,6 +17,7 @@ import torch
 from msgspec.structs import replace
 
 from attncheck import oracles
+from attncheck.cases.tier import tier_named
 from attncheck.core.draws import Draws
 from attncheck.core.errors import UsageError
 from attncheck.core.outputs import Outputs
@@ -31,6 +32,7 @@ from attncheck.inputs.problem import Case
 from attncheck.probes import PROBES
 from attncheck.records.fault_scores import ATTNCHECK_RULE, FaultSensitivity, SmallestFault
 from attncheck.records.record import FAILED_STATUSES
+from attncheck.records.run_reports import Stage
 from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.run_case import run_case
@@ -99,7 +101,7 @@ def _lowest(sees: Callable[[int], bool], seen: int, end: int) -> tuple[int, int]
     return seen, asked
 
 
-STAGES = ("probes", "bounds")
+STAGES: tuple[Stage, ...] = ("probes", "bounds")
 """What is asked: the stages that judge rounding. Others ask for bits, or draw what these have."""
 
 # Right kernels: what a rule says of a problem where it refuses one of them is chance. By numbers
@@ -122,15 +124,7 @@ def measure_sensitivity(
         UsageError: where a question cannot be asked.
     """
     fault, start = continuous_fault_named(name), time.perf_counter()
-    choices = Choices.of(
-        {
-            "tier": tier,
-            "isolated": False,
-            "dtypes": dtype,
-            "stages": ",".join(STAGES),
-            "seed": 0,
-        }
-    )
+    choices = Choices(tier=tier_named(tier), isolated=False, dtypes=(dtype,), stages=STAGES, seed=0)
     # No failure counts as known: what excuses a right kernel would hide the fault.
     gate = GateWorker(choices, KnownFailures(()))
     try:

@@ -15,7 +15,6 @@ unit must not. Whoever does a unit with a commit is told by its options where th
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -24,7 +23,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 from msgspec.structs import replace
 
@@ -51,6 +49,7 @@ _QUIET = {
 }
 _SAFE = ("-c", "core.hooksPath=/dev/null", "-c", "protocol.allow=never")
 _OURS = "attncheck"
+_OPTION = "--against"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,22 +74,6 @@ class CommitTree:
     repository: Path  # the folder that it is of
     root: Path  # where its files lie
     here: Path  # the working directory, relative to the repository
-
-    def spelled(self) -> str:
-        """Return it as text, for another process; ``read`` reads it."""
-        return json.dumps({name: str(getattr(self, name)) for name in self.__slots__})
-
-    @classmethod
-    def read(cls, text: str) -> Self:
-        """Read what ``spelled`` wrote."""
-        fields = json.loads(text)
-        return cls(
-            ref=fields["ref"],
-            commit=fields["commit"],
-            repository=Path(fields["repository"]),
-            root=Path(fields["root"]),
-            here=Path(fields["here"]),
-        )
 
     def kernel(self, kernel: str) -> OtherKernel:
         """Return what ``kernel`` is in this tree.
@@ -184,13 +167,13 @@ def commit_tree(ref: str, start: Path | None = None) -> Iterator[CommitTree]:
         UsageError: where there is no git, no repository or no such commit; in one line.
     """
     start = (start or Path.cwd()).resolve()
-    repository = Path(_run_git(start, "rev-parse", "--show-toplevel"))
+    repository = Path(run_git(_OPTION, start, "rev-parse", "--show-toplevel"))
     commit = _commit(repository, ref)
     # Outside of the repository, whose own tools would find every file twice.
     temporary = Path(tempfile.mkdtemp(prefix="attncheck-against-"))
     root = temporary / "tree"
     try:
-        _run_git(repository, "worktree", "add", "--detach", "--quiet", str(root), commit)
+        run_git(_OPTION, repository, "worktree", "add", "--detach", "--quiet", str(root), commit)
         yield CommitTree(
             ref=ref,
             commit=commit,
@@ -219,9 +202,9 @@ def _commit(repository: Path, ref: str) -> str:
     if ref.startswith("-") or not ref.strip():
         raise UsageError(f"--against {ref!r} is no commit, branch or tag.")
     try:
-        return _run_git(repository, "rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}")
+        return run_git(_OPTION, repository, "rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}")
     except UsageError:
-        shallow = _run_git(repository, "rev-parse", "--is-shallow-repository") == "true"
+        shallow = run_git(_OPTION, repository, "rev-parse", "--is-shallow-repository") == "true"
         hint = " (the clone is shallow: fetch it first)" if shallow else ""
         raise UsageError(
             f"--against {one_line(ref)!r}: the repository has no such commit, branch or tag{hint}."
@@ -232,17 +215,25 @@ def _remove(repository: Path, root: Path) -> None:
     """Remove the worktree and what the repository remembers of it, whatever happens."""
     with suppress(UsageError):  # git is gone, or the folder is
         # git asks for the second --force where a worktree is locked.
-        _run_git(repository, "worktree", "remove", "--force", "--force", str(root))
+        run_git(_OPTION, repository, "worktree", "remove", "--force", "--force", str(root))
     if root.exists():
         shutil.rmtree(root, ignore_errors=True)
         with suppress(UsageError):
-            _run_git(repository, "worktree", "prune")
+            run_git(_OPTION, repository, "worktree", "prune")
 
 
-def _run_git(folder: Path, *arguments: str) -> str:
-    """Return what git prints; raises UsageError, in one line, where it fails."""
+def run_git(option: str, folder: Path, *arguments: str) -> str:
+    """Return what git prints, without its last line end.
+
+    Args:
+        option: Of the command line that needs it, for messages.
+        folder: Where git runs.
+
+    Raises:
+        UsageError: in one line, where git fails.
+    """
     environment = {k: v for k, v in os.environ.items() if k not in _HOOK_VARIABLES} | _QUIET
-    what = f"git {arguments[0]}"
+    what = f"{option}: git {arguments[0]}"
     try:
         done = subprocess.run(  # noqa: S603  # of our own making, and no shell
             ["git", *_SAFE, "-C", str(folder), *arguments],  # noqa: S607  # whichever git is here
@@ -250,17 +241,18 @@ def _run_git(folder: Path, *arguments: str) -> str:
             check=False,
             encoding="utf-8",
             env=environment,
-            errors="replace",
+            errors="surrogateescape",  # as Python names files
             stdin=subprocess.DEVNULL,
             timeout=_GIT_SECONDS,
         )
     except FileNotFoundError:
-        raise UsageError("--against needs git, which is not here: install it.") from None
+        raise UsageError(f"{option} needs git, which is not here: install it.") from None
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise UsageError(f"--against: {what}: {one_line(str(error))}.") from None
+        raise UsageError(f"{what}: {one_line(str(error))}.") from None
     if done.returncode == 0:
-        return done.stdout.strip()
-    # git prints hints and warnings before the error itself.
-    errors = [line for line in done.stderr.splitlines() if line.strip()]
+        return done.stdout.removesuffix("\n")
+    # git prints hints and warnings before the error itself, and how it is used after it.
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith(("fatal:", "error:"))] or lines
     reason = one_line(errors[-1]) if errors else f"exit code {done.returncode}"
-    raise UsageError(f"--against: {what}: {reason.rstrip('.')}.")
+    raise UsageError(f"{what}: {reason.rstrip('.')}.")

@@ -2,40 +2,41 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from operator import attrgetter
 from typing import Any, Self, cast
 
+import msgspec
 from msgspec.structs import replace
 
 from attncheck.cases.mask_samples import PLAIN_KIND, ProblemKind
 from attncheck.cases.strategies.problems import nearest_supported
-from attncheck.cases.tier import Tier, tier_named
+from attncheck.cases.tier import Tier
 from attncheck.core.errors import ProblemError, UsageError, require_known
 from attncheck.core.formats import DTYPES
 from attncheck.gate.other_commit import CommitTree
-from attncheck.inputs.input_tensors import Inputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.baseline_entries import Baseline, baseline_text
 from attncheck.records.run_reports import STAGES, Answer, Stage
 from attncheck.subjects.capabilities.subject import Subject
 from attncheck.suite.kernel_support import KernelSupport
 from attncheck.verify import question_fit
-from attncheck.verify.call_conditions import PLAIN_CALL, CallConditions
-from attncheck.verify.executor import Execution, Executor, Failure, Origin
+from attncheck.verify.executor import Executor, Failure
 from attncheck.verify.run_case import new_record
 from attncheck.workers.units import Unit
-
-Value = str | int | float | bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """Options of a gate run, the same for each of its kernels."""
+    """Options of a gate run, the same for each of its kernels.
+
+    Raises:
+        UnknownName: for a dtype that kernels are not measured in.
+    """
 
     tier: Tier
     stages: tuple[Stage, ...] = STAGES
@@ -49,45 +50,31 @@ class Choices:
     tree: CommitTree | None = None
     held: BaselineCases | None = None  # what a baseline holds, and is asked again; None without one
 
+    def __post_init__(self) -> None:
+        measured = [name for name, dtype in DTYPES.items() if dtype.measured]
+        require_known("dtype", self.dtypes, measured)
+        # In the table's order, so that a plan does not depend on what was typed first.
+        ordered = tuple(name for name in measured if name in self.dtypes)
+        object.__setattr__(self, "dtypes", ordered)
+
+    def options(self) -> dict[str, Any]:
+        """Return it as JSON has it, for another process: what ``of`` reads."""
+        options: dict[str, Any] = msgspec.to_builtins(self, enc_hook=str)
+        return options
+
     @classmethod
-    def of(cls, options: Mapping[str, Value]) -> Choices:
-        """Read what ``options`` wrote; raises UsageError for what it cannot have written."""
-        return cls(
-            tier=tier_named(str(options["tier"])),
-            stages=parse_stages(_words(options.get("stages", ""))),
-            dtypes=_dtypes(_words(options.get("dtypes", ""))),
-            seed=int(options.get("seed", 0)),
-            isolated=bool(options.get("isolated", True)),
-            timeout=float(options.get("timeout", 0.0)),
-            failures=str(options.get("failures", "")),
-            sanitizer=bool(options.get("sanitizer", False)),
-            tree=CommitTree.read(str(options["tree"])) if options.get("tree") else None,
-            held=BaselineCases.read(str(options["held"])) if options.get("held") else None,
-        )
+    def of(cls, options: Mapping[str, Any]) -> Choices:
+        """Return what ``options`` wrote."""
+        return msgspec.convert(options, cls, dec_hook=lambda kind, text: kind(text))
 
-    def options(self) -> dict[str, Value]:
-        """Return the same for ``of``: words and numbers."""
-        return {
-            "tier": self.tier.name,
-            "stages": ",".join(self.stages),
-            "dtypes": ",".join(self.dtypes),
-            "seed": self.seed,
-            "isolated": self.isolated,
-            "timeout": self.timeout,
-            "failures": self.failures,
-            "sanitizer": self.sanitizer,
-            "tree": self.tree.spelled() if self.tree else "",
-            "held": self.held.spelled() if self.held else "",
-        }
-
-    def plan(self) -> dict[str, Value]:
+    def plan(self) -> dict[str, Any]:
         """Return what of it makes two runs the same plan."""
         # Isolation, timeouts and folders change how a kernel is called, not what it is asked.
-        same = ("tier", "stages", "dtypes", "seed")
-        results = {name: value for name, value in self.options().items() if name in same}
-        results |= {"sanitizer": True} if self.sanitizer else {}
-        results |= {"baseline": self.held.digest} if self.held else {}
-        return results | ({"against": self.tree.commit} if self.tree else {})
+        stages, dtypes = ",".join(self.stages), ",".join(self.dtypes)
+        plan = {"tier": self.tier.name, "stages": stages, "dtypes": dtypes, "seed": self.seed}
+        plan |= {"sanitizer": True} if self.sanitizer else {}
+        plan |= {"baseline": self.held.digest} if self.held else {}
+        return plan | ({"against": self.tree.commit} if self.tree else {})
 
 
 def parse_stages(names: Sequence[str], without: Sequence[str] = ()) -> tuple[Stage, ...]:
@@ -103,17 +90,6 @@ def parse_stages(names: Sequence[str], without: Sequence[str] = ()) -> tuple[Sta
     if not left:
         raise UsageError("no stage is left: leave one of --stage and --skip out.")
     return left
-
-
-def _dtypes(names: Sequence[str]) -> tuple[str, ...]:
-    measured = [name for name, dtype in DTYPES.items() if dtype.measured]
-    require_known("dtype", names, measured)
-    # In the table's order, so that a plan does not depend on what was typed first.
-    return tuple(name for name in measured if name in names)
-
-
-def _words(value: Value) -> tuple[str, ...]:
-    return cast("tuple[str, ...]", tuple(word for word in str(value).split(",") if word))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,16 +109,6 @@ class BaselineCases:
                 (e.kernel, e.device, e.variant, e.asked) for e in baseline.entries if e.asked
             ),
         )
-
-    @classmethod
-    def read(cls, text: str) -> Self:
-        """Return what ``spelled`` wrote."""
-        digest, cases = json.loads(text)
-        return cls(digest=digest, cases=tuple(map(tuple, cases)))
-
-    def spelled(self) -> str:
-        """Return it as text, for another process; ``read`` reads it."""
-        return json.dumps([self.digest, self.cases])
 
     def of_kernel(self, kernel: str, architecture: str) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield variant and Case of each that it holds of a kernel on an architecture."""
@@ -259,49 +225,26 @@ class CachingExecutor:
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self._concerns: dict[tuple[Any, ...], bool] = {}
-        self._refusals: dict[tuple[tuple[Any, ...], str], str | None] = {}
-
-    def absence(self, subject: Subject, device: str) -> str | None:
-        """Return what the executor does."""
-        return self._executor.absence(subject, device)
+        self._answers: dict[tuple[Any, ...], Any] = {}
+        self.absence, self.launches, self.run = executor.absence, executor.launches, executor.run
 
     def concerns(self, subject: Subject, problem: Problem) -> bool:
         """Return what the executor does, or did."""
-        key = _structure(problem)
-        if key not in self._concerns:
-            if len(self._concerns) >= self._MOST:
-                self._concerns.clear()
-            self._concerns[key] = self._executor.concerns(subject, problem)
-        return self._concerns[key]
+        ask = functools.partial(self._executor.concerns, subject, problem)
+        return cast("bool", self._remembered(("concerns", _structure(problem)), ask))
 
     def refusal(self, subject: Subject, problem: Problem, device: str) -> str | Failure | None:
         """Return what the executor does, or did."""
-        key = (_structure(problem), device)
-        if key in self._refusals:
-            return self._refusals[key]
-        answer = self._executor.refusal(subject, problem, device)
+        ask = functools.partial(self._executor.refusal, subject, problem, device)
+        return cast("str | None", self._remembered((device, _structure(problem)), ask))
+
+    def _remembered(self, key: tuple[Any, ...], ask: Callable[[], Any]) -> Any:
+        if key in self._answers:
+            return self._answers[key]
+        answer = ask()
         # A failure may be chance, so the kernel is asked again.
         if not isinstance(answer, Failure):
-            if len(self._refusals) >= self._MOST:
-                self._refusals.clear()
-            self._refusals[key] = answer
+            if len(self._answers) >= self._MOST:
+                self._answers.clear()
+            self._answers[key] = answer
         return answer
-
-    def launches(
-        self, subject: Subject, problem: Problem, device: str
-    ) -> Mapping[str, Subject] | Failure:
-        """Return what the executor does."""
-        return self._executor.launches(subject, problem, device)
-
-    def run(
-        self,
-        subject: Subject,
-        inputs: Inputs,
-        *,
-        origin: Origin | None = None,
-        timed: bool = False,
-        under: CallConditions = PLAIN_CALL,
-    ) -> Execution | Failure:
-        """Return what the executor does."""
-        return self._executor.run(subject, inputs, origin=origin, timed=timed, under=under)

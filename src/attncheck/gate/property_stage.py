@@ -155,14 +155,8 @@ class KnownFailures:
 
     def of_draw(self, unit: Unit) -> KnownFailure | None:
         """Return the entry about a property's part, which is asked in place of what is drawn."""
-        for entry in self.entries:
-            if (
-                _concerns(entry, unit, unit.dtype)
-                and fnmatchcase(unit.test, entry.test)
-                and (not entry.families or unit.family in entry.families)
-            ):
-                return entry
-        return None
+        part = unit.test, unit.kernel, unit.dtype, unit.family, unit.device
+        return next((entry for entry in self.entries if entry.matches(*part)), None)
 
     def excuse(self, record: Record, unit: Unit, case: Case) -> Record:
         """Return ``record``, as a warning where it is known to be wrong.
@@ -180,20 +174,12 @@ class KnownFailures:
         return record
 
 
-def _concerns(entry: KnownFailure, unit: Unit, dtype: str) -> bool:
-    return (
-        entry.is_of(unit.kernel)
-        and entry.device in {"", unit.device}
-        and (not entry.dtypes or dtype in entry.dtypes)
-    )
-
-
 def _is_about(entry: KnownFailure, unit: Unit, case: Case) -> bool:
     """Return whether ``entry`` is about a question: of its property, or of none the same one.
 
     To compare is what all stages ask: of that, elsewhere, an entry is about its very Case alone.
     """
-    if not _concerns(entry, unit, case.problem.dtype):
+    if not entry.concerns(unit.kernel, case.problem.dtype, unit.device):
         return False
     masks = {case.problem.mask.name}
     if unit.test:

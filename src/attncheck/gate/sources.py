@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
-import subprocess
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from importlib import metadata
 from itertools import islice
 from pathlib import Path
 
 from attncheck.core.errors import UsageError
-from attncheck.core.sanitize_text import one_line
+from attncheck.gate.other_commit import run_git
 from attncheck.subjects.capabilities import named_kernels
 from attncheck.subjects.capabilities.capability_table import matches_pattern, pattern_files
 from attncheck.subjects.capabilities.configuration import read_configuration
 from attncheck.subjects.hub_kernels import is_hub_folder
+from attncheck.verify.environment import package_version
 from attncheck.workers.journal_format import JournalContent
 
 # Of these another version is another judge, or another kernel.
@@ -37,7 +37,7 @@ def source_fingerprint(kernels: Sequence[str], written: Iterable[str] = ()) -> s
     apart = [Path(folder).resolve() for folder in written]
     digest = hashlib.sha256()
     for package in _PACKAGES:
-        digest.update(f"{package} {_version(package)}\n".encode())
+        digest.update(f"{package} {package_version(package)}\n".encode())
     for kernel in kernels:
         digest.update(f"{kernel}\n".encode())
         for path in _files(kernel):
@@ -122,16 +122,6 @@ def _files(kernel: str) -> Iterator[Path]:
         yield from islice(pattern_files(project.folder, pattern), _MOST_FILES)
 
 
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
-
-
-_GIT_SECONDS = 120
-
-
 def changed_kernels(kernels: Sequence[str], ref: str) -> tuple[str, ...]:
     """Return the kernels whose ``sources`` or entry file differ from the commit ``ref``.
 
@@ -185,30 +175,9 @@ def _entry_files(reference: object, folder: Path) -> Iterator[Path]:
 def _changed_files(ref: str) -> list[Path]:
     if ref.startswith("-") or not ref.strip():
         raise UsageError(f"--changed-since {ref!r} is no commit, branch or tag.")
-    root = Path(_git("rev-parse", "--show-toplevel").removesuffix("\n")).resolve()
+    git = functools.partial(run_git, "--changed-since", Path.cwd())
+    root = Path(git("rev-parse", "--show-toplevel")).resolve()
     # A source that was renamed is another at both names; and no configuration of git's has a say.
-    tracked = _git("diff", "--no-renames", "--no-relative", "--name-only", "-z", ref, "--")
-    new = _git("ls-files", "--others", "--exclude-standard", "-z", "--full-name", str(root))
+    tracked = git("diff", "--no-renames", "--no-relative", "--name-only", "-z", ref, "--")
+    new = git("ls-files", "--others", "--exclude-standard", "-z", "--full-name", str(root))
     return [root / name for name in (tracked + new).split("\0") if name]
-
-
-def _git(*arguments: str) -> str:
-    try:
-        done = subprocess.run(  # noqa: S603  # of our own making, and no shell
-            ["git", *arguments],  # noqa: S607  # whichever git is here
-            capture_output=True,
-            check=False,
-            encoding="utf-8",
-            errors="surrogateescape",  # as Python names files
-            stdin=subprocess.DEVNULL,
-            timeout=_GIT_SECONDS,
-        )
-    except FileNotFoundError:
-        raise UsageError("--changed-since needs git, which is not here: install it.") from None
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise UsageError(f"--changed-since: {one_line(str(error))}.") from None
-    if done.returncode == 0:
-        return done.stdout
-    errors = [line for line in done.stderr.splitlines() if line.strip()]
-    reason = one_line(errors[0]) if errors else f"git ended with {done.returncode}"
-    raise UsageError(f"--changed-since: {reason.rstrip('.')}.")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,7 +21,7 @@ from attncheck.inputs import distributions
 from attncheck.inputs.distributions import Sizes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from attncheck.inputs.problem import Problem
 
@@ -112,10 +112,14 @@ class Inputs:
         return self._with(_clone_memory)
 
     def _with(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
-        changed: dict[str, Any] = {n: change(tensor) for n, tensor in self.tensors().items()}
-        scales = {name[0]: changed.pop(name) for name in list(changed) if name.endswith("_descale")}
-        changed["descale"] = Descale(**scales) if scales else None
-        return dataclasses.replace(self, **changed)
+        return Inputs.of(self.problem, {n: change(tensor) for n, tensor in self.tensors().items()})
+
+    @classmethod
+    def of(cls, problem: Problem, tensors: Mapping[str, torch.Tensor]) -> Inputs:
+        """Return Inputs of ``problem``, of tensors by the names that ``tensors`` has."""
+        scales = {name[0]: t for name, t in tensors.items() if name.endswith("_descale")}
+        others = {name: t for name, t in tensors.items() if not name.endswith("_descale")}
+        return cls(problem=problem, **others, descale=Descale(**scales) if scales else None)
 
     def replace(
         self,
@@ -207,20 +211,19 @@ def unrounded_inputs(problem: Problem) -> Inputs:
 def round_inputs(exact: Inputs, problem: Problem) -> Inputs:
     """Return fp64 Inputs rounded once to the storage format of ``problem``, as ``draw`` says."""
     fmt = problem.formats.storage
-    stored, scales = {}, {}
+    stored = {}
     for name, values in exact.tensors().items():
         # Kernels take logits and dLSE in fp32, whatever the dtype of q, k and v.
         if name in _FP32:
             stored[name] = values
         elif problem.formats.scaled:
-            scales[name] = scale = _share_descale(
-                _descale(values, problem.kv_heads, fmt), name, problem
-            )
+            scale = _share_descale(_descale(values, problem.kv_heads, fmt), name, problem)
+            stored[f"{name}_descale"] = scale
             each = scale.double().repeat_interleave(values.shape[1] // problem.kv_heads, dim=1)
             stored[name] = _to_storage(values / each[..., None, None], fmt)
         else:
             stored[name] = _to_storage(values, fmt)
-    return Inputs(problem=problem, **stored, descale=Descale(**scales) if scales else None)
+    return Inputs.of(problem, stored)
 
 
 def quick_inputs(problem: Problem, device: str | torch.device) -> Inputs:

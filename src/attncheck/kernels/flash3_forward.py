@@ -1,10 +1,9 @@
 """FlashAttention-3 forward for Hopper in Gluon: full attention, causal masks and windows.
 
 Shah et al. 2024 (arXiv:2407.08608): one warp copies tiles by TMA, warpgroups of four warps each own
-64 query rows and do the arithmetic. A warpgroup starts the product of the next scores before it
-waits for the last P·V, and warpgroups take turns: while one does its softmax the tensor cores work
-for another. A program that takes one block of rows after the other (``Shape.persistent``) has the
-next block's keys under way while it stores the last one's.
+64 query rows and do the arithmetic. While one does its softmax the tensor cores do its own last P·V
+(``Shape.overlap``), and work for another. A program takes one block of rows after the other,
+whichever is next, and has the next one's rows and keys under way while it stores the last one's.
 
 Keys are walked over from those that a mask may touch to those that every row of the block sees, of
 which none is masked. Under a mask a block of rows whose sums are not finite is done again by
@@ -36,7 +35,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from attncheck.inputs.input_tensors import Descale
 from attncheck.kernels.compilation import on_hopper, sound_assembler
 from attncheck.kernels.flash2_forward import flash2_forward
-from attncheck.kernels.launch import COUNTS, LOG2E, Launch, needs_careful_launch, scales
+from attncheck.kernels.launch import (
+    ALIGNED,
+    COUNTS,
+    LOG2E,
+    Launch,
+    aligned,
+    needs_careful_launch,
+    scales,
+)
 from attncheck.kernels.tile import loaded, number_of, place
 from attncheck.mods.masks import Band
 from attncheck.mods.to_triton import TritonMod
@@ -54,11 +61,8 @@ class Shape:
     stages: int  # tiles of keys, and as many of values, in shared memory
     groups: int = 2  # warpgroups that do arithmetic, of ``OWN`` rows each
     registers: int = 240  # of each of their threads
-    pingpong: bool = True  # whether they take turns at the tensor cores
-    # Whether a program takes one block of rows after the other, or each has its own. Blocks of a
-    # causal mask take unlike times: in a graph on an H100 it is 1.09 times as fast by their own at
-    # 16,384 keys, 1.4 times at 4,096, and without a mask as fast.
-    persistent: bool = False
+    pingpong: bool = False  # whether they take turns at the tensor cores
+    overlap: bool = True  # whether they wait for P·V behind the next softmax, or before it
 
     @property
     def rows(self) -> int:
@@ -68,26 +72,23 @@ class Shape:
 
 OWN = 64  # rows of a warpgroup, as many as its matrix instruction has
 WIDEST_BACKWARD = 128  # beyond it dK and dV of a warpgroup are more than its registers
+# At head dim 64, and in fp8, a tile's softmax takes longer than its products: a third group of rows
+# is worth more there than registers, and in 16 bits one barrier less more than overlap.
 SHAPES = {
-    64: Shape(keys=128, stages=4),
-    128: Shape(keys=128, stages=2, pingpong=False),
+    64: Shape(keys=128, stages=3, groups=3, registers=160, pingpong=True, overlap=False),
+    128: Shape(keys=128, stages=2),
+    256: Shape(keys=64, stages=2, pingpong=True),
+}
+FP8_SHAPES = {
+    64: Shape(keys=128, stages=4, groups=3, registers=160, pingpong=True),
+    128: Shape(keys=128, stages=2, groups=3, registers=160),
     256: Shape(keys=64, stages=2),
 }
-# Without a mask, where a third group spills before and after its loop alone.
-WHOLE_SHAPES = {**SHAPES, 64: Shape(keys=128, stages=3, groups=3, registers=160)}
-# The same in fp8, where half as many registers hold P.
-FP8_SHAPES = {
-    64: Shape(keys=128, stages=4, groups=3, registers=160),
-    128: Shape(keys=128, stages=3, pingpong=False),
-    256: Shape(keys=64, stages=2, pingpong=False),
-}
-WHOLE_FP8_SHAPES = {**FP8_SHAPES, 128: Shape(keys=128, stages=2, groups=3, registers=160)}
 
 
-def shape_for(head_dim: int, band: Band | None, dtype: torch.dtype) -> Shape:
-    """Return how rows of ``head_dim`` numbers are taken, which see keys within ``band``."""
-    masked, whole = (FP8_SHAPES, WHOLE_FP8_SHAPES) if dtype == _FP8 else (SHAPES, WHOLE_SHAPES)
-    return (whole if band == Band() else masked)[tile_width(head_dim)]
+def shape_for(head_dim: int, dtype: torch.dtype) -> Shape:
+    """Return how rows of ``head_dim`` numbers are taken."""
+    return (FP8_SHAPES if dtype == _FP8 else SHAPES)[tile_width(head_dim)]
 
 
 def unsupported_by_kernel(
@@ -108,7 +109,7 @@ def unsupported_by_kernel(
         return "it takes no score mod, sink or pages"
     if band is None:
         return "it takes masks that go by distance alone: causal ones and windows"
-    ahead, most = _ALIGNED // dtype.itemsize, max(SHAPES)
+    ahead, most = ALIGNED // dtype.itemsize, max(SHAPES)
     if any(dim % ahead or dim > most for dim in dims) or tile_width(dims[0]) != tile_width(dims[1]):
         return (
             f"head dims {dims[0]} and {dims[1]}: it takes multiples of {ahead} up to {most}, both "
@@ -175,7 +176,7 @@ def flash3_forward(
     batch, heads, query, head_dim = q.shape
     kv_heads, kv = k.shape[1:3]
     band = band.within(query, kv)
-    shape = shape or shape_for(head_dim, band, q.dtype)
+    shape = shape or shape_for(head_dim, q.dtype)
     scaled = q.dtype == _FP8
     out = torch.empty(
         (batch, heads, query, v.shape[3]), dtype=out_dtype or q.dtype, device=q.device
@@ -183,22 +184,22 @@ def flash3_forward(
     lse = torch.empty((batch, heads, query), dtype=torch.float32, device=q.device)
     blocks, together = -(-query // shape.rows), batch * heads
     again = torch.empty((-(-query // OWN), together), dtype=torch.int32, device=q.device)
-    programs = blocks * together
-    if shape.persistent:
-        programs = min(programs, _multiprocessors(q.device))
+    upcoming = torch.zeros(1, dtype=torch.int32, device=q.device)
+    programs = min(blocks * together, _multiprocessors(q.device))
     with sound_assembler(q.device.type):
         # fmt: off
         _forward[(programs,)](
             descriptor(q, OWN), descriptor(k, shape.keys),
             _by_columns(v, shape.keys) if scaled else descriptor(v, shape.keys),
-            descriptor(out, OWN), lse, *(scales(descale) or (lse,) * 3), again, blocks,
+            descriptor(out, OWN), lse, *(scales(descale) or (lse,) * 3), again, upcoming, blocks,
             together, heads, heads // kv_heads, query, kv, band.least or 0, band.most or 0,
             scale * LOG2E, GROUPS=shape.groups, STAGES=shape.stages, REGISTERS=shape.registers,
-            PINGPONG=shape.pingpong, UPPER=band.most is not None, LOWER=band.least is not None,
-            SCALED=scaled, LIFT=math.log2(launch.weights_scale), num_warps=4,
-            # Fused, score · factor − maximum is not 0 where the score is the maximum, which is
-            # rounded: from 2^30 on its weight is infinite, or 0.
-            enable_fp_fusion=False,
+            PINGPONG=shape.pingpong, OVERLAP=shape.overlap, UPPER=band.most is not None,
+            LOWER=band.least is not None, SCALED=scaled, LIFT=math.log2(launch.weights_scale),
+            # Not by a factor below 0, which makes the maximum of scores the minimum of products,
+            # nor in fp16, which is too narrow for weights that rounding has moved far from 1.
+            FUSED=scaled or (q.dtype == torch.bfloat16 and scale > 0), num_warps=4,
+            enable_fp_fusion=False,  # but where ``_advanced`` says so
         )
         # fmt: on
     if redo and band != Band() and needs_careful_launch(again):
@@ -222,16 +223,10 @@ def tile_width(dim: int) -> int:
     return max(min(SHAPES), int(triton.next_power_of_2(dim)))
 
 
-_ALIGNED = 16  # bytes: what TMA takes addresses and strides by
-
-
 def descriptor(x: torch.Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
     """What TMA knows of ``x``, or of a copy where it cannot read it: tiles of ``rows``."""
     columns = columns or tile_width(x.shape[3])
-    if not _is_readable(x.shape, x.stride(), x.element_size()):
-        x = x.contiguous()
-    if x.data_ptr() % _ALIGNED:
-        x = x.clone(memory_format=torch.contiguous_format)
+    x = aligned(x)
     # Checking it takes Triton longer than the rest of a launch, and only the address is new.
     own = copy(_descriptor_of(x.shape, x.stride(), x.dtype, rows, columns))
     own.base = x
@@ -248,7 +243,7 @@ def _by_columns(v: torch.Tensor, keys: int) -> TensorDescriptor:
     16 of them.
     """
     batch, kv_heads, kv, dim = v.shape
-    wide, width = -(-kv // _ALIGNED) * _ALIGNED, tile_width(dim)
+    wide, width = -(-kv // ALIGNED) * ALIGNED, tile_width(dim)
     out = torch.empty((batch, kv_heads, dim, wide), dtype=v.dtype, device=v.device)
     # As bytes, which Triton loads and moves in the interpreter as well.
     _turn[(triton.cdiv(wide, _TURNED), batch * kv_heads)](
@@ -256,14 +251,6 @@ def _by_columns(v: torch.Tensor, keys: int) -> TensorDescriptor:
         BLOCK_K=_TURNED, BLOCK_V=width,
     )  # fmt: skip
     return descriptor(out, width, keys)
-
-
-@lru_cache(maxsize=256)
-def _is_readable(shape: torch.Size, strides: tuple[int, ...], size: int) -> bool:
-    """Return whether TMA can read a tensor of elements of ``size`` bytes."""
-    ahead = _ALIGNED // size
-    steps = [step for step, length in zip(strides, shape, strict=True) if length > 1]
-    return strides[3] == 1 and all(step > 0 and step % ahead == 0 for step in steps if step != 1)
 
 
 @lru_cache(maxsize=256)
@@ -349,20 +336,46 @@ def tile_of(turn, first, count, late, early):
 
 
 @gluon.jit
+def _tell(number, taken, next_s, next_full, next_empty):
+    """Lets the warpgroups know the number of a block, or that there is none."""
+    ALONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    slot = taken % 2
+    mbarrier.wait(next_empty.index(slot), ((taken // 2) & 1) ^ 1)
+    next_s.index(slot).store(gl.full([1], 0, gl.int32, ALONE) + number)
+    mbarrier.arrive(next_full.index(slot), count=1)
+
+
+@gluon.jit
+def _told(taken, next_s, next_full, next_empty):
+    """What ``_tell`` tells."""
+    TOGETHER: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    slot = taken % 2
+    mbarrier.wait(next_full.index(slot), (taken // 2) & 1)
+    number = gl.max(next_s.index(slot).load(TOGETHER), 0)
+    mbarrier.arrive(next_empty.index(slot), count=1)
+    return number
+
+
+@gluon.jit
 def _copy(
     memory, GROUPS: gl.constexpr, UPPER: gl.constexpr, LOWER: gl.constexpr, SCALED: gl.constexpr,
 ):
     """Every block's rows, and its keys and values tile by tile, on their way to shared memory."""
     (
-        q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-        blocks, together, heads, group, query, kv, least, most,
+        q_desc, k_desc, v_desc, next_ptr, q_s, k_s, v_s, next_s, q_full, q_empty, k_full, k_empty,
+        v_full, v_empty, next_full, next_empty, blocks, together, heads, group, query, kv, least,
+        most,
     ) = memory
     STAGES: gl.constexpr = k_s.shape[0]
     ROWS: gl.constexpr = q_s.shape[3]
     KEYS: gl.constexpr = k_s.shape[3]
     done = 0
-    turn_of_q = 0
-    for number in range(gl.program_id(0), blocks * together, gl.num_programs(0)):
+    taken = 0
+    number = gl.program_id(0)
+    while number < blocks * together:
+        _tell(number, taken, next_s, next_full, next_empty)
+        # Blocks of a causal mask take unlike times: whoever is free takes the next.
+        following = gl.num_programs(0) + gl.atomic_add(next_ptr, 1, sem="relaxed")
         block, bh = place(number, blocks, together)
         b = bh // heads
         h = bh % heads
@@ -379,7 +392,7 @@ def _copy(
             if turn == 0:
                 for own in gl.static_range(GROUPS):
                     row = (block * GROUPS + own) * ROWS
-                    mbarrier.wait(q_empty.index(own), turn_of_q ^ 1)
+                    mbarrier.wait(q_empty.index(own), (taken & 1) ^ 1)
                     mbarrier.expect(q_full.index(own), q_desc.block_type.nbytes)
                     load(q_desc, [b, h, row, 0], q_full.index(own), q_s.index(own))
             mbarrier.wait(v_empty.index(stage), phase ^ 1)
@@ -389,7 +402,9 @@ def _copy(
             else:
                 load(v_desc, [b, h // group, key, 0], v_full.index(stage), v_s.index(stage))
             done += 1
-        turn_of_q ^= 1
+        taken += 1
+        number = following
+    _tell(number, taken, next_s, next_full, next_empty)
 
 
 @gluon.jit
@@ -408,12 +423,53 @@ def _hidden(
 
 
 @gluon.jit
-def _advanced(s, m, LIFT: gl.constexpr):
+def _multiplied(s, factor, ahead, FUSED: gl.constexpr, SCALED: gl.constexpr):
+    """Scores times their factor, if that is done ahead of the rest."""
+    # A branch that 16 bits do not need: beside the mask's the compiler selects every score.
+    if SCALED:
+        if ahead:
+            s = s * factor
+    elif not FUSED:
+        s = s * factor
+    return s
+
+
+@gluon.jit
+def _advanced(s, m, factor, LIFT: gl.constexpr, FUSED: gl.constexpr):
     """The new maximum, a tile's weights, and the factor of what was summed before it."""
-    m_new = gl.maximum(m, gl.max(s, 1))
+    m_new = gl.maximum(m, _largest(s))
+    own = factor + gl.zeros_like(m)
+    if FUSED and LIFT == 0:
+        # Fused, the exponent of the largest score is not 0 but what its product was rounded by,
+        # from 2^30 on 64 and more. By a power of two nothing is rounded, and there every other
+        # weight is below 2^-31 either way.
+        power = (own.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
+        own = gl.where(gl.abs(m_new * factor) < 1073741824.0, own, power)
     # A row that has seen nothing keeps m = −inf; 0 stands in so that −inf − −inf never happens.
-    shift = gl.where(m_new == float("-inf"), 0.0, _base(m_new, LIFT))
-    return m_new, gl.exp2(s - shift[:, None]), gl.exp2(_base(m, LIFT) - shift)
+    shift = gl.where(m_new == float("-inf"), 0.0, _base(m_new * own, LIFT))
+    if FUSED:
+        factors, _ = gl.broadcast(own[:, None], s)
+        subtracted, _ = gl.broadcast((0.0 - shift)[:, None], s)
+        exponents = gl.fma(s, factors, subtracted)
+    else:
+        exponents = s - shift[:, None]
+    return m_new, gl.exp2(exponents), gl.exp2(_base(m * own, LIFT) - shift)
+
+
+@gluon.jit
+def _largest(s):
+    """The largest score of each row: of four in turn, one comparison waits for the one before."""
+    ROWS: gl.constexpr = s.shape[0]
+    parts = gl.max(s.reshape([ROWS, 2, s.shape[1] // 16, 8]), 2)
+    largest = gl.max(parts.reshape([ROWS, 16]), 1)
+    return gl.convert_layout(largest, gl.SliceLayout(1, s.type.layout), assert_trivial=True)
+
+
+@gluon.jit
+def _sums(weights):
+    """What the four threads of a row have of its weights: (rows, 4)."""
+    of_pairs = gl.sum(weights.reshape([weights.shape[0], weights.shape[1] // 8, 4, 2]), 3)
+    return gl.sum(of_pairs, 1)
 
 
 @gluon.jit
@@ -453,77 +509,35 @@ def _values(v_s, stage, SCALED: gl.constexpr):
 
 
 @gluon.jit
-def _step(
-    turn, done, passed, q, p_s, k_s, v_s, k_full, k_empty, v_full, v_empty, turns, m, total, acc,
-    p, rows, first, count, late, early, kv, least, most, factor, OWN: gl.constexpr,
-    GROUPS: gl.constexpr, PINGPONG: gl.constexpr, MASKED: gl.constexpr, UPPER: gl.constexpr,
-    LOWER: gl.constexpr, SCALED: gl.constexpr, LIFT: gl.constexpr, SCORES: gl.constexpr,
-    SUMS: gl.constexpr, WEIGHTS: gl.constexpr,
-):
-    """One tile: its scores are begun, then the last tile's P·V; its softmax is done beside that."""
-    STAGES: gl.constexpr = k_s.shape[0]
-    KEYS: gl.constexpr = k_s.shape[3]
-    stage = done % STAGES
-    phase = (done // STAGES) & 1
-    before = (done - 1) % STAGES
-    phase_before = ((done - 1) // STAGES) & 1
-    k = k_s.index(stage).reshape([KEYS, k_s.shape[4]])
-    v = _values(v_s, before, SCALED)
-    mbarrier.wait(k_full.index(stage), phase)
-    if PINGPONG:
-        mbarrier.wait(turns.index(OWN), (passed & 1) ^ (1 if OWN == 0 else 0))
-    zeros = gl.full([m.shape[0], KEYS], 0.0, gl.float32, SCORES)
-    product = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    mbarrier.wait(v_full.index(before), phase_before)
-    summed = warpgroup_mma(p_s if SCALED else p, v, acc, is_async=True)
-    if PINGPONG:
-        mbarrier.arrive(turns.index((OWN + 1) % GROUPS), count=1)
-    s = warpgroup_mma_wait(1, deps=[product])
-    mbarrier.arrive(k_empty.index(stage), count=1)
-    s = s * factor
-    if MASKED:
-        key = tile_of(turn, first, count, late, early) * KEYS
-        s = _hidden(s, key, rows, kv, least, most, UPPER, LOWER, SCORES)
-    m, weights, alpha = _advanced(s, m, LIFT)
-    total = total * alpha + gl.sum(weights, 1)
-    rounded = _rounded(weights, v_s.dtype, WEIGHTS, SCALED)
-    # It was waited for above: without a barrier here ptxas moves the wait for P·V in front of the
-    # softmax.
-    mbarrier.wait(k_full.index(stage), phase)
-    acc = warpgroup_mma_wait(0, deps=[summed])
-    mbarrier.arrive(v_empty.index(before), count=1)
-    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, SUMS))[:, None]
-    if SCALED:
-        p_s.store(rounded)
-        fence_async_shared()
-        rounded = p
-    return m, total, acc, rounded
-
-
-@gluon.jit
 def _attend(
-    memory, OWN: gl.constexpr, GROUPS: gl.constexpr, PINGPONG: gl.constexpr, UPPER: gl.constexpr,
-    LOWER: gl.constexpr, SCALED: gl.constexpr, LIFT: gl.constexpr,
+    memory, OWN: gl.constexpr, GROUPS: gl.constexpr, PINGPONG: gl.constexpr,
+    OVERLAP: gl.constexpr, UPPER: gl.constexpr, LOWER: gl.constexpr, SCALED: gl.constexpr,
+    LIFT: gl.constexpr, FUSED: gl.constexpr,
 ):
     """A warpgroup's rows of every block: the OWN-th of its groups of rows."""
     (
-        out_desc, lse_ptr, q_scale, k_scale, v_scale, again_ptr, q_s, k_s, v_s, out_s, p_s, q_full,
-        q_empty, k_full, k_empty, v_full, v_empty, turns, blocks, together, heads, group, query,
-        kv, least, most, factor,
+        out_desc, lse_ptr, q_scale, k_scale, v_scale, again_ptr, q_s, k_s, v_s, out_s, p_s, next_s,
+        q_full, q_empty, k_full, k_empty, v_full, v_empty, turns, next_full, next_empty, blocks,
+        together, heads, group, query, kv, least, most, factor,
     ) = memory
     STAGES: gl.constexpr = k_s.shape[0]
     ROWS: gl.constexpr = q_s.shape[3]
     KEYS: gl.constexpr = k_s.shape[3]
     WIDTH: gl.constexpr = q_s.shape[4]
+    APART: gl.constexpr = has_own_memory(SCALED, WIDTH)
+    # Values are given back with the next keys: one wait for the slowest warp less.
+    LATE: gl.constexpr = OVERLAP and SCALED
     AT_ONCE: gl.constexpr = 32 if SCALED else 16  # products that an instruction adds up
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, AT_ONCE])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, AT_ONCE])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, AT_ONCE // 8)
     q = q_s.index(OWN).reshape([ROWS, WIDTH])
+    zeros = gl.full([ROWS, KEYS], 0.0, gl.float32, SCORES)
     done = 0
     passed = 0
-    turn_of_q = 0
-    for number in range(gl.program_id(0), blocks * together, gl.num_programs(0)):
+    taken = 0
+    number = _told(taken, next_s, next_full, next_empty)
+    while number < blocks * together:
         block, bh = place(number, blocks, together)
         first, count, late, early = walk(
             block, query, kv, least, most, ROWS * GROUPS, KEYS, UPPER, LOWER
@@ -531,60 +545,96 @@ def _attend(
         row = (block * GROUPS + OWN) * ROWS
         rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
         of_scores = factor
+        ahead = not FUSED
         if SCALED:
             of_scores = factor * (gl.load(q_scale + bh // group) * gl.load(k_scale + bh // group))
-        mbarrier.wait(q_full.index(OWN), turn_of_q)
+            # A score may be so large that a weight is beyond e4m3.
+            ahead = (of_scores <= 0.0) | (of_scores * (WIDTH * 448.0 * 448.0) >= 4194304.0)
+        of_rest = gl.where(ahead, 1.0, of_scores)
+        mbarrier.wait(q_full.index(OWN), taken & 1)
         stage = done % STAGES
         mbarrier.wait(k_full.index(stage), (done // STAGES) & 1)
         k = k_s.index(stage).reshape([KEYS, WIDTH])
-        zeros = gl.full([ROWS, KEYS], 0.0, gl.float32, SCORES)
         product = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[product])
         mbarrier.arrive(k_empty.index(stage), count=1)
-        s = s * of_scores
+        s = _multiplied(s, of_scores, ahead, FUSED, SCALED)
         key = tile_of(0, first, count, late, early) * KEYS
         s = _hidden(s, key, rows, kv, least, most, UPPER, LOWER, SCORES)
         m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-        m, weights, _ = _advanced(s, m, LIFT)
-        total = gl.sum(weights, 1)
+        m, weights, _ = _advanced(s, m, of_rest, LIFT, FUSED)
+        total = _sums(weights)
         p = _rounded(weights, v_s.dtype, WEIGHTS, SCALED)
         if SCALED:
             p_s.index(OWN).store(p)
             fence_async_shared()
-            p = 0  # it is in shared memory
         acc = gl.full([ROWS, WIDTH], 0.0, gl.float32, SUMS)
         done += 1
-        masked = late + early
-        # Without a limit one tile alone may reach beyond the last key, and it was the first.
-        if UPPER or LOWER:
-            for turn in range(1, masked):
-                m, total, acc, p = _step(
-                    turn, done, passed, q, p_s.index(OWN), k_s, v_s, k_full, k_empty, v_full,
-                    v_empty, turns, m, total, acc, p, rows, first, count, late, early, kv, least,
-                    most, of_scores, OWN, GROUPS, PINGPONG, True, UPPER, LOWER, SCALED, LIFT,
-                    SCORES, SUMS, WEIGHTS,
-                )
-                done += 1
-                passed += 1
-        for turn in range(gl.maximum(masked, 1), count):
-            m, total, acc, p = _step(
-                turn, done, passed, q, p_s.index(OWN), k_s, v_s, k_full, k_empty, v_full, v_empty,
-                turns, m, total, acc, p, rows, first, count, late, early, kv, least, most,
-                of_scores, OWN, GROUPS, PINGPONG, False, UPPER, LOWER, SCALED, LIFT, SCORES, SUMS,
-                WEIGHTS,
-            )
+        # One tile: its scores are begun, then the last tile's P·V; its softmax is done beside that.
+        for turn in range(1, count):
+            stage = done % STAGES
+            phase = (done // STAGES) & 1
+            before = (done - 1) % STAGES
+            k = k_s.index(stage).reshape([KEYS, WIDTH])
+            v = _values(v_s, before, SCALED)
+            mbarrier.wait(k_full.index(stage), phase)
+            if PINGPONG:
+                mbarrier.wait(turns.index(OWN), (passed & 1) ^ (1 if OWN == 0 else 0))
+            product = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            mbarrier.wait(v_full.index(before), ((done - 1) // STAGES) & 1)
+            summed = warpgroup_mma(p_s.index(OWN) if SCALED else p, v, acc, is_async=True)
+            if PINGPONG:
+                mbarrier.arrive(turns.index((OWN + 1) % GROUPS), count=1)
+            if OVERLAP:
+                s = warpgroup_mma_wait(1, deps=[product])
+            else:
+                s, acc = warpgroup_mma_wait(0, deps=[product, summed])
+                mbarrier.arrive(v_empty.index(before), count=1)
+            mbarrier.arrive(k_empty.index(stage), count=1)
+            if LATE:
+                mbarrier.arrive(v_empty.index((done - 2) % STAGES), count=1, pred=turn > 1)
+            s = _multiplied(s, of_scores, ahead, FUSED, SCALED)
+            # Without a limit one tile alone may reach beyond the last key, and it was the first.
+            if UPPER or LOWER:  # noqa: SIM102  (it is known, and then compiled)
+                if turn < late + early:
+                    key = tile_of(turn, first, count, late, early) * KEYS
+                    s = _hidden(s, key, rows, kv, least, most, UPPER, LOWER, SCORES)
+            m, weights, alpha = _advanced(s, m, of_rest, LIFT, FUSED)
+            of_sums: gl.constexpr = gl.SliceLayout(1, total.type.layout)
+            total = total * gl.convert_layout(alpha, of_sums)[:, None] + _sums(weights)
+            rounded = _rounded(weights, v_s.dtype, WEIGHTS, SCALED)
+            if OVERLAP:
+                # It was waited for above: without a barrier here ptxas moves the wait for P·V in
+                # front of the softmax.
+                mbarrier.wait(k_full.index(stage), phase)
+                acc = warpgroup_mma_wait(0, deps=[summed])
+                if not LATE:
+                    mbarrier.arrive(v_empty.index(before), count=1)
+            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, SUMS))[:, None]
+            if SCALED:
+                p_s.index(OWN).store(rounded)
+                fence_async_shared()
+            else:
+                p = rounded
             done += 1
             passed += 1
+        if APART:
+            mbarrier.arrive(q_empty.index(OWN), count=1)
+        if LATE:
+            mbarrier.arrive(v_empty.index((done - 2) % STAGES), count=1, pred=count > 1)
         stage = (done - 1) % STAGES
         mbarrier.wait(v_full.index(stage), ((done - 1) // STAGES) & 1)
         p = p_s.index(OWN) if SCALED else p
         summed = warpgroup_mma(p, _values(v_s, stage, SCALED), acc, is_async=True)
+        taken += 1
+        number = _told(taken, next_s, next_full, next_empty)
         acc = warpgroup_mma_wait(0, deps=[summed])
         mbarrier.arrive(v_empty.index(stage), count=1)
 
+        total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, SCORES))
         empty = total == 0.0
-        lse = (_base(m, LIFT) + gl.log2(gl.where(empty, 1.0, total))) * 0.6931471805599453
-        lse = gl.where(empty, float("-inf"), lse)
+        lse = _base(m * of_rest, LIFT) + gl.log2(gl.where(empty, 1.0, total))
+        lse = gl.where(empty, float("-inf"), lse * 0.6931471805599453)
         gl.store(lse_ptr + bh.to(gl.int64) * query + rows, lse, mask=rows < query)
         if UPPER or LOWER:
             finite = gl.min((gl.abs(acc) < float("inf")).to(gl.int32), 1)
@@ -594,20 +644,29 @@ def _attend(
         if SCALED:
             inverse *= gl.load(v_scale + bh // group)
         acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, SUMS))[:, None]
+        tma.store_wait(0)  # of the block before
         out_s.index(OWN).reshape([ROWS, WIDTH]).store(acc.to(out_desc.dtype))
         fence_async_shared()
         store(out_desc, [bh // heads, bh % heads, row, 0], out_s.index(OWN))
-        tma.store_wait(0)
-        mbarrier.arrive(q_empty.index(OWN), count=1)
-        turn_of_q ^= 1
+        if not APART:
+            tma.store_wait(0)
+            mbarrier.arrive(q_empty.index(OWN), count=1)
+    tma.store_wait(0)
+
+
+@gluon.constexpr_function
+def has_own_memory(scaled, width):
+    """Return whether there is memory for out beside that of q's rows."""
+    return scaled or width < 256
 
 
 @gluon.jit(do_not_specialize=("blocks", "together", "least", "most", *COUNTS))
 def _forward(
-    q_desc, k_desc, v_desc, out_desc, lse_ptr, q_scale, k_scale, v_scale, again_ptr, blocks,
-    together, heads, group, query, kv, least, most, factor, GROUPS: gl.constexpr,
-    STAGES: gl.constexpr, REGISTERS: gl.constexpr, PINGPONG: gl.constexpr, UPPER: gl.constexpr,
-    LOWER: gl.constexpr, SCALED: gl.constexpr, LIFT: gl.constexpr,
+    q_desc, k_desc, v_desc, out_desc, lse_ptr, q_scale, k_scale, v_scale, again_ptr, next_ptr,
+    blocks, together, heads, group, query, kv, least, most, factor, GROUPS: gl.constexpr,
+    STAGES: gl.constexpr, REGISTERS: gl.constexpr, PINGPONG: gl.constexpr, OVERLAP: gl.constexpr,
+    UPPER: gl.constexpr, LOWER: gl.constexpr, SCALED: gl.constexpr, LIFT: gl.constexpr,
+    FUSED: gl.constexpr,
 ):
     """Shared memory and barriers of a program, and its warps' work."""
     ROWS: gl.constexpr = q_desc.block_type.shape[2]
@@ -621,13 +680,15 @@ def _forward(
     v_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, TALL, WIDE], v_desc.layout)
     out_s = q_s  # the rows are not read again
     p_s = q_s
-    if SCALED:
+    if has_own_memory(SCALED, WIDTH):
         out_s = gl.allocate_shared_memory(
             out_desc.dtype, [GROUPS, 1, 1, ROWS, WIDTH], out_desc.layout
         )
+    if SCALED:
         # From registers, kept from one tile to the next byte by byte, it took 1.15 times as long.
         P_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, KEYS], dtype)
         p_s = gl.allocate_shared_memory(dtype, [GROUPS, ROWS, KEYS], P_LAYOUT)
+    next_s = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     turns = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
@@ -635,6 +696,8 @@ def _forward(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    next_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    next_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
@@ -644,26 +707,30 @@ def _forward(
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
         mbarrier.init(turns.index(i), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(next_full.index(i), count=1)
+        mbarrier.init(next_empty.index(i), count=GROUPS)
     copied = (
-        q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-        blocks, together, heads, group, query, kv, least, most,
+        q_desc, k_desc, v_desc, next_ptr, q_s, k_s, v_s, next_s, q_full, q_empty, k_full, k_empty,
+        v_full, v_empty, next_full, next_empty, blocks, together, heads, group, query, kv, least,
+        most,
     )
     read = (
-        out_desc, lse_ptr, q_scale, k_scale, v_scale, again_ptr, q_s, k_s, v_s, out_s, p_s, q_full,
-        q_empty, k_full, k_empty, v_full, v_empty, turns, blocks, together, heads, group, query,
-        kv, least, most, factor,
+        out_desc, lse_ptr, q_scale, k_scale, v_scale, again_ptr, q_s, k_s, v_s, out_s, p_s, next_s,
+        q_full, q_empty, k_full, k_empty, v_full, v_empty, turns, next_full, next_empty, blocks,
+        together, heads, group, query, kv, least, most, factor,
     )
     if GROUPS == 2:
         gl.warp_specialize([
-            (_attend, (read, 0, GROUPS, PINGPONG, UPPER, LOWER, SCALED, LIFT)),
-            (_attend, (read, 1, GROUPS, PINGPONG, UPPER, LOWER, SCALED, LIFT)),
+            (_attend, (read, 0, GROUPS, PINGPONG, OVERLAP, UPPER, LOWER, SCALED, LIFT, FUSED)),
+            (_attend, (read, 1, GROUPS, PINGPONG, OVERLAP, UPPER, LOWER, SCALED, LIFT, FUSED)),
             (_copy, (copied, GROUPS, UPPER, LOWER, SCALED)),
         ], [4, 1], [REGISTERS, 24])
     else:
         gl.warp_specialize([
-            (_attend, (read, 0, GROUPS, PINGPONG, UPPER, LOWER, SCALED, LIFT)),
-            (_attend, (read, 1, GROUPS, PINGPONG, UPPER, LOWER, SCALED, LIFT)),
-            (_attend, (read, 2, GROUPS, PINGPONG, UPPER, LOWER, SCALED, LIFT)),
+            (_attend, (read, 0, GROUPS, PINGPONG, OVERLAP, UPPER, LOWER, SCALED, LIFT, FUSED)),
+            (_attend, (read, 1, GROUPS, PINGPONG, OVERLAP, UPPER, LOWER, SCALED, LIFT, FUSED)),
+            (_attend, (read, 2, GROUPS, PINGPONG, OVERLAP, UPPER, LOWER, SCALED, LIFT, FUSED)),
             (_copy, (copied, GROUPS, UPPER, LOWER, SCALED)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])
 

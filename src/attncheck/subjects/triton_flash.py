@@ -512,17 +512,16 @@ class Flash3(Flash2):
     def _chosen(self, problem: Problem) -> Shape:
         from attncheck.kernels.flash3_forward import shape_for
 
-        dtype = problem.formats.storage.torch_dtype
-        return self._shape or shape_for(problem.head_dim, _band(problem), dtype)
+        return self._shape or shape_for(problem.head_dim, problem.formats.storage.torch_dtype)
 
     def launches(self, problem: Problem, device: str) -> Mapping[str, Subject]:
-        """With half the keys in a tile, and with several blocks of rows a program, out of turn."""
+        """With half the keys in a tile, and by the other order of waits and turns."""
         del device
         own = self._chosen(problem)
         return {
             f"{own.keys // 2} keys": type(self)(replace(own, keys=own.keys // 2)),
-            "several blocks a program": type(self)(
-                replace(own, persistent=True, pingpong=not own.pingpong)
+            "other waits": type(self)(
+                replace(own, overlap=not own.overlap, pingpong=not own.pingpong)
             ),
         }
 

@@ -20,7 +20,7 @@ from attncheck.subjects.capabilities.subject import Subject
 from attncheck.suite.kernel_support import KernelSupport
 from attncheck.suite.wrong_answers import WrongAnswer
 from attncheck.verify.deaths import confirm_death
-from attncheck.verify.executor import Executor
+from attncheck.verify.executor import Executor, lost_gpu
 from attncheck.verify.isolated import IsolatedExecutor
 from attncheck.verify.kernel_server import Compiling
 from attncheck.verify.run_case import run_case
@@ -114,7 +114,7 @@ class UnderTest(KernelSupport):
             if hypothesis.currently_in_test_context() and self._is_another(record):
                 hypothesis.reject()
             self.failed = record
-            if record.status == "error" and self.device == "cuda" and gpu_is_lost():
+            if record.status == "error" and self.device == "cuda" and lost_gpu():
                 self.lost = record  # whatever is asked now fails alike: this one did it
             raise WrongAnswer(record, kernel=self.name, device=self.device, diagnose=self._diagnose)
 
@@ -162,17 +162,3 @@ class UnderTest(KernelSupport):
             hypothesis.reject()
         if record.status in {"warn", "inconclusive"}:
             hypothesis.event(record.status)
-
-
-def gpu_is_lost() -> bool:
-    """Return whether CUDA works no more in this process.
-
-    An illegal or a misaligned address ends every later call with the same words.
-    """
-    import torch
-
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError:
-        return True
-    return False

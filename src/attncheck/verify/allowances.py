@@ -87,8 +87,7 @@ def allowances(
         for rows in all_rows(problem, device):
             known = compute_conditions(evidence.inputs, evidence.truth, rows)
             for each, arithmetic in zip(collected, arithmetics, strict=True):
-                bounds = _RowBounds.of(evidence, arithmetic, known)
-                each.bound(bounds, bounds.deterministic)
+                each.bound(_RowBounds.of(evidence, arithmetic, known))
     for rows in sampled_rows(problem, device) if sampled is None else sampled:
         known = compute_conditions(evidence.inputs, evidence.truth, rows)
         # Its steps, which no kernel shares, go with the copy.
@@ -154,11 +153,10 @@ def settle(
         else:
             wanted = (alive & ~exact).double()
         for rows in some_rows(evidence.case.problem, wanted > 0):
-            known = compute_conditions(evidence.inputs, evidence.truth, rows)
-            bounds = _RowBounds.of(evidence, arithmetic, known)
-            collected.bound(bounds, bounds.deterministic)
+            bounds = _RowBounds.at(evidence, arithmetic, rows)
+            collected.bound(bounds)
             for side in sides:
-                side.measure(_place_of(known.rows))
+                side.measure(_place_of(bounds.known.rows))
         most *= 2
 
 
@@ -211,8 +209,7 @@ def row_bounds(evidence: Evidence, arithmetic: Arithmetic, rows: Rows) -> tuple[
 
     As in ``allowances``: infinite where nothing is known, 0 where a row sees no key.
     """
-    known = compute_conditions(evidence.inputs, evidence.truth, rows)
-    bounds = _RowBounds.of(evidence, arithmetic, known)
+    bounds = _RowBounds.at(evidence, arithmetic, rows)
     certain = bounds.deterministic
     return bounds.allowed(certain.out, certain.lse)
 
@@ -221,9 +218,7 @@ def deterministic_bounds(evidence: Evidence, arithmetic: Arithmetic) -> Outputs:
     """Return the deterministic bounds of every row, as ``allowances`` has them, and no more."""
     collected = _Bounds.of(evidence, arithmetic)
     for rows in all_rows(evidence.case.problem, evidence.inputs.device):
-        known = compute_conditions(evidence.inputs, evidence.truth, rows)
-        bounds = _RowBounds.of(evidence, arithmetic, known)
-        collected.bound(bounds, bounds.deterministic)
+        collected.bound(_RowBounds.at(evidence, arithmetic, rows))
     whole = collected.allowance()
     return Outputs(whole.out, whole.lse)
 
@@ -236,8 +231,7 @@ def budget(evidence: Evidence, arithmetic: Arithmetic, place: Place) -> dict[str
     """
     head = place.batch * evidence.case.problem.heads + place.head
     rows = Rows(range(head, head + 1), torch.tensor([place.query]))
-    known = compute_conditions(evidence.inputs, evidence.truth, rows)
-    bound = _RowBounds.of(evidence, arithmetic, known).deterministic
+    bound = _RowBounds.at(evidence, arithmetic, rows).deterministic
     if place.dim < 0:
         return {name: float(part[0, 0]) for name, part in bound.lse_terms.items()}
     return {name: float(part[0, 0, place.dim]) for name, part in bound.out_terms.items()}
@@ -258,6 +252,12 @@ class _RowBounds:
         if not known.has_score_mod:
             return cls(arithmetic, known, scores, None)
         return cls(arithmetic, known, scores, _mod_of_rows(known, arithmetic, evidence, scores))
+
+    @classmethod
+    def at(cls, evidence: Evidence, arithmetic: Arithmetic, rows: Rows) -> _RowBounds:
+        return cls.of(
+            evidence, arithmetic, compute_conditions(evidence.inputs, evidence.truth, rows)
+        )
 
     @property
     def deterministic(self) -> DeterministicBound:
@@ -388,9 +388,9 @@ class _Bounds:
         out, lse = bound_floor(totals, arithmetic)
         return cls(out, lse, shape, exact=torch.zeros_like(lse, dtype=torch.bool))
 
-    def bound(self, bounds: _RowBounds, certain: DeterministicBound) -> None:
-        """The deterministic bound of some rows."""
-        at = _place_of(bounds.known.rows)
+    def bound(self, bounds: _RowBounds, certain: DeterministicBound | None = None) -> None:
+        """The deterministic bound of some rows, ``certain`` where it is known already."""
+        at, certain = _place_of(bounds.known.rows), certain or bounds.deterministic
         out, lse = bounds.allowed(certain.out, certain.lse)
         if self.exact is not None:
             # What is exact stays, to the bit.
@@ -424,11 +424,8 @@ class _Bounds:
 
     def prove(self, certain: DeterministicBound, rows: Rows) -> None:
         """The oracle's own bound on some rows that have theirs."""
-        heads = slice(rows.heads.start, rows.heads.stop)
-        for proven, allowed in (
-            (certain.out, self.out[heads, rows.query]),
-            (certain.lse, self.lse[heads, rows.query]),
-        ):
+        at = _place_of(rows)
+        for proven, allowed in ((certain.out, self.out[at]), (certain.lse, self.lse[at])):
             # Where anything is allowed no truth is needed, and of rows without keys it is exact.
             matters = allowed.isfinite() & (allowed > 0)
             if bool(matters.any()):
@@ -587,7 +584,7 @@ def gradient_allowance(
             captured_conditions(evidence, arithmetic, forward, scores),
             exact["dcaptured"].numel() if problem.dcaptured else 0,
         )
-        at = (slice(rows.heads.start, rows.heads.stop), forward.rows.query)
+        at = _place_of(forward.rows)
         dq[at] = gradients.dq
         for name, term in gradients.dq_terms.items():
             dq_terms.setdefault(name, torch.zeros_like(dq))[at] = term
@@ -613,7 +610,7 @@ def _saved(
     """Return errors of the kernel's own out and LSE; of a hidden LSE the bound."""
 
     def of(tensor: Tensor) -> Tensor:
-        return tensor.flatten(0, 1)[rows.heads.start : rows.heads.stop][:, rows.query]
+        return tensor.flatten(0, 1)[_place_of(rows)]
 
     truth = evidence.truth
     out = of(outputs.out).double() - of(truth.out)

@@ -41,6 +41,7 @@ from attncheck.subjects.capabilities.subject import Subject
 from attncheck.verify.call_conditions import PLAIN_CALL, CallConditions, CallNotes
 from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Execution, Executor, Failure, Origin, out_of_memory
+from attncheck.verify.further_calls import element_bytes
 from attncheck.verify.judging import judge_outputs
 from attncheck.verify.memory_patterns import junk
 from attncheck.verify.relation_runs import check_relation
@@ -148,7 +149,9 @@ def _unwritten(kernel: CheckedKernel) -> Judgement:
         return Judgement(status="fail", rule="memory", reason=reason, warnings=warnings)
     reason = next(filter(None, (_poisoned_elements(name, plain, filled) for name in names)), "")
     # The same call again, where memory holds what it did.
-    if reason and not _same_bits(filled[0].outputs, kernel.run(_FILLS[0]).outputs):
+    again = kernel.run(_FILLS[0]).outputs.tensors() if reason else {}
+    first = filled[0].outputs.tensors()
+    if any(bool((element_bytes(again[n]) != element_bytes(first[n])).any()) for n in again):
         reason = "two calls on the same inputs differ: whether it reads unwritten memory is unknown"
         return Judgement(status="inconclusive", rule="memory", reason=reason, warnings=warnings)
     if reason:
@@ -160,7 +163,7 @@ def _unwritten(kernel: CheckedKernel) -> Judgement:
 
 def _unwritten_elements(name: TensorName, filled: list[Execution]) -> str:
     """Name what nobody wrote of an output: all its bytes differ as what filled memory does."""
-    one, other = (_element_bytes(each.outputs, name) for each in filled)
+    one, other = (element_bytes(each.outputs.tensors()[name]) for each in filled)
     # Patterns are each other's inverse; torch's CPU allocator knows only junk and zeros.
     where = (one ^ other == 0xFF).all(-1) | junk(one) & (other == 0).all(-1)
     return f"left {_count(where, name, filled[0].outputs)} unwritten" if bool(where.any()) else ""
@@ -168,25 +171,12 @@ def _unwritten_elements(name: TensorName, filled: list[Execution]) -> str:
 
 def _poisoned_elements(name: TensorName, plain: Execution, filled: list[Execution]) -> str:
     """Name what of an output depends on memory that nobody wrote."""
-    was = _element_bytes(plain.outputs, name)
+    was = element_bytes(plain.outputs.tensors()[name])
     where = torch.zeros(len(was), dtype=torch.bool, device=was.device)
     for each in filled:
-        where |= (_element_bytes(each.outputs, name) != was).any(-1)
+        where |= (element_bytes(each.outputs.tensors()[name]) != was).any(-1)
     count = _count(where, name, plain.outputs) if bool(where.any()) else ""
     return f"reads poison: {count} depend on memory that nobody wrote" if count else ""
-
-
-def _same_bits(one: Outputs, other: Outputs) -> bool:
-    names = one.tensors()
-    return all(bool((_element_bytes(one, n) == _element_bytes(other, n)).all()) for n in names)
-
-
-def _element_bytes(outputs: Outputs, name: TensorName) -> torch.Tensor:
-    """The bytes of each element of a tensor, ``(elements, bytes)``."""
-    tensor = outputs.tensors()[name]
-    # As bytes, because as numbers NaN differs from itself and −0 equals 0.
-    bits = tensor.detach().contiguous().flatten().view(torch.uint8)
-    return bits.view(-1, tensor.element_size())
 
 
 def _count(where: torch.Tensor, name: TensorName, outputs: Outputs) -> str:

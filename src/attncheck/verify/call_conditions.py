@@ -29,9 +29,10 @@ from attncheck.verify.memory_patterns import (
     Primed,
     allocator_filled,
     count_bytes,
+    gone,
     pattern,
     primed,
-    with_tensors,
+    weakly,
 )
 from attncheck.verify.process_effects import (
     State,
@@ -85,7 +86,7 @@ def place_among(inputs: Inputs, by: Surroundings, bands: list[Band] | None = Non
         )
         for name, tensor in inputs.tensors().items()
     }
-    return with_tensors(inputs, tensors)
+    return Inputs.of(inputs.problem, tensors)
 
 
 def _apart(tensor: torch.Tensor) -> torch.Tensor:
@@ -255,7 +256,7 @@ class ConditionedCall:
         self._allocator = False
         self._bands: list[Band] = []
         # A kernel may return the memory of an earlier call, which that call wrote to.
-        self._earlier = {each for each in _RETURNED if not _gone(each)}
+        self._earlier = {each for each in _RETURNED if not gone(each)}
         self._before: State = {}
 
     @contextlib.contextmanager
@@ -344,13 +345,12 @@ class ConditionedCall:
 
     def _filled(self, tensor: torch.Tensor) -> bool:
         """Return whether memory that C++ allocated was certainly filled when it did."""
-        if _weakly(tensor) in self._earlier:
+        if weakly(tensor) in self._earlier:
             return False  # what it keeps from call to call holds what the call before wrote
         if self._primed is not None:
             return self._primed.has(tensor)
-        return (
-            self._allocator and tensor.untyped_storage().resizable()
-        )  # another allocator's memory is not
+        # Another allocator's memory is not resizable.
+        return self._allocator and tensor.untyped_storage().resizable()
 
     def _look(self) -> None:
         for where, band, before in self._bands:
@@ -402,17 +402,8 @@ class ConditionedCall:
 
 def _remember(tensors: Mapping[TensorName, torch.Tensor]) -> None:
     """Memory that a call gave and that is there still is known to the next one."""
-    gone = {each for each in _RETURNED if _gone(each)}
-    _RETURNED.difference_update(gone)
-    _RETURNED.update(map(_weakly, tensors.values()))
-
-
-def _weakly(tensor: torch.Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch's
-
-
-def _gone(memory: StorageWeakRef) -> bool:
-    return bool(memory.expired())  # type: ignore[no-untyped-call]  # torch's
+    _RETURNED.difference_update([each for each in _RETURNED if gone(each)])
+    _RETURNED.update(map(weakly, tensors.values()))
 
 
 @contextlib.contextmanager

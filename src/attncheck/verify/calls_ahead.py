@@ -18,7 +18,8 @@ from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.terms import Terms
 from attncheck.verify.call_conditions import PLAIN_CALL
 from attncheck.verify.compile_ahead import free_places
-from attncheck.verify.kernel_messages import to_fields
+from attncheck.verify.executor import Origin
+from attncheck.verify.kernel_messages import run_words
 from attncheck.verify.remote_kernel import Deadlines, KernelConnection
 from attncheck.workers.process import KERNEL_SERVER, Worker
 
@@ -118,13 +119,7 @@ class CallsAhead:
                 if terms is not None and terms != held:
                     connection.hold(terms)
                     held = terms
-                words = {
-                    "case": Case(problem=problem).to_json(),
-                    "run": 0,
-                    "under": to_fields(PLAIN_CALL),
-                    "timed": False,
-                    "launch": None,
-                }
+                words = run_words(Origin(case=Case(problem=problem)), PLAIN_CALL)
                 connection.ask("run", words, seconds=limits.compile, most=_LARGEST_ANSWER)
         except AttncheckError:
             pass  # the judge's own process says so of the kernel

@@ -285,6 +285,13 @@ class DetectedCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     exposes_lse: bool  # whether it gives LSE
     tried: tuple[TrialResult, ...]  # in the order of asking
 
+    def takes(self, aspect: str, what: str = "") -> bool:
+        """Return whether it takes ``what`` of an aspect; empty for anything of it."""
+        return any(
+            one.aspect == aspect and what in {"", one.what} and one.verdict == "takes"
+            for one in self.tried
+        )
+
 
 def detect_capabilities(
     make: KernelFactory,
@@ -485,12 +492,10 @@ class Detection:
 
     def causal(self, base: Problem) -> None:
         """Find how the causal flag is aligned where lengths differ: if wrong, try the other way."""
-        aligned = dict(zip(ALIGNMENTS, causal_trials(base), strict=True))
-        for alignment, trial in aligned.items():
+        for other, trial in zip(reversed(ALIGNMENTS), causal_trials(base), strict=True):
             wrong = self.ask(trial.aspect, trial.what, trial.of(base)) == "wrong"
             if wrong and not self._options.causal:
-                other = next(name for name in ALIGNMENTS if name != alignment)
-                self._try_again("causal", (other,), aligned[other].of(base))
+                self.other_diagonal(other, base)
 
     def other_diagonal(self, alignment: str, base: Problem) -> None:
         """Try the causal mask aligned the other way, after the convention's was wrong."""
@@ -499,7 +504,7 @@ class Detection:
 
     def rectangular(self, base: Problem) -> None:
         """Try lengths that differ; a single query where a length of 1 is taken at all."""
-        one = any(t.aspect == "lengths" and t.what == "1" and not t.reason for t in self._results)
+        one = self.result(base).takes("lengths", "1")
         for each in rectangular_trials(base):
             if one or each.changes["query"] > 1:
                 self.ask(each.aspect, each.what, each.of(base))

@@ -433,19 +433,17 @@ def _try_unclaimed(detection: Detection, base: Problem, device: str) -> None:
     trials = [*_trials(base, detection.result(base).convention, device)]
     for trial, following in itertools.zip_longest(trials, trials[1:]):
         problem = trial.of(base)
-        answers = detection.result(base).tried
+        found = detection.result(base)
         # One row is a length of 1, which may be no multiple of what it takes.
-        one_row = any(one.what == "1" and one.verdict == "takes" for one in answers)
-        if trial.what == "one query" and not one_row:
+        if trial.what == "one query" and not found.takes("lengths", "1"):
             continue
-        if trial.aspect == "causal":
-            # Nothing is new in it where lengths must be equal, or the mask is wrong where they are.
-            wide = any(one.aspect == "rectangular" and one.verdict == "takes" for one in answers)
-            if not wide or detection.verdict(problem.replace(kv=base.kv)) != "takes":
-                continue
+        # Nothing is new in it where lengths must be equal, or the mask is wrong where they are.
+        if trial.aspect == "causal" and not (
+            found.takes("rectangular") and detection.verdict(problem.replace(kv=base.kv)) == "takes"
+        ):
+            continue
         # Of who has no gradients nobody asks for those of another layout.
-        graded = any(one.aspect == "backward" and one.verdict == "takes" for one in answers)
-        if trial.aspect == "strides" and problem.backward and not graded:
+        if trial.aspect == "strides" and problem.backward and not found.takes("backward"):
             continue
         # What of these is asked next does not hang on the answers.
         if following and trial.aspect == following.aspect in {"dtypes", "head_dims", "lengths"}:

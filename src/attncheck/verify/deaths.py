@@ -7,7 +7,7 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from attncheck.core.judgement import Judgement
-from attncheck.inputs.problem import Case, Problem, head_arrangement
+from attncheck.inputs.problem import Case, Problem
 from attncheck.records.record import FAILED_STATUSES, Record, Status
 from attncheck.subjects.capabilities.subject import Subject
 from attncheck.verify.call_checks import judge_call
@@ -15,6 +15,7 @@ from attncheck.verify.executor import Failure
 from attncheck.verify.isolated import IsolatedExecutor
 from attncheck.verify.kernel_messages import RemoteError
 from attncheck.verify.remote_kernel import RemoteSubject
+from attncheck.verify.run_case import blank_record
 from attncheck.workers.process import Died
 
 DEATHS: frozenset[Status] = frozenset({"crash", "timeout", "oom"})
@@ -109,13 +110,11 @@ def death_record(
         loading: Whether it died as the kernel was loaded, which is said then.
     """
     statuses: dict[str, Status] = {"oom": "oom", "timeout": "timeout", "error": "error"}
-    return Record(
-        case_id=case.id,
-        case=case.to_json(),
+    return blank_record(
+        case,
         kernel=kernel,
-        variant=variant,
-        heads=head_arrangement(case.problem),
         status=statuses.get(error.kind, "crash"),
+        variant=variant,
         reason=f"as it was loaded, {error}" if loading else str(error),
         environment=environment,
     )

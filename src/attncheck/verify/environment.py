@@ -70,7 +70,7 @@ def environment(device: str) -> Environment:
         python=".".join(map(str, sys.version_info[:3])),
         torch=str(torch.__version__),
         # From its metadata: to import it would settle whether kernels are interpreted.
-        triton=_version("triton"),
+        triton=package_version("triton"),
         numpy=np.__version__,
         attncheck=VERSION,
         cuda=(torch.version.cuda or "") if gpu else "",
@@ -84,7 +84,8 @@ def fingerprint(env: Environment) -> str:
     return hashlib.sha256(msgspec.json.encode(env)).hexdigest()[:8]
 
 
-def _version(package: str) -> str:
+def package_version(package: str) -> str:
+    """Return the version of an installed package; empty where it is not here."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -25,6 +25,7 @@ from attncheck.verify.call_conditions import (
     EarlierCalls,
     under_conditions,
 )
+from attncheck.verify.further_calls import synchronize
 from attncheck.verify.obligations import (
     aliased_input,
     arithmetic_error,
@@ -64,6 +65,18 @@ def out_of_memory(error: Exception) -> bool:
     # torch has no class of its own for a failed allocation on the CPU, nor for one by the driver.
     text = str(error) if isinstance(error, RuntimeError) else ""
     return known or "allocate memory" in text or "CUDA error: out of memory" in text
+
+
+def lost_gpu() -> str:
+    """Return the error that CUDA raises in this process from now on; empty where it works.
+
+    An illegal or a misaligned address, or a failed launch, ends every later call with its words.
+    """
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
+    return ""
 
 
 ENDS_CALLER = "which no `except Exception` of its caller catches"
@@ -295,7 +308,7 @@ class InProcess:
                 copies = around.copied(inputs)
                 call = subject.prepare(copies)
                 outputs = call()
-                _synchronize(device)
+                synchronize(device)
                 broken = _output_failure(outputs, inputs, copies)
                 if not broken:
                     around.returned(outputs)
@@ -357,8 +370,3 @@ def _harmless_warnings() -> Iterator[None]:
             shown = "default" if action == "error" else action
             warnings.filters.insert(0, (shown, *rest))  # type: ignore[attr-defined]  # it is a list
         yield
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

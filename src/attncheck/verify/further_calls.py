@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.input_tensors import Inputs
 from attncheck.subjects.capabilities.subject import Call, Subject
-from attncheck.verify.memory_patterns import fill_free
+from attncheck.verify.memory_patterns import QuietMode, fill_free
 
 _LATE = 40_000_000  # cycles of a GPU, 13 ms or more: far longer than a launch
 _STILL = 0.004  # seconds of this process during which a stream that waits surely does so still
@@ -60,7 +60,7 @@ def late_call(subject: Subject, inputs: Inputs, turn: int) -> Outputs:
     return type(made)(**tensors)
 
 
-class _Late(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
+class _Late(QuietMode):
     """While it is on, some streams are made to wait before what is queued on them.
 
     Seen are torch's operators, and that a stream is switched to (``torch.cuda.stream``). A host
@@ -70,24 +70,12 @@ class _Late(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         others: Whether all others are made to wait, and not this one.
     """
 
-    supports_higher_order_operators = True
-
     def __init__(self, stream: torch.cuda.Stream, *, others: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        super().__init__()
         self._stream, self._others = stream, others
         self._since: dict[int, float] = {}
         self._waits = 0
         self._switched = contextlib.ExitStack()
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """As ``memory_patterns.GuardBands`` does."""
-        return True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """As ``memory_patterns.GuardBands`` does."""
-        return False
 
     def __enter__(self) -> Any:
         """Also notice streams that are switched to."""
@@ -218,11 +206,11 @@ def repeat_calls(
             copies = inputs.clone()
             with _others_busy(inputs.device, turn):
                 made = subject.prepare(copies)()
-                _synchronize(inputs.device)
+                synchronize(inputs.device)
             spacers.extend(copies.tensors().values())
         else:
             made = call()
-        _synchronize(inputs.device)
+        synchronize(inputs.device)
         yield compare_bits(made, first, turn)
 
 
@@ -240,7 +228,7 @@ def compare_bits(made: Outputs, first: Outputs, turn: int) -> RepeatedCall:
     others = [
         name
         for name, tensor in first.tensors().items()
-        if name != "dcaptured" and not _equal(_bits(tensors[name]), _bits(tensor))
+        if name != "dcaptured" and not _equal(element_bytes(tensors[name]), element_bytes(tensor))
     ]
     if not others:
         return RepeatedCall(made)
@@ -255,15 +243,16 @@ def compare_bits(made: Outputs, first: Outputs, turn: int) -> RepeatedCall:
 
 def _where(other: torch.Tensor, tensor: torch.Tensor) -> str:
     """The first element that is other than it was."""
-    size = tensor.element_size()
-    at = (_bits(other).view(-1, size) != _bits(tensor).view(-1, size)).any(-1).nonzero()[0, 0]
+    at = (element_bytes(other) != element_bytes(tensor)).any(-1).nonzero()[0, 0]
     index = ", ".join(str(int(i)) for i in np.unravel_index(int(at), tensor.shape))
     was, now = (float(each.flatten()[at]) for each in (tensor, other))
     return f"[{index}] is {now:.9g} after {was:.9g}"
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().flatten().view(torch.uint8)
+def element_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of each element, ``(elements, bytes)``; as numbers NaN is not itself."""
+    bits = tensor.detach().contiguous().flatten().view(torch.uint8)
+    return bits.view(-1, tensor.element_size())
 
 
 @contextlib.contextmanager
@@ -289,6 +278,7 @@ def _multiply(device: torch.device, stream: torch.cuda.Stream) -> None:
             side = side @ side
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait for a GPU to have done what it was asked."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -18,22 +18,17 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
-import msgspec
-
 from attncheck.core.errors import HostError
 from attncheck.subjects.load import Entry
 from attncheck.verify.call_conditions import PLAIN_CALL, CallConditions, judged_conditions
 from attncheck.verify.executor import Execution, Failure, Origin, Turn
 from attncheck.verify.kernel_messages import (
+    CallReport,
     RemoteError,
     pack_inputs,
-    read_arithmetic,
-    read_clock,
-    read_notes,
-    read_seconds,
-    read_tiling,
+    read,
     remote_error,
-    to_fields,
+    run_words,
     unpack_outputs,
 )
 from attncheck.verify.obligations import arithmetic_error, inputs_digest, output_bytes, output_error
@@ -96,7 +91,7 @@ class IsolatedExecutor:
         try:
             return subject.launches(problem, device)
         except (Died, RemoteError) as error:
-            return Failure(kind=error.kind, message=str(error), trace=error.trace)
+            return _failure(error)
 
     def run(
         self,
@@ -127,24 +122,20 @@ class IsolatedExecutor:
 
     def keep(self, subject: Subject, inputs: Inputs, *, graph: bool) -> Execution | Failure:
         """As ``run`` without an origin; its process keeps the call, and is not replaced by then."""
-        words = _run_words(subject, None, PLAIN_CALL, timed=False) | {"kept": True, "graph": graph}
+        words = _run_words(subject, None, PLAIN_CALL) | {"kept": True, "graph": graph}
         return self._run(subject, inputs, words, calls=2)
 
     def time(self, problem: Problem) -> Turn | Failure:
         """One more call there, by its own clock."""
-        limit = self._connection.deadlines.call
+        words, limit = {"problem": problem.to_json()}, self._connection.deadlines.call
         try:
-            words = {"problem": problem.to_json()}
-            answer = self._connection.ask("time", words, seconds=limit)
-        except Died as error:
-            return Failure(kind=error.kind, message=str(error), trace=error.trace)
-        if answer.kind != "timed":
-            raised = remote_error(answer)
-            return Failure(kind=raised.kind, message=str(raised), trace=raised.trace)
+            answer = self._connection.ask("time", words, seconds=limit, answered="timed")
+        except (Died, RemoteError) as error:
+            return _failure(error)
         try:
-            seconds = read_seconds(answer.words.get("seconds"))
-            if seconds and seconds > 0:
-                return Turn(seconds=seconds, clock=read_clock(answer.words.get("clock")))
+            turn = read(Turn, answer.words)
+            if turn.seconds > 0:
+                return turn
         except HostError:
             self._connection.kill()
         return Failure(kind="crash", message="what its process sent is no time")
@@ -167,8 +158,7 @@ class IsolatedExecutor:
             most = output_bytes(inputs)
             answer = self._connection.ask("run", words, seconds=seconds, most=most, data=data)
         except Died as error:
-            message = f"{error} ({limit})" if limit and error.kind == "timeout" else str(error)
-            return Failure(kind=error.kind, message=message, trace=error.trace)
+            return _failure(error, f" ({limit})" if limit and error.kind == "timeout" else "")
         try:
             result = self._checked_answer(answer, inputs)
         except HostError as error:
@@ -205,7 +195,7 @@ class IsolatedExecutor:
             if answer not in (True, None):
                 return
         self._connection.asked[case.problem] = None
-        words = _run_words(subject, Origin(case=case), judged_conditions(case), timed=False)
+        words = _run_words(subject, Origin(case=case), judged_conditions(case))
         self._connection.send("run", words, seconds=self._connection.deadlines.call)
 
     def _seconds(self, subject: Subject, inputs: Inputs, calls: int) -> tuple[float, str]:
@@ -227,28 +217,26 @@ class IsolatedExecutor:
     def _checked_answer(self, answer: Frame, inputs: Inputs) -> Execution | Failure:
         """Return what came, checked; raises HostError for what is no answer."""
         if answer.kind != "ran":
-            error = remote_error(answer)
-            return Failure(kind=error.kind, message=str(error), trace=error.trace)
-        words, mine = answer.words, inputs_digest(inputs)
+            return _failure(remote_error(answer))
+        report, mine = read(CallReport, answer.words.get("report")), inputs_digest(inputs)
         # Both processes draw the inputs, and digests alone travel: neither has to trust the other.
-        if words.get("drawn") != mine:
+        if report.drawn != mine:
             return Failure(kind="contract", message="in its process the Case has other inputs.")
-        if words.get("left") != mine:
+        if report.left != mine:
             return Failure(kind="mutation", message="wrote to its inputs.")
         # Checked here too, because the kernel shares its process with the checks over there.
-        outputs = unpack_outputs(words.get("outputs"), answer.data, inputs.device)
-        arithmetic = read_arithmetic(words.get("arithmetic"))
-        unlike = output_error(outputs, inputs) or arithmetic_error(arithmetic, inputs)
+        outputs = unpack_outputs(answer.words.get("outputs"), answer.data, inputs.device)
+        unlike = output_error(outputs, inputs) or arithmetic_error(report.arithmetic, inputs)
         if unlike:
             return Failure(kind="contract", message=unlike)
         return Execution(
             outputs=outputs,
-            seconds=read_seconds(words.get("seconds")),
-            tiling=read_tiling(words.get("tiling")),
-            arithmetic=arithmetic,
-            notes=read_notes(words.get("notes")),
+            seconds=report.seconds,
+            tiling=report.tiling,
+            arithmetic=report.arithmetic,
+            notes=report.notes,
             left=mine,
-            compiling=read_seconds(words.get("compiling")) or 0.0,
+            compiling=report.compiling,
         )
 
     def _ask(self, subject: Subject, what: str, problem: Problem | None, device: str) -> Any:
@@ -257,42 +245,27 @@ class IsolatedExecutor:
         try:
             return _remote(subject).ask(what, problem, device)
         except (Died, RemoteError) as error:
-            failed = Failure(kind=error.kind, message=str(error), trace=error.trace)
+            failed = _failure(error)
         self._unheard = failed if failed.kind in _FATAL else None
         return failed
 
 
-class IsolatedKernel:
-    """One kernel in one process of its own; a context manager.
+class IsolatedKernel(KernelConnection):
+    """One kernel in one process of its own, and who calls it there; a context manager.
 
-    Args:
-        kernel: As ``subjects.load.load_subject`` takes it.
-        where: What else ``KernelConnection`` takes; raises as that does.
+    Attributes:
+        subject: The kernel, for every function here that takes one.
+        executor: How those call it.
     """
 
     def __init__(self, kernel: str, **where: Any) -> None:
-        self._connection = KernelConnection(kernel, **where)
-        self.executor = IsolatedExecutor(self._connection)  # how those call it
-        self._remote = RemoteSubject(self._connection, self._connection.description, self.executor)
-        self.subject: Subject = self._remote  # the kernel, for every function here that takes one
-
-    @property
-    def started(self) -> int:
-        """Processes so far."""
-        return self._connection.started
-
-    @property
-    def pid(self) -> int | None:
-        """The number of the process; None while there is none."""
-        return self._connection.pid
+        super().__init__(kernel, **where)
+        self.executor = IsolatedExecutor(self)
+        self.subject: Subject = RemoteSubject(self, self.description, self.executor)
 
     def entry(self) -> Entry:
         """Return what is known of the kernel before it is tried; raises HostError as ``files``."""
-        words = self._remote.ask("entry", None, self._connection.device)
-        try:
-            return msgspec.convert(words, Entry)
-        except msgspec.ValidationError as error:
-            raise HostError(f"what came is no entry: {error}") from None
+        return read(Entry, _remote(self.subject).ask("entry", None, self.device))
 
     def files(self) -> tuple[str, ...]:
         """Of which files its process has modules, but for Python's own and installed ones.
@@ -300,12 +273,8 @@ class IsolatedKernel:
         Raises:
             HostError: when it does not say so.
         """
-        names = self._remote.ask("files", None, self._connection.device)
+        names = _remote(self.subject).ask("files", None, self.device)
         return tuple(map(str, names)) if isinstance(names, list) else ()
-
-    def close(self) -> None:
-        """Let the process end, and kill all that it started."""
-        self._connection.close()
 
     def __enter__(self) -> Self:
         return self
@@ -314,16 +283,14 @@ class IsolatedKernel:
         self.close()
 
 
+def _failure(error: Died | RemoteError, more: str = "") -> Failure:
+    return Failure(kind=error.kind, message=f"{error}{more}", trace=error.trace)
+
+
 def _run_words(
-    subject: Subject, origin: Origin | None, under: CallConditions, *, timed: bool
+    subject: Subject, origin: Origin | None, under: CallConditions, *, timed: bool = False
 ) -> dict[str, Any]:
-    drawn = {} if origin is None else {"case": origin.case.to_json(), "run": origin.run}
-    return {
-        **drawn,
-        "under": to_fields(under),
-        "timed": timed,
-        "launch": _remote(subject).launch,
-    }
+    return run_words(origin, under, timed=timed, launch=_remote(subject).launch)
 
 
 def _remote(subject: Subject) -> RemoteSubject:

@@ -11,8 +11,10 @@ import functools
 import math
 import sys
 import types
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+import msgspec
 import torch
 
 from attncheck.core.declared_arithmetic import Arithmetic
@@ -20,19 +22,19 @@ from attncheck.core.errors import HostError, UsageError
 from attncheck.core.formats import FORMATS, Format
 from attncheck.core.outputs import Outputs
 from attncheck.core.tensor_names import AXES
-from attncheck.inputs.input_tensors import Descale, Inputs
+from attncheck.inputs.input_tensors import Inputs
 from attncheck.inputs.problem import Problem
 from attncheck.subjects.capabilities.subject import Subject, Tiling
-from attncheck.verify.call_conditions import CallNotes
-from attncheck.verify.timing import Clock
+from attncheck.verify.call_conditions import CallConditions, CallNotes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
+    from attncheck.verify.executor import Origin
     from attncheck.workers.transport import Frame
 
 _FLAGS = ("triton", "sinks", "backward", "captured", "promises_gradients", "has_launches")
-_Dataclass = TypeVar("_Dataclass")
+_Message = TypeVar("_Message")
 _COMPILERS = ("torch._dynamo", "torch.utils.cpp_extension")  # who imports them means to compile
 _INPUTS = (*"qkv", "q_descale", "k_descale", "v_descale", "x", "sink", "dout", "dlse")
 
@@ -56,7 +58,7 @@ def to_fields(value: Any) -> Any:
     return value
 
 
-def from_fields(kind: type[_Dataclass], words: Any) -> _Dataclass:
+def from_fields(kind: type[_Message], words: Any) -> _Message:
     """Return what ``to_fields`` wrote of a dataclass of this kind.
 
     Raises:
@@ -152,12 +154,7 @@ def pack_inputs(inputs: Inputs) -> tuple[dict[str, Any], bytes]:
 def unpack_inputs(words: dict[str, Any], data: bytes | bytearray, device: str) -> Inputs:
     """Return what ``pack_inputs`` was given, on ``device``, each tensor contiguous."""
     problem, where = Problem.from_json(words["problem"]), torch.device(device)
-    tensors = unpack_tensors(words["tensors"], data, where, _INPUTS)
-    scales = {
-        name: tensors.pop(f"{name}_descale") for name in "qkv" if f"{name}_descale" in tensors
-    }
-    descale = Descale(**scales) if scales else None
-    return Inputs(problem=problem, **tensors, descale=descale)
+    return Inputs.of(problem, unpack_tensors(words["tensors"], data, where, _INPUTS))
 
 
 def _each(about: Any, names: Collection[str]) -> Iterator[tuple[str, torch.dtype, list[int]]]:
@@ -191,13 +188,54 @@ class RemoteError(HostError):
         self.kind, self.trace = kind, trace
 
 
+class Description(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a kernel's process says of it, as its Subject does."""
+
+    name: str
+    summary: str
+    promises: tuple[str, ...]
+    conventions: tuple[str, ...]
+    triton: bool
+    sinks: bool
+    backward: bool
+    captured: bool
+    promises_gradients: bool
+    has_launches: bool
+    compiles: bool  # whether it is of Triton, or something that compiles was imported with it
+
+
 def describe_subject(subject: Subject) -> dict[str, Any]:
-    """Return what a kernel's process says of it."""
+    """Return a Description as JSON has it."""
     flags = {name: bool(getattr(subject, name)) for name in _FLAGS}
     flags["compiles"] = subject.triton or any(name in sys.modules for name in _COMPILERS)
     promises = sorted(str(promise) for promise in subject.promises)
     words = {"name": subject.name, "summary": subject.summary, "promises": promises}
     return {**words, "conventions": list(subject.conventions), **flags}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallReport:
+    """What a kernel's process says of a call, beside its outputs; fields as of ``Execution``."""
+
+    seconds: float | None
+    tiling: Tiling | None
+    arithmetic: Arithmetic
+    notes: CallNotes
+    compiling: float
+    drawn: str  # ``obligations.inputs_digest`` of the inputs, before the call
+    left: str  # the same after it
+
+
+def run_words(
+    origin: Origin | None,
+    under: CallConditions,
+    *,
+    timed: bool = False,
+    launch: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return the request of a run, of inputs that ``origin`` names, or that travel with it."""
+    drawn = {} if origin is None else {"case": origin.case.to_json(), "run": origin.run}
+    return {**drawn, "under": to_fields(under), "timed": timed, "launch": launch}
 
 
 def remote_error(answer: Frame) -> RemoteError:
@@ -206,51 +244,11 @@ def remote_error(answer: Frame) -> RemoteError:
     return RemoteError(words["kind"], words["message"], words["trace"])
 
 
-def read_tiling(words: Any) -> Tiling | None:
-    """The tiling that came; raises HostError for what is none."""
-    return None if words is None else _read(Tiling, words)
-
-
-def read_arithmetic(words: Any) -> Arithmetic:
-    """The arithmetic that came; raises HostError for what is none."""
-    arithmetic: Arithmetic = _read(Arithmetic, words)
-    return arithmetic
-
-
-def _read(kind: Any, words: Any) -> Any:
+def read(kind: type[_Message], words: Any) -> _Message:
+    """Return what came as a message of this kind; raises HostError for what is none."""
     try:
+        if issubclass(kind, msgspec.Struct):
+            return msgspec.convert(words, kind)
         return from_fields(kind, words)
-    except UsageError as error:
-        raise HostError(str(error)) from None
-
-
-def check_description(words: Any) -> dict[str, Any]:
-    """Return the description of a kernel that came; raises HostError for what is none."""
-    lists = {"promises": list, "conventions": list}
-    names = {"name": str, "summary": str, **lists, **dict.fromkeys((*_FLAGS, "compiles"), bool)}
-    if not isinstance(words, dict) or set(words) != set(names):
-        raise HostError("what came is no description of a kernel.")
-    if any(type(words[name]) is not kind for name, kind in names.items()):
-        raise HostError("what came is no description of a kernel.")
-    return words
-
-
-def read_notes(words: Any) -> CallNotes:
-    """Return the notes that came; raises HostError for what are none."""
-    notes: CallNotes = _read(CallNotes, words)
-    return notes
-
-
-def read_clock(value: Any) -> Clock:
-    """Return the clock that came; raises HostError for what is none."""
-    if value not in get_args(Clock):
-        raise HostError("a clock that is none.")
-    clock: Clock = value
-    return clock
-
-
-def read_seconds(value: Any) -> float | None:
-    """Return the time that came; raises HostError for what is none."""
-    if value is not None and type(value) not in {int, float}:
-        raise HostError("a time that is no number.")
-    return None if value is None else float(value)
+    except (UsageError, msgspec.ValidationError) as error:
+        raise HostError(f"what came is no {kind.__name__}: {error}") from None

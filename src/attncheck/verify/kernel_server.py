@@ -24,8 +24,9 @@ from attncheck.subjects.load import load_kernel
 from attncheck.subjects.terms import Terms, subject_on_terms
 from attncheck.verify.call_conditions import CallConditions
 from attncheck.verify.environment import prepare, require_device
-from attncheck.verify.executor import Execution, Failure, InProcess, Origin, failure
+from attncheck.verify.executor import Execution, Failure, InProcess, Origin, failure, lost_gpu
 from attncheck.verify.kernel_messages import (
+    CallReport,
     describe_subject,
     from_fields,
     pack_tensors,
@@ -239,7 +240,7 @@ class KernelServer:
             del inputs  # gibibytes, which the next question of another process may need
             strided_alloc.release_cached_memory(self._device)
         self._compiling.listen()  # to what the call imported
-        lost = self._lost_gpu()
+        lost = lost_gpu() if self._device == "cuda" else ""
         if lost:
             message = result.message if isinstance(result, Failure) else lost
             return _failed(Failure(kind="crash", message=f"its process lost the GPU: {message}"))
@@ -254,7 +255,7 @@ class KernelServer:
         turn = self._executor.time(Problem.from_json(words["problem"]))
         if isinstance(turn, Failure):
             return _failed(turn)
-        return Frame(kind="timed", words={"seconds": turn.seconds, "clock": turn.clock})
+        return Frame(kind="timed", words=to_fields(turn))
 
     def _forget(self, words: dict[str, Any]) -> Frame:
         del words
@@ -270,16 +271,6 @@ class KernelServer:
         problem = Problem.from_json(launch["of"])
         return self._subject.launches(problem, self._device)[launch["name"]]
 
-    def _lost_gpu(self) -> str:
-        """Return the error that CUDA raises from now on; empty where it works."""
-        if self._device != "cuda":
-            return ""
-        try:
-            torch.cuda.synchronize()
-        except RuntimeError as error:  # an illegal or a misaligned address, a failed launch
-            return str(error).partition("\n")[0]
-        return ""
-
 
 def loaded_files() -> list[str]:
     """Files of the modules that are loaded; none of Python's own and of installed packages."""
@@ -293,17 +284,21 @@ def loaded_files() -> list[str]:
 
 
 def _ran(result: Execution, problem: Problem, *, drawn: str, compiling: float) -> Frame:
+    report = CallReport(
+        seconds=result.seconds,
+        tiling=result.tiling,
+        arithmetic=result.arithmetic,
+        notes=result.notes,
+        compiling=compiling,
+        drawn=drawn,
+        left=result.left,
+    )
     try:
-        declared = {
-            "arithmetic": to_fields(result.arithmetic),
-            "tiling": to_fields(result.tiling),
-            "notes": to_fields(result.notes),
-        }
+        words = to_fields(report)
     except UsageError as error:
         return _failed(Failure(kind="contract", message=f"what it declares: {error}"))
     about, data = pack_tensors(requested_outputs(result.outputs, problem).tensors())
-    more = {"outputs": about, "seconds": result.seconds, "drawn": drawn, "left": result.left}
-    return Frame(kind="ran", words={**declared, **more, "compiling": compiling}, data=data)
+    return Frame(kind="ran", words={"report": words, "outputs": about}, data=data)
 
 
 def _failed(outcome: Failure) -> Frame:

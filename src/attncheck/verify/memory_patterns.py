@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import functools
 import hashlib
 import math
@@ -20,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.dlpack import from_dlpack
 
 from attncheck.core import strided_alloc
-from attncheck.inputs.input_tensors import Descale, Inputs
+from attncheck.inputs.input_tensors import Inputs
 
 Fill = Literal["", "pattern", "inverse"]
 """Empty for whatever is there; else a pattern, or its inverse, of which every byte differs."""
@@ -273,9 +272,7 @@ class Placed:
     place: int  # what the bands' bytes are hashed from
     label: str  # what it is, for a message
     original: torch.Tensor | None = None  # of an input what it held; None of what may be written
-    seen_by: StorageWeakRef | None = (
-        None  # the storage of the tensor in it; None until there is one
-    )
+    seen_by: StorageWeakRef | None = None  # the memory of the tensor in it, once there is one
     late: bool = False  # whether an operator of torch's allocated it elsewhere, and wrote it there
 
     @property
@@ -286,10 +283,30 @@ class Placed:
     @property
     def free(self) -> bool:
         """True once the tensor in it, and every view of that, is gone."""
-        return self.seen_by is not None and bool(self.seen_by.expired())  # type: ignore[no-untyped-call]  # torch's
+        return self.seen_by is not None and gone(self.seen_by)
 
 
-class GuardBands(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
+class QuietMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
+    """A mode under which a kernel is called as it always is, compiled graphs and all."""
+
+    # FlexAttention is one; it is called as it is, and what it allocates inside is its own affair.
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """A kernel that compiles a graph does so here too: it is to be called as it always is."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Else torch imports its compiler and Triton, and the interpreter has to be on by then."""
+        return False
+
+
+class GuardBands(QuietMode):  # type: ignore[no-untyped-call]  # torch's
     """While it is on, tensors are allocated between guard bands, and poisoned.
 
     Both hold bytes that are a hash of the place, compared as integers: a NaN is a number like any.
@@ -301,29 +318,16 @@ class GuardBands(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             own. None where all memory is new.
     """
 
-    # FlexAttention is one; it is called as it is, and what it allocates inside is its own affair.
-    supports_higher_order_operators = True
-
     def __init__(
         self, fill: Fill, device: torch.device, memory: list[Placed] | None = None
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        super().__init__()
         self._fill, self._device, self._memory = fill, device, memory
         self._most = _MOST if fill else _MOST_NARROW
         self._placed: list[Placed] = []
         self._inputs: list[Placed] = []
         self._bytes = 0
         self._wrong = self.unchecked = ""
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """A kernel that compiles a graph does so here too: it is to be called as it always is."""
-        return True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Else torch imports its compiler and Triton, and the interpreter has to be on by then."""
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The operator's result, in guarded memory where it allocated it."""
@@ -349,7 +353,7 @@ class GuardBands(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     def copied(self, inputs: Inputs) -> Inputs:
         """The same numbers between guard bands, laid out alike: strides, gaps and all."""
         tensors = {name: self._copied(name, t) for name, t in inputs.tensors().items()}
-        return with_tensors(inputs, tensors)
+        return Inputs.of(inputs.problem, tensors)
 
     def place_of(self, name: str, tensor: torch.Tensor) -> Placed | None:
         """Where an output lies between guard bands, called by its ``name`` from now on."""
@@ -478,6 +482,16 @@ class GuardBands(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         return ""
 
 
+def weakly(tensor: torch.Tensor) -> StorageWeakRef:
+    """Return what says when the memory of ``tensor``, and of every view of it, is ``gone``."""
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch's
+
+
+def gone(memory: StorageWeakRef) -> bool:
+    """Return whether nobody holds that memory any more."""
+    return bool(memory.expired())  # type: ignore[no-untyped-call]  # torch's
+
+
 def _memory_of(each: object) -> int | None:
     """What identifies the memory that a tensor lies in; None of anything else."""
     if isinstance(each, torch.Tensor) and each.layout == torch.strided:
@@ -489,7 +503,7 @@ def _memory_of(each: object) -> int | None:
 def _tensor(placed: Placed, like: torch.Tensor) -> torch.Tensor:
     """The memory of ``placed`` as a tensor laid out as ``like``, which knows of no bands."""
     alone = from_dlpack(torch._C._to_dlpack(placed.inside))
-    placed.seen_by = StorageWeakRef(alone.untyped_storage())  # type: ignore[no-untyped-call]  # torch's
+    placed.seen_by = weakly(alone)
     return alone.view(like.dtype).as_strided(like.shape, like.stride(), like.storage_offset())
 
 
@@ -507,11 +521,3 @@ def count_bytes(band: tuple[torch.Tensor, torch.Tensor]) -> str:
     """Return in words how many bytes of a band differ from what they were."""
     count = int((band[0] != band[1]).sum())
     return "1 byte" if count == 1 else f"{count} bytes"
-
-
-def with_tensors(inputs: Inputs, tensors: dict[str, torch.Tensor]) -> Inputs:
-    """Return ``inputs`` with other tensors, by the names that ``inputs.tensors()`` has."""
-    scales = {name[0]: t for name, t in tensors.items() if name.endswith("_descale")}
-    others = {name: t for name, t in tensors.items() if not name.endswith("_descale")}
-    descale = Descale(**scales) if scales else None
-    return dataclasses.replace(inputs, descale=descale, **others)  # type: ignore[arg-type]

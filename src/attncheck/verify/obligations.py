@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 
 import torch
 
@@ -34,7 +35,9 @@ def outputs_digest(outputs: Outputs) -> str:
         digest.update(json.dumps(about).encode() + b"\n")
         # Through flat bytes: numpy has no bfloat16, nor torch's fp8.
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        digest.update(flat.cpu().numpy().data)
+        # Into pinned memory: to any other a copy holds up what else is asked of the GPU.
+        host = torch.empty_like(flat, device="cpu", pin_memory=flat.is_cuda)
+        digest.update(host.copy_(flat).numpy().data)
     return digest.hexdigest()[:DIGITS]
 
 
@@ -49,32 +52,35 @@ def output_error(outputs: object, inputs: Inputs) -> str:
     """Return the fault in shapes, dtypes or device of ``outputs``; empty when there is none."""
     if not isinstance(outputs, Outputs):
         return f"returned {type(outputs).__name__}, but should return Outputs."
-    problem = inputs.problem
-    rows = (problem.batch, problem.heads, problem.query)
-    columns = problem.kv if problem.operation == "softmax" else problem.value_dim
-    wrong = _tensor("out", outputs.out, (*rows, columns), inputs)
-    dtype = problem.formats.output.torch_dtype
-    if not wrong and outputs.out.dtype != dtype:
-        wrong = f"out.dtype={outputs.out.dtype}, but should be {dtype}."
-    if not wrong and outputs.lse is not None:
-        wrong = _tensor("lse", outputs.lse, rows, inputs)
-        if not wrong and outputs.lse.dtype != torch.float32:
-            wrong = f"lse.dtype={outputs.lse.dtype}, but should be torch.float32."
-    return wrong or _gradients(outputs, inputs)
+    for name, (shape, dtype) in _owed(inputs).items():
+        tensor = getattr(outputs, name)
+        if name == "lse" and tensor is None:  # which a kernel may keep to itself
+            continue
+        if wrong := _tensor_error(name, tensor, shape, dtype, inputs.device):
+            return wrong
+    return ""
 
 
 def output_bytes(inputs: Inputs) -> int:
     """Bytes of the outputs that are asked for, LSE and every gradient among them."""
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in _owed(inputs).values())
+
+
+def _owed(inputs: Inputs) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return shape and dtype of every output: LSE and gradients of what is captured are fp32."""
     problem = inputs.problem
-    rows = problem.batch * problem.heads * problem.query
+    rows = (problem.batch, problem.heads, problem.query)
     columns = problem.kv if problem.operation == "softmax" else problem.value_dim
-    # LSE is fp32, one number a row.
-    owed = rows * (columns * problem.formats.output.torch_dtype.itemsize + 4)
+    out = (*rows, columns), problem.formats.output.torch_dtype
     if not problem.backward:
-        return owed
-    sources = (inputs.q, inputs.k, inputs.v, inputs.sink)
-    owed += sum(tensor.nbytes for tensor in sources if tensor is not None)
-    return owed + 4 * (_numbers(inputs) if problem.dcaptured else 0)
+        return {"out": out, "lse": (rows, torch.float32)}
+    like = {"dq": inputs.q, "dk": inputs.k, "dv": inputs.v, "dsink": inputs.sink}
+    gradients = {n: (tuple(t.shape), t.dtype) for n, t in like.items() if t is not None}
+    if problem.dcaptured:
+        mod = problem.score_mod(str(inputs.device))
+        numbers = sum(tensor.numel() for tensor in captured_tensors(mod, inputs.device))
+        gradients["dcaptured"] = ((numbers,), torch.float32)
+    return {"out": out, "lse": (rows, torch.float32), **gradients}
 
 
 def requested_outputs(outputs: Outputs, problem: Problem) -> Outputs:
@@ -88,38 +94,9 @@ def requested_outputs(outputs: Outputs, problem: Problem) -> Outputs:
     )
 
 
-def _gradients(outputs: Outputs, inputs: Inputs) -> str:
-    """The same of its gradients: each like what it is of."""
-    if not inputs.problem.backward:
-        return ""
-    like = {"dq": inputs.q, "dk": inputs.k, "dv": inputs.v, "dsink": inputs.sink}
-    for name, tensor in like.items():
-        if tensor is None:
-            continue
-        gradient = getattr(outputs, name)
-        wrong = _tensor(name, gradient, tuple(tensor.shape), inputs)
-        if not wrong and gradient.dtype != tensor.dtype:
-            wrong = f"{name}.dtype={gradient.dtype}, but should be {tensor.dtype}."
-        if wrong:
-            return wrong
-    return _captured(outputs, inputs) if inputs.problem.dcaptured else ""
-
-
-def _captured(outputs: Outputs, inputs: Inputs) -> str:
-    """The same of its gradients of what the score mod reads, which are fp32."""
-    wrong = _tensor("dcaptured", outputs.dcaptured, (_numbers(inputs),), inputs)
-    if not wrong and outputs.dcaptured is not None and outputs.dcaptured.dtype != torch.float32:
-        wrong = f"dcaptured.dtype={outputs.dcaptured.dtype}, but should be torch.float32."
-    return wrong
-
-
-def _numbers(inputs: Inputs) -> int:
-    """Count the numbers that the score mod reads from tensors."""
-    mod = inputs.problem.score_mod(str(inputs.device))
-    return sum(tensor.numel() for tensor in captured_tensors(mod, inputs.device))
-
-
-def _tensor(name: str, value: object, shape: tuple[int, ...], inputs: Inputs) -> str:
+def _tensor_error(
+    name: str, value: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> str:
     if not isinstance(value, torch.Tensor):
         return f"{name} is {type(value).__name__}, but should be a tensor."
     # One with attributes in place of torch's would say what it likes of itself.
@@ -129,10 +106,9 @@ def _tensor(name: str, value: object, shape: tuple[int, ...], inputs: Inputs) ->
         return f"{name} is {kind}, but should be a torch.Tensor itself."
     if tuple(value.shape) != shape:
         return f"{name}.shape={tuple(value.shape)}, but should be {shape}."
-    if value.device != inputs.device:
-        return f"{name}.device={value.device}, but should be {inputs.device}."
-    if value.layout != torch.strided:
-        return f"{name}.layout={value.layout}, but should be torch.strided."
+    for fact, wanted in {"device": device, "layout": torch.strided, "dtype": dtype}.items():
+        if getattr(value, fact) != wanted:
+            return f"{name}.{fact}={getattr(value, fact)}, but should be {wanted}."
     return ""
 
 

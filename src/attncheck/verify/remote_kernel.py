@@ -8,23 +8,17 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
+from attncheck.core.declared_arithmetic import Arithmetic
 from attncheck.core.errors import HostError, UsageError
 from attncheck.inputs.problem import PROMISES
 from attncheck.subjects.capabilities.subject import Call, Subject, Tiling, WrittenCall
-from attncheck.verify.kernel_messages import (
-    check_description,
-    from_fields,
-    read_arithmetic,
-    read_tiling,
-    remote_error,
-)
+from attncheck.verify.kernel_messages import Description, read, remote_error
 from attncheck.workers.process import KERNEL_SERVER, Died, Worker
 from attncheck.workers.transport import Frame
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from attncheck.core.declared_arithmetic import Arithmetic
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
     from attncheck.subjects.terms import Terms
@@ -162,7 +156,14 @@ class KernelConnection:
         return self._worker is None or self._cases == 0
 
     def ask(
-        self, kind: str, words: dict[str, Any], *, seconds: float, most: int = 0, data: bytes = b""
+        self,
+        kind: str,
+        words: dict[str, Any],
+        *,
+        seconds: float,
+        most: int = 0,
+        data: bytes = b"",
+        answered: str = "",
     ) -> Frame:
         """Return the answer to a question.
 
@@ -170,9 +171,11 @@ class KernelConnection:
             seconds: Until it is killed.
             most: Bytes beside JSON that an answer may have.
             data: Those of the question.
+            answered: The kind of the answer that is wanted; empty for any.
 
         Raises:
             Died: when there is none. The next question starts another process.
+            RemoteError: for an answer of another kind: asking raised there.
             HostError: when no process can be had, of which the kernel knows nothing.
         """
         if self._worker is None:
@@ -181,7 +184,10 @@ class KernelConnection:
             except UsageError as error:
                 # It was loaded before: what has changed is the kernel, not what the user typed.
                 raise Died("crash", f"loaded once more it said: {error}") from None
-        return self._exchange(kind, words, seconds, most, data)
+        answer = self._exchange(kind, words, seconds, most, data)
+        if answered and answer.kind != answered:
+            raise remote_error(answer)
+        return answer
 
     def send(self, kind: str, words: dict[str, Any], *, seconds: float) -> None:
         """Send a question of which ``ask`` receives the answer, where it is the next."""
@@ -323,6 +329,8 @@ class RemoteSubject(Subject):
         HostError: for a description that is none; and asked anything, when its process died.
     """
 
+    compiles: bool
+
     def __init__(
         self,
         connection: KernelConnection,
@@ -343,19 +351,12 @@ class RemoteSubject(Subject):
         self._describe(self.connection.hold(terms))
 
     def _describe(self, words: dict[str, Any]) -> None:
-        description = check_description(words)
-        self.name, self.summary = description["name"], description["summary"]
+        description = read(Description, words)
+        for name in msgspec.structs.asdict(description).keys() - {"promises", "has_launches"}:
+            setattr(self, name, getattr(description, name))
         # A word that is no promise of ours is dropped: no check could rest on it.
-        self.promises = frozenset(each for each in PROMISES if each in description["promises"])
-        self.triton, self.sinks, self.backward = (
-            description["triton"],
-            description["sinks"],
-            description["backward"],
-        )
-        self.captured, self.compiles = description["captured"], description["compiles"]
-        self.promises_gradients = description["promises_gradients"]
-        self.conventions = tuple(map(str, description["conventions"]))
-        self._has_launches: bool = description["has_launches"]
+        self.promises = frozenset(each for each in PROMISES if each in description.promises)
+        self._has_launches = description.has_launches
 
     @property
     def has_launches(self) -> bool:
@@ -387,7 +388,9 @@ class RemoteSubject(Subject):
         """As the kernel says."""
         key = problem.id, device
         if key not in self._tilings:
-            self.remember_tiling(problem, device, read_tiling(self.ask("tiling", problem, device)))
+            words = self.ask("tiling", problem, device)
+            tiling = None if words is None else read(Tiling, words)
+            self.remember_tiling(problem, device, tiling)
         return self._tilings[key]
 
     def remember_tiling(self, problem: Problem, device: str, tiling: Tiling | None) -> None:
@@ -399,7 +402,7 @@ class RemoteSubject(Subject):
     def written_call(self, problem: Problem) -> WrittenCall | None:
         """As the kernel says."""
         words = self.ask("written_call", problem, self.connection.device)
-        return None if words is None else from_fields(WrittenCall, words)
+        return None if words is None else read(WrittenCall, words)
 
     def launches(self, problem: Problem, device: str) -> Mapping[str, Subject]:
         """As the kernel says, each in the same process."""
@@ -413,7 +416,7 @@ class RemoteSubject(Subject):
 
     def arithmetic(self, problem: Problem, device: str) -> Arithmetic:
         """As the kernel says."""
-        return read_arithmetic(self.ask("arithmetic", problem, device))
+        return read(Arithmetic, self.ask("arithmetic", problem, device))
 
     def ask(self, what: str, problem: Problem | None, device: str) -> Any:
         """Return what the kernel answers when it is asked ``what``.
@@ -428,10 +431,8 @@ class RemoteSubject(Subject):
             "device": device,
             "launch": self.launch,
         }
-        answer = self.connection.ask("ask", words, seconds=self.connection.deadlines.call)
-        if answer.kind != "answer":
-            raise remote_error(answer)
-        return answer.words.get("value")
+        seconds = self.connection.deadlines.call
+        return self.connection.ask("ask", words, seconds=seconds, answered="answer").words["value"]
 
 
 def _text(value: Any) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import msgspec
 import torch
@@ -192,15 +193,32 @@ def new_record(
     subject: Subject, case: Case, *, device: str, variant: str, environment: str
 ) -> Record:
     """Return what is known of a Case before ``subject`` has run."""
+    return blank_record(
+        case,
+        kernel=subject.name,
+        interpreted=subject.triton and device == "cpu",
+        variant=variant,
+        environment=environment,
+    )
+
+
+def blank_record(
+    case: Case, *, kernel: str, status: Status = "error", variant: str = "", **more: Any
+) -> Record:
+    """Return a Record of ``case`` without errors, until a kernel has run an ``error``.
+
+    Args:
+        kernel: Its name, or what was typed.
+        more: Other fields.
+    """
     return Record(
         case_id=case.id,
         case=case.to_json(),
-        kernel=subject.name,
+        kernel=kernel,
         variant=variant,
         heads=head_arrangement(case.problem),
-        status="error",  # until it has run
-        interpreted=subject.triton and device == "cpu",
-        environment=environment,
+        status=status,
+        **{"environment": ""} | more,
     )
 
 

@@ -21,16 +21,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from attncheck.core.errors import require_known
 from attncheck.core.judgement import Judgement
 from attncheck.core.sanitize_text import one_line
 from attncheck.inputs.input_tensors import draw_inputs
-from attncheck.inputs.problem import Case, head_arrangement
-from attncheck.records.record import Record, Status
+from attncheck.inputs.problem import Case
+from attncheck.records.record import Record
 from attncheck.subjects.capabilities.subject import Subject
 from attncheck.subjects.load import load_subject
 from attncheck.verify.environment import prepare
 from attncheck.verify.executor import Failure, InProcess
+from attncheck.verify.run_case import blank_record
 
 TOOLS = {
     "memcheck": "no access outside of what was allocated, none that is misaligned",
@@ -86,7 +89,8 @@ def sanitized(
     require_known("tool", [tool], TOOLS)
     program = sanitizer()
     if program is None:
-        return tuple(_record(kernel, case, "unsupported", ABSENT) for case in cases)
+        absent: dict[str, Any] = {"kernel": kernel, "status": "unsupported", "reason": ABSENT}
+        return tuple(blank_record(case, **absent) for case in cases)
     # Random, because the kernel may print to the same stream.
     mark = secrets.token_hex(8)
     with tempfile.TemporaryDirectory(prefix="attncheck-") as folder:
@@ -177,43 +181,24 @@ def _collect_error(line: str, errors: list[str]) -> None:
 
 
 def _verdict(kernel: str, case: Case, report: _Report, tool: str, late: bool) -> Record:  # noqa: FBT001
+    record = blank_record(case, kernel=kernel)
     # Before its last word: a program that went on after an error may still end with ``ok``.
     if report.errors:
         more = f" ({len(report.errors)} in all)" if len(report.errors) > 1 else ""
-        judgement = Judgement(
-            status="fail", rule="memory", reason=f"{tool}: {report.errors[0]}{more}"
-        )
-        return _record(kernel, case, "fail", judgement=judgement)
+        reason = f"{tool}: {report.errors[0]}{more}"
+        judgement = Judgement(status="fail", rule="memory", reason=reason)
+        return replace(record, status="fail", judgement=judgement)
     if report.ended == "ok":
-        return _record(kernel, case, "pass", judgement=Judgement(status="pass"))
+        return replace(record, status="pass", judgement=Judgement(status="pass"))
     status, _, reason = report.ended.partition(" ")
     if status == "refused":
-        return _record(kernel, case, "unsupported", reason)
+        return replace(record, status="unsupported", reason=reason)
     if status:
-        return _record(kernel, case, "error", reason)
+        return replace(record, reason=reason)
     if late:
-        return _record(kernel, case, "timeout", f"{tool} did not end in time")
-    return _record(kernel, case, "crash", f"its process ended under {tool} before it had run")
-
-
-def _record(
-    kernel: str,
-    case: Case,
-    status: Status,
-    reason: str = "",
-    judgement: Judgement | None = None,
-) -> Record:
-    return Record(
-        case_id=case.id,
-        case=case.to_json(),
-        kernel=kernel,
-        variant="",
-        heads=head_arrangement(case.problem),
-        status=status,
-        reason=reason,
-        judgement=judgement,
-        environment="",
-    )
+        return replace(record, status="timeout", reason=f"{tool} did not end in time")
+    ended = f"its process ended under {tool} before it had run"
+    return replace(record, status="crash", reason=ended)
 
 
 # The program that compute-sanitizer watches: it calls a kernel once on each of some cases.

@@ -317,14 +317,11 @@ class _Run:
                 self.lose(unit, f"its process did not come back within {limits.unit:g} s")
 
 
-Option = str | int | float | bool
-
-
 def run_units(  # noqa: PLR0913  # one run, said once
     units: Sequence[Unit],
     *,
     work: str,
-    options: Mapping[str, Option],
+    options: Mapping[str, Any],
     journal: Journal,
     workers: Sequence[WorkerPlace] | Cluster,
     seconds: float | None = None,
