@@ -4,7 +4,11 @@ from attncheck.core.paged_layout import Paging
 from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.executor import InProcess
-from attncheck.verify.question_fit import adapted_problems, not_applicable_reason
+from attncheck.verify.question_fit import (
+    adapted_problems,
+    not_applicable_reason,
+    taken_problem,
+)
 from attncheck.verify.run_case import run_case
 
 PROBLEM = Problem(batch=2, query=5, kv=20)
@@ -29,6 +33,18 @@ def test_a_kernel_of_pages_gets_pages_of_usual_sizes():
     assert {each.replace(paging=None) for each in found} == {PROBLEM}
     (first, *_) = adapted_problems(Of(pages=True), PROBLEM.replace(batch=1), InProcess())
     assert first.paging == Paging(size=16)
+
+
+def test_what_it_takes_is_of_a_size_that_it_does_not_refuse():
+    class OfLargePages(Of):
+        def unsupported(self, problem, device):
+            del device
+            return "small pages" if problem.paging.size < 100 else None
+
+    taken = taken_problem(OfLargePages(pages=True), PROBLEM, InProcess(), "cpu")
+    assert taken == PROBLEM.replace(paging=Paging(size=256, shared=1))
+    assert taken_problem(Of(), PROBLEM, InProcess(), "cpu") == PROBLEM
+    assert taken_problem(Of(pages=True), SOFTMAX, InProcess(), "cpu") is None
 
 
 def test_any_other_gets_what_it_was_to_get():
