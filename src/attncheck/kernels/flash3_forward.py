@@ -188,7 +188,7 @@ def flash3_forward(
             scale * LOG2E, GROUPS=shape.groups, STAGES=shape.stages, REGISTERS=shape.registers,
             PINGPONG=shape.pingpong, OVERLAP=shape.overlap, UPPER=band.most is not None,
             LOWER=band.least is not None, SCALED=scaled, LIFT=math.log2(launch.weights_scale),
-            # Not by a factor below 0, which makes the maximum of scores the minimum of products, and
+            # Not by a factor below 0, which makes a maximum of scores a minimum of products, and
             # not in fp16, which is too narrow for weights that rounding has moved far from 1.
             FUSED=scaled or (q.dtype == torch.bfloat16 and scale > 0), num_warps=4,
             enable_fp_fusion=False,  # but where ``_advanced`` says so
