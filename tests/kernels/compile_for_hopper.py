@@ -228,14 +228,15 @@ def names():
 # deltas: one line more than once is one kernel, in which a row is added up in one order
 
 
-def deltas(*how):
+def deltas(value_dim, *how):
     """Print what Triton compiles delta's kernel for, a line for each layout of dO."""
-    shape, like = (2, 1, 40, 40), {"dtype": torch.float16}
+    dim = int(value_dim)
+    shape, like = (2, 1, dim, dim), {"dtype": torch.float16}
     layouts = (
         torch.empty(shape, **like),
-        torch.empty(2, 1, 41, 48, **like)[:, :, :40, :40],
+        torch.empty(2, 1, dim + 1, dim + 8, **like)[:, :, :dim, :dim],
         torch.empty(1, **like).expand(shape),
-        torch.empty(2 * 40 * 40 + 1, **like)[1:].view(shape),
+        torch.empty(2 * dim * dim + 1, **like)[1:].view(shape),
         torch.empty(shape, **like).mT,
     )
     kernel = gradient_terms._row_deltas
@@ -246,8 +247,9 @@ def deltas(*how):
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     out, of_rows = torch.empty(shape, **like), torch.empty(shape[:3])
     for dout in layouts:
+        o, do, strides, ahead = gradient_terms.in_steps(out, dout)
         _, compiled_for, _ = bind(
-            out, dout, of_rows, of_rows, (), *out.stride(), *dout.stride(), 1, 40, 40, DLSE=False,
+            o, do, of_rows, of_rows, (), *strides, 1, dim, dim, DLSE=False, AHEAD=ahead,
             BLOCK_Q=64, BLOCK_V=64, num_warps=4, debug=False,
         )  # fmt: skip
         sys.stdout.write(f"{compiled_for}\n")
@@ -311,7 +313,7 @@ def gluon_kernel(kernel, constants, types, **options):
 
 
 def flash3_gradients(width):
-    """Print shared memory, spilled bytes, products and waits of each kind of mask."""
+    """Print shared memory, spilled bytes and in loops, products and waits of each kind of mask."""
     width, shape = int(width), BACKWARD_SHAPES[int(width)]
     pointers = {"dq_ptr": "*fp32", "turns_ptr": "*i32", "next_ptr": "*i32"}
     tiles = dict.fromkeys(("q_desc", "dout_desc"), (torch.bfloat16, shape.rows, width))
@@ -325,7 +327,8 @@ def flash3_gradients(width):
             "LOWER": lower,
         }  # fmt: skip
         kernel = gluon_kernel(_backward, constants, types | {"stat_desc": of_rows})
-        code, counts = sass(kernel), [kernel.metadata.shared, spilled(kernel)]
+        code = sass(kernel)
+        counts = [kernel.metadata.shared, spilled(kernel), spills_in_loops(kernel)]
         counts += [len(re.findall(name, code)) for name in ("HGMMA", "GROUP.DEPBAR")]
         sys.stdout.write(f"{' '.join(map(str, counts))}\n")
 

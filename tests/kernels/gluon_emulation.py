@@ -164,7 +164,9 @@ class Emulated:
         self.thread = threading.local()  # of which program it is
         world = kernel.fn.__globals__ | self._fakes()
         for function in (kernel.fn, *(callee.fn for callee in callees)):
-            world[function.__name__] = FunctionType(function.__code__, world)
+            world[function.__name__] = FunctionType(
+                function.__code__, world, argdefs=function.__defaults__
+            )
         self.kernel = world[kernel.fn.__name__]
 
     def _fakes(self):

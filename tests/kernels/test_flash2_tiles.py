@@ -147,24 +147,25 @@ def test_runs_of_every_sort(heads):
 
 
 @triton.jit
-def placed(out_ptr, blocks, together):
+def placed(out_ptr, blocks, together, BESIDE: tl.constexpr):  # noqa: N803
     number = tl.program_id(0)
-    block, bh = tile.place(number, blocks, together)
+    block, bh = tile.place(number, blocks, together, BESIDE)
     tl.store(out_ptr + 2 * number, block)
     tl.store(out_ptr + 2 * number + 1, bh)
 
 
+@pytest.mark.parametrize("beside", [4, 8])
 @pytest.mark.parametrize("together", [1, 3, 4, 6, 9])
-def test_each_block_of_each_head_is_started_once(together):
-    """The last blocks of four heads first; of as many as are left in the end."""
+def test_each_block_of_each_head_is_started_once(together, beside):
+    """The last blocks of some heads first; of as many as are left in the end."""
     blocks = 3
     out = torch.empty(blocks * together, 2, dtype=torch.int32)
-    placed[(blocks * together,)](out, blocks, together)
+    placed[(blocks * together,)](out, blocks, together, BESIDE=beside)
     wanted = [
         [block, head]
-        for leading in range(0, together, 4)
+        for leading in range(0, together, beside)
         for block in reversed(range(blocks))
-        for head in range(leading, min(leading + 4, together))
+        for head in range(leading, min(leading + beside, together))
     ]
     assert out.tolist() == wanted
 

@@ -100,11 +100,29 @@ class Steps:
 
 RIGHT = Steps()  # those of a right kernel
 
-_OF_TILES = ("weights", "summed_weights", "kept_out", "kept_sum", "zero_maximum_when_empty")
-_OF_TILES += ("rescales_out", "rescales_sum", "maximum_in_tiles", "rescale_exponent")
-_OF_TILES += ("rescale_maximum", "first_weight", "weights_scale", "first_maximum")
-_OF_BACKWARD = ("backward_mask", "backward_lse", "delta", "slope", "scaled_gradients")
-_OF_BACKWARD += ("group_heads",)
+_OF_TILES = (
+    "weights",
+    "summed_weights",
+    "kept_out",
+    "kept_sum",
+    "zero_maximum_when_empty",
+    "rescales_out",
+    "rescales_sum",
+    "maximum_in_tiles",
+    "rescale_exponent",
+    "rescale_maximum",
+    "first_weight",
+    "weights_scale",
+    "first_maximum",
+)
+_OF_BACKWARD = (
+    "backward_mask",
+    "backward_lse",
+    "delta",
+    "slope",
+    "scaled_gradients",
+    "group_heads",
+)
 
 
 def replace_mask_parts(

@@ -32,6 +32,7 @@ from attncheck.inputs.problem import Case
 from attncheck.probes import PROBES
 from attncheck.records.fault_scores import ATTNCHECK_RULE, FaultSensitivity, SmallestFault
 from attncheck.records.record import FAILED_STATUSES
+from attncheck.records.run_reports import Stage
 from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.run_case import run_case
@@ -100,7 +101,7 @@ def _lowest(sees: Callable[[int], bool], seen: int, end: int) -> tuple[int, int]
     return seen, asked
 
 
-STAGES = ("probes", "bounds")
+STAGES: tuple[Stage, ...] = ("probes", "bounds")
 """What is asked: the stages that judge rounding. Others ask for bits, or draw what these have."""
 
 # Right kernels: what a rule says of a problem where it refuses one of them is chance. By numbers

@@ -43,8 +43,9 @@ _MOST = 128
 def row_totals(known: Conditions) -> RowTotals:
     """Sum ``known`` up over its keys; of an attention without a score mod and without a sink."""
     values, seen = known.v, known.seen
-    weights = torch.exp(known.scores - known.lse[..., None])
-    weights = torch.where(seen, weights, 0.0)
+    weights = (known.scores - known.lse[..., None]).exp_()
+    whole = bool(seen.all())  # then nothing is hidden from a sum or a maximum
+    weights = weights if whole else torch.where(seen, weights, 0.0)
     weight = weights.sum(-1, keepdim=True)
     # A row that sees no key has no means: 0.
     share = torch.where(weight > 0, 1 / weight, 0.0)
@@ -55,6 +56,11 @@ def row_totals(known: Conditions) -> RowTotals:
     spread = (square * (1 - lost) - mean.square() * (1 + lost)).clamp_min(0).sqrt()
     sizes = known.q.abs() @ known.k.abs().mT
     alive = known.count > 0
+    if whole:
+        least, largest = torch.aminmax(sizes, dim=-1, keepdim=True)
+    else:
+        least = torch.where(seen, sizes, math.inf).amin(-1, keepdim=True)
+        largest = torch.where(seen, sizes, 0.0).amax(-1, keepdim=True)
     return RowTotals(
         keys=known.keys,
         scale=known.scale,
@@ -67,10 +73,8 @@ def row_totals(known: Conditions) -> RowTotals:
         weight=weight,
         peak=weights.amax(-1, keepdim=True),
         size=(weights * sizes).sum(-1, keepdim=True) * share,
-        least_size=torch.where(
-            alive, torch.where(seen, sizes, math.inf).amin(-1, keepdim=True), 0.0
-        ),
-        largest_size=torch.where(seen, sizes, 0.0).amax(-1, keepdim=True),
+        least_size=torch.where(alive, least, 0.0),
+        largest_size=largest,
         mean_value=size,
         spread=spread,
         largest_query=float(known.q.abs().max()),

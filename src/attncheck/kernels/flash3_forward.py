@@ -35,7 +35,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from attncheck.inputs.input_tensors import Descale
 from attncheck.kernels.compilation import on_hopper, sound_assembler
 from attncheck.kernels.flash2_forward import flash2_forward
-from attncheck.kernels.launch import COUNTS, LOG2E, Launch, needs_careful_launch, scales
+from attncheck.kernels.launch import (
+    ALIGNED,
+    COUNTS,
+    LOG2E,
+    Launch,
+    aligned,
+    needs_careful_launch,
+    scales,
+)
 from attncheck.kernels.tile import loaded, number_of, place
 from attncheck.mods.masks import Band
 from attncheck.mods.to_triton import TritonMod
@@ -101,7 +109,7 @@ def unsupported_by_kernel(
         return "it takes no score mod, sink or pages"
     if band is None:
         return "it takes masks that go by distance alone: causal ones and windows"
-    ahead, most = _ALIGNED // dtype.itemsize, max(SHAPES)
+    ahead, most = ALIGNED // dtype.itemsize, max(SHAPES)
     if any(dim % ahead or dim > most for dim in dims) or tile_width(dims[0]) != tile_width(dims[1]):
         return (
             f"head dims {dims[0]} and {dims[1]}: it takes multiples of {ahead} up to {most}, both "
@@ -188,8 +196,8 @@ def flash3_forward(
             scale * LOG2E, GROUPS=shape.groups, STAGES=shape.stages, REGISTERS=shape.registers,
             PINGPONG=shape.pingpong, OVERLAP=shape.overlap, UPPER=band.most is not None,
             LOWER=band.least is not None, SCALED=scaled, LIFT=math.log2(launch.weights_scale),
-            # Not by a factor below 0, which makes a maximum of scores a minimum of products, and
-            # not in fp16, which is too narrow for weights that rounding has moved far from 1.
+            # Not by a factor below 0, which makes the maximum of scores the minimum of products,
+            # nor in fp16, which is too narrow for weights that rounding has moved far from 1.
             FUSED=scaled or (q.dtype == torch.bfloat16 and scale > 0), num_warps=4,
             enable_fp_fusion=False,  # but where ``_advanced`` says so
         )
@@ -215,16 +223,10 @@ def tile_width(dim: int) -> int:
     return max(min(SHAPES), int(triton.next_power_of_2(dim)))
 
 
-_ALIGNED = 16  # bytes: what TMA takes addresses and strides by
-
-
 def descriptor(x: torch.Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
     """What TMA knows of ``x``, or of a copy where it cannot read it: tiles of ``rows``."""
     columns = columns or tile_width(x.shape[3])
-    if not _is_readable(x.shape, x.stride(), x.element_size()):
-        x = x.contiguous()
-    if x.data_ptr() % _ALIGNED:
-        x = x.clone(memory_format=torch.contiguous_format)
+    x = aligned(x)
     # Checking it takes Triton longer than the rest of a launch, and only the address is new.
     own = copy(_descriptor_of(x.shape, x.stride(), x.dtype, rows, columns))
     own.base = x
@@ -241,7 +243,7 @@ def _by_columns(v: torch.Tensor, keys: int) -> TensorDescriptor:
     16 of them.
     """
     batch, kv_heads, kv, dim = v.shape
-    wide, width = -(-kv // _ALIGNED) * _ALIGNED, tile_width(dim)
+    wide, width = -(-kv // ALIGNED) * ALIGNED, tile_width(dim)
     out = torch.empty((batch, kv_heads, dim, wide), dtype=v.dtype, device=v.device)
     # As bytes, which Triton loads and moves in the interpreter as well.
     _turn[(triton.cdiv(wide, _TURNED), batch * kv_heads)](
@@ -249,14 +251,6 @@ def _by_columns(v: torch.Tensor, keys: int) -> TensorDescriptor:
         BLOCK_K=_TURNED, BLOCK_V=width,
     )  # fmt: skip
     return descriptor(out, width, keys)
-
-
-@lru_cache(maxsize=256)
-def _is_readable(shape: torch.Size, strides: tuple[int, ...], size: int) -> bool:
-    """Return whether TMA can read a tensor of elements of ``size`` bytes."""
-    ahead = _ALIGNED // size
-    steps = [step for step, length in zip(strides, shape, strict=True) if length > 1]
-    return strides[3] == 1 and all(step > 0 and step % ahead == 0 for step in steps if step != 1)
 
 
 @lru_cache(maxsize=256)

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attncheck.kernels.launch import block_dim
+from attncheck.kernels.launch import ALIGNED, aligned, block_dim
 from attncheck.kernels.tile import loaded, loaded_rows, power, score_gradients
 from attncheck.mods.to_triton import TritonMod
 
@@ -52,14 +52,31 @@ def row_deltas(
     """
     batch, heads, query, value_dim = out.shape
     delta = torch.empty_like(lse)
+    out, dout, strides, ahead = in_steps(out, dout)
     # fmt: off
     _row_deltas[triton.cdiv(query, block), batch * heads](
-        out, dout, lse, delta, () if dlse is None else (dlse,), *out.stride(), *dout.stride(),
-        heads, query, value_dim, DLSE=dlse is not None, BLOCK_Q=block,
+        out, dout, lse, delta, () if dlse is None else (dlse,), *strides, heads, query, value_dim,
+        DLSE=dlse is not None, AHEAD=ahead, BLOCK_Q=block,
         BLOCK_V=block_dim(value_dim, out.dtype), num_warps=warps,
     )
     # fmt: on
     return delta
+
+
+def in_steps(
+    out: torch.Tensor, dout: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...], int]:
+    """Return O and dO, copied if they must be, their strides, and what those count in.
+
+    In the numbers of ``ALIGNED`` bytes where a row is whole so many: loads are that wide then. It
+    goes by the shape alone: how wide loads are may decide in which order a row is added up.
+    """
+    ahead = ALIGNED // out.element_size()
+    if out.shape[3] % ahead:
+        return out, dout, (*out.stride(), *dout.stride()), 1
+    out, dout = aligned(out), aligned(dout)
+    strides = (step // ahead for x in (out, dout) for step in x.stride())
+    return out, dout, tuple(strides), ahead
 
 
 def sink_gradient(sink: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
@@ -93,17 +110,22 @@ _POINTERS = ("out_ptr", "dout_ptr", "lse_ptr", "delta_ptr", "dlse")
 def _row_deltas(
     out_ptr, dout_ptr, lse_ptr, delta_ptr, dlse, out_batch, out_head, out_row, out_col, dout_batch,
     dout_head, dout_row, dout_col, heads, query, value_dim, DLSE: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_V: tl.constexpr,
+    AHEAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_V: tl.constexpr,
 ):
     rows = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     cols = tl.arange(0, BLOCK_V)
     b64 = (tl.program_id(1) // heads).to(tl.int64)
     h64 = (tl.program_id(1) % heads).to(tl.int64)
     first = tl.program_id(1).to(tl.int64) * query
-    out_ptr += b64 * out_batch + h64 * out_head
-    dout_ptr += b64 * dout_batch + h64 * dout_head
-    out = loaded(out_ptr, rows, cols, out_row, out_col, query, value_dim).to(tl.float32)
-    dout = loaded(dout_ptr, rows, cols, dout_row, dout_col, query, value_dim).to(tl.float32)
+    out_ptr += (b64 * out_batch + h64 * out_head) * AHEAD
+    dout_ptr += (b64 * dout_batch + h64 * dout_head) * AHEAD
+    if AHEAD > 1:
+        out_ptr = tl.multiple_of(out_ptr, 16)
+        dout_ptr = tl.multiple_of(dout_ptr, 16)
+        out_col = 1
+        dout_col = 1
+    out = loaded(out_ptr, rows, cols, out_row * AHEAD, out_col, query, value_dim).to(tl.float32)
+    dout = loaded(dout_ptr, rows, cols, dout_row * AHEAD, dout_col, query, value_dim).to(tl.float32)
     delta = tl.sum(out * dout, 1)
     if DLSE:
         delta -= loaded_rows(dlse[0] + first, rows, query)

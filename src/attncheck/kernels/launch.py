@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 import triton
@@ -15,6 +16,7 @@ LOG2E = 1.4426950408889634
 # compiled anew for it, which takes far longer than a small problem. Backwards load LSE and delta by
 # these lengths: without what is known of them they took 1.04 to 1.3 times as long on an H200.
 COUNTS = ("heads", "kv_heads", "group", "query", "kv", "total_query", "rows_of_all", "splits")
+ALIGNED = 16  # bytes: what TMA and the widest loads take addresses and strides by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,3 +153,20 @@ def scales(descale: Descale | None) -> tuple[torch.Tensor, ...]:
     if descale is None:
         return ()
     return tuple(tensor.contiguous() for tensor in (descale.q, descale.k, descale.v))
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` ``(batch, heads, rows, columns)``, or a copy if a row begins off ``ALIGNED``.
+
+    Or if its columns are apart, or its rows overlap.
+    """
+    if not _is_aligned(x.shape, x.stride(), x.element_size()):
+        x = x.contiguous()
+    return x.clone(memory_format=torch.contiguous_format) if x.data_ptr() % ALIGNED else x
+
+
+@lru_cache(maxsize=256)
+def _is_aligned(shape: torch.Size, strides: tuple[int, ...], size: int) -> bool:
+    ahead = ALIGNED // size
+    steps = [step for step, length in zip(strides, shape, strict=True) if length > 1]
+    return strides[3] == 1 and all(step > 0 and step % ahead == 0 for step in steps if step != 1)

@@ -47,16 +47,16 @@ def is_due(again_ptr, number, CAREFUL: tl.constexpr):
 
 
 @triton.jit
-def place(number, blocks, together):
+def place(number, blocks, together, BESIDE: tl.constexpr = 4):
     """Block of rows, and batch and head, of what starts as ``number``.
 
     The last block first: under a causal mask it is the longest, and the short ones fill the end.
-    Four heads side by side: of one alone they would be too few, and K and V of all of them do not
-    stay in the L2 cache.
+    BESIDE heads side by side: of one alone they would be too few, and K and V of all of them do
+    not stay in the L2 cache.
     """
-    leading = number // (4 * blocks) * 4
-    heads_here = tl.minimum(4, together - leading)
-    within = number % (4 * blocks)
+    leading = number // (BESIDE * blocks) * BESIDE
+    heads_here = tl.minimum(BESIDE, together - leading)
+    within = number % (BESIDE * blocks)
     return blocks - 1 - within // heads_here, leading + within % heads_here
 
 

@@ -170,3 +170,38 @@ def _over_all_axes(mod: Callable[..., Tensor], scores: int) -> Callable[..., Ten
         of_indices = tuple(0 if other == axis else None for other in range(4))
         mod = torch.vmap(mod, in_dims=(0,) * scores + of_indices)
     return mod
+
+
+def seen_by_blocks(seen: Tensor, rows: int, keys: int) -> tuple[Tensor, Tensor]:
+    """Return whether blocks of so many rows and keys see something, and whether everything.
+
+    Args:
+        seen: Bool ``(batch, heads, rows, keys)``; axes that are expanded are looked at once.
+        rows: Of a block; the last may have fewer.
+        keys: The same.
+
+    Returns:
+        Bool, broadcastable to ``(batch, heads, blocks of rows, blocks of keys)``.
+    """
+    own = seen[tuple(slice(None) if step else slice(1) for step in seen.stride())]
+    some = every = own
+    if own.shape[3] > 1:
+        word = torch.int64 if keys % torch.int64.itemsize == 0 else torch.int8
+        # Eight bytes at a time, and both in one pass: to look through a mask takes a GPU longest.
+        whole = _filled_up(own, 3, keys).contiguous()
+        whole = whole.clone() if whole.storage_offset() % word.itemsize else whole
+        words = whole.view(word).view(*whole.shape[:3], -1, keys // word.itemsize)
+        least, most = torch.aminmax(words, dim=4)
+        some, every = most != 0, least == int.from_bytes(b"\1" * word.itemsize, "little")
+    if own.shape[2] > 1:
+        both = (_filled_up(x, 2, rows) for x in (some, every))
+        some, every = (x.reshape(*x.shape[:2], -1, rows, x.shape[3]) for x in both)
+        some, every = some.any(3), every.all(3)
+    return some, every
+
+
+def _filled_up(x: Tensor, axis: int, size: int) -> Tensor:
+    """``x`` with its last part repeated up to whole blocks: they see neither more nor less."""
+    behind = [*x.shape]
+    behind[axis] = -x.shape[axis] % size
+    return torch.cat([x, x.narrow(axis, -1, 1).expand(behind)], axis) if behind[axis] else x

@@ -62,13 +62,18 @@ def compute_conditions(inputs: Inputs, truth: Outputs, rows: Rows) -> Conditions
         scores = torch.cat([scores, _sinks(inputs.sink, rows)], -1)
     attended = by_mask & ~torch.isneginf(scores)
     same = scores is products
-    scores = torch.where(attended, scores, 0.0)
     if not same:
         products = torch.where(by_mask & ~torch.isneginf(products), products, 0.0)
-    weights = torch.where(attended, scores, -math.inf)
-    maximum = weights.amax(-1)
-    maximum = torch.where(attended.any(-1), maximum, 0.0)
-    weights.sub_(maximum[..., None]).exp_()  # in place: passes are what this costs
+    # Passes are what this costs: none is made for keys that are hidden where none is.
+    if bool(attended.all()):
+        maximum = scores.amax(-1)
+        weights = scores - maximum[..., None]
+    else:
+        scores = torch.where(attended, scores, 0.0)
+        weights = torch.where(attended, scores, -math.inf)
+        maximum = torch.where(attended.any(-1), weights.amax(-1), 0.0)
+        weights.sub_(maximum[..., None])
+    weights.exp_()
     assert truth.lse is not None, "the oracle always gives LSE"
     return Conditions(
         rows=rows,

@@ -2,8 +2,8 @@
 
 Speed is passes over memory. A tile costs two products and, between them,
 
-* one exponential, in place, where scores are known to be small (``_Bounded``), or none where that
-  is done as the product leaves its sums (``fused_weights``);
+* one exponential, in place, where scores are known to be small (``_Bounded``), and on a GPU that
+  can do both products and it in one kernel (``fused_tiles``) nothing;
 * otherwise the running maximum of the online softmax (``_Online``).
 
 Values carry a column of ones, so that P·V gives the row sum too and no pass is spent on it.
@@ -26,9 +26,15 @@ from attncheck.core.outputs import Outputs
 from attncheck.inputs.input_tensors import Inputs
 from attncheck.inputs.problem import Problem
 from attncheck.mods.signatures import MaskMod
+from attncheck.oracles import fused_tiles
 from attncheck.oracles.float64_numbers import Float64, Nonfinite, nonfinite_sums
-from attncheck.oracles.fused_weights import fused_weights
-from attncheck.oracles.mod_calls import Indices, call_mask, call_score_mod, is_identity
+from attncheck.oracles.mod_calls import (
+    Indices,
+    call_mask,
+    call_score_mod,
+    is_identity,
+    seen_by_blocks,
+)
 from attncheck.oracles.recurrence_steps import safe
 
 # |score| up to which Σ exp(score)·|v| needs no maximum subtracted: below 2^1022 for 2^32 keys and
@@ -52,16 +58,19 @@ def streaming(inputs: Inputs, *, blocks: Blocks | None = None) -> Outputs:
     """
     problem, device = inputs.problem, inputs.q.device
     tiles = _Tiles(inputs)
-    blocks = blocks or blocks_for(device, fused=tiles.fused is not None)
+    blocks = blocks or blocks_for(device, fused=tiles.fused)
     tiles.visibility = visibility = Visibility(problem, blocks, device)
     recurrence = _Bounded if tiles.bounded else _Online
+    # The kernel finds out by itself which keys a block of rows sees: as many as their masks allow.
+    most = max(blocks.cell, blocks.kv // visibility.distinct)
+    whole_runs = [Run(keys, partial=True) for keys in _cut(range(problem.kv), most)]
     shape = (problem.batch, problem.kv_heads, problem.group, problem.query)
     out = torch.empty(*shape, problem.value_dim, dtype=torch.float64, device=device)
     lse = torch.empty(*shape, 1, dtype=torch.float64, device=device)
     for block, rows in enumerate(query_blocks(problem, blocks)):
         for heads in head_ranges(problem, blocks, len(rows)):
             sums = recurrence(tiles, heads, rows)
-            for run in visibility.runs(heads, block):
+            for run in whole_runs if tiles.fused else visibility.runs(heads, block):
                 sums.add(run)
             for whole, part in zip((out, lse), sums.finish(), strict=True):
                 place = heads.of(whole)[:, :, :, rows.start : rows.stop]
@@ -88,9 +97,11 @@ class _Tiles:
             self.v = self.nonfinite.finite
         # A hidden NaN must be replaced before the exponential; NaN bounds compare false.
         small = self._largest_score() <= LARGEST_BOUNDED_SCORE
-        self.bounded = self.plain and self.nonfinite is None and small and all_moderate(self.v)
-        self.v = with_ones(self.v)
-        self.fused = fused_weights(problem, self.device) if self.bounded else None
+        self.bounded = self.plain and self.nonfinite is None and small
+        self.bounded = self.bounded and all_moderate(self.v, inputs.v)
+        self.fused = self.bounded and fused_tiles.takes(problem, self.device)
+        self.columns = _columns(problem.value_dim)
+        self.v = self.v if self.fused else with_ones(self.v)
         self._buffer = q.new_empty(0)
 
     def _by_key_head(self, sink: Tensor) -> Tensor:
@@ -109,14 +120,11 @@ class _Tiles:
 
         The product's own factor: q·k of 16-bit inputs stays exact and is rounded once.
         """
-        tile = self.buffer((q.shape[0], q.shape[1], k.shape[1]))
-        return torch.baddbmm(tile, q, k.mT, beta=0, alpha=self.problem.scale, out=tile)
-
-    def buffer(self, shape: tuple[int, int, int]) -> Tensor:
-        """What is there of the last tile."""
+        shape = (q.shape[0], q.shape[1], k.shape[1])
         if self._buffer.numel() < math.prod(shape):
-            self._buffer = self.q.new_empty(math.prod(shape))
-        return self._buffer[: math.prod(shape)].view(shape)
+            self._buffer = q.new_empty(math.prod(shape))
+        tile = self._buffer[: math.prod(shape)].view(shape)
+        return torch.baddbmm(tile, q, k.mT, beta=0, alpha=self.problem.scale, out=tile)
 
 
 class _Rows:
@@ -130,7 +138,7 @@ class _Rows:
         # Σ weight · v and, behind it, Σ weight: ``(kv heads, group · rows, columns)``, with the
         # columns of ``with_ones``.
         # Values and, in the column of ones, the row sum: one product gives both.
-        self.sums = q.new_zeros(*self.q.shape[:2], tiles.v.shape[-1])
+        self.sums = q.new_zeros(*self.q.shape[:2], tiles.columns)
         self.sink = None if tiles.sink is None else self._of_rows(tiles.sink)
 
     def _of_rows(self, sink: Tensor) -> Tensor:
@@ -188,13 +196,9 @@ class _Bounded(_Rows):
 
     def add(self, run: Run) -> None:
         k, v = (self.keys(tensor, run) for tensor in (self.tiles.k, self.tiles.v))
-        if self.tiles.fused is not None and len(run.keys) % 2 == 0:
-            weights = self.tiles.buffer((*self.q.shape[:2], len(run.keys)))
-            parts = self.tiles.fused(weights, self.q, k, self.seen(run), self.tiles.problem.scale)
-            # Without the column of ones, which would cost a tile of columns.
-            columns = self.tiles.problem.value_dim
-            self.sums[:, :, :columns].baddbmm_(weights, v[:, :, :columns])
-            self.total.add_(parts.sum(dim=-1, keepdim=True))
+        if self.tiles.fused:
+            scale, seen = self.tiles.problem.scale, self.seen(run)
+            fused_tiles.add_tile(self.sums, self.q, k, v, scale=scale, seen=seen)
             return
         weights = self.tiles.scores(self.q, k).exp_()
         if run.partial:
@@ -251,9 +255,16 @@ class _Online(_Rows):
         return tile
 
 
-def all_moderate(v: Tensor) -> bool:
-    """Return whether values are 0 or in the range that LARGEST_BOUNDED_SCORE assumes."""
-    sizes = v.abs()
+def all_moderate(values: Tensor, stored: Tensor | None = None) -> bool:
+    """Return whether values are 0 or in the range that LARGEST_BOUNDED_SCORE assumes.
+
+    Args:
+        values: Finite ones.
+        stored: The tensor that they were promoted from; of some formats none has others.
+    """
+    if stored is not None and stored.dtype in (torch.bfloat16, torch.float16, torch.float32):
+        return True
+    sizes = values.abs()
     largest = float(sizes.amax())
     smallest = float(sizes.masked_fill_(sizes == 0, 1.0).amin())
     return smallest >= _SMALLEST_BOUNDED_VALUE and largest <= _LARGEST_BOUNDED_VALUE
@@ -262,10 +273,14 @@ def all_moderate(v: Tensor) -> bool:
 def with_ones(v: Tensor) -> Tensor:
     """``v`` with a column of ones behind it, and zeros up to a multiple of 8 (64-byte rows)."""
     columns = v.shape[-1]
-    wide = v.new_zeros(*v.shape[:-1], (columns // 8 + 1) * 8)
+    wide = v.new_zeros(*v.shape[:-1], _columns(columns))
     wide[..., :columns] = v
     wide[..., columns] = 1.0
     return wide
+
+
+def _columns(value_dim: int) -> int:
+    return (value_dim // 8 + 1) * 8
 
 
 def exponential(shifted: Tensor) -> Tensor:
@@ -293,11 +308,12 @@ class Blocks:
 
 _CPU = Blocks(rows=1024, query=256, query_most=512, kv=512, cell=64)
 _GPU = Blocks(rows=32768, query=512, query_most=2048, kv=2048, cell=128)
-_FUSED = Blocks(rows=32768, query=512, query_most=2048, kv=4096, cell=128)
+# Without a score buffer: all rows of 16 heads of 16,384 at once, so that a GPU has work throughout.
+_FUSED = Blocks(rows=262144, query=512, query_most=16384, kv=16384, cell=128)
 
 
 def blocks_for(device: torch.device, *, fused: bool = False) -> Blocks:
-    """Sizes for a CPU (score buffer 4 MB, inside its last cache) or a GPU (512 MB, or 1 GB)."""
+    """Sizes for a CPU (score buffer 4 MB, inside its last cache) or a GPU (512 MB, or none)."""
     return _CPU if device.type == "cpu" else _FUSED if fused else _GPU
 
 
@@ -369,7 +385,8 @@ class Visibility:
         # A mask that ignores batch and heads is evaluated once for all of them.
         everybody = Heads(range(problem.batch), range(problem.kv_heads), problem.group)
         shape = self._visible(everybody, range(1), range(1)).shape
-        self._shared = shape[:2] == (1, 1)
+        self.distinct = shape[0] * shape[1]  # masks of sequences and heads
+        self._shared = self.distinct == 1
         self._runs: dict[Heads | None, list[list[Run]]] = {}
         self._tiles: dict[tuple[range, range], Tensor] = {}
 
@@ -398,30 +415,28 @@ class Visibility:
         return call_mask(self._mask_mod, indices)
 
     def _classify(self, heads: Heads) -> list[list[Run]]:
-        blocks, length = self._blocks, self._problem.kv
-        if len(self._queries) == 1 and length <= blocks.kv:
+        sizes, length = self._blocks, self._problem.kv
+        if len(self._queries) == 1 and length <= sizes.kv:
             return [[Run(range(length), partial=True)]]  # one tile: classifying costs as much
-        width = blocks.kv // blocks.cell * blocks.cell or blocks.cell
-        if self._shared:  # the strip of a mask without heads may be as wide as a tile has rows
-            width = max(width, blocks.rows * blocks.kv // len(self._queries[0]) // width * width)
+        width, rows, together = sizes.kv // sizes.cell * sizes.cell or sizes.cell, self._queries, 1
+        if self._shared:  # the strip of a mask without heads may be as large as a tile of all heads
+            most = 8 * sizes.rows * sizes.kv // len(rows[0])  # a byte where that has eight
+            width, together = max(width, most // width * width), max(1, most // length)
+        # As few calls as that: nothing else runs until all is classified.
         strips = [
-            [self._cells(heads, rows, keys) for keys in _cut(range(length), width)]
-            for rows in self._queries
+            torch.cat([self._cells(heads, blocks, keys) for keys in _cut(range(length), width)], -1)
+            for blocks in (rows[i : i + together] for i in range(0, len(rows), together))
         ]
-        classes = torch.stack([torch.cat(row, dim=-1) for row in strips]).tolist()
+        some, every = torch.cat(strips, dim=1).tolist()
         # Only the classes travel to the host, in one copy.
-        return [self._merge(some, every) for some, every in classes]
+        return [self._merge(*each) for each in zip(some, every, strict=True)]
 
-    def _cells(self, heads: Heads, rows: range, keys: range) -> Tensor:
-        """Classify each cell of a strip: sees something, sees everything; bool, ``(2, cells)``."""
-        seen = self._visible(heads, rows, keys)
-        classes = []
-        for reduce, padding in ((torch.any, False), (torch.all, True)):
-            by_key = reduce(seen.flatten(0, 2), dim=0).expand(len(keys))
-            extra = -len(keys) % self._blocks.cell
-            if extra:
-                by_key = torch.nn.functional.pad(by_key, (0, extra), value=padding)
-            classes.append(reduce(by_key.view(-1, self._blocks.cell), dim=-1))
+    def _cells(self, heads: Heads, blocks: list[range], keys: range) -> Tensor:
+        """Classify cells of query blocks: see something, see everything; ``(2, blocks, cells)``."""
+        rows, cell = range(blocks[0].start, blocks[-1].stop), self._blocks.cell
+        some, every = seen_by_blocks(self._visible(heads, rows, keys), len(blocks[0]), cell)
+        shape = len(blocks), -(-len(keys) // cell)
+        classes = some.flatten(0, 1).any(0).expand(shape), every.flatten(0, 1).all(0).expand(shape)
         return torch.stack(classes)
 
     def _merge(self, some: list[bool], every: list[bool]) -> list[Run]:

@@ -5,7 +5,7 @@ them,
 
 * one exponential and one product in place, where scores are known to be small (``_Bounded``):
   exp(score) needs no LSE subtracted, for exp(−LSE) is a factor of its row and goes into dO; and
-  neither where they are done as the products leave their sums (``fused_weights``);
+  on a GPU that can do them as the products leave their sums (``fused_tiles``) neither;
 * otherwise P from the LSE, the slope of the score mod and what hidden keys must not reach
   (``_General``).
 
@@ -23,8 +23,8 @@ from torch import Tensor
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.input_tensors import Inputs
 from attncheck.mods.captured_gradients import CapturedSums
+from attncheck.oracles import fused_tiles
 from attncheck.oracles.float64_numbers import Nonfinite, nonfinite_sums
-from attncheck.oracles.fused_weights import fused_weights
 from attncheck.oracles.mod_calls import Indices, call_score_mod_with_slope, is_identity
 from attncheck.oracles.streaming_forward import (
     Blocks,
@@ -104,7 +104,7 @@ class _Sums:
         finite_lse_loss = bool(torch.isfinite(self.dlse).all())
         self.careful = not self.plain or any(apart) or not finite_lse_loss
         self.bounded = (
-            not self.careful and _small(inputs) and all_moderate(v) and all_moderate(dout)
+            not self.careful and _small(inputs) and all_moderate(v, inputs.v) and all_moderate(dout)
         )
         self.q, self.k, self.v, self.dout = q, k, with_ones(v), dout
         # As factors of a sum over rows or keys, of which only some count.
@@ -115,9 +115,8 @@ class _Sums:
         self.marks = None if apart[3] is None else apart[3].marks
         self.dq, self.dk, self.dv = torch.empty_like(q), _turned(k), _turned(v)
         self.counts = None if self.marks is None else _turned(v.repeat(1, 1, 1, 3))
-        fused = fused_weights(self.problem, device, gradient=True) if self.bounded else None
-        self.fused = fused
-        self.blocks = blocks or backward_blocks_for(device, fused=fused is not None)
+        self.fused = self.bounded and fused_tiles.takes(self.problem, device, backward=True)
+        self.blocks = blocks or backward_blocks_for(device, fused=self.fused)
         self.visibility = Visibility(self.problem, self.blocks, device)
         self._buffers = [q.new_empty(0), q.new_empty(0)]
 
@@ -220,11 +219,12 @@ class _Bounded(_Rows):
     def add(self, run: Run) -> None:
         sums = self.sums
         k, v, scale = self.keys(sums.k, run), self.keys(sums.v, run), sums.problem.scale
-        if sums.fused is not None and len(run.keys) % 2 == 0:
+        if sums.fused and len(run.keys) % 2 == 0:
             shape = (*self.q.shape[:2], len(run.keys))
             weights, dx = sums.buffer(0, shape), sums.buffer(1, shape)
-            of_values = dx, self.loss, v[:, :, : sums.problem.value_dim]
-            sums.fused(weights, self.q, k, self.seen(run), scale, of_values)
+            values, seen = v[:, :, : sums.problem.value_dim], self.seen(run)
+            given = self.q, k, self.loss, values
+            fused_tiles.fill_tiles((weights, dx), *given, scale=scale, seen=seen)
         else:
             weights = sums.product(0, self.q, k, scale).exp_()
             if run.partial:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
@@ -55,14 +55,28 @@ def power_of_two(
     return torch.where(torch.isneginf(score), 0.0, exp2(exponent))
 
 
+def multiply_add(x: torch.Tensor, factor: torch.Tensor, term: torch.Tensor) -> torch.Tensor:
+    """``x · factor + term`` of fp32 tensors, rounded once, to fp32.
+
+    Float64 holds the product exactly. One pass: a tile's scores are many, and memory is slow.
+    """
+    out = torch.empty_like(x, dtype=torch.float32)
+    return torch.addcmul(term.double(), x, factor, out=out)
+
+
 def padded(x: torch.Tensor, block: int) -> torch.Tensor:
     """``x`` (batch, heads, length, dim) with zeros up to a whole number of blocks."""
     return torch.nn.functional.pad(x, (0, 0, 0, -x.shape[2] % block))
 
 
-# Scores held at a time: 4 million of them are 16 MiB in fp32, 32 MiB in float64. A GPU gets more:
-# with so few it waits for Python, which calls some forty operations for each tile of keys.
+# Scores of a softmax held at a time: 4 million of them are 16 MiB in fp32, 32 MiB in float64.
 _SCORES_AT_A_TIME = {"cpu": 2**22, "cuda": 2**25}
+# Rows of attention, all heads together. A GPU gets more: with few it waits for Python, which calls
+# some forty operations for each tile of keys; with many no tile is hidden from all of them.
+_ROWS_AT_A_TIME = {"cpu": 2**16, "cuda": 2**17}
+_SEEN_AT_A_TIME = {"cpu": 2**25, "cuda": 2**28}  # bytes, of what their masks say
+
+_LARGEST_MODERATE = FORMATS["fp32"].max / 4
 
 
 def ideal_softmax(inputs: Inputs) -> Outputs:
@@ -170,6 +184,12 @@ class Pass:
         self.v = padded(kernel.operand(inputs.v.float(), fmt), self.tile.block_kv)
         # Looked at once: the way around what is not finite costs a product for each such key.
         self.v_is_finite = bool(torch.isfinite(self.v).all())
+        # Made once: on a GPU a tile takes no longer than the calls that make it up.
+        lengths = problem.batch, problem.heads, self.q.shape[2], self.k.shape[2]
+        numbers = (torch.arange(length, device=self.device) for length in lengths)
+        self.sequence, self.head, self.row, self.key = numbers
+        self.known_row = self.row.clamp(max=problem.query - 1)
+        self.known_key = self.key.clamp(max=problem.kv - 1)
         self.steps = steps = kernel.steps
         own_mask = steps.mask and steps.mask(problem, self.device)
         # mask, score: the Problem's mods, or the kernel's own; ``score`` None where there is
@@ -180,9 +200,19 @@ class Pass:
             own_score = steps.score and steps.score(problem, self.device)
             self.score = own_score or problem.score_mod(self.device)
         self.factors = _Factors(kernel, inputs)  # what scores and outputs are multiplied by
+        self.moderate = self._is_moderate()
         # Whether scores are multiplied by the scale before the softmax.
         self.in_nats = _in_nats(problem)
         self.sink = inputs.sink  # each head's, if any
+
+    def _is_moderate(self) -> bool:
+        """Whether products and exponents are all finite, and c more than 0: −∞ · c is −∞ then."""
+        if self.steps.rescale_exponent != 1.0:
+            return False
+        c = self.factors.exponent
+        largest = self.q.abs().amax() * self.k.abs().amax() * self.q.shape[-1]
+        fits = largest * c.amax().clamp(min=1.0) < _LARGEST_MODERATE
+        return bool(fits & (c.amin() > 0))
 
     def outputs(self) -> Outputs:
         """Out and LSE."""
@@ -193,11 +223,10 @@ class Pass:
         return Outputs(out, lse[:, :, : problem.query])
 
     def row_blocks(self) -> list[slice]:
-        """Whole tiles of query rows: as many at a time as scores may be held."""
-        per_block = self.problem.batch * self.problem.heads
-        per_block *= self.tile.block_query * self.tile.block_kv
+        """Whole tiles of query rows: as many at a time as may be held."""
+        per_block = self.problem.batch * self.problem.heads * self.tile.block_query
         # Whole tiles, so that a row's bits do not depend on how many are computed at a time.
-        at_a_time = _SCORES_AT_A_TIME[self.q.device.type]
+        at_a_time = _ROWS_AT_A_TIME[self.q.device.type]
         step = max(1, at_a_time // per_block) * self.tile.block_query
         last = self.q.shape[2]
         return [slice(i, min(i + step, last)) for i in range(0, last, step)]
@@ -212,13 +241,31 @@ class Pass:
     def _rows(self, rows: slice) -> Outputs:
         q = self.q[:, :, rows]
         running = self._start(q)
-        for keys in self.key_tiles():
-            seen, at = self.seen(rows, keys)
-            if bool(seen.any()):
-                s = self.modified(self.logits(q, keys), seen, at)
-                step = self._flash1 if self.tile.recurrence == "flash1" else self._flash2
-                step(running, s, seen, self.expanded(self.v[:, :, keys]), keys)
+        step = self._flash1 if self.tile.recurrence == "flash1" else self._flash2
+        for keys, seen, at, whole in self._tiles_seen(rows, self.key_tiles()):
+            s = self.modified(self.logits(q, keys), None if whole else seen, at)
+            step(running, s, seen, self.expanded(self.v[:, :, keys]), keys)
         return self._finish(running)
+
+    def _tiles_seen(
+        self, rows: slice, tiles: list[slice]
+    ) -> Iterator[tuple[slice, torch.Tensor, Index, bool]]:
+        """Yield the tiles of keys of which the rows see some: which, what, where, and whether all.
+
+        Asked of many tiles at once, because a GPU waits for each answer.
+        """
+        most = _SEEN_AT_A_TIME[self.q.device.type]
+        asked: list[tuple[slice, torch.Tensor, Index]] = []
+        for keys in tiles:
+            seen, at = self.seen(rows, keys)
+            asked.append((keys, seen, at))
+            if len(asked) * seen.untyped_storage().nbytes() >= most or keys == tiles[-1]:
+                each = torch.stack([_without_repeats(seen) for _, seen, _ in asked]).flatten(1)
+                sees = torch.stack([each.any(1), each.all(1)], 1)
+                for tile, (some, whole) in zip(asked, sees.tolist(), strict=True):
+                    if some:
+                        yield *tile, whole
+                asked.clear()
 
     def _start(self, q: torch.Tensor) -> _Running:
         """Before the first tile: nothing, or the sink, as a tile of one such key leaves it."""
@@ -234,14 +281,13 @@ class Pass:
     def seen(self, rows: slice, keys: slice) -> tuple[torch.Tensor, Index]:
         """Which keys the rows see; padding is asked about as the last row and key, then hidden."""
         problem = self.problem
-        row = torch.arange(rows.start, rows.stop, device=self.device)
-        key = torch.arange(keys.start, keys.stop, device=self.device)
+        row, key = self.row[rows], self.key[keys]
         at = Index(
-            b=torch.arange(problem.batch, device=self.device).view(-1, 1, 1, 1),
-            h=torch.arange(problem.heads, device=self.device).view(1, -1, 1, 1),
+            b=self.sequence.view(-1, 1, 1, 1),
+            h=self.head.view(1, -1, 1, 1),
             # Clamped, so that a mod reads no tensor of its own beyond the end.
-            q_idx=row.clamp(max=problem.query - 1).view(1, 1, -1, 1),
-            kv_idx=key.clamp(max=problem.kv - 1).view(1, 1, 1, -1),
+            q_idx=self.known_row[rows].view(1, 1, -1, 1),
+            kv_idx=self.known_key[keys].view(1, 1, 1, -1),
         )
         inside = self.kernel.inside(key, problem.kv).view(1, 1, 1, -1)
         seen = self.visible(self.mask, at) & inside
@@ -257,11 +303,13 @@ class Pass:
         s = s if self.steps.products is None else self.steps.products(s)
         return s * self.factors.scale[..., None] if self.in_nats else s
 
-    def modified(self, s: torch.Tensor, seen: torch.Tensor, at: Index) -> torch.Tensor:
-        """Scores of a tile after the score mod, −∞ where not seen."""
+    def modified(self, s: torch.Tensor, seen: torch.Tensor | None, at: Index) -> torch.Tensor:
+        """Scores of a tile after the score mod, −∞ where not seen; None is everything."""
         if self.score:
             # A mod that computes in float64 gives an fp32 kernel an fp32 number all the same.
             s = self.score(s, at.b, at.h, at.q_idx, at.kv_idx).to(s.dtype)
+        if seen is None:
+            return s
         return torch.where(seen, s, max(self.kernel.hidden_score, self.steps.hidden))
 
     def _flash2(
@@ -326,22 +374,29 @@ class Pass:
         if self.in_nats:
             # The difference first: c times a finite score may be beyond fp32.
             return power_of_two(self.kernel.exp2, (s - base) * c, s)
-        # A fused multiply-add: float64 holds s·c exactly, and the sum is rounded to fp32.
-        exponent = (s.double() * c - (base * c).double()).float()
-        return power_of_two(self.kernel.exp2, exponent, s)
+        exponent = multiply_add(s, c, -(base * c))
+        return self._exp2(exponent, s)
 
     def _power(self, old: torch.Tensor, new: torch.Tensor, times: float = 1.0) -> torch.Tensor:
         """What a weight relative to ``old`` is to be multiplied by to be relative to ``new``."""
         exponent = (old - finite(new)) * self.factors.exponent
         exponent = exponent if times == 1.0 else exponent * times
-        return power_of_two(self.kernel.exp2, exponent, old)
+        return self._exp2(exponent, old)
+
+    def _exp2(self, exponent: torch.Tensor, score: torch.Tensor) -> torch.Tensor:
+        """The kernel's exp2; 0 where ``score`` is −∞, without a pass for it if none is needed."""
+        if self.moderate:
+            return self.kernel.exp2(exponent)
+        return power_of_two(self.kernel.exp2, exponent, score)
 
     def _row_sum(self, p: torch.Tensor) -> torch.Tensor:
         return self.kernel.row_sum(p, self.problem, self.factors.weights)
 
     def _weighted(self, p: torch.Tensor, seen: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """P·V; a value that is not finite goes to the rows that see its key, and to no other."""
-        p = self.kernel.operand(p * self.factors.weights, self.problem.formats.weights)
+        if self.factors.weights != 1.0:  # a pass that changes nothing
+            p = p * self.factors.weights
+        p = self.kernel.operand(p, self.problem.formats.weights)
         return self.product(p, v) if self.v_is_finite else weighted(self.product, p, seen, v)
 
     def _finish(self, run: _Running) -> Outputs:
@@ -359,7 +414,8 @@ class Pass:
 
     def expanded(self, kv: torch.Tensor) -> torch.Tensor:
         """Each key head as often as there are query heads that share it."""
-        return kv.repeat_interleave(self.problem.group, dim=1)
+        group = self.problem.group
+        return kv if group == 1 else kv.repeat_interleave(group, dim=1)
 
     def product(self, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         """(batch, heads, rows, n) × (batch, heads, n, m), one whole tile of rows at a time."""
@@ -369,6 +425,11 @@ class Pass:
         # One product a tile: torch may sum a larger matrix in another order.
         repeated = columns.flatten(0, 1).repeat_interleave(blocks, dim=0)
         return self.kernel.product(tiles, repeated).view(batch, heads, length, -1)
+
+
+def _without_repeats(x: torch.Tensor) -> torch.Tensor:
+    """``x`` without what is expanded in it."""
+    return x[tuple(slice(None) if stride else slice(1) for stride in x.stride())]
 
 
 def _in_nats(problem: Problem) -> bool:
@@ -486,7 +547,7 @@ class _BackwardPass(Pass):
         if self.in_nats:
             return power_of_two(self.kernel.exp2, (s - base) * c, s)
         # LSE is natural: s·c is in log2 units, and so is the product with log2 e, rounded once.
-        exponent = (s.double() * c - (base * self.factors.log2_e).double()).float()
+        exponent = multiply_add(s, c, -(base * self.factors.log2_e))
         return power_of_two(self.kernel.exp2, exponent, s)
 
     def _seen_product(
@@ -711,7 +772,7 @@ class Ideal(Subject):
 
     def exp2(self, exponent: torch.Tensor) -> torch.Tensor:
         """2 to the power of fp32 numbers, rounded once."""
-        return torch.exp2(exponent.double()).float()
+        return torch.exp2(exponent.double(), out=torch.empty_like(exponent))  # cast as it is stored
 
     def weights_scale(self, problem: Problem) -> float:
         """What P is multiplied by before it is rounded.

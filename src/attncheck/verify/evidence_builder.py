@@ -44,7 +44,8 @@ if TYPE_CHECKING:
 # Of a lazy maximum, in log2 units: FlashAttention-4's.
 _LAZY = 8.0
 
-_MOST_KEPT_ROWS = 1 << 18  # of q and k, whose float64 numbers are kept: 768 MiB of 128 dims
+# Of q and k, whose float64 numbers are kept: 768 MiB of 128 dims, and on a GPU 1.5 GiB.
+_MOST_KEPT_ROWS = {"cpu": 1 << 18, "cuda": 1 << 19}
 
 
 class EvidenceBuilder:
@@ -111,7 +112,7 @@ class EvidenceBuilder:
         # Masks, score mods and dtypes read the same numbers, and to draw them takes a second.
         plain = exact.replace(mask=FULL, score=NONE, dcaptured=False)
         rows = problem.batch * problem.heads * (problem.query + problem.kv)
-        kept = problem.operation == "attention" and rows <= _MOST_KEPT_ROWS
+        kept = problem.operation == "attention" and rows <= _MOST_KEPT_ROWS[self._place]
         draw = _draw_kept if kept else _draw_kept.__wrapped__
         numbers = draw(plain, distribution_named(problem.distribution), self._place)
         return numbers.replace(problem=exact)

@@ -35,7 +35,9 @@ def outputs_digest(outputs: Outputs) -> str:
         digest.update(json.dumps(about).encode() + b"\n")
         # Through flat bytes: numpy has no bfloat16, nor torch's fp8.
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        digest.update(flat.cpu().numpy().data)
+        # Into pinned memory: to any other a copy holds up what else is asked of the GPU.
+        host = torch.empty_like(flat, device="cpu", pin_memory=flat.is_cuda)
+        digest.update(host.copy_(flat).numpy().data)
     return digest.hexdigest()[:DIGITS]
 
 

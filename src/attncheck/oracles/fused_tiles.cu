@@ -1,0 +1,271 @@
+// Tiles of attention in float64 on a Hopper GPU; fused_tiles.py defines the sizes in capitals.
+//
+// Products are of 16 rows of A, 8 of B and 16 dimensions: a thread of a warp, by its group (of 8)
+// and its place (of 4) there, has rows group and group + 8 of A and row group of B, and of the
+// dimensions four. Which four is free, if both sides agree: the sum is over all. Of the result it
+// has columns 2 · place and 2 · place + 1 of both rows.
+
+typedef const unsigned char *Mask;
+
+// The next products of a warp, once for each half (rows group and group + 8).
+__device__ void multiply(double sums[4], const double a[8], const double b[4]) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, "
+        "{%4, %5, %6, %7, %8, %9, %10, %11}, {%12, %13, %14, %15}, {%0, %1, %2, %3};"
+        : "+d"(sums[0]), "+d"(sums[1]), "+d"(sums[2]), "+d"(sums[3])
+        : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(a[4]), "d"(a[5]), "d"(a[6]), "d"(a[7]),
+          "d"(b[0]), "d"(b[1]), "d"(b[2]), "d"(b[3]));
+}
+
+// Four neighbouring dimensions of a row, every ``every`` of ``to``.
+__device__ void four(double *to, int every, const double *row) {
+    double2 one = *(const double2 *)row, two = *(const double2 *)(row + 2);
+    to[0] = one.x, to[every] = one.y, to[2 * every] = two.x, to[3 * every] = two.y;
+}
+
+// ``lines`` of ``width`` numbers to shared memory, from line ``first`` on; beyond ``count`` zeros.
+__device__ void fetch(double *to, int pitch, const double *from, long stride, int first,
+                      long count, int lines, int width) {
+    for (int i = threadIdx.x; i < lines * width / 2; i += blockDim.x) {
+        int line = i / (width / 2), at = i % (width / 2) * 2;
+        bool there = first + line < count;
+        const double *source = from + (there ? (first + line) * stride + at : 0);
+        unsigned target = (unsigned)__cvta_generic_to_shared(to + line * pitch + at);
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                     :: "r"(target), "l"(source), "r"(there ? 16 : 0) : "memory");
+    }
+}
+
+__device__ void fetched() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Which of 32 keys from ``key`` on 16 rows see, by bits: rows group and group + 8 of the warp's.
+// ``row`` is where the mask has the row of this thread's number in the warp.
+__device__ unsigned sees(unsigned bits[2], Mask row, bool there, int key, long keys, long stride) {
+    int lane = threadIdx.x % 32, group = lane / 4;
+    unsigned any = 0;
+    bits[0] = bits[1] = 0;
+    #pragma unroll
+    for (int i = 0; i < 16; i++) {
+        Mask at = (Mask)__shfl_sync(~0u, (unsigned long)row, i);
+        bool inside = __shfl_sync(~0u, (int)there, i) && key + lane < keys;
+        unsigned word = __ballot_sync(~0u, inside && at[(key + lane) * stride]);
+        if (i == group) bits[0] = word;
+        if (i == group + 8) bits[1] = word;
+        any |= word;
+    }
+    return any;
+}
+
+// Where the mask has a row: those of one key head are those of the query heads that share it.
+__device__ Mask mask_row(Mask seen, int head, int row, long rows, long kv_heads, int of_head,
+                         long by_batch, long by_head, long by_row) {
+    long first = head % kv_heads * (rows / of_head);
+    return seen + head / kv_heads * by_batch + (first + row / of_head) * by_head
+           + row % of_head * by_row;
+}
+
+#ifdef FORWARD
+// sums += exp(scale · q·kᵀ) · (v and a column of ones), of ROWS rows and all keys; a warp 16 rows.
+// Of ROWS rows and CELL keys ``kinds`` says whether they see nothing, something or everything.
+extern "C" __global__ void __launch_bounds__(WARPS * 32) fused_tiles(
+        double *sums, const double *q, const double *k, const double *v, Mask seen, Mask kinds,
+        double scale, long rows, long keys, long kv_heads, long of_head,
+        long sums_head, long sums_row,
+        long q_head, long q_row, long k_head, long k_row, long v_head, long v_row,
+        long by_batch, long by_head, long by_row, long by_key,
+        long kind_batch, long kind_head, long kind_row, long kind_cell) {
+    extern __shared__ double shared[];
+    const int k_pitch = DIM + 2, v_pitch = VALUE + 2;  // no two threads of a phase in one bank
+    // Queries that registers hold leave their memory to the second stage.
+    double *stages = shared, *queries = shared + (HELD ? 1 : 2) * KEYS * (k_pitch + v_pitch);
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, place = lane % 4;
+    // The last rows first: under a causal mask they take longest.
+    int first = (gridDim.x - 1 - blockIdx.x) * ROWS, head = blockIdx.y, mine = first + warp * 16;
+    q += head * q_head, k += head * k_head, v += head * v_head, sums += head * sums_head;
+    if (kinds)
+        kinds = mask_row(kinds, head, first, rows, kv_heads, of_head, kind_batch, kind_head, 0)
+                + first % of_head / ROWS * kind_row;
+    bool there = mine + lane % 16 < rows;
+    Mask row = seen && there ? mask_row(seen, head, mine + lane % 16, rows, kv_heads, of_head,
+                                        by_batch, by_head, by_row) : seen;
+    auto kind_of = [&](int tile) -> int {
+        if (tile * KEYS >= keys) return 0;
+        return kinds ? kinds[tile * KEYS / CELL * kind_cell] : seen ? 1 : 2;
+    };
+    auto ahead = [&](int tile) {
+        double *to = stages + tile % 2 * KEYS * (k_pitch + v_pitch);
+        fetch(to, k_pitch, k, k_row, tile * KEYS, keys, KEYS, DIM);
+        fetch(to + KEYS * k_pitch, v_pitch, v, v_row, tile * KEYS, keys, KEYS, VALUE);
+        fetched();
+    };
+    fetch(queries, k_pitch, q, q_row, first, rows, ROWS, DIM);
+    fetched();
+    int kind = kind_of(0);
+    if (kind) ahead(0);
+    double out[VALUE / 8][4] = {}, total[2] = {};
+    const double *my_queries = queries + (warp * 16 + group) * k_pitch + 4 * place;
+#if HELD
+    double held[DIM / 16][8];
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
+    __syncthreads();
+    #pragma unroll
+    for (int step = 0; step < DIM; step += 16) {
+        four(held[step / 16], 2, my_queries + step);
+        four(held[step / 16] + 1, 2, my_queries + 8 * k_pitch + step);
+    }
+#endif
+    for (int tile = 0; tile * KEYS < keys; tile++) {
+        int now = kind;
+        kind = kind_of(tile + 1);
+        asm volatile("cp.async.wait_group 0;" ::: "memory");
+        __syncthreads();  // what comes next is put where all have read
+        if (kind) ahead(tile + 1);
+        // Of 32 keys from the tile's first on, which are there, and rows group and group + 8 see.
+        long left = keys - tile * KEYS;
+        unsigned any = now ? left < 32 ? (1u << left) - 1 : ~0u : 0, bits[2] = {any, any};
+        if (now == 1) any = sees(bits, row, there, tile * KEYS, keys, by_key);
+        if (!any) continue;
+        const double *from = stages + tile % 2 * KEYS * (k_pitch + v_pitch);
+        const double *my_keys = from + group * k_pitch + 4 * place;
+        double weights[KEYS / 8][4] = {};
+        #pragma unroll
+        for (int step = 0; step < DIM; step += 16) {
+            double b[4];
+#if HELD
+            double *a = held[step / 16];
+#else
+            double a[8];
+            four(a, 2, my_queries + step);
+            four(a + 1, 2, my_queries + 8 * k_pitch + step);
+#endif
+            #pragma unroll
+            for (int n = 0; n < KEYS / 8; n++) {
+                four(b, 1, my_keys + n * 8 * k_pitch + step);
+                multiply(weights[n], a, b);
+            }
+        }
+        #pragma unroll
+        for (int n = 0; n < KEYS / 8; n++)
+            #pragma unroll
+            for (int i = 0; i < 4; i++) {
+                double weight = exp(__dmul_rn(scale, weights[n][i]));
+                if (!(bits[i / 2] >> (n * 8 + 2 * place + i % 2) & 1)) weight = 0.0;
+                total[i / 2] += weight;
+                weights[n][i] = weight;
+            }
+        const double *my_values = from + KEYS * k_pitch + 2 * place * v_pitch + group;
+        #pragma unroll
+        for (int j = 0; j < KEYS; j += 16) {
+            // The four keys of which this thread has the weights.
+            const double *w = weights[j / 8];
+            double a[8] = {w[0], w[2], w[1], w[3], w[4], w[6], w[5], w[7]};
+            #pragma unroll
+            for (int n = 0; n < VALUE / 8; n++) {
+                const double *at = my_values + j * v_pitch + n * 8;
+                double b[4] = {at[0], at[v_pitch], at[8 * v_pitch], at[9 * v_pitch]};
+                multiply(out[n], a, b);
+            }
+        }
+    }
+    #pragma unroll
+    for (int half = 0; half < 2; half++) {
+        total[half] += __shfl_xor_sync(~0u, total[half], 1);
+        total[half] += __shfl_xor_sync(~0u, total[half], 2);
+        int at = mine + half * 8 + group;
+        if (at < rows) {
+            double *line = sums + at * sums_row;
+            if (place == 0) line[VALUE] += total[half];
+            #pragma unroll
+            for (int n = 0; n < VALUE / 8; n++)
+                for (int i = 0; i < 2; i++)
+                    line[n * 8 + 2 * place + i] += out[n][2 * half + i];
+        }
+    }
+}
+#else
+// weights = exp(scale · q·kᵀ) and dx = weights · (loss·vᵀ + term), a block 64 × 64 of them; a warp
+// 32 × 32. The term of a row stands behind its loss.
+extern "C" __global__ void __launch_bounds__(128) fused_tiles(
+        double *weights, double *dx, const double *q, const double *k, const double *loss,
+        const double *v, Mask seen, double scale, long rows, long keys, long kv_heads, long of_head,
+        long q_head, long q_row, long k_head, long k_row,
+        long loss_head, long loss_row, long v_head, long v_row,
+        long by_batch, long by_head, long by_row, long by_key) {
+    extern __shared__ double shared[];
+    const int pitch = 18, stage = 2 * 64 * pitch;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, place = lane % 4;
+    int row0 = blockIdx.y * 64, key0 = blockIdx.x * 64, head = blockIdx.z;
+    int warp_row = warp / 2 * 32, warp_key = warp % 2 * 32;
+    q += head * q_head, k += head * k_head, loss += head * loss_head, v += head * v_head;
+
+    unsigned bits[2][2] = {{~0u, ~0u}, {~0u, ~0u}};
+    int all = (DIM + VALUE) / 16;
+    if (seen) {
+        unsigned any = 0;
+        #pragma unroll
+        for (int m = 0; m < 2; m++) {
+            int mine = row0 + warp_row + m * 16 + lane % 16;
+            Mask row = mine < rows ? mask_row(seen, head, mine, rows, kv_heads, of_head,
+                                              by_batch, by_head, by_row) : seen;
+            any |= sees(bits[m], row, mine < rows, key0 + warp_key, keys, by_key);
+        }
+        if (!__syncthreads_or(any)) all = 0;  // 0 whatever the products are
+    }
+    auto ahead = [&](int step) {
+        if (step < all) {
+            double *to = shared + step % STAGES * stage;
+            bool second = step >= DIM / 16;
+            int at = (second ? step - DIM / 16 : step) * 16;
+            fetch(to, pitch, (second ? loss : q) + at, second ? loss_row : q_row, row0, rows, 64, 16);
+            fetch(to + stage / 2, pitch, (second ? v : k) + at, second ? v_row : k_row, key0, keys,
+                  64, 16);
+        }
+        fetched();
+    };
+    double scores[2][4][4] = {}, grads[2][4][4] = {};
+    auto products = [&](double sums[2][4][4], int step) {
+        asm volatile("cp.async.wait_group %0;" :: "n"(STAGES - 2) : "memory");
+        __syncthreads();  // what comes next is put where all have read
+        ahead(step + STAGES - 1);
+        const double *from = shared + step % STAGES * stage + group * pitch + 4 * place;
+        double a[2][8], b[4];
+        #pragma unroll
+        for (int m = 0; m < 4; m++)
+            four(a[m / 2] + m % 2, 2, from + (warp_row + m * 8) * pitch);
+        #pragma unroll
+        for (int n = 0; n < 4; n++) {
+            four(b, 1, from + stage / 2 + (warp_key + n * 8) * pitch);
+            multiply(sums[0][n], a[0], b);
+            multiply(sums[1][n], a[1], b);
+        }
+    };
+    for (int step = 0; step < STAGES - 1; step++) ahead(step);
+    if (all) {
+        for (int step = 0; step < DIM / 16; step++) products(scores, step);
+        for (int step = DIM / 16; step < all; step++) products(grads, step);
+    }
+    #pragma unroll
+    for (int m = 0; m < 2; m++)
+        #pragma unroll
+        for (int half = 0; half < 2; half++) {
+            int row = row0 + warp_row + m * 16 + half * 8 + group;
+            if (row >= rows) continue;
+            double term = loss[row * loss_row + VALUE];
+            #pragma unroll
+            for (int n = 0; n < 4; n++) {
+                int in_warp = n * 8 + 2 * place, key = key0 + warp_key + in_warp;
+                double2 weight, grad;
+                weight.x = exp(__dmul_rn(scale, scores[m][n][2 * half]));
+                weight.y = exp(__dmul_rn(scale, scores[m][n][2 * half + 1]));
+                if (!(bits[m][half] >> in_warp & 1)) weight.x = 0.0;
+                if (!(bits[m][half] >> in_warp & 2)) weight.y = 0.0;
+                grad.x = weight.x * (grads[m][n][2 * half] + term);
+                grad.y = weight.y * (grads[m][n][2 * half + 1] + term);
+                if (key < keys) {  // an even number of them
+                    long at = (head * rows + row) * keys + key;
+                    *(double2 *)(weights + at) = weight;
+                    *(double2 *)(dx + at) = grad;
+                }
+            }
+        }
+}
+#endif

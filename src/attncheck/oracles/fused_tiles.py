@@ -1,0 +1,244 @@
+"""Tiles on a Hopper GPU whose scores stay in its registers, or leave it once.
+
+By torch a tile costs a product that writes its scores, a pass for the exponential, one for a
+partial mask, and a product that reads them; a backward some more. At 64 and 128 dimensions those
+passes take longer than the products. Here a tile of a forward is one kernel, that writes no score,
+and of a backward one that writes P and dX, from which torch makes the gradients.
+
+The compiler is CUDA's own, not Triton, whose faults would be the kernels' too. Sums are float64's,
+on its tensor cores; ``exp`` is the one that torch calls, off by 1 ulp at most; and the scale is
+multiplied to the rounded sum, as by torch. Only the order of sums is another.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from attncheck.core.errors import HostError
+from attncheck.inputs.problem import Problem
+from attncheck.oracles.mod_calls import seen_by_blocks
+
+Launch = Callable[[tuple[int, int, int], Sequence[Tensor | int | float | None]], None]
+"""Runs a kernel on torch's current stream: a grid, and what it is given; None is no pointer."""
+
+_MOST_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_CELL = 128  # keys that a forward asks about at once
+_STEP, _MOST_DIMS = 16, 128  # what dimensions are multiples of; of a forward registers hold no more
+_HOPPER = (9, 0)  # whose instruction it is; other tensor cores have a slower one, or none
+# Multiplications of q·k and P·V from which the half second that CUDA's compiler takes is worth it.
+_FEWEST_PRODUCTS = 2**38
+_BLOCK, _STAGES = 64, 3  # of a backward: rows and keys of a block, and steps fetched ahead
+
+
+def takes(problem: Problem, device: torch.device, *, backward: bool = False) -> bool:
+    """Return whether tiles of ``problem`` on ``device`` can be made, and are worth it.
+
+    Args:
+        backward: Whether those of a backward, which keeps no output in registers.
+    """
+    dims = problem.head_dim, problem.value_dim
+    products = problem.batch * problem.heads * problem.query * problem.kv * sum(dims)
+    if device.type != "cuda" or torch.version.hip or products < _FEWEST_PRODUCTS:
+        return False
+    if any(dim % _STEP or (dim > _MOST_DIMS and not backward) for dim in dims):
+        return False
+    if torch.cuda.get_device_capability(device) != _HOPPER:
+        return False
+    try:
+        _kernel(device, *dims, backward=backward)
+    except HostError:  # without CUDA's compiler: torch's tiles are as exact, and slower
+        return False
+    return True
+
+
+def add_tile(
+    sums: Tensor, q: Tensor, k: Tensor, v: Tensor, *, scale: float, seen: Tensor | None
+) -> None:
+    """Add exp(scale · q·kᵀ) · v to ``sums``, and Σ exp(scale · q·kᵀ) to the column behind.
+
+    Lines lie at multiples of 16 bytes, each in one piece.
+
+    Args:
+        sums: ``(batch · kv_heads, group · rows, value_dim + 1 or more)``.
+        q: ``(batch · kv_heads, group · rows, head_dim)``.
+        k: ``(batch · kv_heads, keys, head_dim)``.
+        v: ``(batch · kv_heads, keys, value_dim)``.
+        seen: Bool ``(batch, heads, rows, keys)``; None where everything is.
+    """
+    lines, rows, _ = q.shape
+    kernel = _kernel(q.device, q.shape[2], v.shape[2])
+    _, warps = _sizes(q.shape[2])
+    size, kinds = warps * _STEP, None
+    # A block of rows is one head's, or it is asked of each row what it sees.
+    if seen is not None and (seen.shape[2] == rows or seen.shape[2] % size == 0):
+        kinds = _kinds(seen, size)
+    kernel(
+        (-(-rows // size), lines, 1),
+        [
+            *(sums, q, k, v, seen, kinds, scale, rows, k.shape[1], *_heads(lines, rows, seen)),
+            *_strides(sums, q, k, v),
+            *((0, 0, 0, 0) if seen is None else seen.stride()),
+            *((0, 0, 0, 0) if kinds is None else kinds.stride()),
+        ],
+    )
+
+
+def _kinds(seen: Tensor, rows: int) -> Tensor:
+    """0, 1 or 2 for what blocks of ``rows`` and ``_CELL`` keys see: nothing, something, all.
+
+    Bytes ``(batch, heads, blocks of rows, cells of keys)``.
+    """
+    some, every = seen_by_blocks(seen, rows, _CELL)
+    shape = -(-seen.shape[2] // rows), -(-seen.shape[3] // _CELL)
+    return (some.byte() + every.byte()).expand(*seen.shape[:2], *shape)
+
+
+def fill_tiles(
+    tiles: tuple[Tensor, Tensor],
+    q: Tensor,
+    k: Tensor,
+    loss: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    seen: Tensor | None,
+) -> None:
+    """Fill ``tiles`` with W = exp(scale · q·kᵀ), 0 where not seen, and W · (loss·vᵀ + term).
+
+    Args:
+        tiles: Both ``(batch · kv_heads, group · rows, keys)``, contiguous; an even number of keys.
+        q: As of ``add_tile``, and so are ``k``, ``v`` and ``seen``.
+        k: The same.
+        loss: ``(batch · kv_heads, group · rows, value_dim + 1 or more)``: the term stands behind.
+        v: The same.
+        scale: The same.
+        seen: The same.
+    """
+    lines, rows, keys = tiles[0].shape
+    kernel = _kernel(q.device, q.shape[2], v.shape[2], backward=True)
+    kernel(
+        (-(-keys // _BLOCK), -(-rows // _BLOCK), lines),
+        [
+            *(*tiles, q, k, loss, v, seen, scale, rows, keys, *_heads(lines, rows, seen)),
+            *_strides(q, k, loss, v),
+            *((0, 0, 0, 0) if seen is None else seen.stride()),
+        ],
+    )
+
+
+def _heads(lines: int, rows: int, seen: Tensor | None) -> tuple[int, int]:
+    """How many key heads a sequence has, and how many rows a query head."""
+    if seen is None:
+        return lines, rows
+    return seen.shape[1] * seen.shape[2] // rows, seen.shape[2]
+
+
+def _strides(*tensors: Tensor) -> list[int]:
+    return [tensor.stride(axis) for tensor in tensors for axis in (0, 1)]
+
+
+def _sizes(head_dim: int) -> tuple[int, int]:
+    """Keys at a time and warps of a forward: what a multiprocessor's memory holds."""
+    return (32, 4) if head_dim <= _MOST_DIMS // 2 else (16, 8)
+
+
+@functools.cache
+def _kernel(device: torch.device, dim: int, value: int, *, backward: bool = False) -> Launch:
+    if backward:
+        numbers, warps = 2 * _STAGES * _BLOCK * (_STEP + 2), 4
+        defines = {"STAGES": _STAGES}
+    else:
+        keys, warps = _sizes(dim)
+        rows, stage = warps * _STEP, keys * (dim + value + 4)
+        held = max(dim, value) <= _MOST_DIMS // 2  # the queries by registers
+        queries = rows * (dim + 2)
+        numbers = stage + max(stage, queries) if held else 2 * stage + queries
+        defines = {"FORWARD": 1, "KEYS": keys, "WARPS": warps, "ROWS": rows, "CELL": _CELL}
+        defines["HELD"] = int(held)
+    return compile_kernel(
+        Path(__file__).with_suffix(".cu").read_text(encoding="utf-8"),
+        "fused_tiles",
+        {"DIM": dim, "VALUE": value, **defines},
+        device=device,
+        threads=32 * warps,
+        shared=numbers * torch.finfo(torch.float64).bits // 8,
+    )
+
+
+def compile_kernel(
+    source: str,
+    name: str,
+    defines: Mapping[str, int],
+    *,
+    device: torch.device,
+    threads: int,
+    shared: int,
+) -> Launch:
+    """Return the kernel ``name`` of CUDA C++ ``source`` on ``device``.
+
+    Args:
+        defines: Numbers that it is compiled for, by their names in the source.
+        threads: Of a block.
+        shared: Bytes of a block's shared memory.
+
+    Raises HostError where there is no NVRTC, or it refuses.
+    """
+    with torch.cuda.device(device):
+        torch.cuda.current_stream()  # there is a context from here on
+        driver, module, function = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), ctypes.c_void_p()
+        _check(driver.cuModuleLoadData(ctypes.byref(module), _cubin(source, defines, device)))
+        _check(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
+        _check(driver.cuFuncSetAttribute(function, _MOST_SHARED, shared))
+
+    def launch(grid: tuple[int, int, int], given: Sequence[Tensor | int | float | None]) -> None:
+        values = [_c_value(each) for each in given]
+        pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        with torch.cuda.device(device):
+            stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+            sizes = (*grid, threads, 1, 1, shared)
+            _check(driver.cuLaunchKernel(function, *sizes, stream, pointers, None))
+
+    return launch
+
+
+def _c_value(
+    given: Tensor | int | float | None,
+) -> ctypes.c_void_p | ctypes.c_long | ctypes.c_double:
+    if given is None or isinstance(given, Tensor):
+        return ctypes.c_void_p(None if given is None else given.data_ptr())
+    return ctypes.c_long(given) if isinstance(given, int) else ctypes.c_double(given)
+
+
+def _cubin(source: str, defines: Mapping[str, int], device: torch.device) -> bytes:
+    try:
+        nvrtc = ctypes.CDLL(f"libnvrtc.so.{str(torch.version.cuda).partition('.')[0]}")
+    except OSError as error:
+        raise HostError(f"CUDA's compiler cannot be loaded: {error}.") from error
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    _check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"", 0, None, None))
+    major, minor = torch.cuda.get_device_capability(device)
+    options = [
+        f"--gpu-architecture=sm_{major}{minor}",
+        *(f"-D{name}={value}" for name, value in defines.items()),
+    ]
+    listed = (ctypes.c_char_p * len(options))(*(each.encode() for each in options))
+    failed = nvrtc.nvrtcCompileProgram(program, len(options), listed)
+    suffix = "ProgramLog" if failed else "CUBIN"
+    getattr(nvrtc, f"nvrtcGet{suffix}Size")(program, ctypes.byref(size))
+    text = ctypes.create_string_buffer(size.value)
+    getattr(nvrtc, f"nvrtcGet{suffix}")(program, text)
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    if failed:
+        raise HostError(f"CUDA's compiler refuses: {text.value.decode(errors='replace')}")
+    return text.raw
+
+
+def _check(code: int) -> None:
+    if code:
+        raise HostError(f"CUDA's driver or compiler answers {code} in place of 0.")
