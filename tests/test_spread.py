@@ -60,6 +60,41 @@ class _Gpu:
         return 2
 
 
+@pytest.fixture
+def released(monkeypatch):
+    """A planted GPU of 80 GiB in use here; how often what is cached was given back."""
+    times = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: times.append(1))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 30 << 30)
+    return times
+
+
+@pytest.mark.parametrize(("free", "times"), [(19, 1), (21, 0)])
+def test_cached_memory_is_given_back_where_little_is_free(free, times, released, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free << 30, 80 << 30))
+    strided_alloc.release_scarce_memory("cuda")
+    assert len(released) == times
+
+
+@pytest.mark.parametrize(("device", "initialized"), [("cpu", True), ("cuda", False)])
+def test_no_gpu_is_asked_of_its_memory_by_who_uses_none(device, initialized, monkeypatch):
+    def asked(_):
+        raise AssertionError
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", asked)
+    strided_alloc.release_scarce_memory(device)
+    assert not strided_alloc.others_hold_memory(device)
+
+
+@pytest.mark.usefixtures("released")
+@pytest.mark.parametrize(("free", "others"), [(20, True), (45, False)])
+def test_others_hold_what_is_neither_free_nor_ours(free, others, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free << 30, 80 << 30))
+    assert strided_alloc.others_hold_memory("cuda") == others
+
+
 @pytest.mark.parametrize(("copies", "able"), [(0, True), (1, False)])
 def test_a_gpu_needs_room_for_its_copies(copies, able, monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)

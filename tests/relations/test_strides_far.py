@@ -9,11 +9,13 @@ from tests.planted_kernels import kernel as planted
 from attncheck.core import strided_alloc
 from attncheck.core.mod_spec import Spec
 from attncheck.inputs import input_tensors as inputs_room
+from attncheck.inputs.problem import Case
 from attncheck.relations import relation_named
 from attncheck.relations.relation import Finding
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.executor import Failure
 from attncheck.verify.memory_patterns import GuardBands
+from attncheck.verify.run_case import run_case
 
 FAR, CAUSAL = relation_named("strides_far"), Spec.of("causal")
 TENSORS = {"q": 0, "k": 1, "v": 2, "dout": 3}
@@ -100,6 +102,9 @@ def test_in_its_own_question_no_memory_is_a_fault_of_ours(small, ask, monkeypatc
     monkeypatch.setattr(inputs_room, "draw_inputs", nothing)
     with pytest.raises(MemoryError):
         ask(Ideal(), "strides_gapped", small())
+    case = Case(problem=small(), question="strides_gapped")
+    record = run_case(Ideal(), case, device="cpu")
+    assert (record.status, record.reason) == ("error", "out of memory for the relation")
 
 
 def _resident() -> int:

@@ -22,6 +22,8 @@ from attncheck.verify.call_conditions import CallConditions
 from attncheck.verify.deaths import confirm_death
 from attncheck.verify.executor import Execution, Failure, InProcess, Origin
 from attncheck.verify.isolated import IsolatedExecutor, IsolatedKernel
+from attncheck.verify.kernel_messages import run_words
+from attncheck.verify.kernel_server import KernelServer
 from attncheck.verify.remote_kernel import Deadlines, RemoteSubject
 from attncheck.verify.run_case import new_record, run_case
 from attncheck.verify.verify import iter_records
@@ -242,6 +244,44 @@ def test_a_death_is_confirmed_alone(statuses, status, attempts):
     if statuses[-1] != status:
         again = f"said 0; asked once more, alone in a new process: {statuses[-1]} (said 1)"
         assert found.reason.endswith(again)
+
+
+@pytest.mark.parametrize(
+    ("crowded", "statuses", "status"),
+    [
+        (True, ["oom", "pass"], "pass"),
+        (False, ["oom", "pass"], "flaky"),
+        (True, ["oom", "oom"], "oom"),
+        (True, ["oom", "fail"], "oom"),
+        (True, ["crash", "pass"], "flaky"),
+    ],
+)
+def test_who_lacked_memory_that_others_held_is_judged_by_its_second_answer(
+    crowded, statuses, status, monkeypatch
+):
+    monkeypatch.setattr("attncheck.verify.deaths.others_hold_memory", lambda _: crowded)
+    record = new_record(Ideal(), Case(problem=SMALL), device="cpu", variant="", environment="")
+    first, second = (replace(record, status=each) for each in statuses)
+    given = iter((replace(first, reason="said"), second))
+    found, times = confirm_death(Counted(), lambda: next(given), slow=True)
+    assert (found.status, times) == (status, 2)
+    if status == "pass":
+        assert found.reason == "oom: said; asked once more, alone in a new process: pass"
+
+
+@pytest.mark.parametrize(("kept", "times"), [(False, 1), (True, 0)])
+def test_a_kernels_process_gives_back_scarce_memory_but_before_no_timed_call(
+    kept, times, monkeypatch
+):
+    released = []
+    monkeypatch.setattr("attncheck.core.strided_alloc.release_scarce_memory", released.append)
+    server = KernelServer()
+    how = {"device": "cpu", "threads": torch.get_num_threads(), "convention": ""}
+    assert server.answer(Frame(kind="load", words={"kernel": "ideal"} | how)).kind == "described"
+    words = run_words(Origin(case=Case(problem=SMALL)), CallConditions(), timed=False, launch=None)
+    words |= {"kept": True, "graph": False} if kept else {}
+    assert server.answer(Frame(kind="run", words=words)).kind == "ran"
+    assert released == ["cpu"] * times
 
 
 WRITES = """

@@ -43,6 +43,7 @@ from attncheck.subjects.capabilities.named_kernels import subject_named
 from attncheck.subjects.capabilities.subject import Subject
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.environment import environment, fingerprint, prepare
+from attncheck.verify.executor import LACKED
 from attncheck.verify.remote_kernel import Deadlines
 from attncheck.verify.run_case import run_case
 from attncheck.workers.units import Done, Unit
@@ -54,7 +55,6 @@ _BROKEN = re.compile(
     r"(?:^|raised )(?:ImportError|ModuleNotFoundError|NameError|UnboundLocalError|SyntaxError"
     r"|IndentationError|AttributeError|CompilationError|UnsupportedLanguageConstruct)\b"
 )
-_NO_TRUTH = "out of memory for"  # what a Record says where the judge had none
 _PATIENCE = 2 * Deadlines().compile  # seconds that one question may take
 _PLANTED = ("planted_", "attncheck_file_")  # what a worker imports for one fault alone
 _KINDS_OF_ANSWERS = 5  # of a control's wrong ones, that are told
@@ -156,12 +156,12 @@ class GateRun:
 
 def _check_runs(record: Record) -> None:
     """Raise NotScored where what the kernel raised says that its text is broken, or ours is."""
+    if record.judgement is None and LACKED in record.reason:
+        raise NotScored(one_line(record.reason))
     if record.status not in FAILED_STATUSES or record.judgement is not None:
         return
     if _BROKEN.search(record.reason):
         raise NotScored(one_line(f"what was planted is no kernel: {record.reason}"))
-    if record.reason.startswith(_NO_TRUTH):
-        raise NotScored(one_line(record.reason))
 
 
 def _wrong_answer(answer: Answer) -> WrongAnswer:

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from attncheck.core.errors import AttncheckError, HostError, UsageError
 from attncheck.core.mod_spec import Spec
+from attncheck.core.strided_alloc import release_cached_memory, release_scarce_memory
 from attncheck.gate.bound_stage import AGAIN
 from attncheck.gate.gate_failures import SHRUNK_STATUSES, FailureLog
 from attncheck.gate.plan import plan_kernel
@@ -30,7 +31,8 @@ from attncheck.verify.accuracy import measure_accuracy
 from attncheck.verify.claims import Claims, hold_to_claims
 from attncheck.verify.deaths import confirm_death, death_record
 from attncheck.verify.environment import environment, fingerprint, prepare
-from attncheck.verify.executor import InProcess
+from attncheck.verify.evidence_builder import forget_numbers
+from attncheck.verify.executor import LACKED, InProcess
 from attncheck.verify.isolated import IsolatedExecutor, IsolatedKernel
 from attncheck.verify.kernel_hosts import KernelHost, on_terms, open_kernel
 from attncheck.verify.remote_kernel import Deadlines
@@ -42,6 +44,10 @@ from attncheck.workers.units import Done, Unit
 # than a GPU that a dozen processes share, each with thousands of small operations. On an H100 and
 # fifteen of its cores 0.07 s of the smallest, not 0.28; but of four times as many 0.45, not 0.22.
 _MOST_PAIRS_ON_CPU = 1 << 16
+# The same where a GPU has no memory for the judge: half a minute of a core.
+_MOST_PAIRS_IN_NEED = 1 << 24
+# Seconds in which neighbours on a GPU end their questions, and give back what those took.
+_WAITS = (0.5, 2.0, 8.0)
 _READS = Spec.of("relative_bias", distance=1, seed=0)  # a score mod that reads a tensor
 _UNCLAIMED = "not refused: "  # before the name of a question beyond a kernel's claims
 
@@ -109,6 +115,7 @@ class GateWorker:
         except HostError as error:
             self._hosts.end(unit.commit)
             done = Done(unit=unit.id, harness=f"{unit.kind} of {unit.kernel}: {error}")
+        release_scarce_memory(unit.device)
         seconds = round(time.perf_counter() - start, 3)
         return replace(
             done, seconds=seconds, facts=done.facts | self._environment_facts(unit, done)
@@ -249,14 +256,14 @@ class GateWorker:
         return Done(unit=unit.id, answers=(answer,), units=units, attempts=1)
 
     def _run_case(self, unit: Unit, host: KernelHost, case: Case) -> tuple[Record, int]:
-        def ask() -> Record:
-            problem = case.problem
-            pairs = problem.batch * problem.heads * problem.query * problem.kv
-            here = self._choices.isolated and pairs <= _MOST_PAIRS_ON_CPU
+        problem = case.problem
+        pairs = problem.batch * problem.heads * problem.query * problem.kv
+
+        def ask_at(place: str) -> Record:
             how: dict[str, Any] = {
                 "executor": host.executor,
                 "device": unit.device,
-                "place": "cpu" if here else "",
+                "place": place,
                 "variant": unit.variant,
                 "environment": self._key,
             }
@@ -265,6 +272,24 @@ class GateWorker:
             # Errors beside their reference errors where they are to be read; elsewhere the verdict.
             brief = unit.stage != "bounds" or unit.variant.endswith(AGAIN)
             return run_case(host.subject, case, brief=brief, **how)
+
+        def ask() -> Record:
+            """Ask, again later or judged on a CPU where this process has no memory to judge."""
+            isolated = self._choices.isolated
+            usual = "cpu" if isolated and pairs <= _MOST_PAIRS_ON_CPU else ""
+            last = "cpu" if isolated and pairs <= _MOST_PAIRS_IN_NEED else usual
+            record = ask_at(usual)
+            for wait, place in (*((wait, usual) for wait in _WAITS), (0, last)):
+                if not _judge_lacked_memory(record):
+                    return record
+                forget_numbers()
+                release_cached_memory(unit.device)
+                time.sleep(wait)
+                record = ask_at(place)
+            if _judge_lacked_memory(record):  # which is nothing that the kernel did
+                reason = f"this machine is too small for it: {record.reason}"
+                return replace(record, status="unsupported", reason=reason)
+            return record
 
         return confirm_death(host.subject, ask, slow=True)
 
@@ -411,6 +436,10 @@ class _KernelHosts:
     def _host_options(self, unit: Unit) -> dict[str, Any]:
         limits = Deadlines.of(self._choices.timeout)
         return {"convention": unit.convention, "device": unit.device, "deadlines": limits}
+
+
+def _judge_lacked_memory(record: Record) -> bool:
+    return record.status == "error" and record.reason.startswith(LACKED)
 
 
 def _compiling(host: KernelHost) -> float:

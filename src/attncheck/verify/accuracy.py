@@ -23,10 +23,10 @@ from attncheck.records.record import FAILED_STATUSES, Accuracy, Record
 from attncheck.subjects.capabilities.subject import Subject, Tiling
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.evidence_builder import EvidenceBuilder, ensemble_tilings
-from attncheck.verify.executor import Execution, Executor
+from attncheck.verify.executor import Execution, Executor, lacked_memory
 from attncheck.verify.kernel_hosts import executor_of
 from attncheck.verify.question_fit import not_applicable_reason
-from attncheck.verify.run_case import new_record, run_on_evidence
+from attncheck.verify.run_case import new_record, run_on_evidence, without_outputs
 
 RUNS = 5  # fewest runs of a kernel that may give other bits each time
 
@@ -70,7 +70,10 @@ def measure_accuracy(
             return replace(blank, status="unsupported", reason=reason)
         record, execution = run_on_evidence(blank, subject, evidence, executor)
         if execution is not None and record.judgement is not None:
-            record = replace(record, accuracy=accuracies(execution, evidence))
+            try:
+                record = replace(record, accuracy=accuracies(execution, evidence))
+            except (RuntimeError, MemoryError) as error:
+                return without_outputs(blank, lacked_memory(error, "the accuracy"))
         worst = record if worst is None else _worse(worst, record)
         # There are no errors to compare, and a further run would not take the failure back.
         if record.status in FAILED_STATUSES or record.status == "unsupported":

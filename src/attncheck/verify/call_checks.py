@@ -40,7 +40,7 @@ from attncheck.relations import RELATIONS
 from attncheck.subjects.capabilities.subject import Subject
 from attncheck.verify.call_conditions import PLAIN_CALL, CallConditions, CallNotes
 from attncheck.verify.evidence_builder import EvidenceBuilder
-from attncheck.verify.executor import Execution, Executor, Failure, Origin, out_of_memory
+from attncheck.verify.executor import Execution, Executor, Failure, Origin, lacked_memory
 from attncheck.verify.further_calls import element_bytes
 from attncheck.verify.judging import judge_outputs
 from attncheck.verify.memory_patterns import junk
@@ -401,7 +401,5 @@ def judge_call(
     except Unanswered as error:
         return error.failure
     except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
-            raise
         # The kernel's own want of memory comes back as its Failure: this is ours.
-        return Failure(kind="error", message="out of memory for the check")
+        return lacked_memory(error, "the check")

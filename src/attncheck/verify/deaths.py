@@ -7,6 +7,7 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from attncheck.core.judgement import Judgement
+from attncheck.core.strided_alloc import others_hold_memory
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.record import FAILED_STATUSES, Record, Status
 from attncheck.subjects.capabilities.subject import Subject
@@ -33,7 +34,9 @@ def confirm_death(
 ) -> tuple[Record, int]:
     """Return the Record that ``ask`` gives, and how often it was asked.
 
-    A kernel that dies in this process takes it along: nothing is left to confirm.
+    A kernel that dies in this process takes it along: nothing is left to confirm. One that had no
+    memory left on a GPU of which others hold much, and answers when it is asked once more, is
+    judged by that answer.
 
     Args:
         slow: Whether a timeout is confirmed too, which takes as long again.
@@ -42,9 +45,10 @@ def confirm_death(
     died = first.status in DEATHS and (slow or first.status != "timeout")
     if not died or not isinstance(subject, RemoteSubject):
         return first, 1
-    asked = tuple(subject.connection.asked)
+    asked, device = tuple(subject.connection.asked), subject.connection.device
     # In a new process, since an earlier call may have left the first one broken.
     subject.fresh()
+    crowded = first.status == "oom" and others_hold_memory(device)
     if found := _with_wild_write(first, subject, asked):
         return found, 2
     second = ask()
@@ -54,6 +58,8 @@ def confirm_death(
     # It fails either way: that it does so differently is no excuse.
     if second.status in FAILED_STATUSES:
         return replace(first, reason=f"{first.reason}; {again}"), 2
+    if crowded:  # by others, now that the kernel's own process is gone
+        return replace(second, reason=second.reason or f"oom: {first.reason}; {again}"), 2
     return replace(first, status="flaky", reason=f"{first.status}: {first.reason}; {again}"), 2
 
 

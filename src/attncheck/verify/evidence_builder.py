@@ -286,6 +286,11 @@ def _draw_kept(problem: Problem, distribution: Distribution, device: str) -> Inp
     return input_tensors.unrounded_inputs(problem).to(device)
 
 
+def forget_numbers() -> None:
+    """Forget the numbers that are kept for the next Problem: their memory is needed."""
+    _draw_kept.cache_clear()
+
+
 def ensemble_tilings(problem: Problem) -> tuple[Tiling, ...]:
     """Four tilings of right kernels: large and small tiles, from either end, a lazy maximum.
 

@@ -67,6 +67,17 @@ def out_of_memory(error: Exception) -> bool:
     return known or "allocate memory" in text or "CUDA error: out of memory" in text
 
 
+LACKED = "out of memory for"
+"""Begins the reason of a Record where the judge had no memory, not the kernel."""
+
+
+def lacked_memory(error: Exception, what: str) -> Failure:
+    """Return that the judge had no memory for ``what``; an ``error`` of another kind is raised."""
+    if not out_of_memory(error):
+        raise error
+    return Failure(kind="error", message=f"{LACKED} {what}")
+
+
 def lost_gpu() -> str:
     """Return the error that CUDA raises in this process from now on; empty where it works.
 

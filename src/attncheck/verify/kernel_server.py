@@ -236,9 +236,12 @@ class KernelServer:
             )
         stir_heap()  # what this call broke is to end it here, and not after its answer
         problem = inputs.problem
-        if any(map(strided_alloc.has_far_rows, inputs.tensors().values())):
-            del inputs  # gibibytes, which the next question of another process may need
+        far = any(map(strided_alloc.has_far_rows, inputs.tensors().values()))
+        del inputs  # perhaps gibibytes, which the next question of another process may need
+        if far:
             strided_alloc.release_cached_memory(self._device)
+        elif not words.get("kept"):  # else its next call, which is timed, would pay for it
+            strided_alloc.release_scarce_memory(self._device)
         self._compiling.listen()  # to what the call imported
         lost = lost_gpu() if self._device == "cuda" else ""
         if lost:

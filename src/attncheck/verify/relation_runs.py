@@ -23,7 +23,7 @@ from attncheck.subjects.capabilities.subject import Subject
 from attncheck.verify.allowances import deterministic_bounds, gradient_allowance
 from attncheck.verify.call_conditions import CallConditions
 from attncheck.verify.evidence import Evidence
-from attncheck.verify.executor import Execution, Executor, Failure, Origin, failure
+from attncheck.verify.executor import Execution, Executor, Failure, Origin, failure, lacked_memory
 from attncheck.verify.kernel_hosts import executor_of
 
 _UNBOUNDED = "no element of {} has a finite bound: nothing can be said of it"
@@ -62,7 +62,11 @@ def judge_relation(
     Raises:
         UsageError: as ``relation_inputs``.
     """
-    finding = check_relation(subject, case, executor, device=device)
+    finding: Finding | Failure | None
+    try:
+        finding = check_relation(subject, case, executor, device=device)
+    except (RuntimeError, MemoryError) as error:
+        finding = lacked_memory(error, "the relation")
     # torch keeps the gibibytes otherwise, and the kernel may have another process.
     if relation_named(case.question).spacious:
         strided_alloc.release_cached_memory(device)

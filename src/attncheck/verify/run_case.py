@@ -26,7 +26,7 @@ from attncheck.subjects.ideal import Ideal
 from attncheck.verify.call_checks import CHECKS, judge_call
 from attncheck.verify.call_conditions import PLAIN_CALL, judged_conditions
 from attncheck.verify.evidence_builder import EvidenceBuilder
-from attncheck.verify.executor import Execution, Executor, Failure, Origin, out_of_memory
+from attncheck.verify.executor import Execution, Executor, Failure, Origin, lacked_memory
 from attncheck.verify.judging import judge_outputs, with_error_map
 from attncheck.verify.kernel_hosts import executor_of
 from attncheck.verify.obligations import outputs_digest
@@ -182,10 +182,8 @@ def run_on_evidence(
             record = replace(record, digest=digest())
         record = second_opinion(with_error_map(record, execution, evidence), evidence.evidence)
     except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
-            raise
         # Ours, because the kernel's own want of memory came back as a Failure.
-        return replace(record, status="error", reason="out of memory for the exact result"), None
+        return without_outputs(record, lacked_memory(error, "the exact result")), None
     return record, execution
 
 
