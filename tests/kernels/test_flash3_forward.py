@@ -272,3 +272,44 @@ def test_what_it_gives_is_what_the_other_kernel_does(mask, scale, dtype, emulate
     sizes = {"heads": 6, "kv_heads": 2, "query": 300, "head_dim": 64}
     inputs = draw_inputs(Problem(**sizes, dtype=dtype, mask=mask, scale=scale))
     assert is_near(emulated(inputs), Flash2().run(inputs), dtype)
+
+
+HIDDEN = [CAUSAL, Spec.of("causal_bottom_right"), Spec.of("sliding_window", window=130)]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("mask", HIDDEN, ids=str)
+def test_a_value_that_is_not_finite_moves_no_bit_of_rows_that_do_not_see_it(
+    mask, kept, emulated, monkeypatch
+):
+    """Nor of other columns; a row that sees one has what the other kernel's careful launch says."""
+    if not kept:  # the other kernel's bits, whatever a row sees
+        everything = lambda marks, band, query, group: marks.new_ones(())  # noqa: E731
+        monkeypatch.setattr(flash3_forward, "_sees_any", everything)
+    sizes = {"heads": 4, "kv_heads": 2, "query": 200, "kv": 260, "head_dim": 64}
+    problem = Problem(**sizes, dtype="bf16", mask=mask)
+    inputs = draw_inputs(problem)
+    v = inputs.v.clone()
+    v[:, 1, 150, 5:9] = torch.nan
+    v[:, 0, 90, 7] = torch.inf
+    right, got = emulated(inputs), emulated(inputs.replace(v=v))
+    marks = (~v.isfinite()).repeat_interleave(2, 1).double()
+    sees = torch.einsum("qk,bhkd->bhqd", shown(problem).double(), marks) > 0
+    assert sees.any()
+    assert not got.out[sees].isfinite().any()
+    assert torch.equal(got.out[sees].isnan(), Flash2().run(inputs.replace(v=v)).out[sees].isnan())
+    alike = torch.equal(got.out[~sees], right.out[~sees]) and torch.equal(got.lse, right.lse)
+    assert alike == kept
+
+
+@pytest.mark.parametrize("mask", HIDDEN, ids=str)
+def test_a_key_that_is_not_finite_moves_no_bit_of_rows_that_do_not_see_it(mask, emulated):
+    problem = Problem(heads=2, query=200, kv=260, head_dim=64, dtype="bf16", mask=mask)
+    inputs = draw_inputs(problem)
+    k = inputs.k.clone()
+    k[:, :, 100] = torch.nan
+    right, got = emulated(inputs), emulated(inputs.replace(k=k))
+    sees = shown(problem)[:, 100]
+    assert got.out[:, :, sees].isnan().all()
+    assert torch.equal(got.out[:, :, ~sees], right.out[:, :, ~sees])
+    assert torch.equal(got.lse[:, :, ~sees], right.lse[:, :, ~sees])

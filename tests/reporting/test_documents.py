@@ -2,9 +2,11 @@
 
 import io
 import json
+from math import inf
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from tests.messages import one_line
 from tests.reporting import gate_reports
 from tests.reporting import samples as made
@@ -70,6 +72,16 @@ def test_json_comes_back_and_another_schema_does_not(kind):
     for broken in ("", "[]", "{", '{"schema": 1}', "[" * 100_000):
         with one_line(UsageError):
             load_report(broken, type(report))
+
+
+def test_numbers_that_json_lacks_come_back_of_a_model():
+    report = SAMPLES["model"]
+    first, *rest = report.records
+    calls = (replace(first.calls[0], module="nan", over_bound=inf), *first.calls[1:])
+    drifts = (replace(first.drifts[0], error=inf, most=-inf), *first.drifts[1:])
+    broken = replace(first, calls=calls, drifts=drifts, gradient_norm=inf)
+    report = replace(report, records=(broken, *rest))
+    assert load_report(render(report, "json"), type(report)) == report
 
 
 @pytest.mark.parametrize("kind", SAMPLES)

@@ -7,7 +7,7 @@ whichever is next, and has the next one's rows and keys under way while it store
 
 Keys are walked over from those that a mask may touch to those that every row of the block sees, of
 which none is masked. Under a mask a block of rows whose sums are not finite is done again by
-``flash2_forward``'s careful launch.
+``flash2_forward``'s careful launch; what of it sees no value that is not finite keeps its own bits.
 """
 
 from __future__ import annotations
@@ -205,7 +205,34 @@ def flash3_forward(
     if redo and band != Band() and needs_careful_launch(again):
         own = replace(launch, block_query=OWN, registers=None)
         flash2_forward(q, k, v, score=None, launch=own, redo=(out, lse, again), **of_both)
+        # A graph that is recorded is spared it: there a hidden NaN may move last bits.
+        if not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+            finite = v.float().isfinite()
+            kept, kept_lse = flash3_forward(
+                q, k, v.float().where(finite, 0.0).to(v.dtype), launch=launch, band=band,
+                shape=shape, redo=False, **of_both,
+            )  # fmt: skip
+            out.copy_(out.where(_sees_any(~finite, band, query, heads // kv_heads), kept))
+            lse.copy_(kept_lse)
     return out, lse
+
+
+def _sees_any(marks: torch.Tensor, band: Band, query: int, group: int) -> torch.Tensor:
+    """Return where a row sees a key that is marked, by columns.
+
+    Args:
+        marks: ``(batch, kv_heads, kv, value_dim)``.
+
+    Returns:
+        ``(batch, heads, query, value_dim)``, ``group`` heads to each of ``marks``.
+    """
+    kv, rows = marks.shape[2], torch.arange(query, device=marks.device)
+    # How many there are before each key.
+    before = torch.nn.functional.pad(marks.cumsum(2, dtype=torch.int32), (0, 0, 1, 0))
+    first = torch.zeros_like(rows) if band.least is None else rows + band.least
+    end = torch.full_like(rows, kv) if band.most is None else rows + band.most + 1
+    seen = before[:, :, end.clamp(0, kv)] > before[:, :, first.clamp(0, kv)]
+    return seen.repeat_interleave(group, 1)
 
 
 _FP8 = torch.float8_e4m3fn

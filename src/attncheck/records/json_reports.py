@@ -171,6 +171,7 @@ def _with_numbers(data: dict[str, Any], kind: type) -> dict[str, Any]:
         Report: {"records": json_numbers.words_to_record_numbers},
         GateReport: {"answers": _answer, "changes": _change},
         BenchReport: {"cells": _cell},
+        ModelReport: {"records": _model},
     }
     converted = {
         name: [convert(one) for one in data[name]]
@@ -193,7 +194,18 @@ def _cell(cell: Any) -> Any:
 
 
 def _change(change: Any) -> Any:
-    if not isinstance(change, dict):
-        return change
-    numbers = {name: change[name] for name in ("before", "after") if name in change}
-    return change | json_numbers.words_to_numbers(numbers)
+    return _numbers_at(change, "before", "after")
+
+
+def _model(record: Any) -> Any:
+    record = _numbers_at(record, "chance", "gradient_norm", "exact_norm", "drifts")
+    if not (isinstance(record, dict) and isinstance(record.get("calls"), list)):
+        return record
+    return record | {"calls": [_numbers_at(call, "over_bound") for call in record["calls"]]}
+
+
+def _numbers_at(data: Any, *names: str) -> Any:
+    if not isinstance(data, dict):
+        return data
+    numbers = {name: data[name] for name in names if name in data}
+    return data | json_numbers.words_to_numbers(numbers)
