@@ -329,7 +329,7 @@ def _asked_kernel(options: CheckOptions) -> str:
         raise UsageError("--shape is of --flex: the questions of a check have their own.")
     if options.spec is None and options.flex is None:
         raise UsageError("Missing argument 'SPEC'.")
-    return options.spec or "flex"
+    return "flex" if options.spec is None else options.spec
 
 
 def _asked(options: CheckOptions) -> tuple[list[CheckCase], dict[str, str]]:
