@@ -415,7 +415,6 @@ def _measure_sensitivities(interrupts: Interrupts, options: FaultOptions) -> int
 
     Raises UnknownName for a fault, dtype or tier that there is not.
     """
-    from attncheck.cases.tier import tier_named
     from attncheck.faults.continuous_faults import CONTINUOUS_FAULTS, continuous_fault_named
     from attncheck.gate.planning import Choices
 
@@ -423,7 +422,7 @@ def _measure_sensitivities(interrupts: Interrupts, options: FaultOptions) -> int
     names = [continuous_fault_named(name).id for name in options.names] or list(CONTINUOUS_FAULTS)
     # fp64 is for oracles: no kernel is measured in it.
     every = [name for name, dtype in DTYPES.items() if dtype.measured]
-    dtypes = Choices(tier=tier_named(tier), dtypes=tuple(options.dtypes or every)).dtypes
+    dtypes = Choices.of_tier(tier, dtypes=tuple(options.dtypes or every)).dtypes
     pairs = [(name, dtype) for dtype in dtypes for name in names]
     seen: dict[tuple[str, str], FaultSensitivity] = {}
     jobs = min(options.jobs or (_cores() if device == "cpu" else 1), len(pairs))

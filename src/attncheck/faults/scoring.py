@@ -22,7 +22,6 @@ from typing import Any
 from msgspec import UNSET, to_builtins
 from msgspec.structs import replace
 
-from attncheck.cases.tier import tier_named
 from attncheck.core.errors import AttncheckError, UnknownName, UsageError
 from attncheck.core.sanitize_text import one_line
 from attncheck.faults.catalogue import fault_named
@@ -81,8 +80,8 @@ class GateRun:
 
     def __init__(self, kernel: str, unit: Unit, stages: str) -> None:
         self.recording = RecordingExecutor()
-        choices = Choices(
-            tier=tier_named(unit.tier),
+        choices = Choices.of_tier(
+            unit.tier,
             isolated=unit.alone,
             dtypes=(unit.dtype,) if unit.dtype else (),
             stages=parse_stages([name for name in stages.split(",") if name]),

@@ -17,7 +17,6 @@ import torch
 from msgspec.structs import replace
 
 from attncheck import oracles
-from attncheck.cases.tier import tier_named
 from attncheck.core.draws import Draws
 from attncheck.core.errors import UsageError
 from attncheck.core.outputs import Outputs
@@ -124,7 +123,7 @@ def measure_sensitivity(
         UsageError: where a question cannot be asked.
     """
     fault, start = continuous_fault_named(name), time.perf_counter()
-    choices = Choices(tier=tier_named(tier), isolated=False, dtypes=(dtype,), stages=STAGES)
+    choices = Choices.of_tier(tier, isolated=False, dtypes=(dtype,), stages=STAGES)
     # No failure counts as known: what excuses a right kernel would hide the fault.
     gate = GateWorker(choices, KnownFailures(()))
     try:

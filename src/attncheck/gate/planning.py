@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from attncheck.cases.mask_samples import PLAIN_KIND, ProblemKind
 from attncheck.cases.strategies.problems import nearest_supported
-from attncheck.cases.tier import Tier
+from attncheck.cases.tier import Tier, tier_named
 from attncheck.core.errors import ProblemError, UsageError, require_known
 from attncheck.core.formats import DTYPES
 from attncheck.gate.other_commit import CommitTree
@@ -56,6 +56,11 @@ class Choices:
         # In the table's order, so that a plan does not depend on what was typed first.
         ordered = tuple(name for name in measured if name in self.dtypes)
         object.__setattr__(self, "dtypes", ordered)
+
+    @classmethod
+    def of_tier(cls, name: str, **others: Any) -> Choices:
+        """Return choices in the tier ``name``; raises UnknownName for one that there is not."""
+        return cls(tier=tier_named(name), **others)
 
     def options(self) -> dict[str, Any]:
         """Return it as JSON has it, for another process: what ``of`` reads."""
