@@ -452,14 +452,14 @@ def test_the_first_of_a_sweep_stays_and_of_long_ones_a_part():
         )
         return [name for name in names if "slow" not in marks[name]]
 
-    short, long = ([f"test_it[{n}]" for n in range(count)] for count in (12, 90))
+    short, long = ([f"test_it[{n}]" for n in range(count)] for count in (8, 90))
     assert stay("tests/judge/test_it.py", short) == short
     (first, *others) = stay("tests/judge/test_it.py", long)
     assert first == long[0]
-    assert 20 <= len(others) <= 40
+    assert 10 <= len(others) <= 30
     of_each_kernel = stay("properties/test_it.py", long)
     assert of_each_kernel[0] == long[0]
-    assert 5 <= len(of_each_kernel) <= 20
+    assert 3 <= len(of_each_kernel) <= 15
     row = "test_it_ends_as_the_table_says[{}: {}]"
     rows = [row.format(family, n) for family in "ab" for n in range(40)]
     hostile = stay("tests/hostile/test_hostile.py", rows)
