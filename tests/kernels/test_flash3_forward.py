@@ -16,10 +16,11 @@ from tests.kernels.patched_kernels import PLANTED, copy_kernels
 from attncheck.core.formats import FORMATS
 from attncheck.core.mod_spec import FULL, Spec
 from attncheck.inputs.input_tensors import draw_inputs
-from attncheck.inputs.problem import Problem
+from attncheck.inputs.problem import Case, Problem
 from attncheck.mods.masks import Band, band_of
 from attncheck.subjects.triton_flash import Flash2, Flash3
 from attncheck.verify.environment import prepare
+from attncheck.verify.run_case import run_case
 
 if not torch.cuda.is_available():
     prepare("cpu")
@@ -255,23 +256,34 @@ def emulated(monkeypatch):
     return lambda inputs: Flash3().run(inputs)
 
 
-def is_near(one, other, dtype):
-    """Whether two outputs are as near as the format of their weights lets them be."""
-    error = (one.out.double() - other.out.double()).norm()
-    near = 2 * FORMATS[dtype].unit_roundoff
-    # Both add up in fp32, and a score of 2^40 is the same to within an ulp.
-    alike = torch.allclose(one.lse, other.lse, rtol=2**-22, atol=2**-16)
-    return bool(error <= near * other.out.double().norm()) and alike
-
-
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "e4m3"])
 @pytest.mark.parametrize("scale", [0.125, -0.1, 0.0, 2.0**33])
 @pytest.mark.parametrize("mask", [FULL, CAUSAL, Spec.of("sliding_window", window=130)], ids=str)
-def test_what_it_gives_is_what_the_other_kernel_does(mask, scale, dtype, emulated):
+def test_what_it_gives_is_within_the_bounds(mask, scale, dtype, emulated, monkeypatch):
     """With scores of 2^33 too, where one key has most of a row, and with factors below 0."""
-    sizes = {"heads": 6, "kv_heads": 2, "query": 300, "head_dim": 64}
-    inputs = draw_inputs(Problem(**sizes, dtype=dtype, mask=mask, scale=scale))
-    assert is_near(emulated(inputs), Flash2().run(inputs), dtype)
+    problem = Problem(**SIZES, dtype=dtype, mask=mask, scale=scale)
+    # Where one key has a row the ideal kernel errs by nothing, and any distance from it is a warning.
+    assert judge_emulated(problem, monkeypatch) in {"pass", "warn"}
+    inputs = draw_inputs(problem)
+    one, other = emulated(inputs).out.double(), Flash2().run(inputs).out.double()
+    # Of each a weight and a sum are rounded: two roundings of up to u, in no known direction.
+    assert (one - other).norm() <= 2 * FORMATS[dtype].unit_roundoff * other.norm()
+
+
+SIZES = {"heads": 6, "kv_heads": 2, "query": 300, "head_dim": 64}
+
+
+def judge_emulated(problem, monkeypatch):
+    """The status of what the emulated kernel gives."""
+    monkeypatch.setattr(Flash3, "absent", lambda self, device: None)
+    return run_case(Flash3(), Case(problem=problem), device="cpu", brief=True).status
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "e4m3"])
+@pytest.mark.usefixtures("emulated")
+def test_a_factor_that_is_wrong_is_not(dtype, monkeypatch):
+    monkeypatch.setattr(flash3_forward, "LOG2E", 1.0)
+    assert judge_emulated(Problem(**SIZES, dtype=dtype, mask=CAUSAL), monkeypatch) == "fail"
 
 
 HIDDEN = [CAUSAL, Spec.of("causal_bottom_right"), Spec.of("sliding_window", window=130)]
