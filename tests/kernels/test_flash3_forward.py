@@ -262,7 +262,7 @@ def emulated(monkeypatch):
 def test_what_it_gives_is_within_the_bounds(mask, scale, dtype, emulated, monkeypatch):
     """With scores of 2^33 too, where one key has most of a row, and with factors below 0."""
     problem = Problem(**SIZES, dtype=dtype, mask=mask, scale=scale)
-    # Where one key has a row the ideal kernel errs by nothing, and any distance from it is a warning.
+    # Where one key has a row the ideal kernel errs by nothing, and any distance from it warns.
     assert judge_emulated(problem, monkeypatch) in {"pass", "warn"}
     inputs = draw_inputs(problem)
     one, other = emulated(inputs).out.double(), Flash2().run(inputs).out.double()
