@@ -22,24 +22,40 @@ __device__ void four(double *to, int every, const double *row) {
     to[0] = one.x, to[every] = one.y, to[2 * every] = two.x, to[3 * every] = two.y;
 }
 
-// ``lines`` of ``width`` numbers to shared memory, from line ``first`` on; beyond ``count`` zeros.
-__device__ void fetch(double *to, int pitch, const double *from, long stride, int first,
-                      long count, int lines, int width) {
-    for (int i = threadIdx.x; i < lines * width / 2; i += blockDim.x) {
-        int line = i / (width / 2), at = i % (width / 2) * 2;
-        bool there = first + line < count;
-        const double *source = from + (there ? (first + line) * stride + at : 0);
-        unsigned target = (unsigned)__cvta_generic_to_shared(to + line * pitch + at);
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                     :: "r"(target), "l"(source), "r"(there ? 16 : 0) : "memory");
+// LINES of WIDTH numbers to shared memory, from line ``first`` on; beyond ``count`` the last one's,
+// whose weights are 0. Eight threads take sixteen numbers of a line; which line is known to the
+// compiler but for the thread's part, so that an address costs one multiplication.
+template <int LINES, int WIDTH, int THREADS>
+__device__ void fetch(double *to, int pitch, const double *from, int stride, int first, int count) {
+    const int together = THREADS / 8, parts = LINES * (WIDTH / 16);
+    int number = threadIdx.x / 8 % together, at = threadIdx.x % 8 * 2;
+    unsigned target = (unsigned)__cvta_generic_to_shared(to + at);
+    const char *source = (const char *)(from + at);
+    int bytes = stride * 8;
+    #pragma unroll
+    for (int i = 0; i < parts; i += together) {
+        if (parts % together && number + i >= parts) break;
+        int line = (number + i) % LINES, part = (number + i) / LINES;
+        if (together % LINES == 0) line = number % LINES, part = number / LINES + i / LINES;
+        if (LINES % together == 0) line = number + i % LINES, part = i / LINES;
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+                     :: "r"(target + (line * pitch + part * 16) * 8),
+                        "l"(source + min(first + line, count - 1) * (long)bytes + part * 128)
+                     : "memory");
     }
 }
 
 __device__ void fetched() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
+// exp of what is bounded far below 700: the compiler is told, and makes no branch for an overflow.
+__device__ double exponential(double x) {
+    __builtin_assume(fabsf(__int_as_float(__double2hiint(x))) < 4.18359375f);  // the bits of 700
+    return exp(x);
+}
+
 // Which of 32 keys from ``key`` on 16 rows see, by bits: rows group and group + 8 of the warp's.
 // ``row`` is where the mask has the row of this thread's number in the warp.
-__device__ unsigned sees(unsigned bits[2], Mask row, bool there, int key, long keys, long stride) {
+__device__ unsigned sees(unsigned bits[2], Mask row, bool there, int key, int keys, long stride) {
     int lane = threadIdx.x % 32, group = lane / 4;
     unsigned any = 0;
     bits[0] = bits[1] = 0;
@@ -56,9 +72,9 @@ __device__ unsigned sees(unsigned bits[2], Mask row, bool there, int key, long k
 }
 
 // Where the mask has a row: those of one key head are those of the query heads that share it.
-__device__ Mask mask_row(Mask seen, int head, int row, long rows, long kv_heads, int of_head,
+__device__ Mask mask_row(Mask seen, int head, int row, int rows, int kv_heads, int of_head,
                          long by_batch, long by_head, long by_row) {
-    long first = head % kv_heads * (rows / of_head);
+    int first = head % kv_heads * (rows / of_head);
     return seen + head / kv_heads * by_batch + (first + row / of_head) * by_head
            + row % of_head * by_row;
 }
@@ -68,9 +84,9 @@ __device__ Mask mask_row(Mask seen, int head, int row, long rows, long kv_heads,
 // Of ROWS rows and CELL keys ``kinds`` says whether they see nothing, something or everything.
 extern "C" __global__ void __launch_bounds__(WARPS * 32) fused_tiles(
         double *sums, const double *q, const double *k, const double *v, Mask seen, Mask kinds,
-        double scale, long rows, long keys, long kv_heads, long of_head,
+        double scale, int rows, int keys, int kv_heads, int of_head,
         long sums_head, long sums_row,
-        long q_head, long q_row, long k_head, long k_row, long v_head, long v_row,
+        long q_head, int q_row, long k_head, int k_row, long v_head, int v_row,
         long by_batch, long by_head, long by_row, long by_key,
         long kind_batch, long kind_head, long kind_row, long kind_cell) {
     extern __shared__ double shared[];
@@ -87,20 +103,35 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) fused_tiles(
     bool there = mine + lane % 16 < rows;
     Mask row = seen && there ? mask_row(seen, head, mine + lane % 16, rows, kv_heads, of_head,
                                         by_batch, by_head, by_row) : seen;
-    auto kind_of = [&](int tile) -> int {
-        if (tile * KEYS >= keys) return 0;
-        return kinds ? kinds[tile * KEYS / CELL * kind_cell] : seen ? 1 : 2;
+    // Of 32 cells at a time, by bits: which see something, and which everything.
+    unsigned some = ~0u, every = seen ? 0 : ~0u;
+    int known = kinds ? -1 : 0;
+    // The first tile from one on that sees something, if there is one.
+    auto next = [&](int tile) -> int {
+        while (kinds && tile * KEYS < keys) {
+            int cell = tile * KEYS / CELL;
+            if (cell / 32 != known) {
+                known = cell / 32;
+                int mine = known * 32 + lane;
+                int kind = mine * CELL < keys ? kinds[mine * kind_cell] : 0;
+                some = __ballot_sync(~0u, kind), every = __ballot_sync(~0u, kind == 2);
+            }
+            unsigned left = some >> cell % 32;
+            if (left & 1) break;
+            tile = (left ? cell + __ffs(left) - 1 : (known + 1) * 32) * (CELL / KEYS);
+        }
+        return tile;
     };
-    auto ahead = [&](int tile) {
-        double *to = stages + tile % 2 * KEYS * (k_pitch + v_pitch);
-        fetch(to, k_pitch, k, k_row, tile * KEYS, keys, KEYS, DIM);
-        fetch(to + KEYS * k_pitch, v_pitch, v, v_row, tile * KEYS, keys, KEYS, VALUE);
+    auto ahead = [&](int tile, int stage) {
+        double *to = stages + stage * KEYS * (k_pitch + v_pitch);
+        fetch<KEYS, DIM, WARPS * 32>(to, k_pitch, k, k_row, tile * KEYS, keys);
+        fetch<KEYS, VALUE, WARPS * 32>(to + KEYS * k_pitch, v_pitch, v, v_row, tile * KEYS, keys);
         fetched();
     };
-    fetch(queries, k_pitch, q, q_row, first, rows, ROWS, DIM);
+    fetch<ROWS, DIM, WARPS * 32>(queries, k_pitch, q, q_row, first, rows);
     fetched();
-    int kind = kind_of(0);
-    if (kind) ahead(0);
+    int tile = next(0);
+    if (tile * KEYS < keys) ahead(tile, 0);
     double out[VALUE / 8][4] = {}, total[2] = {};
     const double *my_queries = queries + (warp * 16 + group) * k_pitch + 4 * place;
 #if HELD
@@ -113,18 +144,18 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) fused_tiles(
         four(held[step / 16] + 1, 2, my_queries + 8 * k_pitch + step);
     }
 #endif
-    for (int tile = 0; tile * KEYS < keys; tile++) {
-        int now = kind;
-        kind = kind_of(tile + 1);
+    for (int stage = 0; tile * KEYS < keys; stage ^= 1) {
+        int key = tile * KEYS;
+        bool whole = every >> key / CELL % 32 & 1;
+        tile = next(tile + 1);
         asm volatile("cp.async.wait_group 0;" ::: "memory");
         __syncthreads();  // what comes next is put where all have read
-        if (kind) ahead(tile + 1);
+        if (tile * KEYS < keys) ahead(tile, stage ^ 1);
         // Of 32 keys from the tile's first on, which are there, and rows group and group + 8 see.
-        long left = keys - tile * KEYS;
-        unsigned any = now ? left < 32 ? (1u << left) - 1 : ~0u : 0, bits[2] = {any, any};
-        if (now == 1) any = sees(bits, row, there, tile * KEYS, keys, by_key);
+        unsigned any = keys - key < 32 ? (1u << keys - key) - 1 : ~0u, bits[2] = {any, any};
+        if (!whole) any = sees(bits, row, there, key, keys, by_key);
         if (!any) continue;
-        const double *from = stages + tile % 2 * KEYS * (k_pitch + v_pitch);
+        const double *from = stages + stage * KEYS * (k_pitch + v_pitch);
         const double *my_keys = from + group * k_pitch + 4 * place;
         double weights[KEYS / 8][4] = {};
         #pragma unroll
@@ -147,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) fused_tiles(
         for (int n = 0; n < KEYS / 8; n++)
             #pragma unroll
             for (int i = 0; i < 4; i++) {
-                double weight = exp(__dmul_rn(scale, weights[n][i]));
+                double weight = exponential(__dmul_rn(scale, weights[n][i]));
                 if (!(bits[i / 2] >> (n * 8 + 2 * place + i % 2) & 1)) weight = 0.0;
                 total[i / 2] += weight;
                 weights[n][i] = weight;
@@ -186,9 +217,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) fused_tiles(
 // 32 × 32. The term of a row stands behind its loss.
 extern "C" __global__ void __launch_bounds__(128) fused_tiles(
         double *weights, double *dx, const double *q, const double *k, const double *loss,
-        const double *v, Mask seen, double scale, long rows, long keys, long kv_heads, long of_head,
-        long q_head, long q_row, long k_head, long k_row,
-        long loss_head, long loss_row, long v_head, long v_row,
+        const double *v, Mask seen, double scale, int rows, int keys, int kv_heads, int of_head,
+        long q_head, int q_row, long k_head, int k_row,
+        long loss_head, int loss_row, long v_head, int v_row,
         long by_batch, long by_head, long by_row, long by_key) {
     extern __shared__ double shared[];
     const int pitch = 18, stage = 2 * 64 * pitch;
@@ -215,9 +246,8 @@ extern "C" __global__ void __launch_bounds__(128) fused_tiles(
             double *to = shared + step % STAGES * stage;
             bool second = step >= DIM / 16;
             int at = (second ? step - DIM / 16 : step) * 16;
-            fetch(to, pitch, (second ? loss : q) + at, second ? loss_row : q_row, row0, rows, 64, 16);
-            fetch(to + stage / 2, pitch, (second ? v : k) + at, second ? v_row : k_row, key0, keys,
-                  64, 16);
+            fetch<64, 16, 128>(to, pitch, (second ? loss : q) + at, second ? loss_row : q_row, row0, rows);
+            fetch<64, 16, 128>(to + stage / 2, pitch, (second ? v : k) + at, second ? v_row : k_row, key0, keys);
         }
         fetched();
     };
@@ -249,19 +279,19 @@ extern "C" __global__ void __launch_bounds__(128) fused_tiles(
         for (int half = 0; half < 2; half++) {
             int row = row0 + warp_row + m * 16 + half * 8 + group;
             if (row >= rows) continue;
-            double term = loss[row * loss_row + VALUE];
+            double term = loss[(long)row * loss_row + VALUE];
             #pragma unroll
             for (int n = 0; n < 4; n++) {
                 int in_warp = n * 8 + 2 * place, key = key0 + warp_key + in_warp;
                 double2 weight, grad;
-                weight.x = exp(__dmul_rn(scale, scores[m][n][2 * half]));
-                weight.y = exp(__dmul_rn(scale, scores[m][n][2 * half + 1]));
+                weight.x = exponential(__dmul_rn(scale, scores[m][n][2 * half]));
+                weight.y = exponential(__dmul_rn(scale, scores[m][n][2 * half + 1]));
                 if (!(bits[m][half] >> in_warp & 1)) weight.x = 0.0;
                 if (!(bits[m][half] >> in_warp & 2)) weight.y = 0.0;
                 grad.x = weight.x * (grads[m][n][2 * half] + term);
                 grad.y = weight.y * (grads[m][n][2 * half + 1] + term);
                 if (key < keys) {  // an even number of them
-                    long at = (head * rows + row) * keys + key;
+                    long at = ((long)head * rows + row) * keys + key;
                     *(double2 *)(weights + at) = weight;
                     *(double2 *)(dx + at) = grad;
                 }
