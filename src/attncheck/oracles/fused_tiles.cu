@@ -269,33 +269,36 @@ extern "C" __global__ void __launch_bounds__(128) fused_tiles(
         }
     };
     for (int step = 0; step < STAGES - 1; step++) ahead(step);
-    if (all) {
-        for (int step = 0; step < DIM / 16; step++) products(scores, step);
-        for (int step = DIM / 16; step < all; step++) products(grads, step);
-    }
-    #pragma unroll
-    for (int m = 0; m < 2; m++)
+    for (int step = 0; step < DIM / 16 && all; step++) products(scores, step);
+    // What a thread has of a row: neighbours of both tiles, which both begin at ``head``.
+    auto each = [&](double *tile, auto of) {
         #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            int row = row0 + warp_row + m * 16 + half * 8 + group;
-            if (row >= rows) continue;
-            double term = loss[(long)row * loss_row + VALUE];
+        for (int i = 0; i < 4; i++) {
+            int row = row0 + warp_row + i * 8 + group;
             #pragma unroll
             for (int n = 0; n < 4; n++) {
-                int in_warp = n * 8 + 2 * place, key = key0 + warp_key + in_warp;
-                double2 weight, grad;
-                weight.x = exponential(__dmul_rn(scale, scores[m][n][2 * half]));
-                weight.y = exponential(__dmul_rn(scale, scores[m][n][2 * half + 1]));
-                if (!(bits[m][half] >> in_warp & 1)) weight.x = 0.0;
-                if (!(bits[m][half] >> in_warp & 2)) weight.y = 0.0;
-                grad.x = weight.x * (grads[m][n][2 * half] + term);
-                grad.y = weight.y * (grads[m][n][2 * half + 1] + term);
-                if (key < keys) {  // an even number of them
-                    long at = ((long)head * rows + row) * keys + key;
-                    *(double2 *)(weights + at) = weight;
-                    *(double2 *)(dx + at) = grad;
-                }
+                int key = key0 + warp_key + n * 8 + 2 * place;
+                double2 pair = of(i / 2, n, i % 2, row);
+                if (row < rows && key < keys)  // an even number of them
+                    *(double2 *)(tile + ((long)head * rows + row) * keys + key) = pair;
             }
         }
+    };
+    // Written while the gradients' products go on.
+    each(weights, [&](int m, int n, int half, int) {
+        double *pair = scores[m][n] + 2 * half;
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+            pair[i] = exponential(__dmul_rn(scale, pair[i]));
+            if (!(bits[m][half] >> (n * 8 + 2 * place + i) & 1)) pair[i] = 0.0;
+        }
+        return make_double2(pair[0], pair[1]);
+    });
+    for (int step = DIM / 16; step < all; step++) products(grads, step);
+    each(dx, [&](int m, int n, int half, int row) {
+        double term = loss[(long)min(row, rows - 1) * loss_row + VALUE];
+        const double *weight = scores[m][n] + 2 * half, *grad = grads[m][n] + 2 * half;
+        return make_double2(weight[0] * (grad[0] + term), weight[1] * (grad[1] + term));
+    });
 }
 #endif

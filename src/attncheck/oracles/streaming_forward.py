@@ -14,6 +14,7 @@ are never computed. Every number that only speed depends on is in ``Blocks``;
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -441,18 +442,15 @@ class Visibility:
 
     def _merge(self, some: list[bool], every: list[bool]) -> list[Run]:
         """Neighbouring cells of one class as tiles of at most ``kv`` keys."""
-        cell, most, length = self._blocks.cell, self._blocks.kv, self._problem.kv
+        cell, length = self._blocks.cell, self._problem.kv
+        most = max(self._blocks.kv // cell, 1) * cell
         runs: list[Run] = []
-        for number, (seen, whole) in enumerate(zip(some, every, strict=True)):
-            if not seen:
-                continue
-            keys = range(number * cell, min((number + 1) * cell, length))
-            last = runs[-1] if runs else None
-            joins = last and last.keys.stop == keys.start and last.partial != whole
-            if last and joins and keys.stop - last.keys.start <= most:
-                runs[-1] = Run(range(last.keys.start, keys.stop), last.partial)
-            else:
-                runs.append(Run(keys, partial=not whole))
+        first = last = 0
+        for (seen, whole), neighbours in itertools.groupby(zip(some, every, strict=True)):
+            first, last = last, last + len(list(neighbours))
+            if seen:
+                keys = range(first * cell, min(last * cell, length))
+                runs += [Run(part, partial=not whole) for part in _cut(keys, most)]
         return runs
 
 
