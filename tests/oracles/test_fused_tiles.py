@@ -3,6 +3,10 @@
 Without such a GPU what surrounds them is tested, with the same in torch in their place.
 """
 
+import re
+import struct
+from pathlib import Path
+
 import pytest
 import torch
 from tests.oracles.conftest import UNIT
@@ -14,7 +18,7 @@ from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
-from attncheck.oracles import fused_tiles
+from attncheck.oracles import fused_tiles, streaming_forward, streaming_gradients
 from attncheck.oracles.mod_calls import seen_by_blocks
 from attncheck.oracles.streaming_forward import Blocks
 from attncheck.oracles.streaming_gradients import streaming_backward
@@ -105,6 +109,16 @@ def test_blocks_of_a_mask_see_what_their_pairs_see(keys):
                 at = min(i, some.shape[2] - 1), min(j, some.shape[3] - 1)
                 assert torch.equal(some[:, :, *at], block.any(-1))
                 assert torch.equal(every[:, :, *at], block.all(-1))
+
+
+def test_no_score_is_beyond_what_the_compiler_is_told():
+    """It is told of the upper half of a score's bits, as of a float32."""
+    source = Path(fused_tiles.__file__).with_suffix(".cu").read_text(encoding="utf-8")
+    (told,) = re.findall(r"__double2hiint\(x\)\)\) < ([\d.]+)f\)", source)
+    (limit,) = struct.unpack("<d", bytes(4) + struct.pack("<f", float(told)))
+    assert limit == 700
+    for bound in (streaming_forward, streaming_gradients):
+        assert bound.LARGEST_BOUNDED_SCORE < limit
 
 
 def test_they_are_for_large_problems_of_a_hopper_gpu(monkeypatch):

@@ -1,4 +1,5 @@
-// Tiles of attention in float64 on a Hopper GPU; fused_tiles.py defines the sizes in capitals.
+// Tiles of attention in float64 on a Hopper GPU; fused_tiles.py defines the sizes in capitals. It
+// gives all whole numbers eight bytes: an int is the lower four.
 //
 // Products are of 16 rows of A, 8 of B and 16 dimensions: a thread of a warp, by its group (of 8)
 // and its place (of 4) there, has rows group and group + 8 of A and row group of B, and of the
@@ -47,7 +48,7 @@ __device__ void fetch(double *to, int pitch, const double *from, int stride, int
 
 __device__ void fetched() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// exp of what is bounded far below 700: the compiler is told, and makes no branch for an overflow.
+// exp of what is below 700 in size: the compiler is told, and makes no branch for an overflow.
 __device__ double exponential(double x) {
     __builtin_assume(fabsf(__int_as_float(__double2hiint(x))) < 4.18359375f);  // the bits of 700
     return exp(x);
@@ -270,35 +271,35 @@ extern "C" __global__ void __launch_bounds__(128) fused_tiles(
     };
     for (int step = 0; step < STAGES - 1; step++) ahead(step);
     for (int step = 0; step < DIM / 16 && all; step++) products(scores, step);
-    // What a thread has of a row: neighbours of both tiles, which both begin at ``head``.
-    auto each = [&](double *tile, auto of) {
+    // A thread has pairs of neighbours in both tiles: of keys there is an even number.
+    int key = key0 + warp_key + 2 * place;
+    auto line = [&](double *tile, int row) { return tile + ((long)head * rows + row) * keys + key; };
+    #pragma unroll
+    for (int i = 0; i < 4; i++) {  // written while the gradients' products go on
+        int row = row0 + warp_row + i * 8 + group;
         #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            int row = row0 + warp_row + i * 8 + group;
+        for (int n = 0; n < 4; n++) {
+            double *weight = scores[i / 2][n] + i % 2 * 2;
             #pragma unroll
-            for (int n = 0; n < 4; n++) {
-                int key = key0 + warp_key + n * 8 + 2 * place;
-                double2 pair = of(i / 2, n, i % 2, row);
-                if (row < rows && key < keys)  // an even number of them
-                    *(double2 *)(tile + ((long)head * rows + row) * keys + key) = pair;
+            for (int j = 0; j < 2; j++) {
+                weight[j] = exponential(__dmul_rn(scale, weight[j]));
+                if (!(bits[i / 2][i % 2] >> (n * 8 + 2 * place + j) & 1)) weight[j] = 0.0;
             }
+            if (row < rows && key + n * 8 < keys)
+                *(double2 *)(line(weights, row) + n * 8) = {weight[0], weight[1]};
         }
-    };
-    // Written while the gradients' products go on.
-    each(weights, [&](int m, int n, int half, int) {
-        double *pair = scores[m][n] + 2 * half;
-        #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            pair[i] = exponential(__dmul_rn(scale, pair[i]));
-            if (!(bits[m][half] >> (n * 8 + 2 * place + i) & 1)) pair[i] = 0.0;
-        }
-        return make_double2(pair[0], pair[1]);
-    });
+    }
     for (int step = DIM / 16; step < all; step++) products(grads, step);
-    each(dx, [&](int m, int n, int half, int row) {
+    #pragma unroll
+    for (int i = 0; i < 4; i++) {
+        int row = row0 + warp_row + i * 8 + group;
         double term = loss[(long)min(row, rows - 1) * loss_row + VALUE];
-        const double *weight = scores[m][n] + 2 * half, *grad = grads[m][n] + 2 * half;
-        return make_double2(weight[0] * (grad[0] + term), weight[1] * (grad[1] + term));
-    });
+        #pragma unroll
+        for (int n = 0; n < 4; n++) {
+            double *weight = scores[i / 2][n] + i % 2 * 2, *grad = grads[i / 2][n] + i % 2 * 2;
+            double2 pair = {weight[0] * (grad[0] + term), weight[1] * (grad[1] + term)};
+            if (row < rows && key + n * 8 < keys) *(double2 *)(line(dx, row) + n * 8) = pair;
+        }
+    }
 }
 #endif

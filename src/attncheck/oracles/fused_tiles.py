@@ -6,8 +6,9 @@ passes take longer than the products. Here a tile of a forward is one kernel, th
 and of a backward one that writes P and dX, from which torch makes the gradients.
 
 The compiler is CUDA's own, not Triton, whose faults would be the kernels' too. Sums are float64's,
-on its tensor cores; ``exp`` is the one that torch calls, off by 1 ulp at most; and the scale is
-multiplied to the rounded sum, as by torch. Only the order of sums is another.
+on its tensor cores, which share the pipe of its float64 arithmetic; ``exp`` is the one that torch
+calls, off by 1 ulp at most, without its branch for scores that overflow, of which there are none;
+and the scale is multiplied to the rounded sum, as by torch. Only the order of sums is another.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ def add_tile(
 ) -> None:
     """Add exp(scale · q·kᵀ) · v to ``sums``, and Σ exp(scale · q·kᵀ) to the column behind.
 
-    Lines lie at multiples of 16 bytes, each in one piece.
+    Lines lie at multiples of 16 bytes, each in one piece. No score is beyond 700 in size: for those
+    of which that is not known ``exp`` would be wrong.
 
     Args:
         sums: ``(batch · kv_heads, group · rows, value_dim + 1 or more)``.
