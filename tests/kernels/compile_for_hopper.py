@@ -115,7 +115,7 @@ def split(problem, page):
     }  # fmt: skip
     stored = {"fp32": "*fp32", "bf16": "*bf16", "e4m3": "*fp8e4nv"}[problem.dtype]
     types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), stored)
-    types |= dict.fromkeys(("out_ptr", "lse_ptr"), "*fp32") | {"factor": "fp32"}
+    types |= dict.fromkeys(("out_ptr", "m_ptr", "total_ptr"), "*fp32") | {"factor": "fp32"}
     types |= {
         "descale": ("*fp32",) * 3 if scaled else (),
         "pages": ("*i32", "i32") if page else (),
@@ -133,10 +133,12 @@ def decode():
     for dtype, query, page in (("bf16", 1, 16), ("e4m3", 4, 16), ("fp32", 2, 0)):
         found = spilled(split(Problem(dtype=dtype, query=query, **sizes, **mods), page))
         assert found <= MOST_SPILLED, (dtype, query, page, found)
-    types = dict.fromkeys(("part_ptr", "part_lse_ptr", "lse_ptr"), "*fp32")
+    types = dict.fromkeys(("part_ptr", "m_ptr", "total_ptr", "lse_ptr"), "*fp32")
     types |= {"out_ptr": "*bf16", "sink": ("*fp32",)}
-    merge = {"SINK": True, "BLOCK_S": 16, "BLOCK_V": 256, "EARLY": True}
-    assert spilled(compiled(_merge, merge, types, ("i32",), num_warps=1)) == 0
+    merge = {"SINK": True, "IDENTITY": True, "BLOCK_S": 8, "BLOCK_V": 256, "EARLY": True}
+    for together in (1, 4):
+        kernel = compiled(_merge, merge | {"TOGETHER": together}, types, ("i32",), num_warps=1)
+        assert spilled(kernel) == 0, together
 
 
 # softmax: loads and stores are wide, and nothing spills

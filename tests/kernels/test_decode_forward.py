@@ -12,6 +12,7 @@ from attncheck.core.mod_spec import Spec
 from attncheck.core.paged_layout import Paging
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
+from attncheck.kernels import decode_forward
 from attncheck.subjects.load import load_subject
 from attncheck.subjects.triton_caches import MOST_ROWS, Decode, splits_of
 from attncheck.verify.environment import prepare
@@ -60,6 +61,14 @@ def judged(problem: Problem, subject: Decode) -> Judgement:
     return record.judgement
 
 
+def launch_with(monkeypatch, **changes) -> None:
+    """Let it choose so much otherwise."""
+    launch = Decode.launch
+    monkeypatch.setattr(
+        Decode, "launch", lambda *asked: dataclasses.replace(launch(*asked), **changes)
+    )
+
+
 def assert_passes(problem: Problem, splits: int | None = None) -> None:
     judgement = judged(problem, Decode(splits))
     assert judgement.status == "pass", judgement.reason
@@ -98,12 +107,7 @@ def test_its_bits_do_not_depend_on_the_batch(question):
 
 def test_rows_in_several_blocks(monkeypatch):
     """As on a GPU, where a block of all rows may not fit."""
-    launched = Decode.launch
-
-    def small_blocks(*asked):
-        return dataclasses.replace(launched(*asked), block_query=16)
-
-    monkeypatch.setattr(Decode, "launch", small_blocks)
+    launch_with(monkeypatch, block_query=16)
     assert_passes(small(query=7, mask=BOTTOM_RIGHT, score=ALIBI, sink=True))
 
 
@@ -174,12 +178,40 @@ def test_what_it_does_not_take():
 
 def test_splits_do_not_follow_the_batch():
     """On a GPU they grow as the root of the keys; interpreted there are up to three."""
-    lengths = {1: 1, 511: 1, 512: 2, 8192: 8, 32768: 16, 2**20: 90}
+    lengths = {1: 1, 511: 1, 512: 4, 8192: 16, 32768: 32, 2**20: 180}
     assert {kv: splits_of(kv, 128, "cuda") for kv in lengths} == lengths
     assert [splits_of(kv, 64, "cpu") for kv in (1, 65, 129, 4096)] == [1, 2, 3, 3]
     problem = small()
     own = Decode().launch(problem, "cpu").splits
     assert own == Decode().launch(problem.replace(batch=1, heads=2), "cpu").splits == BLOCKS
+
+
+@pytest.mark.parametrize(("splits", "together"), [(2, 2), (3, 2), (5, 4), (5, 8)])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": "bf16", "mask": BOTTOM_RIGHT, "sink": True},
+        {"dtype": "e4m3", "mask": PADDING},
+        {"mask": WINDOW, "score": ALIBI},
+    ],
+    ids=str,
+)
+def test_where_splits_are_added_changes_no_bit(monkeypatch, changes, splits, together):
+    """By one program, for whom there are others, or by the merge: a batch may ask for either."""
+    launch_with(monkeypatch, together=together)
+    problem = small(kv=300, **changes)  # 5 blocks
+    inputs, programs = draw_inputs(problem), []
+    v = inputs.v.float()
+    v[:, :, 70, 3] = math.nan
+    spoilt = inputs.replace(v=v.to(inputs.v.dtype))
+    for multiprocessors in (1, 10**6):
+        monkeypatch.setattr(decode_forward, "_multiprocessors", lambda _, n=multiprocessors: n)
+        assert_passes(problem, splits)
+        programs.append([Decode(splits).run(each) for each in (inputs, spoilt)])
+    for one, other in zip(*programs, strict=True):
+        assert torch.equal(one.out.nan_to_num(), other.out.nan_to_num())
+        assert torch.equal(one.out.isnan(), other.out.isnan())
+        assert torch.equal(one.lse, other.lse)
 
 
 def test_it_is_launched_otherwise():
@@ -207,6 +239,7 @@ def test_one_part_rounds_as_the_ideal_kernel_does():
 def test_planted_faults_are_noticed(fault, tmp_path, monkeypatch):
     changes = dict(PLANTED["decode_forward"][fault])
     right, wrong, splits = changes.pop("right"), changes.pop("wrong"), changes.pop("splits", 2)
+    launch_with(monkeypatch, together=changes.pop("together", 1))
     named = {"padding": PADDING, "bottom_right": BOTTOM_RIGHT, "alibi": ALIBI, "pages": PAGES}
     problem = small(**{name: named.get(value, value) for name, value in changes.items()})
     assert judged(problem, Decode(splits)).status == "pass"
@@ -216,7 +249,7 @@ def test_planted_faults_are_noticed(fault, tmp_path, monkeypatch):
 
 
 def test_a_careless_kernel_lets_hidden_values_through(tmp_path, monkeypatch):
-    planted = faulty(tmp_path, ("decode_forward",), "", "if not all_finite(acc):", "if False:")
+    planted = faulty(tmp_path, ("decode_forward",), "", "if not all_finite(part):", "if False:")
     monkeypatch.setattr(Decode, "forward", lambda self: planted)
     inputs = draw_inputs(small(query=2, mask=BOTTOM_RIGHT, dtype="bf16"))
     v = inputs.v.clone()

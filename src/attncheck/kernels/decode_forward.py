@@ -9,6 +9,7 @@ it by LSE: out = Σ e^LSE_i out_i / Σ e^LSE_i, LSE = ln Σ e^LSE_i.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from attncheck.kernels.tile import (
     loaded_values,
     log_sum,
     normalised,
+    power,
     scores,
     started,
     visible,
@@ -36,7 +38,7 @@ from attncheck.kernels.tile import (
 )
 from attncheck.mods.to_triton import TritonMod
 
-_MERGED = 16  # splits at a time, of one row, by one warp
+_MERGED = 8  # merged at a time, of one row, by one warp
 _SMALLEST_PAGE: tl.constexpr = tl.constexpr(16)  # of which a block's are asked for one by one
 
 
@@ -81,9 +83,15 @@ def decode_forward(
     kv_heads, kv = k.shape[1], k.shape[2] if kv is None else kv
     value_dim, group = v.shape[3], heads // kv_heads
     rows = batch * heads * query
+    splits = min(launch.splits, triton.cdiv(kv, launch.block_kv))  # none is empty
+    blocks = batch * triton.cdiv(query * group, launch.block_query)
+    programs = kv_heads * triton.cdiv(splits, launch.together) * blocks
+    # Each split is a program's where otherwise half of a GPU had nothing to do.
+    together = launch.together if 2 * programs > _multiprocessors(q.device) else 1
+    parts = triton.cdiv(splits, together)
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
-    part = torch.empty((launch.splits, rows, value_dim), **fp32)
-    part_lse = torch.empty((launch.splits, rows), **fp32)
+    part = torch.empty((parts, rows, value_dim), **fp32)
+    part_m, part_total = torch.empty((2, parts, rows), **fp32)
     shape = (batch, heads, query)
     out = torch.empty((*shape, value_dim), dtype=out_dtype or q.dtype, device=q.device)
     lse = torch.empty(shape, **fp32)
@@ -91,13 +99,13 @@ def decode_forward(
     # A program of the merge is started while the last splits are at work, and waits for them.
     early = {"launch_pdl": True} if on_hopper(q.device) else {}
     # Heads first: in a page their keys lie side by side.
-    grid = (kv_heads * launch.splits, batch, triton.cdiv(query * group, launch.block_query))
+    grid = (kv_heads * parts, batch, triton.cdiv(query * group, launch.block_query))
     # fmt: off
     with sound_assembler(q.device.type):
         _split[grid](
-            q, k, v, part, part_lse, *q.stride(), *k.stride(), *v.stride(), rows, kv_heads, group,
-            query, kv, kv if launch.free else min(whole, kv), head_dim, value_dim,
-            scale * LOG2E if identity else scale, scales(descale),
+            q, k, v, part, part_m, part_total, *q.stride(), *k.stride(), *v.stride(), rows,
+            kv_heads, group, query, kv, kv if launch.free else min(whole, kv), splits, together,
+            head_dim, value_dim, scale * LOG2E if identity else scale, scales(descale),
             () if pages is None else pages.arguments(), mask.captured,
             () if score is None else score.captured, MASK=mask.function,
             SCORE=mask.function if score is None else score.function, IDENTITY=identity,
@@ -109,22 +117,31 @@ def decode_forward(
             num_stages=launch.stages,
         )
         _merge[(rows,)](
-            part, part_lse, out, lse, () if sink is None else (sink,), launch.splits, rows, heads,
-            query, value_dim, SINK=sink is not None,
-            BLOCK_S=min(_MERGED, int(triton.next_power_of_2(launch.splits))),
+            part, part_m, part_total, out, lse, () if sink is None else (sink,), parts, rows, heads,
+            query, value_dim, IDENTITY=identity, SINK=sink is not None,
+            TOGETHER=launch.together // together,
+            BLOCK_S=min(_MERGED, int(triton.next_power_of_2(triton.cdiv(splits, launch.together)))),
             BLOCK_V=int(triton.next_power_of_2(value_dim)), EARLY=bool(early), num_warps=1, **early,
         )
     # fmt: on
     return out, lse
 
 
+@lru_cache
+def _multiprocessors(device: torch.device) -> int:
+    """How many a GPU has; the interpreter has one."""
+    if device.type == "cpu":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 # A column of forty names says less than five lines of them.
 # fmt: off
-@triton.jit(do_not_specialize=("whole", *COUNTS))
+@triton.jit(do_not_specialize=("whole", "together", *COUNTS))
 def _split(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_batch, q_head, q_row, q_col, k_batch, k_head, k_row,
-    k_col, v_batch, v_head, v_row, v_col, rows_of_all, kv_heads, group, query, kv, whole, head_dim,
-    value_dim, factor, descale, pages, mask_captured, score_captured, MASK: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, out_ptr, m_ptr, total_ptr, q_batch, q_head, q_row, q_col, k_batch, k_head,
+    k_row, k_col, v_batch, v_head, v_row, v_col, rows_of_all, kv_heads, group, query, kv, whole,
+    splits, together, head_dim, value_dim, factor, descale, pages, mask_captured, score_captured, MASK: tl.constexpr,
     SCORE: tl.constexpr, IDENTITY: tl.constexpr, FREE: tl.constexpr, PAGE: tl.constexpr,
     SCALED: tl.constexpr, WEIGHTS_SCALE: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
@@ -158,13 +175,22 @@ def _split(
     factor = factor_of(factor, descale, b * kv_heads + own, SCALED)
 
     blocks = tl.cdiv(kv, BLOCK_K)
-    split = (tl.program_id(0) // kv_heads).to(tl.int64)
-    splits = tl.num_programs(0) // kv_heads
+    program = (tl.program_id(0) // kv_heads).to(tl.int64)
+    split = program * together
+    behind = tl.minimum(split + together, splits)
     first = (split * blocks // splits).to(tl.int32)
-    last = ((split + 1) * blocks // splits).to(tl.int32)
+    last = (behind * blocks // splits).to(tl.int32)
+    end = ((split + 1) * blocks // splits).to(tl.int32)
     whole = tl.maximum(first, tl.minimum(last, whole // BLOCK_K))
-    m, total = started(q_ptr, heads, False, IDENTITY, BLOCK_Q)  # the sink is merged, once
+    value_factor = 1.0
+    if SCALED:
+        value_factor = tl.load(descale[2] + b * kv_heads + own) / WEIGHTS_SCALE
+    # Of the splits before this one; the sink is merged, once.
+    part_m, part_total = started(q_ptr, heads, False, IDENTITY, BLOCK_Q)
+    part = tl.zeros([BLOCK_Q, BLOCK_V], tl.float32)
+    m, total = started(q_ptr, heads, False, IDENTITY, BLOCK_Q)
     acc = tl.zeros([BLOCK_Q, BLOCK_V], tl.float32)
+    # One loop over all splits, or their loads would not overlap.
     for block in range(first, whole):
         m, total, acc = _step(
             block, q_block, k_ptr, v_ptr, k_batch, k_row, k_col, v_batch, v_row, v_col, table, m,
@@ -172,6 +198,14 @@ def _split(
             score_captured, MASK, SCORE, IDENTITY, PAGE, False, False, WEIGHTS_SCALE, BLOCK_Q,
             BLOCK_K, BLOCK_D, BLOCK_V, PRECISION, IMPRECISE,
         )
+        if block + 1 == end:
+            part_m, part_total, part = added(
+                part_m, part_total, part, m, total, acc * value_factor, IDENTITY
+            )
+            m, total = started(q_ptr, heads, False, IDENTITY, BLOCK_Q)
+            acc = tl.zeros([BLOCK_Q, BLOCK_V], tl.float32)
+            split += 1
+            end = ((split + 1) * blocks // splits).to(tl.int32)
     for block in range(whole, last):
         m, total, acc = _step(
             block, q_block, k_ptr, v_ptr, k_batch, k_row, k_col, v_batch, v_row, v_col, table, m,
@@ -179,32 +213,60 @@ def _split(
             score_captured, MASK, SCORE, IDENTITY, PAGE, True, False, WEIGHTS_SCALE, BLOCK_Q,
             BLOCK_K, BLOCK_D, BLOCK_V, PRECISION, IMPRECISE,
         )
+        if block + 1 == end:
+            part_m, part_total, part = added(
+                part_m, part_total, part, m, total, acc * value_factor, IDENTITY
+            )
+            m, total = started(q_ptr, heads, False, IDENTITY, BLOCK_Q)
+            acc = tl.zeros([BLOCK_Q, BLOCK_V], tl.float32)
+            split += 1
+            end = ((split + 1) * blocks // splits).to(tl.int32)
     # A value that is not finite reaches every row's sum, of rows that do not see it too, and stays:
     # then all is done again with care.
     if not FREE:  # noqa: SIM102  (this one is decided when it is compiled)
-        if not all_finite(acc):
-            m, total = started(q_ptr, heads, False, IDENTITY, BLOCK_Q)
-            acc = tl.zeros([BLOCK_Q, BLOCK_V], tl.float32)
-            for block in tl.range(first, last, num_stages=1):
-                m, total, acc = _step(
-                    block, q_block, k_ptr, v_ptr, k_batch, k_row, k_col, v_batch, v_row, v_col,
-                    table, m, total, acc, b, heads, rows, kv, head_dim, value_dim, factor,
-                    mask_captured, score_captured, MASK, SCORE, IDENTITY, PAGE, True, True,
-                    WEIGHTS_SCALE, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_V, PRECISION, IMPRECISE,
+        if not all_finite(part):
+            part_m, part_total = started(q_ptr, heads, False, IDENTITY, BLOCK_Q)
+            part = tl.zeros([BLOCK_Q, BLOCK_V], tl.float32)
+            for again in range(program * together, behind):
+                m, total = started(q_ptr, heads, False, IDENTITY, BLOCK_Q)
+                acc = tl.zeros([BLOCK_Q, BLOCK_V], tl.float32)
+                first = (again * blocks // splits).to(tl.int32)
+                last = ((again + 1) * blocks // splits).to(tl.int32)
+                for block in tl.range(first, last, num_stages=1):
+                    m, total, acc = _step(
+                        block, q_block, k_ptr, v_ptr, k_batch, k_row, k_col, v_batch, v_row, v_col,
+                        table, m, total, acc, b, heads, rows, kv, head_dim, value_dim, factor,
+                        mask_captured, score_captured, MASK, SCORE, IDENTITY, PAGE, True, True,
+                        WEIGHTS_SCALE, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_V, PRECISION, IMPRECISE,
+                    )
+                part_m, part_total, part = added(
+                    part_m, part_total, part, m, total, acc * value_factor, IDENTITY
                 )
 
-    out = normalised(acc, total)
-    if SCALED:
-        out = out * (tl.load(descale[2] + b * kv_heads + own) / WEIGHTS_SCALE)
     value_cols = tl.arange(0, BLOCK_V)
-    # (batch, heads, query) in a row, of this split.
-    row_at = split * rows_of_all + (b64 * kv_heads * group + heads) * query + rows
+    # (batch, heads, query) in a row, of this program.
+    row_at = program * rows_of_all + (b64 * kv_heads * group + heads) * query + rows
     tl.store(
         out_ptr + row_at[:, None] * value_dim + value_cols[None, :],
-        out,
+        part,
         mask=here[:, None] & (value_cols[None, :] < value_dim),
     )
-    tl.store(lse_ptr + row_at, log_sum(m, total, IDENTITY), mask=here)
+    tl.store(m_ptr + row_at, part_m, mask=here)
+    tl.store(total_ptr + row_at, part_total, mask=here)
+
+
+@triton.jit
+def added(m, total, acc, m_of, total_of, acc_of, IDENTITY: tl.constexpr):
+    """What two parts of the keys give together: maximum, row sum, and sum of values.
+
+    Where a part was calculated changes no bit: only by ``fma`` is it said what is rounded.
+    """
+    m_new = tl.maximum(m, m_of)
+    # A row that has seen nothing keeps m = −inf; 0 stands in so that −inf − −inf never happens.
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha, beta = power(m - shift, IDENTITY), power(m_of - shift, IDENTITY)
+    total = tl.fma(total, alpha, total_of * beta)
+    return m_new, total, tl.fma(acc, alpha[:, None], acc_of * beta[:, None])
 
 
 @triton.jit
@@ -267,33 +329,42 @@ def _rows_of(
     return at
 
 
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit(do_not_specialize=("parts", *COUNTS))
 def _merge(
-    part_ptr, part_lse_ptr, out_ptr, lse_ptr, sink, splits, rows, heads, query, value_dim,
-    SINK: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr, EARLY: tl.constexpr,
+    part_ptr, m_ptr, total_ptr, out_ptr, lse_ptr, sink, parts, rows, heads, query, value_dim,
+    IDENTITY: tl.constexpr, SINK: tl.constexpr, TOGETHER: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_V: tl.constexpr, EARLY: tl.constexpr,
 ):
-    """Out and LSE of a row from those of the splits, which have weight e^(LSE_i − largest).
+    """Out and LSE of a row from what programs gave, so many together added up before their LSE.
 
-    A split of which a row sees nothing has LSE −inf and out 0.
+    They have weight e^(LSE_i − largest). Those of which a row sees nothing have LSE −inf and out 0.
     """
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK_V)
-    sink_ptr = part_lse_ptr
+    sink_ptr = m_ptr
     if SINK:
         sink_ptr = sink[0]
     largest, total = started(sink_ptr, row // query % heads, SINK, False, 1)
     acc = tl.zeros([1, BLOCK_V], tl.float32)
     if EARLY:
         gdc_wait()
-    for first in range(0, splits, BLOCK_S):
-        split = first + tl.arange(0, BLOCK_S)
-        at = split.to(tl.int64) * rows + row
-        lse = tl.load(part_lse_ptr + at, mask=split < splits, other=float("-inf"))
-        part = tl.load(
-            part_ptr + at[:, None] * value_dim + cols[None, :],
-            mask=(split < splits)[:, None] & (cols < value_dim)[None, :],
-            other=0.0,
-        )
+    for first in range(0, parts, BLOCK_S * TOGETHER):
+        m, sums = started(sink_ptr, row, False, IDENTITY, BLOCK_S)
+        part = tl.zeros([BLOCK_S, BLOCK_V], tl.float32)
+        for i in tl.static_range(TOGETHER):
+            number = first + tl.arange(0, BLOCK_S) * TOGETHER + i
+            there = number < parts
+            at = number.to(tl.int64) * rows + row
+            m_of = tl.load(m_ptr + at, mask=there, other=float("-inf"))
+            sums_of = tl.load(total_ptr + at, mask=there, other=0.0)
+            part_of = tl.load(
+                part_ptr + at[:, None] * value_dim + cols[None, :],
+                mask=there[:, None] & (cols < value_dim)[None, :],
+                other=0.0,
+            )
+            m, sums, part = added(m, sums, part, m_of, sums_of, part_of, IDENTITY)
+        lse = log_sum(m, sums, IDENTITY)
+        part = normalised(part, sums)
         weight, alpha, largest, total = advanced(lse[None, :], largest, total, False)
         acc = acc * alpha[:, None] + tl.sum(tl.trans(weight) * part, 0)[None, :]
     tl.store(

@@ -47,7 +47,8 @@ class Launch:
     max_num_imprecise_acc: int | None = 0
     # What P is multiplied by before it is rounded to v's format: a power of two.
     weights_scale: float = 1.0
-    splits: int = 1  # into how many parts the keys are cut, each a program's: of decoding alone
+    splits: int = 1  # into how many parts the keys are cut: of decoding alone
+    together: int = 1  # how many neighbours of them are added up before they are merged by LSE
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -59,7 +59,9 @@ def streaming_backward(inputs: Inputs, *, blocks: Blocks | None = None) -> Outpu
         dcaptured.
     """
     sums = _Sums(inputs, streaming(inputs), blocks)
-    for block, rows in enumerate(query_blocks(inputs.problem, sums.blocks)):
+    blocked = list(enumerate(query_blocks(inputs.problem, sums.blocks)))
+    # Under a causal mask the last rows take longest: from them on the host is ahead of the GPU.
+    for block, rows in reversed(blocked) if sums.fused else blocked:
         for heads in head_ranges(inputs.problem, sums.blocks, len(rows)):
             tiles = (_Bounded if sums.bounded else _General)(sums, heads, rows)
             for run in sums.visibility.runs(heads, block):

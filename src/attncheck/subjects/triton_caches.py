@@ -271,8 +271,9 @@ _SMALLEST_BLOCK = 16  # rows of a tensor core's product
 # Rows and columns for which fewer warps are enough; fp32's products take many registers.
 _SMALL_BLOCK, _SMALL_DIM, _SMALL_WARPS = 32, 128, 4
 # Keys, warps and stages of such a block in 16 bits, by head dim: what fills an H100's memory best.
-_LONG_TILES = {64: (64, 2, 3), 128: (64, 4, 3)}
-_SHORTEST_SPLIT = 128  # keys, on a GPU: of n times as many √n splits are made
+_LONG_TILES = {64: (64, 4, 3), 128: (32, 4, 3)}
+_TOGETHER = 4  # splits, on a GPU, that are added up before: a program's, or a program each
+_SHORTEST_PART = 512  # keys, on a GPU, of what is merged by LSE: of n times as many keys √n are
 _MOST_SPLITS_INTERPRETED = 3
 _OTHER_SPLITS = (1, 2, 3, 7)
 
@@ -325,9 +326,9 @@ class Decode(Flash):
             # A page's number is loaded before its keys: Triton gives each half of the stages.
             stages = 2 * stages - 1
         splits = self._splits or splits_of(problem.kv, keys, device)
-        return replace(
-            chosen, block_query=block, block_kv=keys, warps=warps, stages=stages, splits=splits
-        )
+        together = 1 if device == "cpu" else _TOGETHER
+        sizes = {"block_query": block, "block_kv": keys, "splits": splits, "together": together}
+        return replace(chosen, warps=warps, stages=stages, **sizes)
 
     def tiling(self, problem: Problem, device: str) -> Tiling | None:
         """Its tile sizes; none where parts are merged, each with weights relative to its maximum.
@@ -378,13 +379,14 @@ class Decode(Flash):
 def splits_of(kv: int, block_kv: int, device: str) -> int:
     """Into how many splits ``kv`` keys are cut: whatever the batch, so that no bit depends on it.
 
-    On a GPU as many as each has stretches of 128 keys. What is written and merged of many splits
-    takes time from many sequences, and few splits leave one sequence to few multiprocessors. In the
-    interpreter, where a split costs what a block does, one a block, at most 3: enough to be merged.
+    On a GPU four for each part that is merged by LSE, of which there are as many as the root of the
+    stretches of 512 keys. What is written and merged of many parts takes time from many sequences,
+    and few splits leave one sequence to few multiprocessors. In the interpreter, where a split
+    costs what a block does, one a block, at most 3: enough to be merged.
     """
     if device == "cpu":
         return min(_blocks(kv, block_kv), _MOST_SPLITS_INTERPRETED)
-    return max(1, math.isqrt(kv // _SHORTEST_SPLIT))
+    return max(1, _TOGETHER * math.isqrt(kv // _SHORTEST_PART))
 
 
 def _blocks(kv: int, block_kv: int) -> int:
