@@ -135,7 +135,7 @@ def decode():
         assert found <= MOST_SPILLED, (dtype, query, page, found)
     types = dict.fromkeys(("part_ptr", "m_ptr", "total_ptr", "lse_ptr"), "*fp32")
     types |= {"out_ptr": "*bf16", "sink": ("*fp32",)}
-    merge = {"SINK": True, "IDENTITY": True, "BLOCK_S": 8, "BLOCK_V": 256, "EARLY": True}
+    merge = {"SINK": True, "IDENTITY": True, "BLOCK_S": 4, "BLOCK_V": 256, "EARLY": True}
     for together in (1, 4):
         kernel = compiled(_merge, merge | {"TOGETHER": together}, types, ("i32",), num_warps=1)
         assert spilled(kernel) == 0, together

@@ -1,10 +1,14 @@
 """Decoding in Triton: few query rows over many keys, in splits, for any mask and score mod.
 
 Flash-Decoding (Dao et al. 2023): the keys are cut into splits, so that one sequence fills a GPU. A
-program takes one split and the rows of all query heads that read one kv head, so that each key is
-loaded once for all of them, and walks over its keys as FlashAttention-2 does (Dao 2023,
-arXiv:2307.08691, Algorithm 1). What the splits give is in memory, in fp32; a second launch merges
-it by LSE: out = Σ e^LSE_i out_i / Σ e^LSE_i, LSE = ln Σ e^LSE_i.
+program takes the rows of all query heads that read one kv head, so that each key is loaded once for
+all of them, and walks over a split's keys as FlashAttention-2 does (Dao 2023, arXiv:2307.08691,
+Algorithm 1). Neighbouring splits are added up, some together, as two blocks of keys are: maximum,
+row sum and Σ weight · v. A second launch merges what they give by LSE: out = Σ e^LSE_i out_i /
+Σ e^LSE_i, LSE = ln Σ e^LSE_i.
+
+Of few sequences each split is a program's, and the merge adds them up; of many one program does all
+that are added up, and writes a part of the memory. Either gives the same bits: ``added``.
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ from attncheck.kernels.tile import (
 )
 from attncheck.mods.to_triton import TritonMod
 
-_MERGED = 8  # merged at a time, of one row, by one warp
+_MERGED = 1024  # values at a time, of one row, by one warp
 _SMALLEST_PAGE: tl.constexpr = tl.constexpr(16)  # of which a block's are asked for one by one
 
 
@@ -61,17 +65,18 @@ def decode_forward(
     """Attention of ``q`` over ``k`` and ``v``, and its log-sum-exp.
 
     The query·group rows that read a kv head are packed: row r is query r // group of head
-    kv_head · group + r % group. Split s of S has the key blocks from blocks·s // S to before
-    blocks·(s + 1) // S, which may be none.
+    kv_head · group + r % group. Split s of S, of which there are at most as many as key blocks,
+    has those from blocks·s // S to before blocks·(s + 1) // S.
 
-    Between the launches what the splits give is in memory, in fp32: out
-    ``(splits, batch, heads, query, value_dim)`` and natural LSE ``(splits, batch, heads, query)``.
+    Between the launches what programs give is in memory, in fp32: Σ weight · v
+    ``(parts, batch, heads, query, value_dim)``, and maxima (in the units of ``tile.scores``) and
+    row sums ``(parts, batch, heads, query)``.
 
     What is not said of an argument here is as of ``flash2_forward``.
 
     Args:
         v: ``(batch, kv_heads, kv, value_dim)``, or as k with ``pages``.
-        launch: ``splits``, of which there may be more than blocks of keys, tile sizes and the like.
+        launch: ``splits``, how many are added up ``together``, tile sizes and the like.
             ``block_query`` counts packed rows, a block of them a program; ``causal`` has no effect.
         whole: How many keys, from the first on, the mask shows to every row: it is not asked there.
 
@@ -86,9 +91,12 @@ def decode_forward(
     splits = min(launch.splits, triton.cdiv(kv, launch.block_kv))  # none is empty
     blocks = batch * triton.cdiv(query * group, launch.block_query)
     programs = kv_heads * triton.cdiv(splits, launch.together) * blocks
-    # Each split is a program's where otherwise half of a GPU had nothing to do.
-    together = launch.together if 2 * programs > _multiprocessors(q.device) else 1
+    # A split is a program's where otherwise not every multiprocessor had one.
+    together = launch.together if programs > _multiprocessors(q.device) else 1
     parts = triton.cdiv(splits, together)
+    merged, columns = (
+        int(triton.next_power_of_2(n)) for n in (triton.cdiv(splits, launch.together), value_dim)
+    )
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
     part = torch.empty((parts, rows, value_dim), **fp32)
     part_m, part_total = torch.empty((2, parts, rows), **fp32)
@@ -120,8 +128,8 @@ def decode_forward(
             part, part_m, part_total, out, lse, () if sink is None else (sink,), parts, rows, heads,
             query, value_dim, IDENTITY=identity, SINK=sink is not None,
             TOGETHER=launch.together // together,
-            BLOCK_S=min(_MERGED, int(triton.next_power_of_2(triton.cdiv(splits, launch.together)))),
-            BLOCK_V=int(triton.next_power_of_2(value_dim)), EARLY=bool(early), num_warps=1, **early,
+            BLOCK_S=min(merged, max(1, _MERGED // columns)), BLOCK_V=columns, EARLY=bool(early),
+            num_warps=1, **early,
         )
     # fmt: on
     return out, lse
@@ -141,9 +149,9 @@ def _multiprocessors(device: torch.device) -> int:
 def _split(
     q_ptr, k_ptr, v_ptr, out_ptr, m_ptr, total_ptr, q_batch, q_head, q_row, q_col, k_batch, k_head,
     k_row, k_col, v_batch, v_head, v_row, v_col, rows_of_all, kv_heads, group, query, kv, whole,
-    splits, together, head_dim, value_dim, factor, descale, pages, mask_captured, score_captured, MASK: tl.constexpr,
-    SCORE: tl.constexpr, IDENTITY: tl.constexpr, FREE: tl.constexpr, PAGE: tl.constexpr,
-    SCALED: tl.constexpr, WEIGHTS_SCALE: tl.constexpr, BLOCK_Q: tl.constexpr,
+    splits, together, head_dim, value_dim, factor, descale, pages, mask_captured, score_captured,
+    MASK: tl.constexpr, SCORE: tl.constexpr, IDENTITY: tl.constexpr, FREE: tl.constexpr,
+    PAGE: tl.constexpr, SCALED: tl.constexpr, WEIGHTS_SCALE: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
     IMPRECISE: tl.constexpr, EARLY: tl.constexpr,
 ):

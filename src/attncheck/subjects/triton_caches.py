@@ -270,8 +270,14 @@ MOST_ROWS = 128  # query rows times heads of a group: what one program was meant
 _SMALLEST_BLOCK = 16  # rows of a tensor core's product
 # Rows and columns for which fewer warps are enough; fp32's products take many registers.
 _SMALL_BLOCK, _SMALL_DIM, _SMALL_WARPS = 32, 128, 4
-# Keys, warps and stages of such a block in 16 bits, by head dim: what fills an H100's memory best.
-_LONG_TILES = {64: (64, 4, 3), 128: (32, 4, 3)}
+# Keys, warps and stages of such a block in 16 bits, by its rows and head dim: what fills an H100's
+# memory best.
+_LONG_TILES = {
+    (16, 64): (64, 2, 3),
+    (16, 128): (64, 4, 3),
+    (32, 64): (64, 4, 3),
+    (32, 128): (32, 4, 3),
+}
 _TOGETHER = 4  # splits, on a GPU, that are added up before: a program's, or a program each
 _SHORTEST_PART = 512  # keys, on a GPU, of what is merged by LSE: of n times as many keys √n are
 _MOST_SPLITS_INTERPRETED = 3
@@ -319,7 +325,7 @@ class Decode(Flash):
         narrow = narrow and widest <= _SMALL_DIM
         keys, warps, stages = chosen.block_kv, chosen.warps, chosen.stages
         if narrow and device != "cpu" and problem.dtype in {"fp16", "bf16"}:
-            keys, warps, stages = _LONG_TILES[64 if widest <= 64 else 128]
+            keys, warps, stages = _LONG_TILES[block, 64 if widest <= 64 else 128]
         elif narrow:
             warps = min(warps, _SMALL_WARPS)
         if problem.paging is not None:
