@@ -136,8 +136,9 @@ def decode():
     types = dict.fromkeys(("part_ptr", "m_ptr", "total_ptr", "lse_ptr"), "*fp32")
     types |= {"out_ptr": "*bf16", "sink": ("*fp32",)}
     merge = {"SINK": True, "IDENTITY": True, "BLOCK_S": 4, "BLOCK_V": 256, "EARLY": True}
-    for together in (1, 4):
-        kernel = compiled(_merge, merge | {"TOGETHER": together}, types, ("i32",), num_warps=1)
+    for together, paired in ((1, 1), (2, 1), (4, 2)):
+        constants = merge | {"TOGETHER": together, "PAIRED": paired}
+        kernel = compiled(_merge, constants, types, ("i32",), num_warps=1)
         assert spilled(kernel) == 0, together
 
 
