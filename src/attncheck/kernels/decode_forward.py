@@ -90,13 +90,10 @@ def decode_forward(
     rows = batch * heads * query
     splits = min(launch.splits, triton.cdiv(kv, launch.block_kv))  # none is empty
     blocks = batch * triton.cdiv(query * group, launch.block_query)
-    # A program has as many splits as leave one to every multiprocessor: all that are added up, or
-    # a pair of them, or one.
-    pair = min(2, launch.together)
-    for together in (launch.together, pair, 1):
-        parts = triton.cdiv(splits, together)
-        if kv_heads * parts * blocks > _multiprocessors(q.device):
-            break
+    programs = kv_heads * triton.cdiv(splits, launch.together) * blocks
+    # A split is a program's where otherwise half of the multiprocessors had none.
+    together = launch.together if 2 * programs > _multiprocessors(q.device) else 1
+    parts = triton.cdiv(splits, together)
     merged, columns = (
         int(triton.next_power_of_2(n)) for n in (triton.cdiv(splits, launch.together), value_dim)
     )
@@ -124,13 +121,13 @@ def decode_forward(
             WEIGHTS_SCALE=launch.weights_scale, BLOCK_Q=launch.block_query,
             BLOCK_K=launch.block_kv, BLOCK_D=block_dim(head_dim, q.dtype),
             BLOCK_V=block_dim(value_dim, v.dtype), PRECISION=launch.precision,
-            IMPRECISE=launch.max_num_imprecise_acc, EARLY=bool(early), num_warps=launch.warps,
-            num_stages=launch.stages,
+            IMPRECISE=launch.max_num_imprecise_acc, ADDED=launch.together > 1, EARLY=bool(early),
+            num_warps=launch.warps, num_stages=launch.stages,
         )
         _merge[(rows,)](
             part, part_m, part_total, out, lse, () if sink is None else (sink,), parts, rows, heads,
             query, value_dim, IDENTITY=identity, SINK=sink is not None,
-            TOGETHER=launch.together // together, PAIRED=pair // min(pair, together),
+            TOGETHER=launch.together // together,
             BLOCK_S=min(merged, max(1, _MERGED // columns)), BLOCK_V=columns, EARLY=bool(early),
             num_warps=1, **early,
         )
@@ -156,7 +153,7 @@ def _split(
     MASK: tl.constexpr, SCORE: tl.constexpr, IDENTITY: tl.constexpr, FREE: tl.constexpr,
     PAGE: tl.constexpr, SCALED: tl.constexpr, WEIGHTS_SCALE: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
-    IMPRECISE: tl.constexpr, EARLY: tl.constexpr,
+    IMPRECISE: tl.constexpr, ADDED: tl.constexpr, EARLY: tl.constexpr,
 ):
     if EARLY:
         gdc_launch_dependents()
@@ -196,11 +193,9 @@ def _split(
     value_factor = 1.0
     if SCALED:
         value_factor = tl.load(descale[2] + b * kv_heads + own) / WEIGHTS_SCALE
-    # Of the pairs before this one, and of this one so far; the sink is merged, once.
+    # Of the splits before this one; the sink is merged, once.
     part_m, part_total = started(q_ptr, heads, False, IDENTITY, BLOCK_Q)
     part = tl.zeros([BLOCK_Q, BLOCK_V], tl.float32)
-    pair_m, pair_total = started(q_ptr, heads, False, IDENTITY, BLOCK_Q)
-    pair = tl.zeros([BLOCK_Q, BLOCK_V], tl.float32)
     m, total = started(q_ptr, heads, False, IDENTITY, BLOCK_Q)
     acc = tl.zeros([BLOCK_Q, BLOCK_V], tl.float32)
     # One loop over all splits, or their loads would not overlap.
@@ -211,20 +206,15 @@ def _split(
             score_captured, MASK, SCORE, IDENTITY, PAGE, False, False, WEIGHTS_SCALE, BLOCK_Q,
             BLOCK_K, BLOCK_D, BLOCK_V, PRECISION, IMPRECISE,
         )
-        if block + 1 == end:
-            pair_m, pair_total, pair = added(
-                pair_m, pair_total, pair, m, total, acc * value_factor, IDENTITY
-            )
-            if (split % 2 == 1) | (split + 1 == behind):
+        if ADDED:  # noqa: SIM102  (this one is decided when it is compiled)
+            if block + 1 == end:
                 part_m, part_total, part = added(
-                    part_m, part_total, part, pair_m, pair_total, pair, IDENTITY
+                    part_m, part_total, part, m, total, acc * value_factor, IDENTITY
                 )
-                pair_m, pair_total = started(q_ptr, heads, False, IDENTITY, BLOCK_Q)
-                pair = tl.zeros([BLOCK_Q, BLOCK_V], tl.float32)
-            m, total = started(q_ptr, heads, False, IDENTITY, BLOCK_Q)
-            acc = tl.zeros([BLOCK_Q, BLOCK_V], tl.float32)
-            split += 1
-            end = ((split + 1) * blocks // splits).to(tl.int32)
+                m, total = started(q_ptr, heads, False, IDENTITY, BLOCK_Q)
+                acc = tl.zeros([BLOCK_Q, BLOCK_V], tl.float32)
+                split += 1
+                end = ((split + 1) * blocks // splits).to(tl.int32)
     for block in range(whole, last):
         m, total, acc = _step(
             block, q_block, k_ptr, v_ptr, k_batch, k_row, k_col, v_batch, v_row, v_col, table, m,
@@ -232,20 +222,17 @@ def _split(
             score_captured, MASK, SCORE, IDENTITY, PAGE, True, False, WEIGHTS_SCALE, BLOCK_Q,
             BLOCK_K, BLOCK_D, BLOCK_V, PRECISION, IMPRECISE,
         )
-        if block + 1 == end:
-            pair_m, pair_total, pair = added(
-                pair_m, pair_total, pair, m, total, acc * value_factor, IDENTITY
-            )
-            if (split % 2 == 1) | (split + 1 == behind):
+        if ADDED:  # noqa: SIM102  (this one is decided when it is compiled)
+            if block + 1 == end:
                 part_m, part_total, part = added(
-                    part_m, part_total, part, pair_m, pair_total, pair, IDENTITY
+                    part_m, part_total, part, m, total, acc * value_factor, IDENTITY
                 )
-                pair_m, pair_total = started(q_ptr, heads, False, IDENTITY, BLOCK_Q)
-                pair = tl.zeros([BLOCK_Q, BLOCK_V], tl.float32)
-            m, total = started(q_ptr, heads, False, IDENTITY, BLOCK_Q)
-            acc = tl.zeros([BLOCK_Q, BLOCK_V], tl.float32)
-            split += 1
-            end = ((split + 1) * blocks // splits).to(tl.int32)
+                m, total = started(q_ptr, heads, False, IDENTITY, BLOCK_Q)
+                acc = tl.zeros([BLOCK_Q, BLOCK_V], tl.float32)
+                split += 1
+                end = ((split + 1) * blocks // splits).to(tl.int32)
+    if not ADDED:
+        part_m, part_total, part = m, total, acc * value_factor
     # A value that is not finite reaches every row's sum, of rows that do not see it too, and stays:
     # then all is done again with care.
     if not FREE:  # noqa: SIM102  (this one is decided when it is compiled)
@@ -264,15 +251,9 @@ def _split(
                         mask_captured, score_captured, MASK, SCORE, IDENTITY, PAGE, True, True,
                         WEIGHTS_SCALE, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_V, PRECISION, IMPRECISE,
                     )
-                pair_m, pair_total, pair = added(
-                    pair_m, pair_total, pair, m, total, acc * value_factor, IDENTITY
+                part_m, part_total, part = added(
+                    part_m, part_total, part, m, total, acc * value_factor, IDENTITY
                 )
-                if (again % 2 == 1) | (again + 1 == behind):
-                    part_m, part_total, part = added(
-                        part_m, part_total, part, pair_m, pair_total, pair, IDENTITY
-                    )
-                    pair_m, pair_total = started(q_ptr, heads, False, IDENTITY, BLOCK_Q)
-                    pair = tl.zeros([BLOCK_Q, BLOCK_V], tl.float32)
 
     value_cols = tl.arange(0, BLOCK_V)
     # (batch, heads, query) in a row, of this program.
@@ -363,12 +344,10 @@ def _rows_of(
 @triton.jit(do_not_specialize=("parts", *COUNTS))
 def _merge(
     part_ptr, m_ptr, total_ptr, out_ptr, lse_ptr, sink, parts, rows, heads, query, value_dim,
-    IDENTITY: tl.constexpr, SINK: tl.constexpr, TOGETHER: tl.constexpr, PAIRED: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr, EARLY: tl.constexpr,
+    IDENTITY: tl.constexpr, SINK: tl.constexpr, TOGETHER: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_V: tl.constexpr, EARLY: tl.constexpr,
 ):
     """Out and LSE of a row from what programs gave, so many together added up before their LSE.
-
-    First two of them where programs have a split each (PAIRED is 2, else 1), as in ``_split``.
 
     They have weight e^(LSE_i − largest). Those of which a row sees nothing have LSE −inf and out 0.
     """
@@ -384,24 +363,18 @@ def _merge(
     for first in range(0, parts, BLOCK_S * TOGETHER):
         m, sums = started(sink_ptr, row, False, IDENTITY, BLOCK_S)
         part = tl.zeros([BLOCK_S, BLOCK_V], tl.float32)
-        for i in tl.static_range(0, TOGETHER, PAIRED):
-            pair_m, pair_sums = started(sink_ptr, row, False, IDENTITY, BLOCK_S)
-            pair = tl.zeros([BLOCK_S, BLOCK_V], tl.float32)
-            for j in tl.static_range(PAIRED):
-                number = first + tl.arange(0, BLOCK_S) * TOGETHER + i + j
-                there = number < parts
-                at = number.to(tl.int64) * rows + row
-                m_of = tl.load(m_ptr + at, mask=there, other=float("-inf"))
-                sums_of = tl.load(total_ptr + at, mask=there, other=0.0)
-                part_of = tl.load(
-                    part_ptr + at[:, None] * value_dim + cols[None, :],
-                    mask=there[:, None] & (cols < value_dim)[None, :],
-                    other=0.0,
-                )
-                pair_m, pair_sums, pair = added(
-                    pair_m, pair_sums, pair, m_of, sums_of, part_of, IDENTITY
-                )
-            m, sums, part = added(m, sums, part, pair_m, pair_sums, pair, IDENTITY)
+        for i in tl.static_range(TOGETHER):
+            number = first + tl.arange(0, BLOCK_S) * TOGETHER + i
+            there = number < parts
+            at = number.to(tl.int64) * rows + row
+            m_of = tl.load(m_ptr + at, mask=there, other=float("-inf"))
+            sums_of = tl.load(total_ptr + at, mask=there, other=0.0)
+            part_of = tl.load(
+                part_ptr + at[:, None] * value_dim + cols[None, :],
+                mask=there[:, None] & (cols < value_dim)[None, :],
+                other=0.0,
+            )
+            m, sums, part = added(m, sums, part, m_of, sums_of, part_of, IDENTITY)
         lse = log_sum(m, sums, IDENTITY)
         part = normalised(part, sums)
         weight, alpha, largest, total = advanced(lse[None, :], largest, total, False)

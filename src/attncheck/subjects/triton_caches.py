@@ -271,15 +271,14 @@ _SMALLEST_BLOCK = 16  # rows of a tensor core's product
 # Rows and columns for which fewer warps are enough; fp32's products take many registers.
 _SMALL_BLOCK, _SMALL_DIM, _SMALL_WARPS = 32, 128, 4
 # Keys, warps and stages of such a block in 16 bits, by its rows and head dim: what fills an H100's
-# memory best.
+# memory best. And how many splits are added up before they are merged by LSE.
 _LONG_TILES = {
-    (16, 64): (64, 2, 3),
-    (16, 128): (64, 4, 3),
-    (32, 64): (64, 4, 3),
-    (32, 128): (32, 4, 3),
+    (16, 64): (64, 2, 3, 1),
+    (16, 128): (64, 4, 3, 1),
+    (32, 64): (64, 4, 3, 4),
+    (32, 128): (32, 4, 3, 4),
 }
-_TOGETHER = 4  # splits, on a GPU, that are added up before: a program's, or a program each
-_SHORTEST_PART = 512  # keys, on a GPU, of what is merged by LSE: of n times as many keys √n are
+_SHORTEST_SPLIT = 128  # keys, on a GPU: of n times as many √n splits are made
 _MOST_SPLITS_INTERPRETED = 3
 _OTHER_SPLITS = (1, 2, 3, 7)
 
@@ -323,16 +322,15 @@ class Decode(Flash):
         narrow = block <= _SMALL_BLOCK and problem.dtype != "fp32"
         widest = max(problem.head_dim, problem.value_dim)
         narrow = narrow and widest <= _SMALL_DIM
-        keys, warps, stages = chosen.block_kv, chosen.warps, chosen.stages
+        keys, warps, stages, together = chosen.block_kv, chosen.warps, chosen.stages, 1
         if narrow and device != "cpu" and problem.dtype in {"fp16", "bf16"}:
-            keys, warps, stages = _LONG_TILES[block, 64 if widest <= 64 else 128]
+            keys, warps, stages, together = _LONG_TILES[block, 64 if widest <= 64 else 128]
         elif narrow:
             warps = min(warps, _SMALL_WARPS)
         if problem.paging is not None:
             # A page's number is loaded before its keys: Triton gives each half of the stages.
             stages = 2 * stages - 1
-        splits = self._splits or splits_of(problem.kv, keys, device)
-        together = 1 if device == "cpu" else _TOGETHER
+        splits = self._splits or splits_of(problem.kv, keys, together, device)
         sizes = {"block_query": block, "block_kv": keys, "splits": splits, "together": together}
         return replace(chosen, warps=warps, stages=stages, **sizes)
 
@@ -382,17 +380,18 @@ class Decode(Flash):
         return decode_forward.decode_forward
 
 
-def splits_of(kv: int, block_kv: int, device: str) -> int:
+def splits_of(kv: int, block_kv: int, together: int, device: str) -> int:
     """Into how many splits ``kv`` keys are cut: whatever the batch, so that no bit depends on it.
 
-    On a GPU four for each part that is merged by LSE, of which there are as many as the root of the
-    stretches of 512 keys. What is written and merged of many parts takes time from many sequences,
-    and few splits leave one sequence to few multiprocessors. In the interpreter, where a split
-    costs what a block does, one a block, at most 3: enough to be merged.
+    On a GPU ``together`` for each part that is merged by LSE, of which there are as many as the
+    root of what each could have of stretches of 128 keys a split. What is written and merged of
+    many parts takes time from many sequences, and few splits leave one sequence to few
+    multiprocessors. In the interpreter, where a split costs what a block does, one a block, at
+    most 3: enough to be merged.
     """
     if device == "cpu":
         return min(_blocks(kv, block_kv), _MOST_SPLITS_INTERPRETED)
-    return max(1, _TOGETHER * math.isqrt(kv // _SHORTEST_PART))
+    return max(1, together * math.isqrt(kv // (together * _SHORTEST_SPLIT)))
 
 
 def _blocks(kv: int, block_kv: int) -> int:
