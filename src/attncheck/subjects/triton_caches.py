@@ -331,8 +331,15 @@ class Decode(Flash):
             # A page's number is loaded before its keys: Triton gives each half of the stages.
             stages = 2 * stages - 1
         splits = self._splits or splits_of(problem.kv, keys, together, device)
-        sizes = {"block_query": block, "block_kv": keys, "splits": splits, "together": together}
-        return replace(chosen, warps=warps, stages=stages, **sizes)
+        return replace(
+            chosen,
+            block_query=block,
+            block_kv=keys,
+            warps=warps,
+            stages=stages,
+            splits=splits,
+            together=together,
+        )
 
     def tiling(self, problem: Problem, device: str) -> Tiling | None:
         """Its tile sizes; none where parts are merged, each with weights relative to its maximum.
