@@ -68,9 +68,10 @@ def decode_forward(
     kv_head · group + r % group. Split s of S, of which there are at most as many as key blocks,
     has those from blocks·s // S to before blocks·(s + 1) // S.
 
-    Between the launches what programs give is in memory, in fp32: Σ weight · v
-    ``(parts, batch, heads, query, value_dim)``, and maxima (in the units of ``tile.scores``) and
-    row sums ``(parts, batch, heads, query)``.
+    Between the launches what programs give is in memory, in fp32: out
+    ``(parts, batch, heads, query, value_dim)`` and natural LSE ``(parts, batch, heads, query)``;
+    where splits are added up Σ weight · v, and maxima (in the units of ``tile.scores``) and row
+    sums.
 
     What is not said of an argument here is as of ``flash2_forward``.
 
@@ -127,7 +128,7 @@ def decode_forward(
         _merge[(rows,)](
             part, part_m, part_total, out, lse, () if sink is None else (sink,), parts, rows, heads,
             query, value_dim, IDENTITY=identity, SINK=sink is not None,
-            TOGETHER=launch.together // together,
+            ADDED=launch.together > 1, TOGETHER=launch.together // together,
             BLOCK_S=min(merged, max(1, _MERGED // columns)), BLOCK_V=columns, EARLY=bool(early),
             num_warps=1, **early,
         )
@@ -255,6 +256,9 @@ def _split(
                     part_m, part_total, part, m, total, acc * value_factor, IDENTITY
                 )
 
+    if not ADDED:
+        part = normalised(part, part_total)
+        part_m = log_sum(part_m, part_total, IDENTITY)
     value_cols = tl.arange(0, BLOCK_V)
     # (batch, heads, query) in a row, of this program.
     row_at = program * rows_of_all + (b64 * kv_heads * group + heads) * query + rows
@@ -341,11 +345,26 @@ def _rows_of(
     return at
 
 
+@triton.jit
+def _given(part_ptr, m_ptr, total_ptr, numbers, parts, row, rows, cols, value_dim):
+    """What programs of these numbers gave of a row; of those that there are not, no key."""
+    there = numbers < parts
+    at = numbers.to(tl.int64) * rows + row
+    m = tl.load(m_ptr + at, mask=there, other=float("-inf"))
+    total = tl.load(total_ptr + at, mask=there, other=0.0)
+    part = tl.load(
+        part_ptr + at[:, None] * value_dim + cols[None, :],
+        mask=there[:, None] & (cols < value_dim)[None, :],
+        other=0.0,
+    )
+    return m, total, part
+
+
 @triton.jit(do_not_specialize=("parts", *COUNTS))
 def _merge(
     part_ptr, m_ptr, total_ptr, out_ptr, lse_ptr, sink, parts, rows, heads, query, value_dim,
-    IDENTITY: tl.constexpr, SINK: tl.constexpr, TOGETHER: tl.constexpr, BLOCK_S: tl.constexpr,
-    BLOCK_V: tl.constexpr, EARLY: tl.constexpr,
+    IDENTITY: tl.constexpr, SINK: tl.constexpr, ADDED: tl.constexpr, TOGETHER: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr, EARLY: tl.constexpr,
 ):
     """Out and LSE of a row from what programs gave, so many together added up before their LSE.
 
@@ -361,22 +380,19 @@ def _merge(
     if EARLY:
         gdc_wait()
     for first in range(0, parts, BLOCK_S * TOGETHER):
-        m, sums = started(sink_ptr, row, False, IDENTITY, BLOCK_S)
-        part = tl.zeros([BLOCK_S, BLOCK_V], tl.float32)
-        for i in tl.static_range(TOGETHER):
-            number = first + tl.arange(0, BLOCK_S) * TOGETHER + i
-            there = number < parts
-            at = number.to(tl.int64) * rows + row
-            m_of = tl.load(m_ptr + at, mask=there, other=float("-inf"))
-            sums_of = tl.load(total_ptr + at, mask=there, other=0.0)
-            part_of = tl.load(
-                part_ptr + at[:, None] * value_dim + cols[None, :],
-                mask=there[:, None] & (cols < value_dim)[None, :],
-                other=0.0,
+        numbers = first + tl.arange(0, BLOCK_S) * TOGETHER
+        m, sums, part = _given(
+            part_ptr, m_ptr, total_ptr, numbers, parts, row, rows, cols, value_dim
+        )
+        for i in tl.static_range(1, TOGETHER):
+            m_of, sums_of, part_of = _given(
+                part_ptr, m_ptr, total_ptr, numbers + i, parts, row, rows, cols, value_dim
             )
             m, sums, part = added(m, sums, part, m_of, sums_of, part_of, IDENTITY)
-        lse = log_sum(m, sums, IDENTITY)
-        part = normalised(part, sums)
+        lse = m
+        if ADDED:
+            lse = log_sum(m, sums, IDENTITY)
+            part = normalised(part, sums)
         weight, alpha, largest, total = advanced(lse[None, :], largest, total, False)
         acc = acc * alpha[:, None] + tl.sum(tl.trans(weight) * part, 0)[None, :]
     tl.store(
