@@ -188,12 +188,12 @@ def draw_inputs(problem: Problem, device: str | torch.device = "cpu") -> Inputs:
     return round_inputs(unrounded_inputs(problem), problem).to(device)
 
 
-def unrounded_inputs(problem: Problem) -> Inputs:
+def unrounded_inputs(problem: Problem, device: str = "cpu") -> Inputs:
     """The float64 numbers of the Problem's distribution, before any rounding: its fp64 Inputs."""
     exact, sizes = problem.replace(dtype="fp64"), _sizes(problem)
     if not _is_softmax(problem):
-        arrays = distributions.draw(problem.distribution, sizes, problem.seed)
-        q, k, v = map(torch.from_numpy, arrays)
+        drawn = distributions.draw(problem.distribution, sizes, problem.seed, device)
+        q, k, v = map(torch.as_tensor, drawn)
         # Pages that all sequences share hold what the first one's do.
         if problem.paging is not None:
             shared = problem.paging.shared * problem.paging.size
@@ -201,11 +201,13 @@ def unrounded_inputs(problem: Problem) -> Inputs:
                 tensor[:, :, :shared] = tensor[:1, :, :shared].clone()
         sink = _sink(problem) if problem.sink else None
         dout, dlse = _loss(problem)
-        return Inputs(problem=exact, q=q, k=k, v=v, sink=sink, dout=dout, dlse=dlse)
+        tensors = {"q": q, "k": k, "v": v, "sink": sink, "dout": dout, "dlse": dlse}
+        there = {name: each.to(device) for name, each in tensors.items() if each is not None}
+        return Inputs.of(exact, there)
     scores = distributions.draw_scores(problem.distribution, sizes, problem.seed)
     # Empty, not None: shapes and devices are the same for both operations.
     q, k, v = (torch.empty(getattr(sizes, name), dtype=torch.float64) for name in ("q", "k", "v"))
-    return Inputs(problem=exact, q=q, k=k, v=v, x=torch.from_numpy(scores))
+    return Inputs(problem=exact, q=q, k=k, v=v, x=torch.from_numpy(scores)).to(device)
 
 
 def round_inputs(exact: Inputs, problem: Problem) -> Inputs:
