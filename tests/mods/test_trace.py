@@ -11,7 +11,7 @@ from attncheck.core.errors import TraceError
 from attncheck.core.formats import fp32
 from attncheck.core.mod_spec import Dimensions, Spec
 from attncheck.inputs.problem import Problem
-from attncheck.mods import masks, scores
+from attncheck.mods import masks, scores, trace
 from attncheck.mods.expression import Expression
 from attncheck.mods.library import build_mask, build_score
 from attncheck.mods.trace import count_disagreements, trace_derivative, trace_mask, trace_score
@@ -32,6 +32,16 @@ def test_trace_of_any_mask_agrees_with_its_callable(spec):
 def test_trace_of_any_score_agrees_with_its_callable(spec):
     mod = build_score(spec, DIMENSIONS)
     assert count_disagreements(trace_score(mod), mod, DIMENSIONS, samples=256) == 0
+
+
+def test_what_everything_is_seen_by_needs_no_tracer_which_says_the_same(monkeypatch):
+    def copied(b, h, q_idx, kv_idx):
+        return masks.full(b, h, q_idx, kv_idx)
+
+    traced = trace_mask(copied)
+    monkeypatch.setattr(trace, "_trace", None)
+    known = trace_mask(build_mask(Spec.of("full"), DIMENSIONS))
+    assert (known.structure, known.captured) == (traced.structure, traced.captured)
 
 
 READABLE = {

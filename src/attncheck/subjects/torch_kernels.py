@@ -73,6 +73,11 @@ class Sdpa(Subject):
         self.name = f"sdpa-{backend}"
         self.summary = f"torch's scaled_dot_product_attention, {description}; no LSE"
 
+    @property
+    def compiled(self) -> bool:
+        """Of cuDNN's kernels half a second each; the driver keeps them where processes share it."""
+        return self._backend == "cudnn"
+
     def absent(self, device: str) -> str | None:
         """The CPU has torch's unfused formula and its own flash kernel."""
         if device == "cpu" and self._backend not in _ON_THE_CPU:
@@ -287,6 +292,17 @@ def _reason(messages: Iterable[str]) -> str:
             # Further sentences repeat the tensors' sizes and dtypes, other ones in every cell.
             return f"torch: {text.split('. ')[0].rstrip('.')}."
     return "torch has no such kernel for these tensors"
+
+
+def load_cudnn(device: torch.device) -> None:
+    """Load cuDNN, by a call of its attention.
+
+    Past ``scaled_dot_product_attention``, whose choice of a backend is one for all threads.
+    """
+    q = torch.zeros((1, 1, 128, 64), dtype=torch.bfloat16, device=device)
+    torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q, q, q, None, compute_log_sumexp=False, dropout_p=0.0, is_causal=False
+    )
 
 
 _SMALLEST_GPU_DIM = 16  # tl.dot's smallest
