@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
     from attncheck.inputs.problem import Problem
 
-# Rounding needs about ten float64 temporaries; 2**18 elements make that 20 MB.
-_CHUNK = 1 << 18
+# Rounding needs about ten float64 temporaries; 2**18 elements make that 20 MB. A GPU gets 640 MB:
+# with few it waits for Python.
+_CHUNK = {"cpu": 1 << 18, "cuda": 1 << 23}
 _LN2 = 0.6931471805599453
 _FP32 = ("sink", "dlse")  # in every dtype
 _SINKS = {"above": 2.0**10, "below": -(2.0**10), "equal": 0.0, "absent": -math.inf}
@@ -348,8 +349,8 @@ def _sizes(problem: Problem) -> Sizes:
 def _to_storage(values: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Float64 ``values`` rounded once to ``fmt``, in its storage dtype."""
     out = torch.empty(values.shape, dtype=fmt.torch_dtype, device=values.device)
-    stored, exact = out.view(-1), values.view(-1)
-    for start in range(0, exact.numel(), _CHUNK):
-        part = slice(start, start + _CHUNK)
+    stored, exact, chunk = out.view(-1), values.view(-1), _CHUNK[values.device.type]
+    for start in range(0, exact.numel(), chunk):
+        part = slice(start, start + chunk)
         stored[part] = round_to(exact[part], fmt)  # the cast is exact: the numbers are fmt's
     return out
