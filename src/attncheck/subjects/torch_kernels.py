@@ -26,6 +26,7 @@ from attncheck.inputs.problem import Problem
 from attncheck.mods import library
 from attncheck.mods.captured_gradients import captured_tensors
 from attncheck.mods.signatures import ScoreMod
+from attncheck.mods.torch_tracer import import_compiler
 from attncheck.subjects.capabilities.subject import (
     Call,
     Refused,
@@ -365,6 +366,8 @@ class Flex(Subject):
         blocks = None if problem.mask == FULL else flex_block_mask(problem, str(device))
         # Seeds and values compile to the same function.
         structure = problem.replace(seed=0, distribution="normal")
+        if device.type != "cpu":
+            import_compiler("torch._inductor.compile_fx")
         function = _eager if device.type == "cpu" else _compiled(structure)
         products: torch_arithmetic.Products = "tf32" if problem.dtype == "tf32" else "ieee"
         tensors = (inputs.q, inputs.k, inputs.v)
