@@ -7,7 +7,10 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
+from attncheck.core import draws
+from attncheck.core.draws import TensorDraws
 from attncheck.core.errors import UnknownName
 from attncheck.inputs.distributions import DISTRIBUTIONS, Sizes, draw
 
@@ -210,3 +213,14 @@ def test_small_terms_are_dropped_by_sums_of_16_bits(query):
     assert (np.sort(terms, axis=0)[-1] == 1.0).all()
     assert (np.sort(terms, axis=0)[-2] < 2.0**-12).all()
     assert (terms.sum(0) - 1.0 > 2.0**-8).all()
+
+
+@pytest.mark.parametrize("name", [name for name, each in DISTRIBUTIONS.items() if each.plain])
+def test_plain_distributions_have_the_same_bits_in_tensors(name, monkeypatch):
+    monkeypatch.setattr(draws, "_SPAN", 16)
+    # As IEEE 754 has it: on a CPU torch's own may be MKL's.
+    monkeypatch.setattr(torch, "sqrt", lambda x: torch.from_numpy(np.sqrt(x.numpy())))
+    sizes = sizes_of(64)
+    tensors = DISTRIBUTIONS[name].draw(TensorDraws(3, "cpu"), sizes)
+    for tensor, array in zip(tensors, draw(name, sizes, seed=3), strict=True):
+        np.testing.assert_array_equal(tensor.numpy().view(np.int64), array.view(np.int64))

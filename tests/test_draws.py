@@ -6,11 +6,12 @@ import statistics
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from attncheck.core import draws
-from attncheck.core.draws import Draws
+from attncheck.core.draws import Draws, TensorDraws, philox
 from attncheck.core.mod_spec import GENERATOR
 
 # Relative error that Acklam states for his approximation; its reference here, Wichura's AS241 in
@@ -42,7 +43,7 @@ def first_thousand() -> dict[str, str]:
 def normal_of(multiples: list[int]) -> np.ndarray:
     """What the generator makes of the probabilities ``multiples`` · 2**-53."""
     out = np.array(multiples, np.float64) * 2.0**-53
-    draws._to_normal(out)
+    draws._to_normal(out, np)
     return out
 
 
@@ -124,7 +125,7 @@ def test_logarithm_to_eight_units():
     """
     x = np.concatenate([Draws(0).uniform("x", (20_000,)) / 2, 2.0 ** np.arange(-1000, -1)])
     exact = np.array([math.log(number) for number in x])
-    assert (abs(draws._log(x) - exact) <= 8 * 2.0**-53 * abs(exact)).all()
+    assert (abs(draws._log(x, np) - exact) <= 8 * 2.0**-53 * abs(exact)).all()
 
 
 def test_uniform_is_odd_multiples_inside_the_unit_interval():
@@ -178,3 +179,41 @@ def test_what_is_drawn_in_threads_has_the_bits_of_one_thread(
     alone = Draws(7).normal("q", (size,)), Draws(7).integers("k", (size,), 1000)
     for one, other in zip(in_threads, alone, strict=True):
         assert (one == other).all()
+
+
+@given(st.integers(0, 2**128 - 1), st.integers(0, 2**62))
+def test_torch_makes_philox_numbers_as_numpy_does(key, first):
+    generator = np.random.Philox(key=key)
+    generator.advance(first)
+    expected = generator.random_raw(20).view(np.int64)
+    ours = philox(key, torch.arange(first, first + 5)).flatten()
+    np.testing.assert_array_equal(ours.numpy(), expected)
+
+
+@pytest.fixture
+def ieee_root(monkeypatch):
+    """On a CPU torch's own may be MKL's, which is off in the last bit."""
+    monkeypatch.setattr(torch, "sqrt", lambda x: torch.from_numpy(np.sqrt(x.numpy())))
+
+
+@pytest.mark.parametrize("counts", [7, 2**21])
+@pytest.mark.usefixtures("ieee_root")
+def test_numbers_drawn_in_tensors_have_the_same_bits(counts, monkeypatch):
+    monkeypatch.setattr(draws, "_SPAN", 16)
+    monkeypatch.setattr(draws, "_COUNTS", counts)
+    there, here = TensorDraws(2026, "cpu"), Draws(2026)
+    for shape in ((3, 5, 1), (3, 5, 7), (4001,)):
+        for numbers in ("uniform", "normal"):
+            drawn = getattr(there, numbers)("golden", shape)
+            expected = getattr(here, numbers)("golden", shape)
+            np.testing.assert_array_equal(drawn.numpy().view(np.int64), expected.view(np.int64))
+
+
+@pytest.mark.usefixtures("ieee_root")
+def test_tails_drawn_in_tensors_have_the_same_bits():
+    odd = torch.tensor([2.0**-53 * (2**e + o) for e in range(53) for o in (1, 3)])
+    odd = torch.cat([odd.double(), 1 - odd.double()]).clamp(2.0**-53, 1 - 2.0**-53)
+    here, there = odd.numpy().copy(), odd.clone()
+    draws._to_normal(here, np)
+    draws._to_normal(there, torch)
+    np.testing.assert_array_equal(there.numpy().view(np.int64), here.view(np.int64))

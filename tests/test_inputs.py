@@ -59,7 +59,7 @@ def test_each_number_is_the_drawn_one_rounded_once(dtype, name):
 def test_a_plain_cast_rounds_twice_somewhere_and_inputs_do_not():
     # Chunks: the draw is longer than several of them.
     problem = Problem(query=2**12, kv=1, head_dim=256, dtype="bf16")
-    assert problem.query * problem.head_dim > 3 * input_tensors._CHUNK
+    assert problem.query * problem.head_dim > 3 * input_tensors._CHUNK["cpu"]
     (q, *_), stored = exact(problem), input_tensors.draw_inputs(problem).q
     assert torch.equal(stored.double(), round_to(q, FORMATS["bf16"]))
     assert not torch.equal(stored, q.float().to(torch.bfloat16))

@@ -246,8 +246,9 @@ def test_a_seed_that_hides_half(monkeypatch):
     # The fault: every problem is drawn as that one.
     right = inputs_room.unrounded_inputs
 
-    def same(problem):
-        return dataclasses.replace(right(problem.replace(seed=passes)), problem=fp64(problem))
+    def same(problem, *device):
+        drawn = right(problem.replace(seed=passes), *device)
+        return dataclasses.replace(drawn, problem=fp64(problem))
 
     monkeypatch.setattr(inputs_room, "unrounded_inputs", same)
     said = [ask(kernel, FULL.replace(seed=seed)).status for seed in seeds]

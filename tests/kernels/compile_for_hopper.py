@@ -22,7 +22,14 @@ from attncheck.inputs.problem import Problem
 from attncheck.kernels import flash3_forward, gradient_terms
 from attncheck.kernels.decode_forward import _merge, _split
 from attncheck.kernels.flash3_backward import BACKWARD_SHAPES, ROWS_LAYOUT, _backward
-from attncheck.kernels.flash3_forward import FP8_SHAPES, OWN, SHAPES, layout_of
+from attncheck.kernels.flash3_forward import (
+    FP8_SHAPES,
+    LONG_SHAPES,
+    MODIFIED_SHAPES,
+    OWN,
+    SHAPES,
+    layout_of,
+)
 from attncheck.kernels.launch import block_dim
 from attncheck.kernels.softmax_forward import KINDS, Launch, _softmax
 from attncheck.mods.scores import temperature
@@ -277,8 +284,26 @@ def crowded():
     sys.stdout.write(f"{spills_in_loops(kernel)}\n")
 
 
-def flash3_kernel(width, shape, *, upper, lower, dtype="bf16"):
-    """The kernel of one shape and its mask's limits."""
+MODS = {
+    "document": {"mask": Spec.of("document", lengths=[100, 412])},
+    "alibi": {"score": Spec.of("alibi")},
+    "softcap": {"score": Spec.of("softcap", cap=20.0)},
+}
+MOD_SHAPES = {"document": SHAPES, "alibi": MODIFIED_SHAPES, "softcap": LONG_SHAPES}
+
+
+def flash3_mods(head_dim):
+    """Print a mod's name, shared memory, spilled bytes and spills in loops of each."""
+    width = int(head_dim)
+    for name, mods in MODS.items():
+        shape = MOD_SHAPES[name][width]
+        kernel = flash3_kernel(width, shape, upper="score" in mods, lower=False, **mods)
+        counts = f"{kernel.metadata.shared} {spilled(kernel)} {spills_in_loops(kernel)}"
+        sys.stdout.write(f"{name} {counts}\n")
+
+
+def flash3_kernel(width, shape, *, upper, lower, dtype="bf16", **mods):
+    """The kernel of one shape and its mask's limits, or its mods."""
     scaled = dtype == "e4m3"
     stored = torch.float8_e4m3fn if scaled else torch.bfloat16
     tiles = {
@@ -290,11 +315,28 @@ def flash3_kernel(width, shape, *, upper, lower, dtype="bf16"):
     constants = {
         "GROUPS": shape.groups, "STAGES": shape.stages, "REGISTERS": shape.registers,
         "PINGPONG": shape.pingpong, "OVERLAP": shape.overlap, "UPPER": upper, "LOWER": lower,
-        "SCALED": scaled, "LIFT": 8.0 if scaled else 0.0, "FUSED": True,
+        "SCALED": scaled, "LIFT": 8.0 if scaled else 0.0, "FUSED": True, "MASK": None,
+        "SCORE": None,
     }  # fmt: skip
-    types = boxes(tiles) | {"again_ptr": "*i32", "next_ptr": "*i32", "factor": "fp32"}
+    problem = Problem(heads=4, query=512, head_dim=width, dtype=dtype, **mods)
+    types = {"tiles": (), "mask_captured": (), "score_captured": ()}
+    if "mask" in mods:
+        mod = to_triton(mask_expression(problem, "cpu"))
+        constants["MASK"], types["mask_captured"] = mod.function, types_of(mod.captured)
+        types["tiles"] = ("*i32", "*i32", *("i32",) * 6, "*i32", "*i32")
+    if "score" in mods:
+        mod = to_triton(score_expression(problem, "cpu"))
+        constants["SCORE"], types["score_captured"] = mod.function, types_of(mod.captured)
+    types |= boxes(tiles) | {"again_ptr": "*i32", "next_ptr": "*i32", "factor": "fp32"}
     types |= dict.fromkeys(("lse_ptr", "q_scale", "k_scale", "v_scale"), "*fp32")
-    return gluon_kernel(flash3_forward._forward, constants, types, enable_fp_fusion=False)
+    how = {"enable_fp_fusion": "score" in mods}
+    return gluon_kernel(flash3_forward._forward, constants, types, **how)
+
+
+def types_of(captured):
+    """The types of a mod's captured values."""
+    named = {torch.float32: "*fp32", torch.int32: "*i32", float: "fp32", int: "i32"}
+    return tuple(named[getattr(value, "dtype", type(value))] for value in captured)
 
 
 def boxes(tiles):

@@ -10,6 +10,8 @@ from types import FunctionType, SimpleNamespace
 
 import torch
 
+from attncheck.mods import triton_functions
+
 _PATIENCE = 60.0  # seconds that a thread waits before it is said to wait for ever
 
 
@@ -112,6 +114,19 @@ def _number(x):
     return torch.as_tensor(x)
 
 
+def _fma(a, b, c):
+    return (a * b + c).float()
+
+
+def _in_world(function, language):
+    """A mod that is printed for Triton, and the functions that it calls, in another language."""
+    world = {"tl": language["tl"]}
+    for name, callee in vars(triton_functions).items():
+        if hasattr(callee, "fn"):
+            world[name] = FunctionType(callee.fn.__code__, world)
+    return FunctionType(function.__code__, world)
+
+
 def _atomic_add(lock, pointer, value, sem="acq_rel", scope="gpu"):
     time.sleep(0)
     at = torch.as_tensor(pointer.at)
@@ -162,7 +177,8 @@ class Emulated:
         self.names, self.resident = kernel.arg_names, resident
         self.lock = threading.Lock()
         self.thread = threading.local()  # of which program it is
-        world = kernel.fn.__globals__ | self._fakes()
+        self.language = self._fakes()
+        world = kernel.fn.__globals__ | self.language
         for function in (kernel.fn, *(callee.fn for callee in callees)):
             world[function.__name__] = FunctionType(
                 function.__code__, world, argdefs=function.__defaults__
@@ -188,16 +204,19 @@ class Emulated:
             "where": lambda c, a, b: torch.where(_number(c), a, b),
             "exp2": torch.exp2,
             "log2": torch.log2,
-            "abs": torch.abs,
-            "fma": lambda a, b, c: (a.double() * b.double() + c.double()).float(),
+            "abs": lambda x: _number(x).abs(),
+            "fma": lambda *given: _fma(*(_number(x).double() for x in given)),
+            "rsqrt": torch.rsqrt,
+            "div_rn": lambda a, b: _number(a) / _number(b),
             "max": torch.amax,
             "min": torch.amin,
             "sum": torch.sum,
             "zeros_like": torch.zeros_like,
             "load": Pointer.load,
             "store": Pointer.store,
-            "program_id": lambda axis: self.thread.program[0],
-            "num_programs": lambda axis: self.thread.program[1],
+            "program_id": lambda axis: _number(self.thread.program[0]),
+            "num_programs": lambda axis: _number(self.thread.program[1]),
+            "cast": lambda x, dtype: _number(x).to(dtype),
             "broadcast": torch.broadcast_tensors,
             "convert_layout": lambda x, layout, assert_trivial=False: x,
             "static_range": range,
@@ -205,7 +224,7 @@ class Emulated:
             "atomic_add": lambda *given, **how: _atomic_add(self.lock, *given, **how),
             "warp_specialize": self._specialise,
             "float32": torch.float32, "int64": torch.int64, "NVMMASharedLayout": nothing,
-            "float16": torch.float16, "int32": torch.int32,
+            "float16": torch.float16, "int32": torch.int32, "int1": torch.bool,
         }  # fmt: skip
         for layout in (
             "SliceLayout", "NVMMADistributedLayout", "DotOperandLayout", "BlockedLayout",
@@ -236,20 +255,27 @@ class Emulated:
 
         _run([lambda f=f, given=given: part(f, given) for f, given in parts])
 
+    def _emulate(self, value):
+        """What a kernel is given, as its Python takes it."""
+        if hasattr(value, "block_shape"):
+            return Descriptor(value)
+        if isinstance(value, torch.Tensor):
+            return Pointer(value)
+        if isinstance(value, tuple):
+            return tuple(map(self._emulate, value))
+        function = getattr(value, "fn", None)  # a mod
+        return value if function is None else _in_world(function, self.language)
+
     def __getitem__(self, grid):
         def launch(*given, num_warps=4, enable_fp_fusion=True, **constants):
-            arguments = dict(zip(self.names, given, strict=False))
-            for name, value in arguments.items():
-                if hasattr(value, "block_shape"):
-                    arguments[name] = Descriptor(value)
-                elif isinstance(value, torch.Tensor):
-                    arguments[name] = Pointer(value)
+            named = dict(zip(self.names, given, strict=False)) | constants
+            arguments = {name: self._emulate(value) for name, value in named.items()}
             room = threading.Semaphore(self.resident)
 
             def program(number):
                 self.thread.program = number, grid[0]
                 with room:
-                    self.kernel(**arguments, **constants)
+                    self.kernel(**arguments)
 
             _run([lambda number=number: program(number) for number in range(grid[0])])
 

@@ -1,6 +1,7 @@
 """The trace of a mod says what the mod says; what cannot be traced says why."""
 
 import dataclasses
+import gc
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from attncheck.core.errors import TraceError
 from attncheck.core.formats import fp32
 from attncheck.core.mod_spec import Dimensions, Spec
 from attncheck.inputs.problem import Problem
-from attncheck.mods import masks, scores
+from attncheck.mods import masks, scores, torch_tracer, trace
 from attncheck.mods.expression import Expression
 from attncheck.mods.library import build_mask, build_score
 from attncheck.mods.trace import count_disagreements, trace_derivative, trace_mask, trace_score
@@ -32,6 +33,28 @@ def test_trace_of_any_mask_agrees_with_its_callable(spec):
 def test_trace_of_any_score_agrees_with_its_callable(spec):
     mod = build_score(spec, DIMENSIONS)
     assert count_disagreements(trace_score(mod), mod, DIMENSIONS, samples=256) == 0
+
+
+def test_what_everything_is_seen_by_needs_no_tracer_which_says_the_same(monkeypatch):
+    def copied(b, h, q_idx, kv_idx):
+        return masks.full(b, h, q_idx, kv_idx)
+
+    traced = trace_mask(copied)
+    monkeypatch.setattr(trace, "_trace", None)
+    known = trace_mask(build_mask(Spec.of("full"), DIMENSIONS))
+    assert (known.structure, known.captured) == (traced.structure, traced.captured)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_compiler_is_imported_without_a_collector_that_is_then_as_it_was(enabled, monkeypatch):
+    seen = []
+    monkeypatch.setattr("importlib.import_module", lambda name: seen.append(gc.isenabled()))
+    (gc.enable if enabled else gc.disable)()
+    try:
+        torch_tracer.import_compiler("torch._dynamo", "torch._inductor")
+        assert (seen, gc.isenabled()) == ([False, False], enabled)
+    finally:
+        gc.enable()
 
 
 READABLE = {

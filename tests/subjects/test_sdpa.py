@@ -178,3 +178,7 @@ def test_cudnn_counts_for_nothing_in_rows_that_see_no_key():
     seeing = blind.replace(mask=Spec.of("padding", lengths=[4, 1]))
     assert torch_kernels.Sdpa("cudnn")._garbage(seeing, "cpu") is None
     assert torch_kernels.Sdpa("efficient")._garbage(blind, "cpu") is None
+
+
+def test_of_torchs_backends_only_cudnn_waits_for_a_compiler():
+    assert [name for name in torch_kernels._BACKENDS if Sdpa(name).compiled] == ["cudnn"]

@@ -1,12 +1,15 @@
 """Processes that compile ahead: they call our kernels once, and nothing that they do matters."""
 
 import pytest
+import torch
 
 from attncheck.inputs.input_tensors import draw_inputs, zero_inputs
 from attncheck.inputs.problem import Problem
+from attncheck.oracles import fused_tiles
+from attncheck.subjects import torch_kernels
 from attncheck.subjects.capabilities.named_kernels import subject_named
 from attncheck.verify import compile_ahead
-from attncheck.verify.compile_ahead import Compiler, compiling_ahead
+from attncheck.verify.compile_ahead import Compiler, compiling_ahead, load_ahead
 from attncheck.workers.transport import Frame
 
 SMALL = Problem(query=16, head_dim=16)
@@ -61,6 +64,27 @@ def test_processes_answer_each_call_once_and_end(monkeypatch):
     with compiling_ahead(asked, "cpu") as (worker,):
         assert worker.ended is None
     assert worker.ended is not None  # whatever was left to do
+
+
+@pytest.mark.parametrize("kernels", [["triton-flash2"], ["ideal", "sdpa-cudnn"]])
+def test_a_thread_loads_what_is_asked_for_on_a_gpu(kernels, monkeypatch):
+    loaded = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(fused_tiles, "takes", lambda *asked: loaded.append(asked))
+    monkeypatch.setattr(torch_kernels, "load_cudnn", loaded.append)
+    assert load_ahead([SMALL], kernels, "cpu") is None
+    load_ahead([SMALL], kernels, "cuda").join()
+    place = torch.device("cuda:1")
+    assert loaded == [(SMALL, place), *[place] * ("sdpa-cudnn" in kernels)]
+
+
+def test_what_cannot_be_loaded_ahead_is_nobodys_error(monkeypatch, recwarn):
+    def broken(*_):
+        raise RuntimeError("no such GPU")
+
+    monkeypatch.setattr(torch.cuda, "current_device", broken)
+    load_ahead([SMALL], ["sdpa-cudnn"], "cuda").join()
+    assert not recwarn  # pytest warns of what a thread raises
 
 
 @pytest.mark.parametrize(

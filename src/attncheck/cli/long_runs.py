@@ -158,12 +158,13 @@ def claimed(
     Args:
         asked: What was typed, and is asked all the same (``Claims.terms``).
     """
-    from attncheck.verify.claims import CLAIM_TRIALS, hold_to_claims
-
     lines = {}
     for kernel, host in hosts.items():
         if not host.subject.conventions:
             continue
+        # Not before: all trials come with it.
+        from attncheck.verify.claims import CLAIM_TRIALS, hold_to_claims
+
         with progress(CLAIM_TRIALS, quiet=quiet, check=check) as advance:
             claims = hold_to_claims(host, kernel=kernel, device=device, advance=advance, **asked)
         if claims is not None and (said := tuple(claims.lines())):

@@ -198,9 +198,11 @@ def _measured_kernels(
 ) -> tuple[Report, LivePage | None]:
     """Measure what is asked for; of one cell that is to be explained show that."""
     from attncheck.reporting import rendering
+    from attncheck.verify.compile_ahead import load_ahead
     from attncheck.verify.verify import applicable_subjects, assemble_report
 
     cells, device = _cells(options), options.device
+    load_ahead([cell.problem for cell in cells], hosts, device)
     typed = options.shapes or options.recording
     claims = claimed(
         hosts,

@@ -57,6 +57,7 @@ class Conditions:
     given_scores: bool = False
     has_score_mod: bool = False  # whether a score mod stands between products and scores
     has_sink: bool = False  # whether the last key is a sink
+    sees_all: bool = False  # whether it is known that every row sees every key
     # How many keys each row sees, float64 ``(heads, rows, 1)``.
     count: torch.Tensor = field(init=False, repr=False)
     # What steps of bounds have made of these rows: see ``kept_step``. No other rows' ever.
@@ -98,9 +99,9 @@ class RowTotals:
     largest_size: torch.Tensor
     mean_value: torch.Tensor  # mean of |v|, ``(heads, rows, value_dim)``
     spread: torch.Tensor  # standard deviation of v, at least, likewise
-    largest_query: float  # |q|, of the problem
-    largest_key: float  # |k|
-    largest_value: float  # |v|
+    largest_query: torch.Tensor  # |q|, of the problem, ``()``
+    largest_key: torch.Tensor  # |k|
+    largest_value: torch.Tensor  # |v|
     # Never: of what is said of Conditions too.
     has_sink: bool = False
 

@@ -2,8 +2,8 @@
 
 ``torch.randn`` gives other bits with other vector instructions, and so may any libm's logarithm
 or sine. Here random bits come from Philox, a counter-based generator of integers only, and become
-floats by + − × ÷ √ on float64, which IEEE 754 defines to the last bit, one NumPy ufunc at a time,
-so that no compiler can fuse or reorder them.
+floats by + − × ÷ √ on float64, which IEEE 754 defines to the last bit, one operation of NumPy's or
+torch's at a time, so that no compiler can fuse or reorder them.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from attncheck.core.mod_spec import GENERATOR
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -33,6 +36,12 @@ _CHUNK = 1 << 14
 _SPAN = 1 << 20
 _CHUNK_OF_SPAN = 1 << 16
 _OF_A_COUNT = 4  # 64-bit numbers that Philox makes of one count
+# Counts at a time on a GPU: some twenty temporaries of 16 MiB.
+_COUNTS = 1 << 21
+# Philox4x64-10 (Salmon et al. 2011): multipliers, and what its key grows by after each round.
+_ROUNDS = 10
+_MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
+_GROWTH = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
 
 # Peter J. Acklam, "An algorithm for computing the inverse normal cumulative distribution function"
 # (2003): rational approximations, highest power first; |relative error| < 1.15e-9.
@@ -121,9 +130,7 @@ class Draws:
         fill: Callable[[NDArray[np.uint64], NDArray[np.generic]], None],
     ) -> NDArray[Number]:
         """``out``, each part of it filled from as many random 64-bit numbers."""
-        name = f"attncheck draws {GENERATOR}/{self.seed}/{stream}"
-        # Name and seed are hashed to a key: streams are independent, and none is another's tail.
-        key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "little")
+        key = self.key(stream)
 
         def draw(first: int, beyond: int, chunk: int) -> None:
             generator = np.random.Philox(key=key)
@@ -141,11 +148,105 @@ class Draws:
             list(pool.map(draw, firsts, beyond, itertools.repeat(_CHUNK_OF_SPAN)))  # or it raises
         return out
 
+    def key(self, stream: str) -> int:
+        """Return Philox's key, 128 bits, of the stream called ``stream``."""
+        name = f"attncheck draws {GENERATOR}/{self.seed}/{stream}"
+        # Name and seed are hashed: streams are independent, and none is another's tail.
+        return int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "little")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDraws:
+    """The numbers of ``Draws``, bit by bit, in torch tensors on ``device``.
+
+    For a GPU, which draws 100 million of them in a tenth of a second; few come from the host. On a
+    CPU torch's √ may be MKL's, which is not rounded correctly.
+    """
+
+    seed: int
+    device: str
+
+    def uniform(self, stream: str, shape: tuple[int, ...]) -> Tensor:
+        """As of ``Draws``."""
+        return self._drawn(stream, shape, Draws(self.seed).uniform, lambda x: x)
+
+    def normal(self, stream: str, shape: tuple[int, ...]) -> Tensor:
+        """As of ``Draws``."""
+        import torch
+
+        def quantile(out: Tensor) -> Tensor:
+            _to_normal(out, torch)
+            return out
+
+        return self._drawn(stream, shape, Draws(self.seed).normal, quantile)
+
+    def _drawn(
+        self,
+        stream: str,
+        shape: tuple[int, ...],
+        few: Callable[[str, tuple[int, ...]], Floats],
+        change: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        import torch
+
+        size = math.prod(shape)
+        if size <= _SPAN:
+            return torch.from_numpy(few(stream, shape)).to(self.device)
+        out = torch.empty(size, dtype=torch.float64, device=self.device)
+        for start in range(0, size, _COUNTS * _OF_A_COUNT):
+            part = out[start : start + _COUNTS * _OF_A_COUNT]
+            first = start // _OF_A_COUNT
+            counts = torch.arange(first, first + -(-len(part) // _OF_A_COUNT), device=self.device)
+            bits = philox(Draws(self.seed).key(stream), counts).flatten()[: len(part)]
+            # As ``_to_uniform``; the sign went along with what was shifted in.
+            part.copy_((bits >> 12).bitwise_and_(2**52 - 1)).add_(0.5).mul_(2.0**-52)
+            change(part)
+        return out.view(shape)
+
+
+def philox(key: int, counts: Tensor) -> Tensor:
+    """Return the 64-bit numbers that NumPy's Philox makes of ``key`` and each count from 0 on.
+
+    By wrapping int64 arithmetic on the device of ``counts`` ``(n,)``; ``(n, 4)``.
+    """
+    import torch
+
+    keys = [_signed(key), _signed(key >> 64)]
+    words = [counts + 1, *(torch.zeros_like(counts) for _ in range(_OF_A_COUNT - 1))]
+    for _ in range(_ROUNDS):
+        (high, low), (other_high, other_low) = (
+            _times(word, factor) for word, factor in zip(words[::2], _MULTIPLIERS, strict=True)
+        )
+        words = [
+            other_high.bitwise_xor_(words[1]).bitwise_xor_(keys[0]),
+            other_low,
+            high.bitwise_xor_(words[3]).bitwise_xor_(keys[1]),
+            low,
+        ]
+        keys = [_signed(each + grown) for each, grown in zip(keys, _GROWTH, strict=True)]
+    return torch.stack(words, -1)
+
+
+def _times(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
+    """The upper and the lower 64 bits of the unsigned product, from those of 32-bit halves."""
+    half = 2**32 - 1
+    top, bottom = factor >> 32, factor & half
+    x_top, x_bottom = (x >> 32).bitwise_and_(half), x & half
+    middle = (x_bottom * bottom >> 32).bitwise_and_(half).add_(x_top * bottom)
+    other = (x_bottom * top).add_(middle & half)
+    high = (x_top * top).add_((middle >> 32).bitwise_and_(half))
+    return high.add_((other >> 32).bitwise_and_(half)), x * _signed(factor)
+
+
+def _signed(number: int) -> int:
+    """The int64 of the same lower 64 bits."""
+    return (number + 2**63) % 2**64 - 2**63
+
 
 def _to_quantile(raw: NDArray[np.uint64], out: NDArray[np.generic]) -> None:
     """Standard normal numbers of random bits."""
     _to_uniform(raw, out)
-    _to_normal(out)
+    _to_normal(out, np)
 
 
 def _to_uniform(raw: NDArray[np.uint64], out: NDArray[np.generic]) -> None:
@@ -154,37 +255,41 @@ def _to_uniform(raw: NDArray[np.uint64], out: NDArray[np.generic]) -> None:
     np.multiply(out, 2.0**-52, out=out)
 
 
-def _to_normal(out: NDArray[np.generic]) -> None:
+# What follows is for arrays and tensors alike: ``of`` is numpy or torch, whose functions it calls.
+
+
+def _to_normal(out: Any, of: Any) -> None:
     """Replace each probability in ``out`` by its standard normal quantile."""
-    from_half = np.subtract(out, 0.5)  # exact
+    from_half = out - 0.5  # exact
     square = from_half * from_half
     centre = _polynomial(square, _CENTRE_TOP)
     centre *= from_half
     centre /= _polynomial(square, _CENTRE_BOTTOM)
-    tails = np.flatnonzero(np.abs(from_half) > 0.5 - _TAIL)
+    (tails,) = of.where(of.abs(from_half) > 0.5 - _TAIL)
     side = from_half[tails]
-    centre[tails] = np.copysign(_lower_tail(0.5 - np.abs(side)), side)
+    centre[tails] = of.copysign(_lower_tail(0.5 - of.abs(side), of), side)
     out[:] = centre
 
 
-def _lower_tail(probability: Floats) -> Floats:
+def _lower_tail(probability: Any, of: Any) -> Any:
     """Standard normal quantiles of small probabilities."""
-    distance = np.sqrt(-2.0 * _log(probability))
+    distance = of.sqrt(-2.0 * _log(probability, of))
     return _polynomial(distance, _TAIL_TOP) / _polynomial(distance, _TAIL_BOTTOM)
 
 
-def _log(x: Floats) -> Floats:
+def _log(x: Any, of: Any) -> Any:
     """Natural logarithm of positive normal numbers, to a few units of 2**-53."""
-    significand, exponent = np.frexp(x)
+    significand, exponent = of.frexp(x)
     # Around 1, so that the series has few terms.
     small = significand < _SQRT_HALF
-    significand = np.where(small, 2.0 * significand, significand)
-    exponent = exponent - small
+    significand = of.where(small, 2.0 * significand, significand)
+    exponent = of.where(small, exponent - 1, exponent)
     s = (significand - 1.0) / (significand + 1.0)
-    return exponent * _LN2 + 2.0 * s * _polynomial(s * s, _LOG_SERIES)
+    # By an array of it: torch would multiply whole numbers by one number in fp32.
+    return exponent * of.full_like(x, _LN2) + 2.0 * s * _polynomial(s * s, _LOG_SERIES)
 
 
-def _polynomial(x: Floats, coefficients: tuple[float, ...]) -> Floats:
+def _polynomial(x: Any, coefficients: tuple[float, ...]) -> Any:
     """Horner's rule, a multiplication and an addition at a time."""
     total = x * coefficients[0]
     for coefficient in coefficients[1:-1]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from attncheck.core.errors import ProblemError, UnknownName, refuse_recorded, without_recorded
 
@@ -82,21 +82,27 @@ class Distribution:
     # (Draws, Sizes) → the loss's gradient with respect to out; None for standard normal.
     dout: Callable[[Draws, Sizes], Floats] | None = None
     sink: Callable[[], Tensor] | None = None  # the sinks, where they are not drawn as any are
+    # Whether ``draw`` does no more than +, − and × to what it draws, as torch does it too.
+    plain: bool = False
 
 
-def draw(name: str, sizes: Sizes, seed: int) -> Drawn:
+def draw(name: str, sizes: Sizes, seed: int, device: str = "cpu") -> Drawn:
     """Draw float64 q, k and v of distribution ``name``, with the same bits on every machine.
 
     Args:
         name: A name of ``DISTRIBUTIONS``; raises UnknownName with the valid names.
+        device: Where they are needed: of a GPU tensors there are as good as arrays here.
 
     Returns:
         q ``(batch, heads, query, head_dim)``, k ``(batch, kv_heads, kv, head_dim)`` and
         v ``(batch, kv_heads, kv, value_dim)``.
     """
-    from attncheck.core.draws import Draws
+    from attncheck.core.draws import Draws, TensorDraws
 
-    return distribution_named(name).draw(Draws(seed), sizes)
+    distribution = distribution_named(name)
+    there = distribution.plain and device != "cpu"
+    draws: Any = TensorDraws(seed, device) if there else Draws(seed)
+    return distribution.draw(draws, sizes)
 
 
 def draw_scores(name: str, sizes: Sizes, seed: int) -> Floats:
@@ -365,6 +371,7 @@ DISTRIBUTIONS: dict[str, Distribution] = {
             name="normal",
             summary="standard normal q, k and v: the ordinary case",
             draw=_normal,
+            plain=True,
             scores=lambda draws, sizes: draws.normal("x", sizes.x),
         ),
         Distribution(
@@ -372,12 +379,14 @@ DISTRIBUTIONS: dict[str, Distribution] = {
             summary="N(0,1) + N(0,100)·Bernoulli(0.001), FlashAttention-3's: "
             "low-precision products",
             draw=_outliers,
+            plain=True,
             scores=lambda draws, sizes: _with_outliers(draws, "x", sizes.x),
         ),
         Distribution(
             name="uniform",
             summary="uniform on [0, 1): all signs equal, so errors add up as a bias",
             draw=_uniform,
+            plain=True,
             scores=lambda draws, sizes: draws.uniform("x", sizes.x),
         ),
         Distribution(
@@ -385,12 +394,14 @@ DISTRIBUTIONS: dict[str, Distribution] = {
             summary="logits of standard deviation 32: "
             "exp without the maximum subtracted overflows fp32",
             draw=_large_logits,
+            plain=True,
             scores=lambda draws, sizes: 32.0 * draws.normal("x", sizes.x),
         ),
         Distribution(
             name="negative_logits",
             summary="every logit near −128: a running maximum that starts at 0 divides 0 by 0",
             draw=_negative_logits,
+            plain=True,
             scores=_negative_scores,
             generic=False,
         ),

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
     from attncheck.inputs.problem import Problem
 
-# Rounding needs about ten float64 temporaries; 2**18 elements make that 20 MB.
-_CHUNK = 1 << 18
+# Rounding needs about ten float64 temporaries; 2**18 elements make that 20 MB. A GPU gets 640 MB:
+# with few it waits for Python.
+_CHUNK = {"cpu": 1 << 18, "cuda": 1 << 23}
 _LN2 = 0.6931471805599453
 _FP32 = ("sink", "dlse")  # in every dtype
 _SINKS = {"above": 2.0**10, "below": -(2.0**10), "equal": 0.0, "absent": -math.inf}
@@ -188,12 +189,12 @@ def draw_inputs(problem: Problem, device: str | torch.device = "cpu") -> Inputs:
     return round_inputs(unrounded_inputs(problem), problem).to(device)
 
 
-def unrounded_inputs(problem: Problem) -> Inputs:
+def unrounded_inputs(problem: Problem, device: str = "cpu") -> Inputs:
     """The float64 numbers of the Problem's distribution, before any rounding: its fp64 Inputs."""
     exact, sizes = problem.replace(dtype="fp64"), _sizes(problem)
     if not _is_softmax(problem):
-        arrays = distributions.draw(problem.distribution, sizes, problem.seed)
-        q, k, v = map(torch.from_numpy, arrays)
+        drawn = distributions.draw(problem.distribution, sizes, problem.seed, device)
+        q, k, v = map(torch.as_tensor, drawn)
         # Pages that all sequences share hold what the first one's do.
         if problem.paging is not None:
             shared = problem.paging.shared * problem.paging.size
@@ -201,11 +202,13 @@ def unrounded_inputs(problem: Problem) -> Inputs:
                 tensor[:, :, :shared] = tensor[:1, :, :shared].clone()
         sink = _sink(problem) if problem.sink else None
         dout, dlse = _loss(problem)
-        return Inputs(problem=exact, q=q, k=k, v=v, sink=sink, dout=dout, dlse=dlse)
+        tensors = {"q": q, "k": k, "v": v, "sink": sink, "dout": dout, "dlse": dlse}
+        there = {name: each.to(device) for name, each in tensors.items() if each is not None}
+        return Inputs.of(exact, there)
     scores = distributions.draw_scores(problem.distribution, sizes, problem.seed)
     # Empty, not None: shapes and devices are the same for both operations.
     q, k, v = (torch.empty(getattr(sizes, name), dtype=torch.float64) for name in ("q", "k", "v"))
-    return Inputs(problem=exact, q=q, k=k, v=v, x=torch.from_numpy(scores))
+    return Inputs(problem=exact, q=q, k=k, v=v, x=torch.from_numpy(scores)).to(device)
 
 
 def round_inputs(exact: Inputs, problem: Problem) -> Inputs:
@@ -346,8 +349,8 @@ def _sizes(problem: Problem) -> Sizes:
 def _to_storage(values: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Float64 ``values`` rounded once to ``fmt``, in its storage dtype."""
     out = torch.empty(values.shape, dtype=fmt.torch_dtype, device=values.device)
-    stored, exact = out.view(-1), values.view(-1)
-    for start in range(0, exact.numel(), _CHUNK):
-        part = slice(start, start + _CHUNK)
+    stored, exact, chunk = out.view(-1), values.view(-1), _CHUNK[values.device.type]
+    for start in range(0, exact.numel(), chunk):
+        part = slice(start, start + chunk)
         stored[part] = round_to(exact[part], fmt)  # the cast is exact: the numbers are fmt's
     return out

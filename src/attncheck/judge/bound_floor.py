@@ -44,7 +44,7 @@ def row_totals(known: Conditions) -> RowTotals:
     """Sum ``known`` up over its keys; of an attention without a score mod and without a sink."""
     values, seen = known.v, known.seen
     weights = (known.scores - known.lse[..., None]).exp_()
-    whole = bool(seen.all())  # then nothing is hidden from a sum or a maximum
+    whole = known.sees_all  # then nothing is hidden from a sum or a maximum
     weights = weights if whole else torch.where(seen, weights, 0.0)
     weight = weights.sum(-1, keepdim=True)
     # A row that sees no key has no means: 0.
@@ -77,9 +77,9 @@ def row_totals(known: Conditions) -> RowTotals:
         largest_size=largest,
         mean_value=size,
         spread=spread,
-        largest_query=float(known.q.abs().max()),
-        largest_key=float(known.k.abs().max()),
-        largest_value=float(values.abs().max()),
+        largest_query=known.q.abs().max(),
+        largest_key=known.k.abs().max(),
+        largest_value=values.abs().max(),
     )
 
 
@@ -147,7 +147,7 @@ def _exponents_ceiling(totals: RowTotals, arithmetic: Arithmetic) -> Tensor:
     own = exponent_error(totals, arithmetic, 2 * radius, 2 * scaled, scaled)
     beyond = (size > fmt.max / 4) | (scaled + radius > fmt.max / 4)
     # Of a query that is rounded once it is scaled more would have to be known.
-    largest = max(totals.largest_query, totals.largest_key)
+    largest = float(torch.maximum(totals.largest_query, totals.largest_key))
     if arithmetic.scaled_query is not None or (arithmetic.operand_error and largest > narrow.max):
         beyond = torch.ones_like(beyond)
     return torch.where(beyond, math.inf, radius + own)
@@ -157,7 +157,7 @@ def _is_bounded(totals: RowTotals, arithmetic: Arithmetic, ceiling: Tensor) -> T
     """Rows whose bound is finite for certain, ``(heads, rows, 1)`` bool."""
     # With ρ ≤ 1 no weight becomes more than e² of what it was, nor rounding takes more; a weight
     # times a value is added, divided and rounded with less than its own size as error each time.
-    fmt, largest = arithmetic.computes, totals.largest_value
+    fmt, largest = arithmetic.computes, float(totals.largest_value)
     small = ceiling <= 1
     count = sum_roundings(totals, arithmetic)
     accumulator = sum_accumulator(arithmetic)

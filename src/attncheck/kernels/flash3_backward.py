@@ -99,9 +99,9 @@ def flash3_backward(
         q.dtype,
         (q.shape[3], v.shape[3]),
         band,
-        others=score is not None
-        or bool(others.get("atomic"))
+        others=bool(others.get("atomic"))
         or any(others.get(name) is not None for name in ("sink", "captured")),
+        score=score is not None,
         backward=True,
     )
     if refused or band is None:

@@ -1,4 +1,4 @@
-"""FlashAttention-3 forward for Hopper in Gluon: full attention, causal masks and windows.
+"""FlashAttention-3 forward for Hopper in Gluon, for any mask and score mod.
 
 Shah et al. 2024 (arXiv:2407.08608): one warp copies tiles by TMA, warpgroups of four warps each own
 64 query rows and do the arithmetic. While one does its softmax the tensor cores do its own last P·V
@@ -6,8 +6,12 @@ Shah et al. 2024 (arXiv:2407.08608): one warp copies tiles by TMA, warpgroups of
 whichever is next, and has the next one's rows and keys under way while it stores the last one's.
 
 Keys are walked over from those that a mask may touch to those that every row of the block sees, of
-which none is masked. Under a mask a block of rows whose sums are not finite is done again by
-``flash2_forward``'s careful launch; what of it sees no value that is not finite keeps its own bits.
+which none is masked. So are masks that go by distance alone (``walk``); others are listed, as for
+``flash2_forward``: the warp that copies reads the list, and lays what it says of a tile beside its
+keys. Mods are called on scores in registers.
+
+Under a mask a block of rows whose sums are not finite is done again by ``flash2_forward``'s careful
+launch; what of it sees no value that is not finite keeps its own bits.
 """
 
 from __future__ import annotations
@@ -15,8 +19,8 @@ from __future__ import annotations
 import math
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
-from typing import Any
+from functools import cache, lru_cache, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -40,13 +44,17 @@ from attncheck.kernels.launch import (
     COUNTS,
     LOG2E,
     Launch,
+    VisitList,
     aligned,
     needs_careful_launch,
     scales,
 )
-from attncheck.kernels.tile import loaded, number_of, place
+from attncheck.kernels.tile import listed, loaded, number_of, place, run_of
 from attncheck.mods.masks import Band
 from attncheck.mods.to_triton import TritonMod
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 # Triton 3.8 or so renamed both.
 load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -79,6 +87,10 @@ SHAPES = {
     128: Shape(keys=128, stages=2),
     256: Shape(keys=64, stages=2, pingpong=True),
 }
+# A score mod needs registers. A long mod's instructions must not be too many for their cache,
+# of which each group has its own: a softcap took 1.45 times as long in tiles of 128 keys.
+MODIFIED_SHAPES = {**SHAPES, 64: Shape(keys=128, stages=3)}
+LONG_SHAPES = {**SHAPES, 64: Shape(keys=64, stages=4), 128: Shape(keys=64, stages=4)}
 FP8_SHAPES = {
     64: Shape(keys=128, stages=4, groups=3, registers=160, pingpong=True),
     128: Shape(keys=128, stages=2, groups=3, registers=160),
@@ -86,9 +98,24 @@ FP8_SHAPES = {
 }
 
 
-def shape_for(head_dim: int, dtype: torch.dtype) -> Shape:
-    """Return how rows of ``head_dim`` numbers are taken."""
-    return (FP8_SHAPES if dtype == _FP8 else SHAPES)[tile_width(head_dim)]
+def shape_for(
+    head_dim: int, dtype: torch.dtype, mask: TritonMod | None, score: TritonMod | None
+) -> Shape:
+    """Return how rows of ``head_dim`` numbers are taken.
+
+    Args:
+        head_dim: Columns of q.
+        dtype: Of q.
+        mask: The mask; None if it goes by distance alone.
+        score: The score mod, if there is one.
+    """
+    if dtype == _FP8:
+        shapes = FP8_SHAPES
+    elif any(mod is not None and mod.long for mod in (mask, score)):
+        shapes = LONG_SHAPES
+    else:
+        shapes = MODIFIED_SHAPES if score is not None else SHAPES
+    return shapes[tile_width(head_dim)]
 
 
 def unsupported_by_kernel(
@@ -97,6 +124,7 @@ def unsupported_by_kernel(
     band: Band | None,
     *,
     others: bool,
+    score: bool,
     backward: bool = False,
 ) -> str | None:
     """Return why the kernel does not take these, in one line; None if it does.
@@ -106,17 +134,20 @@ def unsupported_by_kernel(
     if dtype not in _ELEMENTS:
         return "it takes fp16, bf16 and e4m3"
     if others:
-        return "it takes no score mod, sink or pages"
-    if band is None:
-        return "it takes masks that go by distance alone: causal ones and windows"
+        return "it takes no sink or pages"
+    if score and dtype == _FP8:
+        return "in e4m3 it takes no score mod"
     ahead, most = ALIGNED // dtype.itemsize, max(SHAPES)
     if any(dim % ahead or dim > most for dim in dims) or tile_width(dims[0]) != tile_width(dims[1]):
         return (
             f"head dims {dims[0]} and {dims[1]}: it takes multiples of {ahead} up to {most}, both "
             f"within the same of {', '.join(map(str, SHAPES))}"
         )
-    if backward and (dtype == _FP8 or max(dims) > WIDEST_BACKWARD):
-        return f"its backward takes fp16 and bf16, of head dims up to {WIDEST_BACKWARD}"
+    if backward and (score or band is None or dtype == _FP8 or max(dims) > WIDEST_BACKWARD):
+        return (
+            "its backward takes masks that go by distance alone, no score mod, fp16 and bf16, and "
+            f"head dims up to {WIDEST_BACKWARD}"
+        )
     return None
 
 
@@ -130,6 +161,7 @@ def flash3_forward(
     launch: Launch,
     score: TritonMod | None = None,
     band: Band | None = None,
+    tiles: VisitList | None = None,
     shape: Shape | None = None,
     redo: bool = True,
     descale: Descale | None = None,
@@ -145,10 +177,11 @@ def flash3_forward(
         k: ``(batch, kv_heads, kv, head_dim)``; kv_heads divides heads.
         v: ``(batch, kv_heads, kv, value_dim)``.
         scale: Factor of q·k, an fp32 number.
-        mask: The mask, for what is done by the other kernel.
+        mask: The mask.
         launch: Of the other kernel.
-        score: A score mod, for the other kernel.
+        score: The score mod; None leaves scores as they are.
         band: The same mask, if it goes by distance alone; None if it does not.
+        tiles: The tiles to visit of one that does not, in blocks of ``shape``.
         shape: How this one is launched (default: ``shape_for`` the head dim).
         descale: Of e4m3, as of ``flash2_forward``. Sums are the tensor core's own, of 13 bits.
         out_dtype: Of out; of e4m3 bf16 alone.
@@ -162,8 +195,8 @@ def flash3_forward(
         (q.shape[3], v.shape[3]),
         band,
         others=out_dtype not in ({torch.bfloat16} if q.dtype == _FP8 else {None, q.dtype})
-        or score is not None
         or any(others.get(name) is not None for name in ("sink", "pages")),
+        score=score is not None,
     )
     of_both: dict[str, Any] = {
         "scale": scale,
@@ -171,12 +204,19 @@ def flash3_forward(
         "descale": descale,
         "out_dtype": out_dtype,
     }
-    if refused or band is None:
+    if refused or (band is None and tiles is None):
         return flash2_forward(q, k, v, score=score, launch=launch, **of_both, **others)
     batch, heads, query, head_dim = q.shape
     kv_heads, kv = k.shape[1:3]
-    band = band.within(query, kv)
-    shape = shape or shape_for(head_dim, q.dtype)
+    shape = shape or shape_for(head_dim, q.dtype, mask if band is None else None, score)
+    of_mask: tuple[Any, ...] = ((), ())
+    if band is not None:
+        band = band.within(query, kv)
+    elif tiles is not None:
+        tiles.check("tiles", (query, shape.rows), (kv, shape.keys))
+        of_mask = (*tiles.arguments(), tiles.totals, tiles.order), mask.captured
+    # Of a list no limits, and of limits no mask.
+    least, most, masked = (None, None, mask) if band is None else (band.least, band.most, None)
     scaled = q.dtype == _FP8
     out = torch.empty(
         (batch, heads, query, v.shape[3]), dtype=out_dtype or q.dtype, device=q.device
@@ -192,47 +232,36 @@ def flash3_forward(
             descriptor(q, OWN), descriptor(k, shape.keys),
             _by_columns(v, shape.keys) if scaled else descriptor(v, shape.keys),
             descriptor(out, OWN), lse, *(scales(descale) or (lse,) * 3), again, upcoming, blocks,
-            together, heads, heads // kv_heads, query, kv, band.least or 0, band.most or 0,
-            scale * LOG2E, GROUPS=shape.groups, STAGES=shape.stages, REGISTERS=shape.registers,
-            PINGPONG=shape.pingpong, OVERLAP=shape.overlap, UPPER=band.most is not None,
-            LOWER=band.least is not None, SCALED=scaled, LIFT=math.log2(launch.weights_scale),
+            together, heads, heads // kv_heads, query, kv, least or 0, most or 0,
+            scale * LOG2E if score is None else scale, *of_mask,
+            () if score is None else score.captured,
+            GROUPS=shape.groups, STAGES=shape.stages, REGISTERS=shape.registers,
+            PINGPONG=shape.pingpong, OVERLAP=shape.overlap, UPPER=most is not None,
+            LOWER=least is not None, SCALED=scaled, LIFT=math.log2(launch.weights_scale),
             # Not by a factor below 0, which makes the maximum of scores the minimum of products,
             # nor in fp16, which is too narrow for weights that rounding has moved far from 1.
-            FUSED=scaled or (q.dtype == torch.bfloat16 and scale > 0), num_warps=4,
-            enable_fp_fusion=False,  # but where ``_advanced`` says so
+            FUSED=scaled or (q.dtype == torch.bfloat16 and (score is not None or scale > 0)),
+            MASK=None if masked is None else masked.function,
+            SCORE=None if score is None else score.function, num_warps=4,
+            enable_fp_fusion=score is not None,  # else where ``_advanced`` says so
         )
         # fmt: on
     if redo and band != Band() and needs_careful_launch(again):
         own = replace(launch, block_query=OWN, registers=None)
-        flash2_forward(q, k, v, score=None, launch=own, redo=(out, lse, again), **of_both)
+        flash2_forward(q, k, v, score=score, launch=own, redo=(out, lse, again), **of_both)
         # A graph that is recorded is spared it: there a hidden NaN may move last bits.
         if not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
-            finite = v.float().isfinite()
-            kept, kept_lse = flash3_forward(
-                q, k, v.float().where(finite, 0.0).to(v.dtype), launch=launch, band=band,
-                shape=shape, redo=False, **of_both,
+            once_more: Callable[..., tuple[torch.Tensor, torch.Tensor]] = partial(
+                flash3_forward, launch=launch, band=band, tiles=tiles, shape=shape, redo=False,
+                **of_both,
             )  # fmt: skip
-            out.copy_(out.where(_sees_any(~finite, band, query, heads // kv_heads), kept))
+            finite = v.float().isfinite()
+            kept, kept_lse = once_more(q, k, v.float().where(finite, 0.0).to(v.dtype), score=score)
+            # Of scores that are all 0, the sum of marks is 0 where a row sees none of them.
+            seen, _ = once_more(q.new_zeros(q.shape), k.new_zeros(k.shape), (~finite).to(v.dtype))
+            out.copy_(out.where(seen != 0, kept))
             lse.copy_(kept_lse)
     return out, lse
-
-
-def _sees_any(marks: torch.Tensor, band: Band, query: int, group: int) -> torch.Tensor:
-    """Return where a row sees a key that is marked, by columns.
-
-    Args:
-        marks: ``(batch, kv_heads, kv, value_dim)``.
-
-    Returns:
-        ``(batch, heads, query, value_dim)``, ``group`` heads to each of ``marks``.
-    """
-    kv, rows = marks.shape[2], torch.arange(query, device=marks.device)
-    # How many there are before each key.
-    before = torch.nn.functional.pad(marks.cumsum(2, dtype=torch.int32), (0, 0, 1, 0))
-    first = torch.zeros_like(rows) if band.least is None else rows + band.least
-    end = torch.full_like(rows, kv) if band.most is None else rows + band.most + 1
-    seen = before[:, :, end.clamp(0, kv)] > before[:, :, first.clamp(0, kv)]
-    return seen.repeat_interleave(group, 1)
 
 
 _FP8 = torch.float8_e4m3fn
@@ -363,12 +392,29 @@ def tile_of(turn, first, count, late, early):
 
 
 @gluon.jit
-def _tell(number, taken, next_s, next_full, next_empty):
-    """Lets the warpgroups know the number of a block, or that there is none."""
+def _work(number, blocks, together, heads, tiles, LISTED: gl.constexpr):
+    """Block, and batch and head, of what starts as ``number``; how many tiles, if LISTED."""
+    # Of a list a group of heads ends later than another where its last blocks are long.
+    block, bh = place(number, blocks, together, 8 if LISTED else 4)
+    count = 0
+    if LISTED:
+        at = (bh // heads).to(gl.int64) * tiles[5] + (bh % heads).to(gl.int64) * tiles[6]
+        block = gl.load(tiles[9] + at + block.to(gl.int64) * tiles[7])
+        # One that sees nothing visits a tile, which is masked.
+        count = gl.maximum(gl.load(tiles[8] + at + block.to(gl.int64) * tiles[7]), 1)
+    return block, bh, count
+
+
+@gluon.jit
+def _tell(block, bh, count, taken, next_s, next_full, next_empty):
+    """Lets the warpgroups know their next block, or that there is none: ``bh`` is below 0 then."""
     ALONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     slot = taken % 2
     mbarrier.wait(next_empty.index(slot), ((taken // 2) & 1) ^ 1)
-    next_s.index(slot).store(gl.full([1], 0, gl.int32, ALONE) + number)
+    nothing = gl.full([1], 0, gl.int32, ALONE)
+    next_s.index(slot * 3).store(nothing + block)
+    next_s.index(slot * 3 + 1).store(nothing + bh)
+    next_s.index(slot * 3 + 2).store(nothing + count)
     mbarrier.arrive(next_full.index(slot), count=1)
 
 
@@ -378,74 +424,129 @@ def _told(taken, next_s, next_full, next_empty):
     TOGETHER: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     slot = taken % 2
     mbarrier.wait(next_full.index(slot), (taken // 2) & 1)
-    number = gl.max(next_s.index(slot).load(TOGETHER), 0)
+    block = gl.max(next_s.index(slot * 3).load(TOGETHER), 0)
+    bh = gl.max(next_s.index(slot * 3 + 1).load(TOGETHER), 0)
+    count = gl.max(next_s.index(slot * 3 + 2).load(TOGETHER), 0)
     mbarrier.arrive(next_empty.index(slot), count=1)
-    return number
+    return block, bh, count
 
 
 @gluon.jit
 def _copy(
     memory, GROUPS: gl.constexpr, UPPER: gl.constexpr, LOWER: gl.constexpr, SCALED: gl.constexpr,
+    LISTED: gl.constexpr,
 ):
     """Every block's rows, and its keys and values tile by tile, on their way to shared memory."""
     (
-        q_desc, k_desc, v_desc, next_ptr, q_s, k_s, v_s, next_s, q_full, q_empty, k_full, k_empty,
-        v_full, v_empty, next_full, next_empty, blocks, together, heads, group, query, kv, least,
-        most,
+        q_desc, k_desc, v_desc, next_ptr, q_s, k_s, v_s, tile_s, next_s, q_full, q_empty, k_full,
+        k_empty, v_full, v_empty, next_full, next_empty, blocks, together, heads, group, query, kv,
+        least, most, tiles,
     ) = memory
+    ALONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     STAGES: gl.constexpr = k_s.shape[0]
     ROWS: gl.constexpr = q_s.shape[3]
     KEYS: gl.constexpr = k_s.shape[3]
     done = 0
     taken = 0
     number = gl.program_id(0)
+    block, bh, count = _work(number, blocks, together, heads, tiles, LISTED)
     while number < blocks * together:
-        _tell(number, taken, next_s, next_full, next_empty)
+        _tell(block, bh, count, taken, next_s, next_full, next_empty)
         # Blocks of a causal mask take unlike times: whoever is free takes the next.
-        following = gl.num_programs(0) + gl.atomic_add(next_ptr, 1, sem="relaxed")
-        block, bh = place(number, blocks, together)
+        number = gl.num_programs(0) + gl.atomic_add(next_ptr, 1, sem="relaxed")
+        last = blocks * together - 1
+        following = _work(gl.minimum(number, last), blocks, together, heads, tiles, LISTED)
         b = bh // heads
         h = bh % heads
-        first, count, late, early = walk(
+        first, every, late, early = walk(
             block, query, kv, least, most, ROWS * GROUPS, KEYS, UPPER, LOWER
         )
-        for turn in range(count):
-            key = tile_of(turn, first, count, late, early) * KEYS
-            stage = done % STAGES
-            phase = (done // STAGES) & 1
-            mbarrier.wait(k_empty.index(stage), phase ^ 1)
-            mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-            load(k_desc, [b, h // group, key, 0], k_full.index(stage), k_s.index(stage))
-            if turn == 0:
-                for own in gl.static_range(GROUPS):
-                    row = (block * GROUPS + own) * ROWS
-                    mbarrier.wait(q_empty.index(own), (taken & 1) ^ 1)
-                    mbarrier.expect(q_full.index(own), q_desc.block_type.nbytes)
-                    load(q_desc, [b, h, row, 0], q_full.index(own), q_s.index(own))
-            mbarrier.wait(v_empty.index(stage), phase ^ 1)
-            mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-            if SCALED:
-                load(v_desc, [b, h // group, 0, key], v_full.index(stage), v_s.index(stage))
-            else:
-                load(v_desc, [b, h // group, key, 0], v_full.index(stage), v_s.index(stage))
-            done += 1
+        runs = 1
+        if LISTED:
+            visits, runs = listed(tiles, b, h, block)
+            runs = gl.maximum(runs, 1)
+        for run in range(runs):
+            beyond = every
+            start = 0
+            if LISTED:
+                start, beyond, partial = run_of(visits, run, 0, LISTED)
+                beyond = gl.maximum(beyond, start + 1)  # a block that sees nothing has no run
+            for turn in range(start, beyond):
+                stage = done % STAGES
+                phase = (done // STAGES) & 1
+                mbarrier.wait(k_empty.index(stage), phase ^ 1)
+                if LISTED:
+                    key = turn * KEYS
+                    told = gl.full([1], 0, gl.int32, ALONE) + (2 * turn + partial.to(gl.int32))
+                    tile_s.index(stage).store(told)
+                else:
+                    key = tile_of(turn, first, every, late, early) * KEYS
+                mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
+                load(k_desc, [b, h // group, key, 0], k_full.index(stage), k_s.index(stage))
+                if run + turn == start:
+                    for own in gl.static_range(GROUPS):
+                        row = (block * GROUPS + own) * ROWS
+                        mbarrier.wait(q_empty.index(own), (taken & 1) ^ 1)
+                        mbarrier.expect(q_full.index(own), q_desc.block_type.nbytes)
+                        load(q_desc, [b, h, row, 0], q_full.index(own), q_s.index(own))
+                mbarrier.wait(v_empty.index(stage), phase ^ 1)
+                mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
+                if SCALED:
+                    load(v_desc, [b, h // group, 0, key], v_full.index(stage), v_s.index(stage))
+                else:
+                    load(v_desc, [b, h // group, key, 0], v_full.index(stage), v_s.index(stage))
+                done += 1
         taken += 1
-        number = following
-    _tell(number, taken, next_s, next_full, next_empty)
+        block, bh, count = following
+    _tell(0, -1, 0, taken, next_s, next_full, next_empty)
+
+
+@gluon.jit
+def _tile(
+    turn, stage, tile_s, first, every, late, early, KEYS: gl.constexpr, LISTED: gl.constexpr,
+):
+    """The first key of a turn's tile, and whether it may hide something.
+
+    LISTED, that is in memory beside the keys.
+    """
+    if LISTED:
+        TOGETHER: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        told = gl.max(tile_s.index(stage).load(TOGETHER), 0)
+        key = (told >> 1) * KEYS
+        partial = (told & 1) != 0
+    else:
+        key = tile_of(turn, first, every, late, early) * KEYS
+        partial = turn < late + early
+    return key, partial
+
+
+@gluon.jit
+def _modified(s, key, rows, b, h, captured, SCORE: gl.constexpr, SCORES: gl.constexpr):
+    """Scores as the score mod has them, if there is one."""
+    if SCORE is not None:
+        keys = key + gl.arange(0, s.shape[1], gl.SliceLayout(0, SCORES))
+        modified = SCORE(s, b, h, rows[:, None], keys[None, :], captured)
+        # It may give one number for all.
+        s = gl.where(gl.full(s.shape, 1, gl.int1, SCORES), modified, s)
+    return s
 
 
 @gluon.jit
 def _hidden(
-    s, key, rows, kv, least, most, UPPER: gl.constexpr, LOWER: gl.constexpr, SCORES: gl.constexpr,
+    s, key, rows, kv, least, most, b, h, captured, MASK: gl.constexpr, UPPER: gl.constexpr,
+    LOWER: gl.constexpr, SCORES: gl.constexpr,
 ):
     """Scores, −inf where a row does not see a key."""
     keys = key + gl.arange(0, s.shape[1], gl.SliceLayout(0, SCORES))
-    last = gl.full([s.shape[0]], 0, gl.int32, gl.SliceLayout(1, SCORES)) + (kv - 1)
-    if UPPER:
-        last = gl.minimum(last, rows + most)
-    seen = keys[None, :] <= last[:, None]
-    if LOWER:
-        seen = seen & (keys[None, :] >= (rows + least)[:, None])
+    if MASK is not None:
+        seen = MASK(b, h, rows[:, None], keys[None, :], captured) & (keys < kv)[None, :]
+    else:
+        last = gl.full([s.shape[0]], 0, gl.int32, gl.SliceLayout(1, SCORES)) + (kv - 1)
+        if UPPER:
+            last = gl.minimum(last, rows + most)
+        seen = keys[None, :] <= last[:, None]
+        if LOWER:
+            seen = seen & (keys[None, :] >= (rows + least)[:, None])
     return gl.where(seen, s, float("-inf"))
 
 
@@ -462,7 +563,7 @@ def _multiplied(s, factor, ahead, FUSED: gl.constexpr, SCALED: gl.constexpr):
 
 
 @gluon.jit
-def _advanced(s, m, factor, LIFT: gl.constexpr, FUSED: gl.constexpr):
+def _advanced(s, m, factor, LIFT: gl.constexpr, FUSED: gl.constexpr, NATURAL: gl.constexpr):
     """The new maximum, a tile's weights, and the factor of what was summed before it."""
     m_new = gl.maximum(m, _largest(s))
     own = factor + gl.zeros_like(m)
@@ -480,7 +581,11 @@ def _advanced(s, m, factor, LIFT: gl.constexpr, FUSED: gl.constexpr):
         exponents = gl.fma(s, factors, subtracted)
     else:
         exponents = s - shift[:, None]
-    return m_new, gl.exp2(exponents), gl.exp2(_base(m * own, LIFT) - shift)
+    before = _base(m * own, LIFT) - shift
+    if NATURAL and not FUSED:
+        exponents = exponents * 1.4426950408889634
+        before = before * 1.4426950408889634
+    return m_new, gl.exp2(exponents), gl.exp2(before)
 
 
 @gluon.jit
@@ -539,14 +644,16 @@ def _values(v_s, stage, SCALED: gl.constexpr):
 def _attend(
     memory, OWN: gl.constexpr, GROUPS: gl.constexpr, PINGPONG: gl.constexpr,
     OVERLAP: gl.constexpr, UPPER: gl.constexpr, LOWER: gl.constexpr, SCALED: gl.constexpr,
-    LIFT: gl.constexpr, FUSED: gl.constexpr,
+    LIFT: gl.constexpr, FUSED: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr,
 ):
     """A warpgroup's rows of every block: the OWN-th of its groups of rows."""
     (
-        out_desc, lse_ptr, q_scale, k_scale, v_scale, again_ptr, q_s, k_s, v_s, out_s, p_s, next_s,
-        q_full, q_empty, k_full, k_empty, v_full, v_empty, turns, next_full, next_empty, blocks,
-        together, heads, group, query, kv, least, most, factor,
+        out_desc, lse_ptr, q_scale, k_scale, v_scale, again_ptr, q_s, k_s, v_s, out_s, p_s, tile_s,
+        next_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns, next_full, next_empty,
+        together, heads, group, query, kv, least, most, factor, mask_captured, score_captured,
     ) = memory
+    LISTED: gl.constexpr = MASK is not None
+    NATURAL: gl.constexpr = SCORE is not None
     STAGES: gl.constexpr = k_s.shape[0]
     ROWS: gl.constexpr = q_s.shape[3]
     KEYS: gl.constexpr = k_s.shape[3]
@@ -563,33 +670,39 @@ def _attend(
     done = 0
     passed = 0
     taken = 0
-    number = _told(taken, next_s, next_full, next_empty)
-    while number < blocks * together:
-        block, bh = place(number, blocks, together)
-        first, count, late, early = walk(
+    block, bh, count = _told(taken, next_s, next_full, next_empty)
+    while bh >= 0:
+        b = bh // heads
+        h = bh % heads
+        first, every, late, early = walk(
             block, query, kv, least, most, ROWS * GROUPS, KEYS, UPPER, LOWER
         )
+        if not LISTED:
+            count = every
         row = (block * GROUPS + OWN) * ROWS
         rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
         of_scores = factor
-        ahead = not FUSED
+        ahead = NATURAL or not FUSED
         if SCALED:
             of_scores = factor * (gl.load(q_scale + bh // group) * gl.load(k_scale + bh // group))
             # A score may be so large that a weight is beyond e4m3.
             ahead = (of_scores <= 0.0) | (of_scores * (WIDTH * 448.0 * 448.0) >= 4194304.0)
-        of_rest = gl.where(ahead, 1.0, of_scores)
+        of_rest = gl.where(ahead, 1.4426950408889634 if NATURAL and FUSED else 1.0, of_scores)
         mbarrier.wait(q_full.index(OWN), taken & 1)
         stage = done % STAGES
         mbarrier.wait(k_full.index(stage), (done // STAGES) & 1)
+        key, partial = _tile(0, stage, tile_s, first, every, late, early, KEYS, LISTED)
         k = k_s.index(stage).reshape([KEYS, WIDTH])
         product = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[product])
         mbarrier.arrive(k_empty.index(stage), count=1)
-        s = _multiplied(s, of_scores, ahead, FUSED, SCALED)
-        key = tile_of(0, first, count, late, early) * KEYS
-        s = _hidden(s, key, rows, kv, least, most, UPPER, LOWER, SCORES)
+        s = _multiplied(s, of_scores, ahead, FUSED and not NATURAL, SCALED)
+        s = _modified(s, key, rows, b, h, score_captured, SCORE, SCORES)
+        s = _hidden(
+            s, key, rows, kv, least, most, b, h, mask_captured, MASK, UPPER, LOWER, SCORES
+        )
         m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-        m, weights, _ = _advanced(s, m, of_rest, LIFT, FUSED)
+        m, weights, _ = _advanced(s, m, of_rest, LIFT, FUSED, NATURAL)
         total = _sums(weights)
         p = _rounded(weights, v_s.dtype, WEIGHTS, SCALED)
         if SCALED:
@@ -605,6 +718,7 @@ def _attend(
             k = k_s.index(stage).reshape([KEYS, WIDTH])
             v = _values(v_s, before, SCALED)
             mbarrier.wait(k_full.index(stage), phase)
+            key, partial = _tile(turn, stage, tile_s, first, every, late, early, KEYS, LISTED)
             if PINGPONG:
                 mbarrier.wait(turns.index(OWN), (passed & 1) ^ (1 if OWN == 0 else 0))
             product = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -620,13 +734,16 @@ def _attend(
             mbarrier.arrive(k_empty.index(stage), count=1)
             if LATE:
                 mbarrier.arrive(v_empty.index((done - 2) % STAGES), count=1, pred=turn > 1)
-            s = _multiplied(s, of_scores, ahead, FUSED, SCALED)
+            s = _multiplied(s, of_scores, ahead, FUSED and not NATURAL, SCALED)
+            s = _modified(s, key, rows, b, h, score_captured, SCORE, SCORES)
             # Without a limit one tile alone may reach beyond the last key, and it was the first.
-            if UPPER or LOWER:  # noqa: SIM102  (it is known, and then compiled)
-                if turn < late + early:
-                    key = tile_of(turn, first, count, late, early) * KEYS
-                    s = _hidden(s, key, rows, kv, least, most, UPPER, LOWER, SCORES)
-            m, weights, alpha = _advanced(s, m, of_rest, LIFT, FUSED)
+            if UPPER or LOWER or LISTED:  # noqa: SIM102  (it is known, and then compiled)
+                if partial:
+                    s = _hidden(
+                        s, key, rows, kv, least, most, b, h, mask_captured, MASK, UPPER, LOWER,
+                        SCORES,
+                    )
+            m, weights, alpha = _advanced(s, m, of_rest, LIFT, FUSED, NATURAL)
             of_sums: gl.constexpr = gl.SliceLayout(1, total.type.layout)
             total = total * gl.convert_layout(alpha, of_sums)[:, None] + _sums(weights)
             rounded = _rounded(weights, v_s.dtype, WEIGHTS, SCALED)
@@ -654,16 +771,23 @@ def _attend(
         p = p_s.index(OWN) if SCALED else p
         summed = warpgroup_mma(p, _values(v_s, stage, SCALED), acc, is_async=True)
         taken += 1
-        number = _told(taken, next_s, next_full, next_empty)
+        following = _told(taken, next_s, next_full, next_empty)
         acc = warpgroup_mma_wait(0, deps=[summed])
         mbarrier.arrive(v_empty.index(stage), count=1)
 
         total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, SCORES))
         empty = total == 0.0
-        lse = _base(m * of_rest, LIFT) + gl.log2(gl.where(empty, 1.0, total))
-        lse = gl.where(empty, float("-inf"), lse * 0.6931471805599453)
+        base = _base(m * of_rest, LIFT)
+        lse = gl.log2(gl.where(empty, 1.0, total))
+        if NATURAL and not FUSED:
+            lse = base + lse * 0.6931471805599453
+        else:
+            lse = (base + lse) * 0.6931471805599453
+            if NATURAL:  # it may be beyond fp32 in log2 units, and then the sum is less than an ulp
+                lse = gl.where(gl.abs(base) < 1073741824.0, lse, m)
+        lse = gl.where(empty, float("-inf"), lse)
         gl.store(lse_ptr + bh.to(gl.int64) * query + rows, lse, mask=rows < query)
-        if UPPER or LOWER:
+        if UPPER or LOWER or LISTED:
             finite = gl.min((gl.abs(acc) < float("inf")).to(gl.int32), 1)
             own = number_of(block * GROUPS + OWN, bh, gl.cdiv(query, ROWS), together)
             gl.store(again_ptr + own, 1 - gl.min(finite, 0), mask=row < query)
@@ -678,6 +802,7 @@ def _attend(
         if not APART:
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index(OWN), count=1)
+        block, bh, count = following
     tma.store_wait(0)
 
 
@@ -690,10 +815,11 @@ def has_own_memory(scaled, width):
 @gluon.jit(do_not_specialize=("blocks", "together", "least", "most", *COUNTS))
 def _forward(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, q_scale, k_scale, v_scale, again_ptr, next_ptr,
-    blocks, together, heads, group, query, kv, least, most, factor, GROUPS: gl.constexpr,
-    STAGES: gl.constexpr, REGISTERS: gl.constexpr, PINGPONG: gl.constexpr, OVERLAP: gl.constexpr,
-    UPPER: gl.constexpr, LOWER: gl.constexpr, SCALED: gl.constexpr, LIFT: gl.constexpr,
-    FUSED: gl.constexpr,
+    blocks, together, heads, group, query, kv, least, most, factor, tiles, mask_captured,
+    score_captured, GROUPS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    PINGPONG: gl.constexpr, OVERLAP: gl.constexpr, UPPER: gl.constexpr, LOWER: gl.constexpr,
+    SCALED: gl.constexpr, LIFT: gl.constexpr, FUSED: gl.constexpr, MASK: gl.constexpr,
+    SCORE: gl.constexpr,
 ):
     """Shared memory and barriers of a program, and its warps' work."""
     ROWS: gl.constexpr = q_desc.block_type.shape[2]
@@ -715,7 +841,9 @@ def _forward(
         # From registers, kept from one tile to the next byte by byte, it took 1.15 times as long.
         P_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, KEYS], dtype)
         p_s = gl.allocate_shared_memory(dtype, [GROUPS, ROWS, KEYS], P_LAYOUT)
-    next_s = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    NUMBERS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    next_s = gl.allocate_shared_memory(gl.int32, [6, 1], NUMBERS)
+    tile_s = gl.allocate_shared_memory(gl.int32, [STAGES, 1], NUMBERS)
     q_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     turns = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
@@ -737,28 +865,39 @@ def _forward(
     for i in gl.static_range(2):
         mbarrier.init(next_full.index(i), count=1)
         mbarrier.init(next_empty.index(i), count=GROUPS)
+    LISTED: gl.constexpr = MASK is not None
     copied = (
-        q_desc, k_desc, v_desc, next_ptr, q_s, k_s, v_s, next_s, q_full, q_empty, k_full, k_empty,
-        v_full, v_empty, next_full, next_empty, blocks, together, heads, group, query, kv, least,
-        most,
+        q_desc, k_desc, v_desc, next_ptr, q_s, k_s, v_s, tile_s, next_s, q_full, q_empty, k_full,
+        k_empty, v_full, v_empty, next_full, next_empty, blocks, together, heads, group, query, kv,
+        least, most, tiles,
     )
     read = (
-        out_desc, lse_ptr, q_scale, k_scale, v_scale, again_ptr, q_s, k_s, v_s, out_s, p_s, next_s,
-        q_full, q_empty, k_full, k_empty, v_full, v_empty, turns, next_full, next_empty, blocks,
-        together, heads, group, query, kv, least, most, factor,
+        out_desc, lse_ptr, q_scale, k_scale, v_scale, again_ptr, q_s, k_s, v_s, out_s, p_s, tile_s,
+        next_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns, next_full, next_empty,
+        together, heads, group, query, kv, least, most, factor, mask_captured, score_captured,
     )
     if GROUPS == 2:
         gl.warp_specialize([
-            (_attend, (read, 0, GROUPS, PINGPONG, OVERLAP, UPPER, LOWER, SCALED, LIFT, FUSED)),
-            (_attend, (read, 1, GROUPS, PINGPONG, OVERLAP, UPPER, LOWER, SCALED, LIFT, FUSED)),
-            (_copy, (copied, GROUPS, UPPER, LOWER, SCALED)),
+            (_attend, (
+                read, 0, GROUPS, PINGPONG, OVERLAP, UPPER, LOWER, SCALED, LIFT, FUSED, MASK, SCORE,
+            )),
+            (_attend, (
+                read, 1, GROUPS, PINGPONG, OVERLAP, UPPER, LOWER, SCALED, LIFT, FUSED, MASK, SCORE,
+            )),
+            (_copy, (copied, GROUPS, UPPER, LOWER, SCALED, LISTED)),
         ], [4, 1], [REGISTERS, 24])
     else:
         gl.warp_specialize([
-            (_attend, (read, 0, GROUPS, PINGPONG, OVERLAP, UPPER, LOWER, SCALED, LIFT, FUSED)),
-            (_attend, (read, 1, GROUPS, PINGPONG, OVERLAP, UPPER, LOWER, SCALED, LIFT, FUSED)),
-            (_attend, (read, 2, GROUPS, PINGPONG, OVERLAP, UPPER, LOWER, SCALED, LIFT, FUSED)),
-            (_copy, (copied, GROUPS, UPPER, LOWER, SCALED)),
+            (_attend, (
+                read, 0, GROUPS, PINGPONG, OVERLAP, UPPER, LOWER, SCALED, LIFT, FUSED, MASK, SCORE,
+            )),
+            (_attend, (
+                read, 1, GROUPS, PINGPONG, OVERLAP, UPPER, LOWER, SCALED, LIFT, FUSED, MASK, SCORE,
+            )),
+            (_attend, (
+                read, 2, GROUPS, PINGPONG, OVERLAP, UPPER, LOWER, SCALED, LIFT, FUSED, MASK, SCORE,
+            )),
+            (_copy, (copied, GROUPS, UPPER, LOWER, SCALED, LISTED)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])
 
 

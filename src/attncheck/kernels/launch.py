@@ -68,11 +68,17 @@ class VisitList:
     counts: torch.Tensor  # int32 ``(batch, heads, query_blocks)``: how many runs are there
     # The key block behind the last one that is listed for any block.
     beyond: int = field(init=False)
+    # int32 ``(batch, heads, query_blocks)``: how many tiles its runs hold.
+    totals: torch.Tensor = field(init=False)
+    order: torch.Tensor = field(init=False)  # likewise: blocks, those of most tiles last
 
     def __post_init__(self) -> None:
         """Look once, since a GPU that is asked is waited for."""
         ends = (self.runs[..., 0] >> 1) + self.runs[..., 1]
         object.__setattr__(self, "beyond", int(ends.max()))
+        totals = self.runs[..., 1].sum(-1, dtype=torch.int32)
+        object.__setattr__(self, "totals", totals)
+        object.__setattr__(self, "order", totals.argsort(dim=-1, stable=True).to(torch.int32))
 
     def check(self, name: str, own: tuple[int, int], across: tuple[int, int]) -> None:
         """Refuse a list that is not of these lengths in these blocks: its own axis, and the other.
@@ -96,7 +102,7 @@ class VisitList:
 
     def visited(self) -> int:
         """Return how many tiles are listed, each once for all batches and heads that share it."""
-        return int(self.runs[..., 1].sum())
+        return int(self.totals.sum())
 
     def arguments(self) -> tuple[torch.Tensor | int, ...]:
         """Both tensors and their strides along batch, heads and blocks, 0 where one is for all."""

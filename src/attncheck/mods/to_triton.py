@@ -39,6 +39,10 @@ from attncheck.mods.expression import (
 from attncheck.mods.triton_functions import FUNCTIONS
 
 _INT32_LARGEST = 2**31 - 1
+_LONG = {
+    *("exp", "exp2", "log", "log2", "sin", "cos", "tanh", "sigmoid", "rsqrt"),
+    *("floor_divide", "remainder"),
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,6 +58,8 @@ class TritonMod:
     # sizes.
     captured: tuple[Captured, ...]
     source: str  # the text of the function
+    # Whether it is tens of instructions: it has a function of real numbers, or divides whole ones.
+    long: bool
 
 
 def to_triton(expression: Expression) -> TritonMod:
@@ -62,7 +68,7 @@ def to_triton(expression: Expression) -> TritonMod:
     Raises:
         UsageError: if a captured tensor is too large for 32-bit offsets.
     """
-    function, source = _function(expression.structure)
+    function, source = _function(expression.structure, inverses=_has_inverses(expression))
     captured: list[Captured] = []
     for value in expression.captured:
         if not isinstance(value, torch.Tensor):
@@ -72,7 +78,16 @@ def to_triton(expression: Expression) -> TritonMod:
             raise UsageError(f"a mod captures {value.numel()} elements: at most {_INT32_LARGEST}.")
         flat = value.detach().reshape(-1).contiguous()
         captured += [flat.to(_read_as(flat)), *value.shape]
-    return TritonMod(function, tuple(captured), source)
+    long = any(node.op in _LONG for node in expression.structure.nodes)
+    return TritonMod(function, tuple(captured), source, long)
+
+
+def _has_inverses(expression: Expression) -> bool:
+    """Return whether the inverse of every number that divides is a normal one, with room."""
+    nodes = expression.structure.nodes
+    divisors = (nodes[node.operands[1]] for node in nodes if node.op == "div")
+    values: list[Any] = [expression.captured[n.slot] for n in divisors if n.op == "number"]
+    return all(2.0**-120 < abs(fp32(value)) < 2.0**120 for value in values)
 
 
 def _read_as(flat: torch.Tensor) -> torch.dtype:
@@ -89,8 +104,9 @@ def _read_as(flat: torch.Tensor) -> torch.dtype:
 
 
 @cache
-def _function(structure: Structure) -> tuple[Any, str]:
-    source = _Printer(structure).source()
+def _function(structure: Structure, *, inverses: bool) -> tuple[Any, str]:
+    """Return the function and its text; with ``inverses`` it divides by numbers through them."""
+    source = _Printer(structure, inverses=inverses).source()
     name = _name(structure)
     # Triton and inspect read a function's text through linecache; no file is needed.
     digest = hashlib.sha256(source.encode()).hexdigest()[:16]
@@ -119,8 +135,8 @@ class _Text(NamedTuple):
 class _Printer:
     """The algebra of Triton's text: each operation is a line, its value the line's variable."""
 
-    def __init__(self, structure: Structure) -> None:
-        self._structure, self._lines = structure, list[str]()
+    def __init__(self, structure: Structure, *, inverses: bool) -> None:
+        self._structure, self._lines, self._inverses = structure, list[str](), inverses
         # Where each slot begins in the tuple: a tensor is followed by its sizes.
         ranks = {n.slot: n.rank * (n.op == "tensor") for n in structure.nodes if n.slot >= 0}
         self._first: dict[int, int] = {}
@@ -144,7 +160,7 @@ class _Printer:
         if node.op == "input":
             return _Text(node, node.name)
         if node.op in {"true", "false"}:
-            return _Text(node, f"tl.full((), {node.op == 'true'}, tl.int1)")
+            return _Text(node, f"tl.cast({node.op == 'true'}, tl.int1)")
         return _Text(node, f"captured[{self._first[node.slot]}]")
 
     def _line(self, node: Node, text: str) -> _Text:
@@ -156,6 +172,9 @@ class _Printer:
         texts = [_converted(node, i, *operand) for i, operand in enumerate(operands)]
         real = node.kind == "float"
         template = _REAL_TEMPLATES.get(node.op, "") if real else ""
+        by_number = node.op == "div" and operands[0].node.op != "number" == operands[1].node.op
+        if by_number and self._inverses:
+            template = "_over({0}, {1})"
         nan = ", propagate_nan=tl.PropagateNan.ALL" if real else ""
         return self._line(node, (template or _TEMPLATES[node.op]).format(*texts, nan=nan))
 

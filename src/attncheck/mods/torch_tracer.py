@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import importlib
 import inspect
 import linecache
 import sys
@@ -149,9 +151,25 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
     return dict(table.items())  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
+def import_compiler(*modules: str) -> None:
+    """Import modules of torch's compiler, without a garbage collector.
+
+    It would look through what is being imported over and over, and be a quarter of two seconds.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        for name in modules:
+            importlib.import_module(name)
+    finally:
+        if enabled:
+            gc.enable()
+
+
 @functools.cache
 def _fakes() -> FakeTensorMode:
     """One mode for all: torch would make one for every operation, each with a stack trace."""
+    import_compiler("torch._dynamo")  # which the mode would import
     return FakeTensorMode(allow_fallback_kernels=True)
 
 

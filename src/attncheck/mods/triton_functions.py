@@ -33,13 +33,13 @@ def _wrapped(index, size):
 @triton.jit
 def _whole(x):
     """A number that Triton may have made a constant, as a tensor."""
-    return tl.full((), 0, tl.int32) + x
+    return tl.cast(0, tl.int32) + x
 
 
 @triton.jit
 def _real(x):
-    """Any number as fp32; −0 + x is x, also for −0."""
-    return tl.full((), -0.0, tl.float32) + x
+    """Any number as fp32."""
+    return tl.cast(x, tl.float32)
 
 
 @triton.jit
@@ -181,11 +181,20 @@ def _tanh(x):
     return tl.where(x < 0, -value, value)
 
 
+@triton.jit
+def _over(x, number):
+    """``x`` / ``number``, one for all whose inverse is a normal number: times that.
+
+    Two roundings, within the 2 ulp of a division, which takes eight instructions.
+    """
+    return x * tl.div_rn(1.0, _real(number))
+
+
 FUNCTIONS = {
     function.__name__: function
     for function in (
         *(_inside, _wrapped, _floor_divide, _remainder, _floor_divide_real, _remainder_real),
-        *(_left_shift, _right_shift, _sign, _rsqrt, _exp, _exp2, _sigmoid, _tanh),
+        *(_left_shift, _right_shift, _sign, _rsqrt, _exp, _exp2, _sigmoid, _tanh, _over),
     )
 }
 """Functions that a printed function may call, by name."""

@@ -65,7 +65,8 @@ def compute_conditions(inputs: Inputs, truth: Outputs, rows: Rows) -> Conditions
     if not same:
         products = torch.where(by_mask & ~torch.isneginf(products), products, 0.0)
     # Passes are what this costs: none is made for keys that are hidden where none is.
-    if bool(attended.all()):
+    whole = bool(attended.all())
+    if whole:
         maximum = scores.amax(-1)
         weights = scores - maximum[..., None]
     else:
@@ -84,6 +85,7 @@ def compute_conditions(inputs: Inputs, truth: Outputs, rows: Rows) -> Conditions
         products=scores if same else products,
         scores=scores,
         seen=attended,
+        sees_all=whole,
         maximum=maximum,
         total=weights.sum(-1),
         out=truth.out.flatten(0, 1)[_heads(rows)][:, rows.query],
@@ -266,7 +268,8 @@ def _promoted(inputs: Inputs, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
     heads = torch.arange(rows.heads.start, rows.heads.stop, device=device)
     key_heads = heads // problem.group  # batch · heads + head, the same with kv_heads
     q = inputs.q.flatten(0, 1)[_heads(rows)].double()[:, rows.query]
-    first, last = int(key_heads[0]), int(key_heads[-1]) + 1
+    # Of Python's numbers: a GPU would be waited for.
+    first, last = rows.heads.start // problem.group, (rows.heads.stop - 1) // problem.group + 1
     k, v = (x.flatten(0, 1)[first:last].double()[key_heads - first] for x in (inputs.k, inputs.v))
     if inputs.descale is None:
         return q, k, v

@@ -26,6 +26,7 @@ from attncheck.inputs.problem import Problem
 from attncheck.mods import library
 from attncheck.mods.captured_gradients import captured_tensors
 from attncheck.mods.signatures import ScoreMod
+from attncheck.mods.torch_tracer import import_compiler
 from attncheck.subjects.capabilities.subject import (
     Call,
     Refused,
@@ -72,6 +73,11 @@ class Sdpa(Subject):
         self._kernel, description = _BACKENDS[backend]
         self.name = f"sdpa-{backend}"
         self.summary = f"torch's scaled_dot_product_attention, {description}; no LSE"
+
+    @property
+    def compiled(self) -> bool:
+        """Of cuDNN's kernels half a second each; the driver keeps them where processes share it."""
+        return self._backend == "cudnn"
 
     def absent(self, device: str) -> str | None:
         """The CPU has torch's unfused formula and its own flash kernel."""
@@ -289,6 +295,17 @@ def _reason(messages: Iterable[str]) -> str:
     return "torch has no such kernel for these tensors"
 
 
+def load_cudnn(device: torch.device) -> None:
+    """Load cuDNN, by a call of its attention.
+
+    Past ``scaled_dot_product_attention``, whose choice of a backend is one for all threads.
+    """
+    q = torch.zeros((1, 1, 128, 64), dtype=torch.bfloat16, device=device)
+    torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q, q, q, None, compute_log_sumexp=False, dropout_p=0.0, is_causal=False
+    )
+
+
 _SMALLEST_GPU_DIM = 16  # tl.dot's smallest
 _COMPILED_AT_A_TIME = 64
 _FP32_BYTES = 4
@@ -349,6 +366,8 @@ class Flex(Subject):
         blocks = None if problem.mask == FULL else flex_block_mask(problem, str(device))
         # Seeds and values compile to the same function.
         structure = problem.replace(seed=0, distribution="normal")
+        if device.type != "cpu":
+            import_compiler("torch._inductor.compile_fx")
         function = _eager if device.type == "cpu" else _compiled(structure)
         products: torch_arithmetic.Products = "tf32" if problem.dtype == "tf32" else "ieee"
         tensors = (inputs.q, inputs.k, inputs.v)

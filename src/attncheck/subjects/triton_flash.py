@@ -455,7 +455,9 @@ class Flash2FastAccumulation(Flash2):
 
 
 class Flash3(Flash2):
-    """FlashAttention-3 for Hopper: 16 bits, forward e4m3 too, and masks that go by distance alone.
+    """FlashAttention-3 for Hopper: in 16 bits any mask and score mod, in e4m3 any mask, forward.
+
+    Its backward takes masks that go by distance alone; of others gradients are ``triton-flash2``'s.
 
     In e4m3 its sums are the tensor core's own, and each call copies V by columns. What hides a
     value that is not finite is done again by ``triton-flash2``'s kernels, whose bits are others:
@@ -466,12 +468,11 @@ class Flash3(Flash2):
     """
 
     name = "triton-flash3"
-    summary = "our FlashAttention-3 for Hopper GPUs in Gluon: causal masks and windows"
+    summary = "our FlashAttention-3 for Hopper GPUs in Gluon, any mask and score mod"
     hopper = HOPPER
     promises = frozenset(PROMISES) - {"nan"}
     sinks = False
     max_num_imprecise_acc = None  # of both kernels
-    captured = False
 
     def __init__(self, shape: Shape | None = None) -> None:
         super().__init__()
@@ -488,18 +489,22 @@ class Flash3(Flash2):
 
     def unsupported(self, problem: Problem, device: str) -> str | None:
         """Takes what its launcher does not hand on to ``triton-flash2``'s kernel."""
+        return super().unsupported(problem, device) or self._refusal(problem, backward=False)
+
+    def _refusal(self, problem: Problem, *, backward: bool) -> str | None:
         from attncheck.kernels.flash3_forward import unsupported_by_kernel
 
-        return super().unsupported(problem, device) or unsupported_by_kernel(
+        return unsupported_by_kernel(
             problem.formats.storage.torch_dtype,
             (problem.head_dim, problem.value_dim),
             band_of(problem.mask, problem.dimensions),
-            others=problem.score != NONE,
-            backward=problem.backward,
+            others=False,
+            score=problem.score != NONE,
+            backward=backward,
         )
 
     def tiling(self, problem: Problem, device: str) -> Tiling | None:
-        """Its own tiles, from the last key to the first; of a window none.
+        """Its own tiles, of a list in order, else from the last key to the first; of a window none.
 
         There the tiles at both ends come first, in an order that no Tiling has.
         """
@@ -507,12 +512,20 @@ class Flash3(Flash2):
         shape, band = self._chosen(problem), _band(problem)
         if band is not None and band.least is not None:
             return None
-        return Tiling(block_query=shape.rows, block_kv=shape.keys, reverse=True)
+        return Tiling(block_query=shape.rows, block_kv=shape.keys, reverse=band is not None)
 
     def _chosen(self, problem: Problem) -> Shape:
         from attncheck.kernels.flash3_forward import shape_for
+        from attncheck.mods.to_triton import to_triton
 
-        return self._shape or shape_for(problem.head_dim, problem.formats.storage.torch_dtype)
+        # How long a mod is its trace tells, wherever its tensors are.
+        mask = score = None
+        if band_of(problem.mask, problem.dimensions) is None:
+            mask = to_triton(mask_expression(problem, "cpu"))
+        if problem.score != NONE:
+            score = to_triton(score_expression(problem, "cpu"))
+        dtype = problem.formats.storage.torch_dtype
+        return self._shape or shape_for(problem.head_dim, dtype, mask, score)
 
     def launches(self, problem: Problem, device: str) -> Mapping[str, Subject]:
         """With half the keys in a tile, and by the other order of waits and turns."""
@@ -526,9 +539,12 @@ class Flash3(Flash2):
         }
 
     def visited(self, problem: Problem, device: torch.device) -> dict[str, Any]:
-        """The band of its mask, and its launch."""
-        del device
-        return {"band": band_of(problem.mask, problem.dimensions), "shape": self._shape}
+        """The band of its mask, or else the tiles of the block mask; and its launch."""
+        shape, band = self._chosen(problem), band_of(problem.mask, problem.dimensions)
+        tiles = None
+        if band is None:
+            tiles = visited_tiles(problem, shape.rows, shape.keys, str(device))
+        return {"band": band, "tiles": tiles, "shape": shape}
 
     def forward(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
         """``kernels.flash3_forward.flash3_forward``."""
@@ -537,8 +553,9 @@ class Flash3(Flash2):
         return flash3_forward.flash3_forward
 
     def _gradients_visit(self, problem: Problem, device: torch.device) -> dict[str, Any]:
-        """The band of its mask."""
-        del device
+        """The band of its mask; the tiles of the other kernel's where that does the backward."""
+        if self._refusal(problem, backward=True):
+            return super()._gradients_visit(problem, device)
         return {"band": band_of(problem.mask, problem.dimensions)}
 
     def backward_launcher(self) -> Callable[..., Gradients]:

@@ -120,13 +120,15 @@ def totals_of_rows(evidence: Evidence) -> RowTotals | None:
         part = row_totals(compute_conditions(evidence.inputs, evidence.truth, rows))
         for name in (each.name for each in fields(part)):
             value = getattr(part, name)
-            if isinstance(value, torch.Tensor):
+            if not isinstance(value, torch.Tensor):
+                whole[name] = value
+            elif not value.dim():
+                whole[name] = torch.maximum(value, whole.get(name, value))
+            else:
                 # Kept in pieces they would lie between the arrays of all pairs, and hold those.
                 if name not in whole:
                     whole[name] = value.new_empty(*shape, *value.shape[2:])
                 whole[name][_place_of(rows)] = value
-            else:
-                whole[name] = max(value, whole.get(name, value))
     return RowTotals(**whole)
 
 

@@ -4,13 +4,16 @@ What Triton and torch.compile make of a kernel they keep in folders that all pro
 share. While one cell is judged, other processes make what the next cells will ask for; they compare
 nothing, and what becomes of them is no matter of a measurement's. Somebody's own kernel is never
 called so: it would run where nobody watches it.
+
+What each process has to load for itself, compilers and libraries, a thread of this one loads.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -94,6 +97,35 @@ def compiling_ahead(
     finally:
         for worker in workers:
             worker.kill(_SECONDS)
+
+
+def load_ahead(
+    problems: Collection[Problem], kernels: Collection[str], device: str
+) -> threading.Thread | None:
+    """Load in a thread what ``problems`` and ``kernels`` of ours will need here; on a GPU.
+
+    The oracle's kernel and cuDNN: half a second each and more, outside Python's lock. No modules,
+    for which whoever launches kernels would wait. What fails here is loaded by who needs it.
+
+    Returns:
+        The thread; None on a CPU.
+    """
+    # Here, because two threads that import packages beside each other may wait for one another.
+    from attncheck.oracles.fused_tiles import takes
+    from attncheck.subjects.torch_kernels import load_cudnn
+
+    def load() -> None:
+        with suppress(Exception):
+            place = torch.device(device, torch.cuda.current_device())
+            for problem in problems:
+                takes(problem, place)
+            if "sdpa-cudnn" in kernels:
+                load_cudnn(place)
+
+    thread = threading.Thread(target=load) if device == "cuda" else None
+    if thread:
+        thread.start()
+    return thread
 
 
 def free_places(device: str) -> int:

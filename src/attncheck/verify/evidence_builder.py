@@ -283,7 +283,7 @@ class EvidenceBuilder:
 def _draw_kept(problem: Problem, distribution: Distribution, device: str) -> Inputs:
     """Float64 numbers on ``device``, for reading; kept, for the next Problem with the same."""
     del distribution  # another recording's may have the same name
-    return input_tensors.unrounded_inputs(problem).to(device)
+    return input_tensors.unrounded_inputs(problem, device)
 
 
 def forget_numbers() -> None:

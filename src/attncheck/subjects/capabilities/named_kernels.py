@@ -48,7 +48,7 @@ BUILTIN: dict[str, _BuiltIn] = {
         "Flash1",
     ),
     "triton-flash3": _BuiltIn(
-        "our FlashAttention-3 for Hopper GPUs in Gluon: causal masks and windows",
+        "our FlashAttention-3 for Hopper GPUs in Gluon, any mask and score mod",
         _FLASH,
         "Flash3",
     ),
