@@ -231,7 +231,7 @@ def names():
     assert len(score.captured) == len(slope.captured) == 1
     types = {"x_ptr": "*fp32", "captured": "fp32", "slopes": "fp32"}
     text = compiled(both, {"SCORE": score.function, "SLOPE": slope.function}, types).asm["ttir"]
-    sys.stdout.write(f"{text.count('arith.divf')}\n")
+    sys.stdout.write(f"{text.count('precise_divf')}\n")
 
 
 # deltas: one line more than once is one kernel, in which a row is added up in one order

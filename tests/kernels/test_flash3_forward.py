@@ -244,30 +244,42 @@ def test_a_window_s_tiles_come_in_no_order_that_is_declared():
 CALLEES = ("walk", "tile_of", "_work", "_tell", "_told", "_copy", "_tile", "_modified", "_hidden",
            "_multiplied", "_advanced", "_largest", "_sums", "_base", "_rounded", "_values",
            "_attend")  # fmt: skip
-OF_TILES = (tile.place, tile.number_of, tile.listed, tile.run_of)
+OF_TILES = ("place", "number_of", "listed", "run_of")
 
 
 @pytest.fixture
-def emulated(monkeypatch):
-    """Outputs of its kernel's Python: of a problem's inputs, by two programs."""
+def emulate(monkeypatch):
+    """``emulate(room)``: its kernel's Python in place of the kernel, by two programs."""
     if torch.cuda.is_available():
         pytest.skip("kernels are compiled here")
-    callees = [getattr(flash3_forward, name) for name in CALLEES]
-    kernel = Emulated(flash3_forward._forward, [*callees, *OF_TILES], 2)
-    monkeypatch.setattr(flash3_forward, "_forward", kernel)
-    monkeypatch.setattr(flash3_forward, "on_hopper", lambda device: True)
-    monkeypatch.setattr(flash3_forward, "_multiprocessors", lambda device: 2)
+    monkeypatch.setattr(Flash3, "absent", lambda self, device: None)
+
+    def patched(room):
+        callees = [getattr(room, name) for name in CALLEES]
+        kernel = Emulated(room._forward, [*callees, *(getattr(tile, name) for name in OF_TILES)], 2)
+        monkeypatch.setattr(room, "_forward", kernel)
+        monkeypatch.setattr(room, "on_hopper", lambda device: True)
+        monkeypatch.setattr(room, "_multiprocessors", lambda device: 2)
+        return room.flash3_forward
+
+    return patched
+
+
+@pytest.fixture
+def emulated(emulate):
+    """Outputs of its kernel's Python, of a problem's inputs."""
+    emulate(flash3_forward)
     return lambda inputs: Flash3().run(inputs)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "e4m3"])
 @pytest.mark.parametrize("scale", [0.125, -0.1, 0.0, 2.0**33])
 @pytest.mark.parametrize("mask", [FULL, CAUSAL, Spec.of("sliding_window", window=130)], ids=str)
-def test_what_it_gives_is_within_the_bounds(mask, scale, dtype, emulated, monkeypatch):
+def test_what_it_gives_is_within_the_bounds(mask, scale, dtype, emulated):
     """With scores of 2^33 too, where one key has most of a row, and with factors below 0."""
     problem = Problem(**SIZES, dtype=dtype, mask=mask, scale=scale)
     # Where one key has a row the ideal kernel errs by nothing, and any distance from it warns.
-    assert judge_emulated(problem, monkeypatch) in {"pass", "warn"}
+    assert judge_emulated(problem) in {"pass", "warn"}
     inputs = draw_inputs(problem)
     one, other = emulated(inputs).out.double(), Flash2().run(inputs).out.double()
     # Of each a weight and a sum are rounded: two roundings of up to u, in no known direction.
@@ -277,25 +289,26 @@ def test_what_it_gives_is_within_the_bounds(mask, scale, dtype, emulated, monkey
 SIZES = {"heads": 6, "kv_heads": 2, "query": 300, "head_dim": 64}
 
 
-def judge_emulated(problem, monkeypatch):
+def judge_emulated(problem, subject=None):
     """The status of what the emulated kernel gives."""
-    monkeypatch.setattr(Flash3, "absent", lambda self, device: None)
-    return run_case(Flash3(), Case(problem=problem), device="cpu", brief=True).status
+    return run_case(subject or Flash3(), Case(problem=problem), device="cpu", brief=True).status
 
 
-# Among them a block of rows that sees no key, and tiles that are wholly visible between others.
+# Among them a block of rows that sees no key, tiles that are wholly visible between others, and
+# heads with lists of their own.
 MASKS = [
     Spec.of("document", lengths=[150, 20, 130]),
     Spec.of("expression", text="(q_idx >= 200) & (kv_idx % 150 < 40)"),
     Spec.of("prefix_lm", prefix=130),
+    Spec.of("expression", text="kv_idx <= q_idx + 40 * h"),
 ]
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "e4m3"])
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.usefixtures("emulated")
-def test_any_mask_is_within_the_bounds(mask, dtype, monkeypatch):
-    assert judge_emulated(Problem(**SIZES, dtype=dtype, mask=mask), monkeypatch) == "pass"
+def test_any_mask_is_within_the_bounds(mask, dtype):
+    assert judge_emulated(Problem(**SIZES, dtype=dtype, mask=mask)) == "pass"
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -307,16 +320,36 @@ def test_any_mask_is_within_the_bounds(mask, dtype, monkeypatch):
 )  # fmt: skip
 @pytest.mark.parametrize("mask", [FULL, CAUSAL, MASKS[0]], ids=str)
 @pytest.mark.usefixtures("emulated")
-def test_any_score_mod_is_within_the_bounds(mask, score, dtype, monkeypatch):
+def test_any_score_mod_is_within_the_bounds(mask, score, dtype):
     problem = Problem(**SIZES, dtype=dtype, mask=mask, score=score, scale=-0.1)
-    assert judge_emulated(problem, monkeypatch) == "pass"
+    assert judge_emulated(problem) == "pass"
+
+
+@pytest.mark.parametrize("fault", PLANTED["flash3_mods"])
+def test_a_wrong_list_or_mod_is_not(fault, emulate, tmp_path, monkeypatch):
+    copy = copy_kernels(tmp_path, ("tile", "flash3_forward"), **PLANTED["flash3_mods"][fault])
+    for name in ("listed", "run_of"):
+        monkeypatch.setattr(tile, name, getattr(copy.tile, name))
+    launcher = emulate(copy.flash3_forward)
+
+    class Emulation(Flash3):
+        def forward(self):
+            return launcher
+
+    sizes = {**SIZES, "kv_heads": 6}
+    problems = [
+        Problem(**sizes, dtype="bf16", mask=MASKS[0]),
+        Problem(**sizes, dtype="bf16", mask=MASKS[-1]),
+        *(Problem(**sizes, dtype=dtype, score=ALIBI) for dtype in ("bf16", "fp16")),
+    ]
+    assert "fail" in {judge_emulated(problem, Emulation()) for problem in problems}
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "e4m3"])
 @pytest.mark.usefixtures("emulated")
 def test_a_factor_that_is_wrong_is_not(dtype, monkeypatch):
     monkeypatch.setattr(flash3_forward, "LOG2E", 1.0)
-    assert judge_emulated(Problem(**SIZES, dtype=dtype, mask=CAUSAL), monkeypatch) == "fail"
+    assert judge_emulated(Problem(**SIZES, dtype=dtype, mask=CAUSAL)) == "fail"
 
 
 HIDDEN = [CAUSAL, BOTTOM_RIGHT, Spec.of("sliding_window", window=130),

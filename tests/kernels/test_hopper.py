@@ -79,9 +79,8 @@ def test_flash3_fits_and_hardly_spills(head_dim, compile_kernels):
         assert spilled <= MOST_SPILLED or line[:2] == ["e4m3", "128"], line
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_flash3_fits_with_mods_and_hardly_spills(head_dim, compile_kernels):
-    lines = [line.split() for line in compile_kernels("flash3_mods", str(head_dim))]
+def test_flash3_fits_with_mods_and_hardly_spills(compile_kernels):
+    lines = [line.split() for line in compile_kernels("flash3_mods", "64")]
     assert [name for name, *_ in lines] == ["document", "alibi", "softcap"]
     for name, *counts in lines:
         shared, spilled, in_loops = map(int, counts)
