@@ -242,7 +242,7 @@ def test_a_window_s_tiles_come_in_no_order_that_is_declared():
 
 
 CALLEES = ("walk", "tile_of", "_work", "_tell", "_told", "_copy", "_tile", "_modified", "_hidden",
-           "_multiplied", "_advanced", "_largest", "_sums", "_base", "_rounded", "_values",
+           "_multiplied", "_advanced", "_largest", "_sums", "_scaled", "_base", "_rounded", "_values",
            "_attend")  # fmt: skip
 OF_TILES = ("place", "number_of", "listed", "run_of")
 

@@ -539,7 +539,8 @@ def _hidden(
     """Scores, −inf where a row does not see a key."""
     keys = key + gl.arange(0, s.shape[1], gl.SliceLayout(0, SCORES))
     if MASK is not None:
-        seen = MASK(b, h, rows[:, None], keys[None, :], captured) & (keys < kv)[None, :]
+        shown = MASK(b, h, rows[:, None], keys[None, :], captured)
+        seen = shown & (keys < kv)[None, :]
     else:
         last = gl.full([s.shape[0]], 0, gl.int32, gl.SliceLayout(1, SCORES)) + (kv - 1)
         if UPPER:
@@ -572,16 +573,16 @@ def _advanced(s, m, factor, LIFT: gl.constexpr, FUSED: gl.constexpr, NATURAL: gl
         # from 2^30 on 64 and more. By a power of two nothing is rounded, and there every other
         # weight is below 2^-31 either way.
         power = (own.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
-        own = gl.where(gl.abs(m_new * factor) < 1073741824.0, own, power)
+        own = gl.where(gl.abs(_scaled(m_new, factor)) < 1073741824.0, own, power)
     # A row that has seen nothing keeps m = −inf; 0 stands in so that −inf − −inf never happens.
-    shift = gl.where(m_new == float("-inf"), 0.0, _base(m_new * own, LIFT))
+    shift = gl.where(m_new == float("-inf"), 0.0, _base(_scaled(m_new, own), LIFT))
     if FUSED:
         factors, _ = gl.broadcast(own[:, None], s)
         subtracted, _ = gl.broadcast((0.0 - shift)[:, None], s)
         exponents = gl.fma(s, factors, subtracted)
     else:
         exponents = s - shift[:, None]
-    before = _base(m * own, LIFT) - shift
+    before = _base(_scaled(m, own), LIFT) - shift
     if NATURAL and not FUSED:
         exponents = exponents * 1.4426950408889634
         before = before * 1.4426950408889634
@@ -602,6 +603,17 @@ def _sums(weights):
     """What the four threads of a row have of its weights: (rows, 4)."""
     of_pairs = gl.sum(weights.reshape([weights.shape[0], weights.shape[1] // 8, 4, 2]), 3)
     return gl.sum(of_pairs, 1)
+
+
+@gluon.jit
+def _scaled(m, factor):
+    """``m`` · ``factor``, rounded wherever it is used.
+
+    Fused with a subtraction it would not be, and what is summed would lose an ulp with every tile
+    whose maximum is the one before.
+    """
+    zeros = gl.zeros_like(m)
+    return gl.fma(m, factor + zeros, zeros)
 
 
 @gluon.jit
@@ -777,7 +789,7 @@ def _attend(
 
         total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, SCORES))
         empty = total == 0.0
-        base = _base(m * of_rest, LIFT)
+        base = _base(_scaled(m, of_rest), LIFT)
         lse = gl.log2(gl.where(empty, 1.0, total))
         if NATURAL and not FUSED:
             lse = base + lse * 0.6931471805599453
