@@ -293,13 +293,15 @@ MOD_SHAPES = {"document": SHAPES, "alibi": MODIFIED_SHAPES, "softcap": LONG_SHAP
 
 
 def flash3_mods(head_dim):
-    """Print a mod's name, shared memory, spilled bytes and spills in loops of each."""
+    """Print a mod's name, shared memory, spilled bytes and in loops, powers of differences."""
     width = int(head_dim)
     for name, mods in MODS.items():
         shape = MOD_SHAPES[name][width]
         kernel = flash3_kernel(width, shape, upper="score" in mods, lower=False, **mods)
         counts = f"{kernel.metadata.shared} {spilled(kernel)} {spills_in_loops(kernel)}"
-        sys.stdout.write(f"{name} {counts}\n")
+        differences = re.findall(r"sub\S*f32\s+(%\w+),", kernel.asm["ptx"])
+        powers = re.findall(r"ex2\S*\s+%\w+, (%\w+);", kernel.asm["ptx"])
+        sys.stdout.write(f"{name} {counts} {len(set(differences) & set(powers))}\n")
 
 
 def flash3_kernel(width, shape, *, upper, lower, dtype="bf16", **mods):

@@ -573,16 +573,16 @@ def _advanced(s, m, factor, LIFT: gl.constexpr, FUSED: gl.constexpr, NATURAL: gl
         # from 2^30 on 64 and more. By a power of two nothing is rounded, and there every other
         # weight is below 2^-31 either way.
         power = (own.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
-        own = gl.where(gl.abs(_scaled(m_new, factor)) < 1073741824.0, own, power)
+        own = gl.where(gl.abs(_scaled(m_new, factor, NATURAL)) < 1073741824.0, own, power)
     # A row that has seen nothing keeps m = −inf; 0 stands in so that −inf − −inf never happens.
-    shift = gl.where(m_new == float("-inf"), 0.0, _base(_scaled(m_new, own), LIFT))
+    shift = gl.where(m_new == float("-inf"), 0.0, _base(_scaled(m_new, own, NATURAL), LIFT))
     if FUSED:
         factors, _ = gl.broadcast(own[:, None], s)
         subtracted, _ = gl.broadcast((0.0 - shift)[:, None], s)
         exponents = gl.fma(s, factors, subtracted)
     else:
         exponents = s - shift[:, None]
-    before = _base(_scaled(m, own), LIFT) - shift
+    before = _base(_scaled(m, own, NATURAL), LIFT) - shift
     if NATURAL and not FUSED:
         exponents = exponents * 1.4426950408889634
         before = before * 1.4426950408889634
@@ -606,14 +606,17 @@ def _sums(weights):
 
 
 @gluon.jit
-def _scaled(m, factor):
+def _scaled(m, factor, NATURAL: gl.constexpr):
     """``m`` · ``factor``, rounded wherever it is used.
 
-    Fused with a subtraction it would not be, and what is summed would lose an ulp with every tile
-    whose maximum is the one before.
+    Fused with a subtraction, as beside a score mod it might be, it would not be: what is summed
+    would lose an ulp with every tile whose maximum is the one before.
     """
-    zeros = gl.zeros_like(m)
-    return gl.fma(m, factor + zeros, zeros)
+    scaled = m * factor
+    if NATURAL:
+        zeros = gl.zeros_like(m)
+        scaled = gl.fma(m, factor + zeros, zeros)
+    return scaled
 
 
 @gluon.jit
@@ -789,7 +792,7 @@ def _attend(
 
         total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, SCORES))
         empty = total == 0.0
-        base = _base(_scaled(m, of_rest), LIFT)
+        base = _base(_scaled(m, of_rest, NATURAL), LIFT)
         lse = gl.log2(gl.where(empty, 1.0, total))
         if NATURAL and not FUSED:
             lse = base + lse * 0.6931471805599453
