@@ -17,7 +17,7 @@ from triton.compiler.compiler import make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 
-from attncheck.core.mod_spec import Spec
+from attncheck.core.mod_spec import NONE, Spec
 from attncheck.inputs.problem import Problem
 from attncheck.kernels import flash3_forward, gradient_terms
 from attncheck.kernels.decode_forward import _merge, _split
@@ -106,13 +106,15 @@ def spills_in_loops(kernel):
 # decode: as its subject launches it there it hardly spills
 
 
-def split(problem, page):
-    """The launch of the splits, for contiguous tensors."""
+def split(problem, page, *, fused=False):
+    """The launch of the splits, for contiguous tensors; ``fused`` as it was once."""
     chosen = Decode().launch(problem, "cuda")
-    mask, score = (to_triton(t(problem, "cpu")) for t in (mask_expression, score_expression))
+    mask = to_triton(mask_expression(problem, "cpu"))
+    identity = problem.score == NONE
+    score = mask if identity else to_triton(score_expression(problem, "cpu"))
     storage, scaled = problem.formats.storage.torch_dtype, problem.formats.scaled
     constants = {
-        "MASK": mask.function, "SCORE": score.function, "IDENTITY": False, "FREE": chosen.free,
+        "MASK": mask.function, "SCORE": score.function, "IDENTITY": identity, "FREE": chosen.free,
         "PAGE": page, "SCALED": scaled, "WEIGHTS_SCALE": chosen.weights_scale,
         "BLOCK_Q": chosen.block_query, "BLOCK_K": chosen.block_kv,
         "BLOCK_D": block_dim(problem.head_dim, storage),
@@ -127,10 +129,12 @@ def split(problem, page):
         "descale": ("*fp32",) * 3 if scaled else (),
         "pages": ("*i32", "i32") if page else (),
         "mask_captured": tuple("i32" for _ in mask.captured),
-        "score_captured": ("*fp32", "i32"),  # alibi's slopes and how many there are
+        # alibi's slopes and how many there are
+        "score_captured": () if identity else ("*fp32", "i32"),
     }
-    assert len(score.captured) == len(types["score_captured"])
+    assert identity or len(score.captured) == len(types["score_captured"])
     options = {"num_warps": chosen.warps, "num_stages": chosen.stages}
+    options |= {"enable_fp_fusion": fused}
     return compiled(_split, constants, types, ("i32",), **options)
 
 
@@ -140,6 +144,11 @@ def decode():
     for dtype, query, page in (("bf16", 1, 16), ("e4m3", 4, 16), ("fp32", 2, 0)):
         found = spilled(split(Problem(dtype=dtype, query=query, **sizes, **mods), page))
         assert found <= MOST_SPILLED, (dtype, query, page, found)
+    plain = Problem(dtype="bf16", query=4, mask=mods["mask"], **sizes)
+    for fused in (False, True):
+        ptx = split(plain, 0, fused=fused).asm["ptx"]
+        sums = set(re.findall(r"fma\S*f32\s+(%\w+),", ptx))
+        assert fused == bool(sums & set(re.findall(r"ex2\S*\s+%\w+, (%\w+);", ptx)))
     types = dict.fromkeys(("part_ptr", "m_ptr", "total_ptr", "lse_ptr"), "*fp32")
     types |= {"out_ptr": "*bf16", "sink": ("*fp32",)}
     merge = {"SINK": True, "IDENTITY": True, "BLOCK_S": 4, "BLOCK_V": 256, "EARLY": True}

@@ -114,6 +114,13 @@ def _number(x):
     return torch.as_tensor(x)
 
 
+def _largest(x, axis):
+    """A maximum that drops NaN, as a GPU's does."""
+    return (x.nan_to_num(-torch.inf, torch.inf, -torch.inf) if x.is_floating_point() else x).amax(
+        axis
+    )
+
+
 def _fma(a, b, c):
     return (a * b + c).float()
 
@@ -194,8 +201,8 @@ class Emulated:
 
         nothing = SimpleNamespace(get_default_for=lambda *_: None)
         language = {
-            "minimum": lambda a, b: torch.minimum(_number(a), _number(b)),
-            "maximum": lambda a, b: torch.maximum(_number(a), _number(b)),
+            "minimum": lambda a, b: torch.fmin(_number(a), _number(b)),
+            "maximum": lambda a, b: torch.fmax(_number(a), _number(b)),
             "cdiv": lambda a, b: (a + b - 1) // b,
             "arange": lambda start, end, layout=None: torch.arange(start, end),
             "full": lambda shape, value, dtype, layout: torch.full(
@@ -208,7 +215,7 @@ class Emulated:
             "fma": lambda *given: _fma(*(_number(x).double() for x in given)),
             "rsqrt": torch.rsqrt,
             "div_rn": lambda a, b: _number(a) / _number(b),
-            "max": torch.amax,
+            "max": _largest,
             "min": torch.amin,
             "sum": torch.sum,
             "zeros_like": torch.zeros_like,

@@ -213,7 +213,7 @@ def test_where_splits_are_added_changes_no_bit(monkeypatch, changes, splits, tog
     v[:, :, 70, 3] = math.nan
     spoilt = inputs.replace(v=v.to(inputs.v.dtype))
     for multiprocessors in (1, 10**6):
-        monkeypatch.setattr(decode_forward, "_multiprocessors", lambda _, n=multiprocessors: n)
+        monkeypatch.setattr(decode_forward, "multiprocessors", lambda _, n=multiprocessors: n)
         assert_passes(problem, splits)
         programs.append([Decode(splits).run(each) for each in (inputs, spoilt)])
     for one, other in zip(*programs, strict=True):

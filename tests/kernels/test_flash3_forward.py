@@ -241,9 +241,9 @@ def test_a_window_s_tiles_come_in_no_order_that_is_declared():
     assert str(Flash3().tiling(problem_of(mask=beyond), "cuda")) == "192×128 reverse"
 
 
-CALLEES = ("walk", "tile_of", "_work", "_tell", "_told", "_copy", "_tile", "_modified", "_hidden",
-           "_multiplied", "_advanced", "_largest", "_sums", "_scaled", "_base", "_rounded", "_values",
-           "_attend")  # fmt: skip
+CALLEES = ("walk", "tile_of", "_write", "_read", "_work", "_tell", "_told", "_copy", "_tile",
+           "_modified", "_hidden", "_multiplied", "_advanced", "_largest", "_sums", "_scaled",
+           "_base", "_rounded", "_values", "_attend")  # fmt: skip
 OF_TILES = ("place", "number_of", "listed", "run_of")
 
 
@@ -259,7 +259,7 @@ def emulate(monkeypatch):
         kernel = Emulated(room._forward, [*callees, *(getattr(tile, name) for name in OF_TILES)], 2)
         monkeypatch.setattr(room, "_forward", kernel)
         monkeypatch.setattr(room, "on_hopper", lambda device: True)
-        monkeypatch.setattr(room, "_multiprocessors", lambda device: 2)
+        monkeypatch.setattr(room, "multiprocessors", lambda device: 2)
         return room.flash3_forward
 
     return patched
@@ -323,6 +323,17 @@ def test_any_mask_is_within_the_bounds(mask, dtype):
 def test_any_score_mod_is_within_the_bounds(mask, score, dtype):
     problem = Problem(**SIZES, dtype=dtype, mask=mask, score=score, scale=-0.1)
     assert judge_emulated(problem) == "pass"
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_row_of_nan_has_no_lse_beside_a_score_mod(dtype, emulated):
+    """No maximum keeps a NaN: the row would look as if it saw no key."""
+    inputs = draw_inputs(Problem(**SIZES, dtype=dtype, score=ALIBI))
+    q = inputs.q.clone()
+    q[:, :, 5] = torch.nan
+    lse = emulated(inputs.replace(q=q)).lse
+    assert lse[:, :, 5].isnan().all()
+    assert lse.isfinite().sum() == lse.numel() - lse[:, :, 5].numel()
 
 
 @pytest.mark.parametrize("fault", PLANTED["flash3_mods"])

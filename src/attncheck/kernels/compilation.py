@@ -64,6 +64,16 @@ def on_hopper(device: torch.device) -> bool:
     )
 
 
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Return how many a GPU has; the interpreter has one."""
+    import torch
+
+    if device.type == "cpu":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 _HOPPER = 9
 _SOUND = (12, 9)
 

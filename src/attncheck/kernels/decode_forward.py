@@ -13,7 +13,6 @@ that are added up, and writes a part of the memory. Either gives the same bits: 
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attncheck.inputs.input_tensors import Descale
-from attncheck.kernels.compilation import on_hopper, sound_assembler
+from attncheck.kernels.compilation import multiprocessors, on_hopper, sound_assembler
 from attncheck.kernels.launch import COUNTS, LOG2E, KernelPages, Launch, block_dim, scales
 from attncheck.kernels.tile import (
     advanced,
@@ -93,14 +92,14 @@ def decode_forward(
     blocks = batch * triton.cdiv(query * group, launch.block_query)
     programs = kv_heads * triton.cdiv(splits, launch.together) * blocks
     # A split is a program's where otherwise half of the multiprocessors had none.
-    together = launch.together if 2 * programs > _multiprocessors(q.device) else 1
+    together = launch.together if 2 * programs > multiprocessors(q.device) else 1
     parts = triton.cdiv(splits, together)
     merged, columns = (
         int(triton.next_power_of_2(n)) for n in (triton.cdiv(splits, launch.together), value_dim)
     )
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
     part = torch.empty((parts, rows, value_dim), **fp32)
-    part_m, part_total = torch.empty((2, parts, rows), **fp32)
+    part_m, part_total = (torch.empty((parts, rows), **fp32) for _ in range(2))
     shape = (batch, heads, query)
     out = torch.empty((*shape, value_dim), dtype=out_dtype or q.dtype, device=q.device)
     lse = torch.empty(shape, **fp32)
@@ -124,6 +123,9 @@ def decode_forward(
             BLOCK_V=block_dim(value_dim, v.dtype), PRECISION=launch.precision,
             IMPRECISE=launch.max_num_imprecise_acc, ADDED=launch.together > 1, EARLY=bool(early),
             num_warps=launch.warps, num_stages=launch.stages,
+            # Where nothing is selected between a product and a difference they would be one
+            # operation: what is done again with care, or masked, had other bits.
+            enable_fp_fusion=False,
         )
         _merge[(rows,)](
             part, part_m, part_total, out, lse, () if sink is None else (sink,), parts, rows, heads,
@@ -134,14 +136,6 @@ def decode_forward(
         )
     # fmt: on
     return out, lse
-
-
-@lru_cache
-def _multiprocessors(device: torch.device) -> int:
-    """How many a GPU has; the interpreter has one."""
-    if device.type == "cpu":
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 # A column of forty names says less than five lines of them.

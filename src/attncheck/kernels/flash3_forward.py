@@ -6,9 +6,9 @@ Shah et al. 2024 (arXiv:2407.08608): one warp copies tiles by TMA, warpgroups of
 whichever is next, and has the next one's rows and keys under way while it stores the last one's.
 
 Keys are walked over from those that a mask may touch to those that every row of the block sees, of
-which none is masked. So are masks that go by distance alone (``walk``); others are listed, as for
-``flash2_forward``: the warp that copies reads the list, and lays what it says of a tile beside its
-keys. Mods are called on scores in registers.
+which none is masked, if the mask goes by distance alone (``walk``). The tiles of others are listed,
+as for ``flash2_forward``: the warp that copies reads the list, and lays what it says of a tile
+beside its keys. Mods are called on scores in registers.
 
 Under a mask a block of rows whose sums are not finite is done again by ``flash2_forward``'s careful
 launch; what of it sees no value that is not finite keeps its own bits.
@@ -37,7 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attncheck.inputs.input_tensors import Descale
-from attncheck.kernels.compilation import on_hopper, sound_assembler
+from attncheck.kernels.compilation import multiprocessors, on_hopper, sound_assembler
 from attncheck.kernels.flash2_forward import flash2_forward
 from attncheck.kernels.launch import (
     ALIGNED,
@@ -98,23 +98,21 @@ FP8_SHAPES = {
 }
 
 
-def shape_for(
-    head_dim: int, dtype: torch.dtype, mask: TritonMod | None, score: TritonMod | None
-) -> Shape:
+def shape_for(head_dim: int, dtype: torch.dtype, *, modified: bool, long: bool) -> Shape:
     """Return how rows of ``head_dim`` numbers are taken.
 
     Args:
         head_dim: Columns of q.
         dtype: Of q.
-        mask: The mask; None if it goes by distance alone.
-        score: The score mod, if there is one.
+        modified: Whether there is a score mod.
+        long: Whether that, or a mask that does not go by distance alone, is long.
     """
     if dtype == _FP8:
         shapes = FP8_SHAPES
-    elif any(mod is not None and mod.long for mod in (mask, score)):
+    elif long:
         shapes = LONG_SHAPES
     else:
-        shapes = MODIFIED_SHAPES if score is not None else SHAPES
+        shapes = MODIFIED_SHAPES if modified else SHAPES
     return shapes[tile_width(head_dim)]
 
 
@@ -144,10 +142,7 @@ def unsupported_by_kernel(
             f"within the same of {', '.join(map(str, SHAPES))}"
         )
     if backward and (score or band is None or dtype == _FP8 or max(dims) > WIDEST_BACKWARD):
-        return (
-            "its backward takes masks that go by distance alone, no score mod, fp16 and bf16, and "
-            f"head dims up to {WIDEST_BACKWARD}"
-        )
+        return "its backward does not take it"
     return None
 
 
@@ -182,7 +177,8 @@ def flash3_forward(
         score: The score mod; None leaves scores as they are.
         band: The same mask, if it goes by distance alone; None if it does not.
         tiles: The tiles to visit of one that does not, in blocks of ``shape``.
-        shape: How this one is launched (default: ``shape_for`` the head dim).
+        shape: How this one is launched (default: ``shape_for`` it).
+        redo: Whether rows beside values that are not finite are done again.
         descale: Of e4m3, as of ``flash2_forward``. Sums are the tensor core's own, of 13 bits.
         out_dtype: Of out; of e4m3 bf16 alone.
         others: What ``flash2_forward`` takes besides.
@@ -208,7 +204,9 @@ def flash3_forward(
         return flash2_forward(q, k, v, score=score, launch=launch, **of_both, **others)
     batch, heads, query, head_dim = q.shape
     kv_heads, kv = k.shape[1:3]
-    shape = shape or shape_for(head_dim, q.dtype, mask if band is None else None, score)
+    mods = [mod for mod in (mask if band is None else None, score) if mod is not None]
+    long = any(mod.long for mod in mods)
+    shape = shape or shape_for(head_dim, q.dtype, modified=score is not None, long=long)
     of_mask: tuple[Any, ...] = ((), ())
     if band is not None:
         band = band.within(query, kv)
@@ -218,6 +216,9 @@ def flash3_forward(
     # Of a list no limits, and of limits no mask.
     least, most, masked = (None, None, mask) if band is None else (band.least, band.most, None)
     scaled = q.dtype == _FP8
+    # Not by a factor below 0, which makes the maximum of scores the minimum of products, nor in
+    # fp16, which is too narrow for weights that rounding has moved far from 1.
+    fused = scaled or (q.dtype == torch.bfloat16 and (score is not None or scale > 0))
     out = torch.empty(
         (batch, heads, query, v.shape[3]), dtype=out_dtype or q.dtype, device=q.device
     )
@@ -225,7 +226,7 @@ def flash3_forward(
     blocks, together = -(-query // shape.rows), batch * heads
     again = torch.empty((-(-query // OWN), together), dtype=torch.int32, device=q.device)
     upcoming = torch.zeros(1, dtype=torch.int32, device=q.device)
-    programs = min(blocks * together, _multiprocessors(q.device))
+    programs = min(blocks * together, multiprocessors(q.device))
     with sound_assembler(q.device.type):
         # fmt: off
         _forward[(programs,)](
@@ -238,12 +239,12 @@ def flash3_forward(
             GROUPS=shape.groups, STAGES=shape.stages, REGISTERS=shape.registers,
             PINGPONG=shape.pingpong, OVERLAP=shape.overlap, UPPER=most is not None,
             LOWER=least is not None, SCALED=scaled, LIFT=math.log2(launch.weights_scale),
-            # Not by a factor below 0, which makes the maximum of scores the minimum of products,
-            # nor in fp16, which is too narrow for weights that rounding has moved far from 1.
-            FUSED=scaled or (q.dtype == torch.bfloat16 and (score is not None or scale > 0)),
+            FUSED=fused,
             MASK=None if masked is None else masked.function,
             SCORE=None if score is None else score.function, num_warps=4,
-            enable_fp_fusion=score is not None,  # else where ``_advanced`` says so
+            # Of a score mod; else where ``_advanced`` says so. In fp16 a mod's last product could
+            # become part of the exponent's subtraction.
+            enable_fp_fusion=fused and score is not None,
         )
         # fmt: on
     if redo and band != Band() and needs_careful_launch(again):
@@ -258,7 +259,9 @@ def flash3_forward(
             finite = v.float().isfinite()
             kept, kept_lse = once_more(q, k, v.float().where(finite, 0.0).to(v.dtype), score=score)
             # Of scores that are all 0, the sum of marks is 0 where a row sees none of them.
-            seen, _ = once_more(q.new_zeros(q.shape), k.new_zeros(k.shape), (~finite).to(v.dtype))
+            plain = None if descale is None else replace(descale, v=torch.ones_like(descale.v))
+            zeros = q.new_zeros(q.shape), k.new_zeros(k.shape)
+            seen, _ = once_more(*zeros, (~finite).to(v.dtype), descale=plain)
             out.copy_(out.where(seen != 0, kept))
             lse.copy_(kept_lse)
     return out, lse
@@ -266,11 +269,6 @@ def flash3_forward(
 
 _FP8 = torch.float8_e4m3fn
 _ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, _FP8: gl.float8e4nv}
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @cache
@@ -406,27 +404,36 @@ def _work(number, blocks, together, heads, tiles, LISTED: gl.constexpr):
 
 
 @gluon.jit
+def _write(slot_s, number):
+    """Lays a number into shared memory; one warp."""
+    slot_s.store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + number)
+
+
+@gluon.jit
+def _read(slot_s):
+    """What is there, for a warpgroup."""
+    return gl.max(slot_s.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
 def _tell(block, bh, count, taken, next_s, next_full, next_empty):
     """Lets the warpgroups know their next block, or that there is none: ``bh`` is below 0 then."""
-    ALONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     slot = taken % 2
     mbarrier.wait(next_empty.index(slot), ((taken // 2) & 1) ^ 1)
-    nothing = gl.full([1], 0, gl.int32, ALONE)
-    next_s.index(slot * 3).store(nothing + block)
-    next_s.index(slot * 3 + 1).store(nothing + bh)
-    next_s.index(slot * 3 + 2).store(nothing + count)
+    _write(next_s.index(slot * 3), block)
+    _write(next_s.index(slot * 3 + 1), bh)
+    _write(next_s.index(slot * 3 + 2), count)
     mbarrier.arrive(next_full.index(slot), count=1)
 
 
 @gluon.jit
 def _told(taken, next_s, next_full, next_empty):
     """What ``_tell`` tells."""
-    TOGETHER: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     slot = taken % 2
     mbarrier.wait(next_full.index(slot), (taken // 2) & 1)
-    block = gl.max(next_s.index(slot * 3).load(TOGETHER), 0)
-    bh = gl.max(next_s.index(slot * 3 + 1).load(TOGETHER), 0)
-    count = gl.max(next_s.index(slot * 3 + 2).load(TOGETHER), 0)
+    block = _read(next_s.index(slot * 3))
+    bh = _read(next_s.index(slot * 3 + 1))
+    count = _read(next_s.index(slot * 3 + 2))
     mbarrier.arrive(next_empty.index(slot), count=1)
     return block, bh, count
 
@@ -442,7 +449,6 @@ def _copy(
         k_empty, v_full, v_empty, next_full, next_empty, blocks, together, heads, group, query, kv,
         least, most, tiles,
     ) = memory
-    ALONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     STAGES: gl.constexpr = k_s.shape[0]
     ROWS: gl.constexpr = q_s.shape[3]
     KEYS: gl.constexpr = k_s.shape[3]
@@ -477,13 +483,12 @@ def _copy(
                 mbarrier.wait(k_empty.index(stage), phase ^ 1)
                 if LISTED:
                     key = turn * KEYS
-                    told = gl.full([1], 0, gl.int32, ALONE) + (2 * turn + partial.to(gl.int32))
-                    tile_s.index(stage).store(told)
+                    _write(tile_s.index(stage), 2 * turn + partial.to(gl.int32))
                 else:
                     key = tile_of(turn, first, every, late, early) * KEYS
                 mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
                 load(k_desc, [b, h // group, key, 0], k_full.index(stage), k_s.index(stage))
-                if run + turn == start:
+                if run + turn == start:  # the first of all
                     for own in gl.static_range(GROUPS):
                         row = (block * GROUPS + own) * ROWS
                         mbarrier.wait(q_empty.index(own), (taken & 1) ^ 1)
@@ -510,8 +515,7 @@ def _tile(
     LISTED, that is in memory beside the keys.
     """
     if LISTED:
-        TOGETHER: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        told = gl.max(tile_s.index(stage).load(TOGETHER), 0)
+        told = _read(tile_s.index(stage))
         key = (told >> 1) * KEYS
         partial = (told & 1) != 0
     else:
@@ -799,7 +803,9 @@ def _attend(
         else:
             lse = (base + lse) * 0.6931471805599453
             if NATURAL:  # it may be beyond fp32 in log2 units, and then the sum is less than an ulp
-                lse = gl.where(gl.abs(base) < 1073741824.0, lse, m)
+                # Of NaN, which no maximum keeps, the sum is NaN.
+                within = (gl.abs(base) < 1073741824.0) | ~(total < float("inf"))
+                lse = gl.where(within, lse, m)
         lse = gl.where(empty, float("-inf"), lse)
         gl.store(lse_ptr + bh.to(gl.int64) * query + rows, lse, mask=rows < query)
         if UPPER or LOWER or LISTED:

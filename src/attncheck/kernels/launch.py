@@ -77,8 +77,9 @@ class VisitList:
         ends = (self.runs[..., 0] >> 1) + self.runs[..., 1]
         object.__setattr__(self, "beyond", int(ends.max()))
         totals = self.runs[..., 1].sum(-1, dtype=torch.int32)
-        object.__setattr__(self, "totals", totals)
-        object.__setattr__(self, "order", totals.argsort(dim=-1, stable=True).to(torch.int32))
+        object.__setattr__(self, "totals", totals.contiguous())
+        order = totals.argsort(dim=-1, stable=True).to(torch.int32)
+        object.__setattr__(self, "order", order.contiguous())
 
     def check(self, name: str, own: tuple[int, int], across: tuple[int, int]) -> None:
         """Refuse a list that is not of these lengths in these blocks: its own axis, and the other.

@@ -7,7 +7,8 @@ of 16, any other), also where the kernel says ``do_not_specialize``: at most thr
 Arithmetic is fp32 and int32, whatever torch computes the callable in: a whole number beyond 32 bits
 wraps, and one beyond 2^24 is rounded where it meets a real one. ``operation_errors`` states the
 error of each operation. On a GPU ``/`` on fp32 is ``div.full.f32``: within 2 ulp, not IEEE (read
-from the PTX of Triton 3.9; ``tl.div_rn`` would be IEEE, and slower). Triton may fuse a
+from the PTX of Triton 3.9; ``tl.div_rn`` would be IEEE, and slower); a score is divided by one
+number through its inverse. Triton may fuse a
 multiplication and an addition into one rounding. ``floor`` and ``ceil`` take subnormal numbers for
 0 (``cvt.ftz``).
 """
@@ -39,10 +40,6 @@ from attncheck.mods.expression import (
 from attncheck.mods.triton_functions import FUNCTIONS
 
 _INT32_LARGEST = 2**31 - 1
-_LONG = {
-    *("exp", "exp2", "log", "log2", "sin", "cos", "tanh", "sigmoid", "rsqrt"),
-    *("floor_divide", "remainder"),
-}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,8 +55,7 @@ class TritonMod:
     # sizes.
     captured: tuple[Captured, ...]
     source: str  # the text of the function
-    # Whether it is tens of instructions: it has a function of real numbers, or divides whole ones.
-    long: bool
+    long: bool  # ``is_long``
 
 
 def to_triton(expression: Expression) -> TritonMod:
@@ -78,8 +74,13 @@ def to_triton(expression: Expression) -> TritonMod:
             raise UsageError(f"a mod captures {value.numel()} elements: at most {_INT32_LARGEST}.")
         flat = value.detach().reshape(-1).contiguous()
         captured += [flat.to(_read_as(flat)), *value.shape]
-    long = any(node.op in _LONG for node in expression.structure.nodes)
-    return TritonMod(function, tuple(captured), source, long)
+    return TritonMod(function, tuple(captured), source, is_long(expression))
+
+
+def is_long(expression: Expression) -> bool:
+    """Return whether it is tens of instructions: functions of reals, whole numbers divided."""
+    long = _FUNCTIONS_OF_REALS.keys() - {"floor", "ceil", "sqrt"} | {"floor_divide", "remainder"}
+    return any(node.op in long for node in expression.structure.nodes)
 
 
 def _has_inverses(expression: Expression) -> bool:
@@ -172,9 +173,11 @@ class _Printer:
         texts = [_converted(node, i, *operand) for i, operand in enumerate(operands)]
         real = node.kind == "float"
         template = _REAL_TEMPLATES.get(node.op, "") if real else ""
-        by_number = node.op == "div" and operands[0].node.op != "number" == operands[1].node.op
-        if by_number and self._inverses:
-            template = "_over({0}, {1})"
+        # Of whole numbers and in masks floors may follow, of quotients that are whole.
+        if self._inverses and node.op == "div" and self._structure.inputs[0] == "score":
+            by_number = operands[1].node.op == "number" != operands[0].node.op
+            if by_number and operands[0].node.kind == "float":
+                template = "_over({0}, {1})"
         nan = ", propagate_nan=tl.PropagateNan.ALL" if real else ""
         return self._line(node, (template or _TEMPLATES[node.op]).format(*texts, nan=nan))
 

@@ -6,6 +6,7 @@ And two ways to run its forward in fp8, and one to add up its dQ.
 from __future__ import annotations
 
 from abc import abstractmethod
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attncheck.core.declared_arithmetic import FP32
+from attncheck.core.errors import TraceError
 from attncheck.core.mod_spec import FULL, NONE
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.problem import PROMISES
@@ -457,7 +459,8 @@ class Flash2FastAccumulation(Flash2):
 class Flash3(Flash2):
     """FlashAttention-3 for Hopper: in 16 bits any mask and score mod, in e4m3 any mask, forward.
 
-    Its backward takes masks that go by distance alone; of others gradients are ``triton-flash2``'s.
+    Its backward takes masks that go by distance alone, no score mod, and head dims up to 128; other
+    gradients are ``triton-flash2``'s.
 
     In e4m3 its sums are the tensor core's own, and each call copies V by columns. What hides a
     value that is not finite is done again by ``triton-flash2``'s kernels, whose bits are others:
@@ -488,7 +491,7 @@ class Flash3(Flash2):
         return missing
 
     def unsupported(self, problem: Problem, device: str) -> str | None:
-        """Takes what its launcher does not hand on to ``triton-flash2``'s kernel."""
+        """Takes what its launcher does not hand on to ``triton-flash2``'s kernel, forward."""
         return super().unsupported(problem, device) or self._refusal(problem, backward=False)
 
     def _refusal(self, problem: Problem, *, backward: bool) -> str | None:
@@ -508,29 +511,30 @@ class Flash3(Flash2):
 
         There the tiles at both ends come first, in an order that no Tiling has.
         """
-        del device
-        shape, band = self._chosen(problem), _band(problem)
+        shape, band = self._chosen(problem, device), _band(problem)
         if band is not None and band.least is not None:
             return None
         return Tiling(block_query=shape.rows, block_kv=shape.keys, reverse=band is not None)
 
-    def _chosen(self, problem: Problem) -> Shape:
+    def _chosen(self, problem: Problem, device: str) -> Shape:
         from attncheck.kernels.flash3_forward import shape_for
-        from attncheck.mods.to_triton import to_triton
+        from attncheck.mods.to_triton import is_long
 
-        # How long a mod is its trace tells, wherever its tensors are.
-        mask = score = None
-        if band_of(problem.mask, problem.dimensions) is None:
-            mask = to_triton(mask_expression(problem, "cpu"))
-        if problem.score != NONE:
-            score = to_triton(score_expression(problem, "cpu"))
+        if self._shape:
+            return self._shape
+        modified = problem.score != NONE
+        listed = band_of(problem.mask, problem.dimensions) is None
+        long = False
+        # A mod that cannot be traced is refused where it is called.
+        with suppress(TraceError):
+            long = listed and is_long(mask_expression(problem, device))
+            long = long or (modified and is_long(score_expression(problem, device)))
         dtype = problem.formats.storage.torch_dtype
-        return self._shape or shape_for(problem.head_dim, dtype, mask, score)
+        return shape_for(problem.head_dim, dtype, modified=modified, long=long)
 
     def launches(self, problem: Problem, device: str) -> Mapping[str, Subject]:
         """With half the keys in a tile, and by the other order of waits and turns."""
-        del device
-        own = self._chosen(problem)
+        own = self._chosen(problem, device)
         return {
             f"{own.keys // 2} keys": type(self)(replace(own, keys=own.keys // 2)),
             "other waits": type(self)(
@@ -540,7 +544,8 @@ class Flash3(Flash2):
 
     def visited(self, problem: Problem, device: torch.device) -> dict[str, Any]:
         """The band of its mask, or else the tiles of the block mask; and its launch."""
-        shape, band = self._chosen(problem), band_of(problem.mask, problem.dimensions)
+        shape = self._chosen(problem, device.type)
+        band = band_of(problem.mask, problem.dimensions)
         tiles = None
         if band is None:
             tiles = visited_tiles(problem, shape.rows, shape.keys, str(device))
