@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.messages import one_line
 
+from attncheck.core import draws
 from attncheck.core.errors import ProblemError
 from attncheck.core.formats import DTYPES, FORMATS, round_to
 from attncheck.inputs import distributions, input_tensors
@@ -150,8 +151,12 @@ def test_tensors_that_do_not_fit_the_problem_are_refused():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_same_bits_on_a_gpu():
+def test_same_bits_on_a_gpu(monkeypatch):
+    """Where it draws them itself, too."""
     problem = Problem(**SMALL)
+    monkeypatch.setattr(draws, "_SPAN", 16)
+    there, here = (input_tensors.unrounded_inputs(problem, place) for place in ("cuda", "cpu"))
+    assert equal(there.to("cpu"), here)
     drawn = input_tensors.draw_inputs(problem, "cuda")
     assert drawn.q.is_cuda
     assert equal(drawn.to("cpu"), input_tensors.draw_inputs(problem))

@@ -70,12 +70,15 @@ def test_processes_answer_each_call_once_and_end(monkeypatch):
 def test_a_thread_loads_what_is_asked_for_on_a_gpu(kernels, monkeypatch):
     loaded = []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(fused_tiles, "takes", lambda *asked: loaded.append(asked))
+    takes = lambda *asked, backward: loaded.append((*asked, backward))  # noqa: E731
+    monkeypatch.setattr(fused_tiles, "takes", takes)
     monkeypatch.setattr(torch_kernels, "load_cudnn", loaded.append)
     assert load_ahead([SMALL], kernels, "cpu") is None
-    load_ahead([SMALL], kernels, "cuda").join()
+    both = SMALL.replace(backward=True)
+    load_ahead([SMALL, both], kernels, "cuda").join()
     place = torch.device("cuda:1")
-    assert loaded == [(SMALL, place), *[place] * ("sdpa-cudnn" in kernels)]
+    first = [(SMALL, place, False), (both, place, False), (both, place, True)]
+    assert loaded == [*first, *[place] * ("sdpa-cudnn" in kernels)]
 
 
 def test_what_cannot_be_loaded_ahead_is_nobodys_error(monkeypatch, recwarn):

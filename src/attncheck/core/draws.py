@@ -36,7 +36,7 @@ _CHUNK = 1 << 14
 _SPAN = 1 << 20
 _CHUNK_OF_SPAN = 1 << 16
 _OF_A_COUNT = 4  # 64-bit numbers that Philox makes of one count
-# Counts at a time on a GPU: some twenty temporaries of 16 MiB.
+# Counts at a time on a GPU: some twenty temporaries of 16 MiB, and then five of 64.
 _COUNTS = 1 << 21
 # Philox4x64-10 (Salmon et al. 2011): multipliers, and what its key grows by after each round.
 _ROUNDS = 10

@@ -76,7 +76,7 @@ class Sdpa(Subject):
 
     @property
     def compiled(self) -> bool:
-        """Of cuDNN's kernels half a second each; the driver keeps them where processes share it."""
+        """Whether its first call waits for a compiler: cuDNN's takes half a second a kernel."""
         return self._backend == "cudnn"
 
     def absent(self, device: str) -> str | None:

@@ -110,6 +110,8 @@ def load_ahead(
     Returns:
         The thread; None on a CPU.
     """
+    if device != "cuda":
+        return None
     # Here, because two threads that import packages beside each other may wait for one another.
     from attncheck.oracles.fused_tiles import takes
     from attncheck.subjects.torch_kernels import load_cudnn
@@ -118,13 +120,13 @@ def load_ahead(
         with suppress(Exception):
             place = torch.device(device, torch.cuda.current_device())
             for problem in problems:
-                takes(problem, place)
+                for backward in {False, problem.backward}:
+                    takes(problem, place, backward=backward)
             if "sdpa-cudnn" in kernels:
                 load_cudnn(place)
 
-    thread = threading.Thread(target=load) if device == "cuda" else None
-    if thread:
-        thread.start()
+    thread = threading.Thread(target=load)
+    thread.start()
     return thread
 
 
