@@ -193,39 +193,26 @@ def _split(
     part = tl.zeros([BLOCK_Q, BLOCK_V], tl.float32)
     m, total = started(q_ptr, heads, False, IDENTITY, BLOCK_Q)
     acc = tl.zeros([BLOCK_Q, BLOCK_V], tl.float32)
-    # One loop over all splits, or their loads would not overlap.
-    for block in range(first, whole):
-        m, total, acc = _step(
-            block, q_block, k_ptr, v_ptr, k_batch, k_row, k_col, v_batch, v_row, v_col, table, m,
-            total, acc, b, heads, rows, kv, head_dim, value_dim, factor, mask_captured,
-            score_captured, MASK, SCORE, IDENTITY, PAGE, False, False, WEIGHTS_SCALE, BLOCK_Q,
-            BLOCK_K, BLOCK_D, BLOCK_V, PRECISION, IMPRECISE,
-        )
-        if ADDED:  # noqa: SIM102  (this one is decided when it is compiled)
-            if block + 1 == end:
-                part_m, part_total, part = added(
-                    part_m, part_total, part, m, total, acc * value_factor, IDENTITY
-                )
-                m, total = started(q_ptr, heads, False, IDENTITY, BLOCK_Q)
-                acc = tl.zeros([BLOCK_Q, BLOCK_V], tl.float32)
-                split += 1
-                end = ((split + 1) * blocks // splits).to(tl.int32)
-    for block in range(whole, last):
-        m, total, acc = _step(
-            block, q_block, k_ptr, v_ptr, k_batch, k_row, k_col, v_batch, v_row, v_col, table, m,
-            total, acc, b, heads, rows, kv, head_dim, value_dim, factor, mask_captured,
-            score_captured, MASK, SCORE, IDENTITY, PAGE, True, False, WEIGHTS_SCALE, BLOCK_Q,
-            BLOCK_K, BLOCK_D, BLOCK_V, PRECISION, IMPRECISE,
-        )
-        if ADDED:  # noqa: SIM102  (this one is decided when it is compiled)
-            if block + 1 == end:
-                part_m, part_total, part = added(
-                    part_m, part_total, part, m, total, acc * value_factor, IDENTITY
-                )
-                m, total = started(q_ptr, heads, False, IDENTITY, BLOCK_Q)
-                acc = tl.zeros([BLOCK_Q, BLOCK_V], tl.float32)
-                split += 1
-                end = ((split + 1) * blocks // splits).to(tl.int32)
+    # One loop over all splits, or their loads would not overlap; one where no mask is asked.
+    for MASKED in tl.static_range(2):
+        begin = whole if MASKED else first
+        beyond = last if MASKED else whole
+        for block in range(begin, beyond):
+            m, total, acc = _step(
+                block, q_block, k_ptr, v_ptr, k_batch, k_row, k_col, v_batch, v_row, v_col, table,
+                m, total, acc, b, heads, rows, kv, head_dim, value_dim, factor, mask_captured,
+                score_captured, MASK, SCORE, IDENTITY, PAGE, MASKED == 1, False, WEIGHTS_SCALE,
+                BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_V, PRECISION, IMPRECISE,
+            )
+            if ADDED:  # noqa: SIM102  (this one is decided when it is compiled)
+                if block + 1 == end:
+                    part_m, part_total, part = added(
+                        part_m, part_total, part, m, total, acc * value_factor, IDENTITY
+                    )
+                    m, total = started(q_ptr, heads, False, IDENTITY, BLOCK_Q)
+                    acc = tl.zeros([BLOCK_Q, BLOCK_V], tl.float32)
+                    split += 1
+                    end = ((split + 1) * blocks // splits).to(tl.int32)
     if not ADDED:
         part_m, part_total, part = m, total, acc * value_factor
     # A value that is not finite reaches every row's sum, of rows that do not see it too, and stays:

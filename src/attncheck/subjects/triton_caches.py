@@ -349,10 +349,9 @@ class Decode(Flash):
         return super().tiling(problem, device) if self._parts(problem, device) == 1 else None
 
     def launches(self, problem: Problem, device: str) -> Mapping[str, Subject]:
-        """Return it with 1, 2, 3 and 7 splits, and with one for each block of keys, at most."""
+        """Return it with 1, 2, 3 and 7 splits, and with one more than there are blocks of keys."""
         own = self.launch(problem, device)
-        blocks = _blocks(problem.kv, own.block_kv)
-        counts = dict.fromkeys(min(count, blocks) for count in (*_OTHER_SPLITS, blocks))
+        counts = dict.fromkeys((*_OTHER_SPLITS, _blocks(problem.kv, own.block_kv) + 1))
         return {
             f"{count} split{'s' * (count > 1)}": type(self)(count)
             for count in counts
