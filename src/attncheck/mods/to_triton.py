@@ -48,11 +48,11 @@ class TritonMod:
 
     # ``mask_mod(b, h, q_idx, kv_idx, captured)`` or ``score_mod(score, b, h, q_idx, kv_idx,
     # captured)``, a ``@triton.jit`` function; the same object for every expression of one
-    # structure. It may be called at indices beyond query and kv: what it reads there is inside
+    # structure whose divisors have inverses. It may be called at indices beyond query and kv: what it reads there is inside
     # the captured tensors. The result broadcasts to the indices.
     function: Any
     # What to pass as ``captured``: for each slot a number, or a tensor's pointer followed by its
-    # sizes.
+    # sizes; then the inverses of ``_divisors``.
     captured: tuple[Captured, ...]
     source: str  # the text of the function
     long: bool  # ``is_long``
@@ -64,7 +64,11 @@ def to_triton(expression: Expression) -> TritonMod:
     Raises:
         UsageError: if a captured tensor is too large for 32-bit offsets.
     """
-    function, source = _function(expression.structure, inverses=_has_inverses(expression))
+    numbers: Any = expression.captured
+    divisors = [fp32(numbers[slot]) for slot in _divisors(expression.structure)]
+    # Normal numbers, with room.
+    inverses = all(2.0**-120 < abs(divisor) < 2.0**120 for divisor in divisors)
+    function, source = _function(expression.structure, inverses=inverses)
     captured: list[Captured] = []
     for value in expression.captured:
         if not isinstance(value, torch.Tensor):
@@ -74,6 +78,7 @@ def to_triton(expression: Expression) -> TritonMod:
             raise UsageError(f"a mod captures {value.numel()} elements: at most {_INT32_LARGEST}.")
         flat = value.detach().reshape(-1).contiguous()
         captured += [flat.to(_read_as(flat)), *value.shape]
+    captured += [fp32(1.0 / divisor) for divisor in divisors] if inverses else []
     return TritonMod(function, tuple(captured), source, is_long(expression))
 
 
@@ -83,12 +88,15 @@ def is_long(expression: Expression) -> bool:
     return any(node.op in long for node in expression.structure.nodes)
 
 
-def _has_inverses(expression: Expression) -> bool:
-    """Return whether the inverse of every number that divides is a normal one, with room."""
-    nodes = expression.structure.nodes
-    divisors = (nodes[node.operands[1]] for node in nodes if node.op == "div")
-    values: list[Any] = [expression.captured[n.slot] for n in divisors if n.op == "number"]
-    return all(2.0**-120 < abs(fp32(value)) < 2.0**120 for value in values)
+def _divisors(structure: Structure) -> tuple[int, ...]:
+    """Return the slots of numbers by which a score mod divides real ones.
+
+    By their inverse: two roundings, within the 2 ulp of a division, which is eight instructions.
+    Not in masks: there floors may follow, of quotients that are whole.
+    """
+    pairs = [[structure.nodes[i] for i in n.operands] for n in structure.nodes if n.op == "div"]
+    slots = (y.slot for x, y in pairs if (x.kind, y.op) == ("float", "number") and x.op != "number")
+    return tuple(dict.fromkeys(slots)) if structure.inputs[0] == "score" else ()
 
 
 def _read_as(flat: torch.Tensor) -> torch.dtype:
@@ -137,7 +145,7 @@ class _Printer:
     """The algebra of Triton's text: each operation is a line, its value the line's variable."""
 
     def __init__(self, structure: Structure, *, inverses: bool) -> None:
-        self._structure, self._lines, self._inverses = structure, list[str](), inverses
+        self._structure, self._lines = structure, list[str]()
         # Where each slot begins in the tuple: a tensor is followed by its sizes.
         ranks = {n.slot: n.rank * (n.op == "tensor") for n in structure.nodes if n.slot >= 0}
         self._first: dict[int, int] = {}
@@ -145,6 +153,9 @@ class _Printer:
         for slot in sorted(ranks):
             self._first[slot] = position
             position += 1 + ranks[slot]
+        # Behind all, if they are there.
+        divisors = _divisors(structure) if inverses else ()
+        self._inverses = {slot: position + i for i, slot in enumerate(divisors)}
 
     def source(self) -> str:
         """Return the text of the function."""
@@ -173,11 +184,10 @@ class _Printer:
         texts = [_converted(node, i, *operand) for i, operand in enumerate(operands)]
         real = node.kind == "float"
         template = _REAL_TEMPLATES.get(node.op, "") if real else ""
-        # Of whole numbers and in masks floors may follow, of quotients that are whole.
-        if self._inverses and node.op == "div" and self._structure.inputs[0] == "score":
-            by_number = operands[1].node.op == "number" != operands[0].node.op
-            if by_number and operands[0].node.kind == "float":
-                template = "_over({0}, {1})"
+        if node.op == "div" and operands[1].node.slot in self._inverses:
+            dividend = operands[0].node
+            if dividend.kind == "float" and dividend.op != "number":
+                template = f"{{0}} * captured[{self._inverses[operands[1].node.slot]}]"
         nan = ", propagate_nan=tl.PropagateNan.ALL" if real else ""
         return self._line(node, (template or _TEMPLATES[node.op]).format(*texts, nan=nan))
 

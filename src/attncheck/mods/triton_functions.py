@@ -181,20 +181,11 @@ def _tanh(x):
     return tl.where(x < 0, -value, value)
 
 
-@triton.jit
-def _over(x, number):
-    """``x`` / ``number``, one for all whose inverse is a normal number: times that.
-
-    Two roundings, within the 2 ulp of a division, which takes eight instructions.
-    """
-    return x * tl.div_rn(1.0, _real(number))
-
-
 FUNCTIONS = {
     function.__name__: function
     for function in (
         *(_inside, _wrapped, _floor_divide, _remainder, _floor_divide_real, _remainder_real),
-        *(_left_shift, _right_shift, _sign, _rsqrt, _exp, _exp2, _sigmoid, _tanh, _over),
+        *(_left_shift, _right_shift, _sign, _rsqrt, _exp, _exp2, _sigmoid, _tanh),
     )
 }
 """Functions that a printed function may call, by name."""
