@@ -48,8 +48,8 @@ class TritonMod:
 
     # ``mask_mod(b, h, q_idx, kv_idx, captured)`` or ``score_mod(score, b, h, q_idx, kv_idx,
     # captured)``, a ``@triton.jit`` function; the same object for every expression of one
-    # structure whose divisors have inverses. It may be called at indices beyond query and kv: what it reads there is inside
-    # the captured tensors. The result broadcasts to the indices.
+    # structure whose divisors have inverses. It may be called at indices beyond query and kv: what
+    # it reads there is inside the captured tensors. The result broadcasts to the indices.
     function: Any
     # What to pass as ``captured``: for each slot a number, or a tensor's pointer followed by its
     # sizes; then the inverses of ``_divisors``.
