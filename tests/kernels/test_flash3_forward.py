@@ -241,7 +241,7 @@ def test_a_window_s_tiles_come_in_no_order_that_is_declared():
     assert str(Flash3().tiling(problem_of(mask=beyond), "cuda")) == "192×128 reverse"
 
 
-CALLEES = ("walk", "tile_of", "_write", "_read", "_work", "_tell", "_told", "_copy", "_tile",
+CALLEES = ("walk", "tile_of", "_write", "_read", "_work", "_tell", "_told", "_copy", "_listed_tile",
            "_modified", "_hidden", "_multiplied", "_advanced", "_largest", "_sums", "_scaled",
            "_base", "_rounded", "_values", "_attend")  # fmt: skip
 OF_TILES = ("place", "number_of", "listed", "run_of")

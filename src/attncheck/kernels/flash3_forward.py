@@ -416,26 +416,35 @@ def _read(slot_s):
 
 
 @gluon.jit
-def _tell(block, bh, count, taken, next_s, next_full, next_empty):
-    """Lets the warpgroups know their next block, or that there is none: ``bh`` is below 0 then."""
+def _tell(
+    number, block, count, taken, next_s, next_full, next_empty, LISTED: gl.constexpr,
+):
+    """Lets the warpgroups know the number of their next block, or that there is none.
+
+    LISTED, also which block that is, and how many tiles it visits.
+    """
     slot = taken % 2
     mbarrier.wait(next_empty.index(slot), ((taken // 2) & 1) ^ 1)
-    _write(next_s.index(slot * 3), block)
-    _write(next_s.index(slot * 3 + 1), bh)
-    _write(next_s.index(slot * 3 + 2), count)
+    _write(next_s.index(slot * 3), number)
+    if LISTED:
+        _write(next_s.index(slot * 3 + 1), block)
+        _write(next_s.index(slot * 3 + 2), count)
     mbarrier.arrive(next_full.index(slot), count=1)
 
 
 @gluon.jit
-def _told(taken, next_s, next_full, next_empty):
-    """What ``_tell`` tells."""
+def _told(taken, next_s, next_full, next_empty, LISTED: gl.constexpr):
+    """What ``_tell`` tells; not LISTED the number alone means something."""
     slot = taken % 2
     mbarrier.wait(next_full.index(slot), (taken // 2) & 1)
-    block = _read(next_s.index(slot * 3))
-    bh = _read(next_s.index(slot * 3 + 1))
-    count = _read(next_s.index(slot * 3 + 2))
+    number = _read(next_s.index(slot * 3))
+    block = number
+    count = number
+    if LISTED:
+        block = _read(next_s.index(slot * 3 + 1))
+        count = _read(next_s.index(slot * 3 + 2))
     mbarrier.arrive(next_empty.index(slot), count=1)
-    return block, bh, count
+    return number, block, count
 
 
 @gluon.jit
@@ -457,7 +466,7 @@ def _copy(
     number = gl.program_id(0)
     block, bh, count = _work(number, blocks, together, heads, tiles, LISTED)
     while number < blocks * together:
-        _tell(block, bh, count, taken, next_s, next_full, next_empty)
+        _tell(number, block, count, taken, next_s, next_full, next_empty, LISTED)
         # Blocks of a causal mask take unlike times: whoever is free takes the next.
         number = gl.num_programs(0) + gl.atomic_add(next_ptr, 1, sem="relaxed")
         last = blocks * together - 1
@@ -503,25 +512,14 @@ def _copy(
                 done += 1
         taken += 1
         block, bh, count = following
-    _tell(0, -1, 0, taken, next_s, next_full, next_empty)
+    _tell(number, block, count, taken, next_s, next_full, next_empty, LISTED)
 
 
 @gluon.jit
-def _tile(
-    turn, stage, tile_s, first, every, late, early, KEYS: gl.constexpr, LISTED: gl.constexpr,
-):
-    """The first key of a turn's tile, and whether it may hide something.
-
-    LISTED, that is in memory beside the keys.
-    """
-    if LISTED:
-        told = _read(tile_s.index(stage))
-        key = (told >> 1) * KEYS
-        partial = (told & 1) != 0
-    else:
-        key = tile_of(turn, first, every, late, early) * KEYS
-        partial = turn < late + early
-    return key, partial
+def _listed_tile(tile_s, stage, KEYS: gl.constexpr):
+    """The first key of a listed tile, and whether it may hide something: what lies beside it."""
+    told = _read(tile_s.index(stage))
+    return (told >> 1) * KEYS, (told & 1) != 0
 
 
 @gluon.jit
@@ -669,7 +667,8 @@ def _attend(
     (
         out_desc, lse_ptr, q_scale, k_scale, v_scale, again_ptr, q_s, k_s, v_s, out_s, p_s, tile_s,
         next_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns, next_full, next_empty,
-        together, heads, group, query, kv, least, most, factor, mask_captured, score_captured,
+        blocks, together, heads, group, query, kv, least, most, factor, mask_captured,
+        score_captured,
     ) = memory
     LISTED: gl.constexpr = MASK is not None
     NATURAL: gl.constexpr = SCORE is not None
@@ -689,8 +688,11 @@ def _attend(
     done = 0
     passed = 0
     taken = 0
-    block, bh, count = _told(taken, next_s, next_full, next_empty)
-    while bh >= 0:
+    number, told, count = _told(taken, next_s, next_full, next_empty, LISTED)
+    while number < blocks * together:
+        block, bh = place(number, blocks, together, 8 if LISTED else 4)
+        if LISTED:
+            block = told
         b = bh // heads
         h = bh % heads
         first, every, late, early = walk(
@@ -710,7 +712,9 @@ def _attend(
         mbarrier.wait(q_full.index(OWN), taken & 1)
         stage = done % STAGES
         mbarrier.wait(k_full.index(stage), (done // STAGES) & 1)
-        key, partial = _tile(0, stage, tile_s, first, every, late, early, KEYS, LISTED)
+        key = tile_of(0, first, every, late, early) * KEYS
+        if LISTED:
+            key, partial = _listed_tile(tile_s, stage, KEYS)
         k = k_s.index(stage).reshape([KEYS, WIDTH])
         product = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[product])
@@ -737,7 +741,8 @@ def _attend(
             k = k_s.index(stage).reshape([KEYS, WIDTH])
             v = _values(v_s, before, SCALED)
             mbarrier.wait(k_full.index(stage), phase)
-            key, partial = _tile(turn, stage, tile_s, first, every, late, early, KEYS, LISTED)
+            if LISTED:  # before the keys are given back
+                key, partial = _listed_tile(tile_s, stage, KEYS)
             if PINGPONG:
                 mbarrier.wait(turns.index(OWN), (passed & 1) ^ (1 if OWN == 0 else 0))
             product = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -754,6 +759,9 @@ def _attend(
             if LATE:
                 mbarrier.arrive(v_empty.index((done - 2) % STAGES), count=1, pred=turn > 1)
             s = _multiplied(s, of_scores, ahead, FUSED and not NATURAL, SCALED)
+            if not LISTED:
+                key = tile_of(turn, first, every, late, early) * KEYS
+                partial = turn < late + early
             s = _modified(s, key, rows, b, h, score_captured, SCORE, SCORES)
             # Without a limit one tile alone may reach beyond the last key, and it was the first.
             if UPPER or LOWER or LISTED:  # noqa: SIM102  (it is known, and then compiled)
@@ -790,7 +798,7 @@ def _attend(
         p = p_s.index(OWN) if SCALED else p
         summed = warpgroup_mma(p, _values(v_s, stage, SCALED), acc, is_async=True)
         taken += 1
-        following = _told(taken, next_s, next_full, next_empty)
+        following = _told(taken, next_s, next_full, next_empty, LISTED)
         acc = warpgroup_mma_wait(0, deps=[summed])
         mbarrier.arrive(v_empty.index(stage), count=1)
 
@@ -823,7 +831,7 @@ def _attend(
         if not APART:
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index(OWN), count=1)
-        block, bh, count = following
+        number, told, count = following
     tma.store_wait(0)
 
 
@@ -895,7 +903,8 @@ def _forward(
     read = (
         out_desc, lse_ptr, q_scale, k_scale, v_scale, again_ptr, q_s, k_s, v_s, out_s, p_s, tile_s,
         next_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns, next_full, next_empty,
-        together, heads, group, query, kv, least, most, factor, mask_captured, score_captured,
+        blocks, together, heads, group, query, kv, least, most, factor, mask_captured,
+        score_captured,
     )
     if GROUPS == 2:
         gl.warp_specialize([
