@@ -235,7 +235,7 @@ def both(x_ptr, captured, slopes, SCORE: tl.constexpr, SLOPE: tl.constexpr):  # 
 
 def names():
     """Print how often it divides."""
-    mod = temperature(2.0**-121)  # which has no inverse in fp32, so that it divides
+    mod = temperature(3.0)
     score, slope = to_triton(trace_score(mod)), to_triton(trace_derivative(mod))
     assert len(score.captured) == len(slope.captured) == 1
     types = {"x_ptr": "*fp32", "captured": "fp32", "slopes": "fp32"}

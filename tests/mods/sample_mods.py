@@ -43,7 +43,7 @@ EXACT_SCORES = [
     ),
     Spec.of("offset", Spec.of("alibi"), rows=3),
     Spec.of("offset", Spec.of("bias", seed=1, per_batch=1, per_head=0), rows=3),
-    Spec.of("temperature", temperature=0.25),
+    Spec.of("temperature", temperature=2.5),
     Spec.of("temperature", temperature=1),
     Spec.of("expression", text="where(q_idx % 2 == 0, score, -score * 0.5)"),
 ]

@@ -7,8 +7,7 @@ of 16, any other), also where the kernel says ``do_not_specialize``: at most thr
 Arithmetic is fp32 and int32, whatever torch computes the callable in: a whole number beyond 32 bits
 wraps, and one beyond 2^24 is rounded where it meets a real one. ``operation_errors`` states the
 error of each operation. On a GPU ``/`` on fp32 is ``div.full.f32``: within 2 ulp, not IEEE (read
-from the PTX of Triton 3.9; ``tl.div_rn`` would be IEEE, and slower); a score is divided by one
-number through its inverse. Triton may fuse a
+from the PTX of Triton 3.9; ``tl.div_rn`` would be IEEE, and slower). Triton may fuse a
 multiplication and an addition into one rounding. ``floor`` and ``ceil`` take subnormal numbers for
 0 (``cvt.ftz``).
 """
@@ -48,11 +47,11 @@ class TritonMod:
 
     # ``mask_mod(b, h, q_idx, kv_idx, captured)`` or ``score_mod(score, b, h, q_idx, kv_idx,
     # captured)``, a ``@triton.jit`` function; the same object for every expression of one
-    # structure whose divisors have inverses. It may be called at indices beyond query and kv: what
-    # it reads there is inside the captured tensors. The result broadcasts to the indices.
+    # structure. It may be called at indices beyond query and kv: what it reads there is inside
+    # the captured tensors. The result broadcasts to the indices.
     function: Any
     # What to pass as ``captured``: for each slot a number, or a tensor's pointer followed by its
-    # sizes; then the inverses of ``_divisors``.
+    # sizes.
     captured: tuple[Captured, ...]
     source: str  # the text of the function
     long: bool  # ``is_long``
@@ -64,11 +63,7 @@ def to_triton(expression: Expression) -> TritonMod:
     Raises:
         UsageError: if a captured tensor is too large for 32-bit offsets.
     """
-    numbers: Any = expression.captured
-    divisors = [fp32(numbers[slot]) for slot in _divisors(expression.structure)]
-    # Normal numbers, with room.
-    inverses = all(2.0**-120 < abs(divisor) < 2.0**120 for divisor in divisors)
-    function, source = _function(expression.structure, inverses=inverses)
+    function, source = _function(expression.structure)
     captured: list[Captured] = []
     for value in expression.captured:
         if not isinstance(value, torch.Tensor):
@@ -78,7 +73,6 @@ def to_triton(expression: Expression) -> TritonMod:
             raise UsageError(f"a mod captures {value.numel()} elements: at most {_INT32_LARGEST}.")
         flat = value.detach().reshape(-1).contiguous()
         captured += [flat.to(_read_as(flat)), *value.shape]
-    captured += [fp32(1.0 / divisor) for divisor in divisors] if inverses else []
     return TritonMod(function, tuple(captured), source, is_long(expression))
 
 
@@ -86,17 +80,6 @@ def is_long(expression: Expression) -> bool:
     """Return whether it is tens of instructions: functions of reals, whole numbers divided."""
     long = _FUNCTIONS_OF_REALS.keys() - {"floor", "ceil", "sqrt"} | {"floor_divide", "remainder"}
     return any(node.op in long for node in expression.structure.nodes)
-
-
-def _divisors(structure: Structure) -> tuple[int, ...]:
-    """Return the slots of numbers by which a score mod divides real ones.
-
-    By their inverse: two roundings, within the 2 ulp of a division, which is eight instructions.
-    Not in masks: there floors may follow, of quotients that are whole.
-    """
-    pairs = [[structure.nodes[i] for i in n.operands] for n in structure.nodes if n.op == "div"]
-    slots = (y.slot for x, y in pairs if (x.kind, y.op) == ("float", "number") and x.op != "number")
-    return tuple(dict.fromkeys(slots)) if structure.inputs[0] == "score" else ()
 
 
 def _read_as(flat: torch.Tensor) -> torch.dtype:
@@ -113,9 +96,8 @@ def _read_as(flat: torch.Tensor) -> torch.dtype:
 
 
 @cache
-def _function(structure: Structure, *, inverses: bool) -> tuple[Any, str]:
-    """Return the function and its text; with ``inverses`` it divides by numbers through them."""
-    source = _Printer(structure, inverses=inverses).source()
+def _function(structure: Structure) -> tuple[Any, str]:
+    source = _Printer(structure).source()
     name = _name(structure)
     # Triton and inspect read a function's text through linecache; no file is needed.
     digest = hashlib.sha256(source.encode()).hexdigest()[:16]
@@ -144,7 +126,7 @@ class _Text(NamedTuple):
 class _Printer:
     """The algebra of Triton's text: each operation is a line, its value the line's variable."""
 
-    def __init__(self, structure: Structure, *, inverses: bool) -> None:
+    def __init__(self, structure: Structure) -> None:
         self._structure, self._lines = structure, list[str]()
         # Where each slot begins in the tuple: a tensor is followed by its sizes.
         ranks = {n.slot: n.rank * (n.op == "tensor") for n in structure.nodes if n.slot >= 0}
@@ -153,9 +135,6 @@ class _Printer:
         for slot in sorted(ranks):
             self._first[slot] = position
             position += 1 + ranks[slot]
-        # Behind all, if they are there.
-        divisors = _divisors(structure) if inverses else ()
-        self._inverses = {slot: position + i for i, slot in enumerate(divisors)}
 
     def source(self) -> str:
         """Return the text of the function."""
@@ -184,10 +163,6 @@ class _Printer:
         texts = [_converted(node, i, *operand) for i, operand in enumerate(operands)]
         real = node.kind == "float"
         template = _REAL_TEMPLATES.get(node.op, "") if real else ""
-        if node.op == "div" and operands[1].node.slot in self._inverses:
-            dividend = operands[0].node
-            if dividend.kind == "float" and dividend.op != "number":
-                template = f"{{0}} * captured[{self._inverses[operands[1].node.slot]}]"
         nan = ", propagate_nan=tl.PropagateNan.ALL" if real else ""
         return self._line(node, (template or _TEMPLATES[node.op]).format(*texts, nan=nan))
 

@@ -6,7 +6,6 @@ import os
 import sys
 
 import numpy as np
-import pytest
 import torch
 import triton
 import triton.language as tl
@@ -79,19 +78,9 @@ def test_softcap_keeps_the_bound_of_its_operations(grid):
         grid.scored(mod, grid.start()).double(),
         mod(grid.start().double(), *grid.indices()),
     )
-    # The quotient's two roundings move tanh by at most as much relatively; one for the product.
-    bound = (tanh_bound(grid.start() / 20.0) + 3) * UNIT * exact.abs() * (1 + 2**-20)
+    # The quotient's rounding moves tanh by at most as much relatively; one more for the product.
+    bound = (tanh_bound(grid.start() / 20.0) + 2) * UNIT * exact.abs() * (1 + 2**-20)
     assert ((result - exact).abs() <= bound).all()
-
-
-@pytest.mark.parametrize("divisor", [2.5, 3e-38, 2.0**127])
-def test_a_number_divides_by_its_inverse_where_that_is_a_normal_number(divisor, grid):
-    result = grid.scored(scores.temperature(divisor), grid.start())
-    exact = grid.start().double() / torch.tensor(divisor, dtype=torch.float32).double()
-    if divisor == 2.5:
-        assert ((result - exact).abs() <= 2 * UNIT * exact.abs() * (1 + UNIT)).all()
-    else:
-        assert torch.equal(result[grid.existing], exact.float()[grid.existing])
 
 
 COMPILE = """
@@ -136,9 +125,7 @@ document = of("document", lengths=[30, 34])
 window = of("sliding_window", window=1)
 everything = of("or", of("not", window), of("and", document, of("padding", lengths=[64, 3])))
 bias = of("relative_bias", distance=3, seed=0)
-divisions = [compiled(of("full"), of("softcap", cap=cap)).count("div.")
-             for cap in (5.0, 2.0**-121)]
-assert 0 < 2 * divisions[0] == divisions[1]
+assert "div.full.f32" in compiled(of("full"), of("softcap", cap=5.0))
 compiled(everything, of("chain", of("alibi"), bias, of("temperature", temperature=2.0)))
 """
 
