@@ -17,7 +17,7 @@ from triton.compiler.compiler import make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 
-from attncheck.core.mod_spec import NONE, Spec
+from attncheck.core.mod_spec import Spec
 from attncheck.inputs.problem import Problem
 from attncheck.kernels import flash3_forward, gradient_terms
 from attncheck.kernels.decode_forward import _merge, _split
@@ -35,7 +35,7 @@ from attncheck.kernels.softmax_forward import KINDS, Launch, _softmax
 from attncheck.mods.scores import temperature
 from attncheck.mods.to_triton import to_triton
 from attncheck.mods.trace import trace_derivative, trace_score
-from attncheck.subjects.kernel_mods import mask_expression, score_expression
+from attncheck.subjects.kernel_mods import triton_mask, triton_score
 from attncheck.subjects.softmax_kernels import launch_softmax
 from attncheck.subjects.triton_caches import Decode
 from attncheck.subjects.triton_flash import Flash2
@@ -109,9 +109,9 @@ def spills_in_loops(kernel):
 def split(problem, page, *, fused=False):
     """The launch of the splits, for contiguous tensors; ``fused`` as it was once."""
     chosen = Decode().launch(problem, "cuda")
-    mask = to_triton(mask_expression(problem, "cpu"))
-    identity = problem.score == NONE
-    score = mask if identity else to_triton(score_expression(problem, "cpu"))
+    mask = triton_mask(problem, "cpu")
+    score = triton_score(problem, "cpu") or mask
+    identity = score is mask
     storage, scaled = problem.formats.storage.torch_dtype, problem.formats.scaled
     constants = {
         "MASK": mask.function, "SCORE": score.function, "IDENTITY": identity, "FREE": chosen.free,
@@ -240,7 +240,7 @@ def names():
     assert len(score.captured) == len(slope.captured) == 1
     types = {"x_ptr": "*fp32", "captured": "fp32", "slopes": "fp32"}
     text = compiled(both, {"SCORE": score.function, "SLOPE": slope.function}, types).asm["ttir"]
-    sys.stdout.write(f"{text.count('arith.divf')}\n")
+    sys.stdout.write(f"{text.count('rcp.approx')}\n")
 
 
 # deltas: one line more than once is one kernel, in which a row is added up in one order
@@ -332,11 +332,11 @@ def flash3_kernel(width, shape, *, upper, lower, dtype="bf16", **mods):
     problem = Problem(heads=4, query=512, head_dim=width, dtype=dtype, **mods)
     types = {"tiles": (), "mask_captured": (), "score_captured": ()}
     if "mask" in mods:
-        mod = to_triton(mask_expression(problem, "cpu"))
+        mod = triton_mask(problem, "cpu")
         constants["MASK"], types["mask_captured"] = mod.function, types_of(mod.captured)
         types["tiles"] = ("*i32", "*i32", *("i32",) * 6, "*i32", "*i32")
     if "score" in mods:
-        mod = to_triton(score_expression(problem, "cpu"))
+        mod = triton_score(problem, "cpu")
         constants["SCORE"], types["score_captured"] = mod.function, types_of(mod.captured)
     types |= boxes(tiles) | {"again_ptr": "*i32", "next_ptr": "*i32", "factor": "fp32"}
     types |= dict.fromkeys(("lse_ptr", "q_scale", "k_scale", "v_scale"), "*fp32")

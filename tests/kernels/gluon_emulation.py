@@ -127,7 +127,7 @@ def _fma(a, b, c):
 
 def _in_world(function, language):
     """A mod that is printed for Triton, and the functions that it calls, in another language."""
-    world = {"tl": language["tl"]}
+    world = {"tl": language["tl"], "_NVIDIA": False}
     for name, callee in vars(triton_functions).items():
         if hasattr(callee, "fn"):
             world[name] = FunctionType(callee.fn.__code__, world)
@@ -204,7 +204,9 @@ class Emulated:
             "minimum": lambda a, b: torch.fmin(_number(a), _number(b)),
             "maximum": lambda a, b: torch.fmax(_number(a), _number(b)),
             "cdiv": lambda a, b: (a + b - 1) // b,
-            "arange": lambda start, end, layout=None: torch.arange(start, end),
+            "arange": lambda start, end, layout=None: torch.arange(
+                start, end, dtype=torch.int32
+            ).as_subclass(Values),
             "full": lambda shape, value, dtype, layout: torch.full(
                 shape, value, dtype=dtype
             ).as_subclass(Values),

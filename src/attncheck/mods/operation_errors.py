@@ -50,7 +50,7 @@ TRITON_ULP: dict[str, float] = {
     # Exact while the result is below 2^22; then (a - a % b) / b - 1, torch's rule: each operation
     # of the quotient one unit of 2^-24, the last half an ulp. Interpreted: 2.
     "floor_divide": 2.5,
-    # div.full: 2 ulp by the PTX manual. Interpreted: 0.5.
+    # div.full, or its bits: 2 ulp by the PTX manual. Interpreted: 0.5.
     "div": 2.0,
     # div.rn of sqrt.rn: one unit of 2^-24 and half an ulp. Interpreted: 1.42.
     "rsqrt": 1.5,

@@ -7,7 +7,7 @@ of 16, any other), also where the kernel says ``do_not_specialize``: at most thr
 Arithmetic is fp32 and int32, whatever torch computes the callable in: a whole number beyond 32 bits
 wraps, and one beyond 2^24 is rounded where it meets a real one. ``operation_errors`` states the
 error of each operation. On a GPU ``/`` on fp32 is ``div.full.f32``: within 2 ulp, not IEEE (read
-from the PTX of Triton 3.9; ``tl.div_rn`` would be IEEE, and slower). Triton may fuse a
+from the PTX of Triton 3.9; ``tl.div_rn`` would be IEEE, and slower), or has its bits (``_quotient``). Triton may fuse a
 multiplication and an addition into one rounding. ``floor`` and ``ceil`` take subnormal numbers for
 0 (``cvt.ftz``).
 """
@@ -39,6 +39,8 @@ from attncheck.mods.expression import (
 from attncheck.mods.triton_functions import FUNCTIONS
 
 _INT32_LARGEST = 2**31 - 1
+SHORT = 2**23  # of indices below
+_SHORT_BITS = 0x4B000000  # of 2^23 in fp32, to which a number below 2^23 adds itself
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,13 +59,24 @@ class TritonMod:
     long: bool  # ``is_long``
 
 
-def to_triton(expression: Expression) -> TritonMod:
+def to_triton(expression: Expression, *, short: bool = False) -> TritonMod:
     """Return the expression as a Triton function, and its captured values.
+
+    Args:
+        expression: What to print.
+        short: Whether query and kv are at most ``SHORT``. Where a distance meets a real number, it
+            is then the difference of two fp32 numbers, 2^23 and the indices, as exactly: no score
+            needs a conversion.
 
     Raises:
         UsageError: if a captured tensor is too large for 32-bit offsets.
     """
-    function, source = _function(expression.structure)
+    moderate = frozenset(
+        node.slot
+        for node in expression.structure.nodes
+        if node.op == "number" and _is_moderate(expression.captured[node.slot])
+    )
+    function, source = _function(expression.structure, moderate, short)
     captured: list[Captured] = []
     for value in expression.captured:
         if not isinstance(value, torch.Tensor):
@@ -74,6 +87,11 @@ def to_triton(expression: Expression) -> TritonMod:
         flat = value.detach().reshape(-1).contiguous()
         captured += [flat.to(_read_as(flat)), *value.shape]
     return TritonMod(function, tuple(captured), source, is_long(expression))
+
+
+def _is_moderate(number: Captured) -> bool:
+    """Whether ``_quotient`` divides by it."""
+    return 2.0**-126 <= abs(fp32(number)) <= 2.0**126
 
 
 def is_long(expression: Expression) -> bool:
@@ -96,8 +114,12 @@ def _read_as(flat: torch.Tensor) -> torch.dtype:
 
 
 @cache
-def _function(structure: Structure) -> tuple[Any, str]:
-    source = _Printer(structure).source()
+def _function(
+    structure: Structure,
+    moderate: frozenset[int],
+    short: bool,  # noqa: FBT001  (a key of the cache)
+) -> tuple[Any, str]:
+    source = _Printer(structure, moderate, short=short).source()
     name = _name(structure)
     # Triton and inspect read a function's text through linecache; no file is needed.
     digest = hashlib.sha256(source.encode()).hexdigest()[:16]
@@ -121,13 +143,16 @@ class _Text(NamedTuple):
 
     node: Node
     text: str
+    real: str = ""  # of a distance: the same as a real number, if that is less work
 
 
 class _Printer:
     """The algebra of Triton's text: each operation is a line, its value the line's variable."""
 
-    def __init__(self, structure: Structure) -> None:
+    def __init__(self, structure: Structure, moderate: frozenset[int], *, short: bool) -> None:
         self._structure, self._lines = structure, list[str]()
+        # Slots of the numbers that ``_quotient`` divides by, and whether indices are exact in fp32.
+        self._moderate, self._short = moderate, short
         # Where each slot begins in the tuple: a tensor is followed by its sizes.
         ranks = {n.slot: n.rank * (n.op == "tensor") for n in structure.nodes if n.slot >= 0}
         self._first: dict[int, int] = {}
@@ -160,15 +185,24 @@ class _Printer:
         return _Text(node, variable)
 
     def _operation(self, node: Node, *operands: _Text) -> _Text:
-        texts = [_converted(node, i, *operand) for i, operand in enumerate(operands)]
-        real = node.kind == "float"
-        template = _REAL_TEMPLATES.get(node.op, "") if real else ""
-        nan = ", propagate_nan=tl.PropagateNan.ALL" if real else ""
-        return self._line(node, (template or _TEMPLATES[node.op]).format(*texts, nan=nan))
+        texts = [_converted(node, i, operand) for i, operand in enumerate(operands)]
+        is_real = node.kind == "float"
+        template = _REAL_TEMPLATES.get(node.op, "") if is_real else ""
+        if node.op == "div" and operands[1].node.slot in self._moderate:
+            template = "_quotient({0}, {1})"
+        nan = ", propagate_nan=tl.PropagateNan.ALL" if is_real else ""
+        line = self._line(node, (template or _TEMPLATES[node.op]).format(*texts, nan=nan))
+        indices = all(operand.node.op == "input" for operand in operands)
+        if self._short and indices and (node.op, node.kind) == ("sub", "int"):
+            one = f"({{}} + {_SHORT_BITS:#x}).to(tl.float32, bitcast=True)"
+            line = line._replace(real=f"({' - '.join(map(one.format, texts))})")
+        return line
 
     def _cast(self, node: Node, operand: _Text) -> _Text:
         if node.kind == operand.node.kind:
-            return _Text(node, operand.text)  # one width a kind: nothing to do
+            return operand._replace(node=node)  # one width a kind: nothing to do
+        if node.kind == "float" and operand.real:
+            return self._line(node, operand.real)
         if node.kind == "bool":
             return self._line(node, f"{operand.text} != 0")
         dtype = "tl.float32" if node.kind == "float" else "tl.int32"
@@ -176,7 +210,7 @@ class _Printer:
 
     def _load(self, node: Node, table: _Text, *indices: _Text) -> _Text:
         offset = ""
-        for axis, (index, text) in enumerate(indices):
+        for axis, (index, text, _) in enumerate(indices):
             size = f"captured[{self._first[table.node.slot] + 1 + axis}]"
             # Only b, h, q_idx and kv_idx are known to be no negative (from the end) index.
             place = f"{'_inside' if index.op == 'input' else '_wrapped'}({text}, {size})"
@@ -185,13 +219,16 @@ class _Printer:
         return self._line(node, f"{loaded} != 0" if node.kind == "bool" else loaded)
 
 
-def _converted(node: Node, position: int, operand: Node, text: str) -> str:
+def _converted(node: Node, position: int, operand: _Text) -> str:
     """The operand with the type that the operation works on: truth values count as 0 and 1."""
+    kind, text = operand.node.kind, operand.text
+    if node.kind == "float" and operand.real:
+        return operand.real
     if node.op in _FUNCTIONS_OF_REALS:
-        return text if operand.kind == "float" else f"{text}.to(tl.float32)"
+        return text if kind == "float" else f"{text}.to(tl.float32)"
     condition = node.op == "where" and position == 0
     truth = node.kind == "bool" and node.op in {"and", "or", "xor", "not", "where"}
-    return f"{text}.to(tl.int32)" if operand.kind == "bool" and not condition | truth else text
+    return f"{text}.to(tl.int32)" if kind == "bool" and not condition | truth else text
 
 
 _FUNCTIONS_OF_REALS = {

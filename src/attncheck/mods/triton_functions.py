@@ -14,8 +14,12 @@ are.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+
+# Whether functions are compiled for an NVIDIA GPU, and may have its own instructions.
+_NVIDIA: tl.constexpr = tl.constexpr(not triton.knobs.runtime.interpret and not torch.version.hip)
 
 
 @triton.jit
@@ -117,6 +121,23 @@ def _sign(x):
 
 
 @triton.jit
+def _quotient(a, b):
+    """In fp32 a / b for 2^-126 ≤ |b| ≤ 2^126, with the same bits as ``/``, ``div.full.f32``.
+
+    Which is the reciprocal and a product too, between steps for a ``b`` whose reciprocal overflows
+    or is flushed: of a softcap they are one instruction in six.
+    """
+    a, b = _real(a), _real(b)
+    if _NVIDIA:
+        quotient = a * tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [b], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        quotient = a / b
+    return quotient
+
+
+@triton.jit
 def _rsqrt(x):
     """1 / √x with two IEEE roundings: ``rsqrt.approx.ftz`` takes subnormal numbers for 0."""
     return tl.div_rn(1.0, tl.sqrt_rn(x))
@@ -177,15 +198,16 @@ def _tanh(x):
     p = 0.13331441581249237 + z * p
     p = -0.3333328068256378 + z * p
     e = tl.exp2(a * -2.8853900817779268)  # −2·log2(e)
-    value = tl.where(a < 0.625, small + small * (z * p), 1.0 - 2.0 * e / (1.0 + e))
-    return tl.where(x < 0, -value, value)
+    value = tl.where(a < 0.625, small + small * (z * p), 1.0 - _quotient(2.0 * e, 1.0 + e))
+    sign = x.to(tl.int32, bitcast=True) & -2147483648
+    return (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
 FUNCTIONS = {
     function.__name__: function
     for function in (
         *(_inside, _wrapped, _floor_divide, _remainder, _floor_divide_real, _remainder_real),
-        *(_left_shift, _right_shift, _sign, _rsqrt, _exp, _exp2, _sigmoid, _tanh),
+        *(_left_shift, _right_shift, _sign, _quotient, _rsqrt, _exp, _exp2, _sigmoid, _tanh),
     )
 }
 """Functions that a printed function may call, by name."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from attncheck.core.errors import TraceError
+from attncheck.core.mod_spec import NONE
 from attncheck.mods import captured_reads as captured
 from attncheck.mods import trace
 from attncheck.mods.block_mask import block_mask, list_visits
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from attncheck.kernels.gradient_terms import CapturedReads
     from attncheck.kernels.launch import VisitList
     from attncheck.mods.expression import Expression
+    from attncheck.mods.to_triton import TritonMod
 
 
 def mask_expression(problem: Problem, device: str) -> Expression:
@@ -39,6 +41,27 @@ def slope_expression(problem: Problem, device: str) -> Expression:
     rounding may tell the two derivatives apart.
     """
     return _slope(ModKey.of(problem, device, "score"))
+
+
+def triton_mask(problem: Problem, device: str) -> TritonMod:
+    """The mask as our kernels take it."""
+    return _printed(mask_expression(problem, device), problem)
+
+
+def triton_score(problem: Problem, device: str) -> TritonMod | None:
+    """The score mod as our kernels take it; None if it leaves scores as they are."""
+    return None if problem.score == NONE else _printed(score_expression(problem, device), problem)
+
+
+def triton_slope(problem: Problem, device: str) -> TritonMod | None:
+    """The score mod's derivative, likewise."""
+    return None if problem.score == NONE else _printed(slope_expression(problem, device), problem)
+
+
+def _printed(expression: Expression, problem: Problem) -> TritonMod:
+    from attncheck.mods.to_triton import SHORT, to_triton
+
+    return to_triton(expression, short=max(problem.query, problem.kv) <= SHORT)
 
 
 def captured_reads(problem: Problem, device: str) -> CapturedReads:

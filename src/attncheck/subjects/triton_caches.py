@@ -18,9 +18,9 @@ from attncheck.subjects.conventions.function_gradients import Leaf
 from attncheck.subjects.conventions.layouts import pack, packed_layout
 from attncheck.subjects.conventions.window_masks import band_window
 from attncheck.subjects.kernel_mods import (
-    mask_expression,
-    score_expression,
-    slope_expression,
+    triton_mask,
+    triton_score,
+    triton_slope,
 )
 from attncheck.subjects.triton_flash import BY_KEYS, BY_ROWS, Flash, Flash2, launch_flash
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from attncheck.inputs.problem import Problem
     from attncheck.kernels.launch import KernelPages, Launch
     from attncheck.kernels.varlen_forward import Causal
-    from attncheck.mods.to_triton import TritonMod
     from attncheck.subjects.capabilities.subject import Call, Subject, Tiling
     from attncheck.subjects.conventions.layouts import Layout, PackedProblem
 
@@ -148,7 +147,7 @@ class Varlen(Flash):
             launch_by_keys=keys,
             programs=_programs(inputs, rows),
             key_programs=_key_programs(inputs, keys),
-            slope=_slope(problem, device),
+            slope=triton_slope(problem, device),
             **of_both,
         )
         changes = {"q": layout.queries, "k": layout.keys, "v": layout.keys}
@@ -213,24 +212,13 @@ def _packed_rows(dlse: torch.Tensor | None) -> torch.Tensor | None:
 
 def _mods(problem: Problem, device: str) -> dict[str, Any]:
     """The mask within documents, by flag or by mask, and the score mod."""
-    from attncheck.mods.to_triton import to_triton
-
     packed = _packed(problem)
     causal = _causal(problem, packed)
-    mask = score = None
+    mask = None
     # A mask in a tile costs more than the flag.
     if packed.rest != FULL and not causal:
-        mask = to_triton(mask_expression(problem.replace(mask=packed.rest), device))
-    if problem.score != NONE:
-        score = to_triton(score_expression(problem, device))
-    return {"causal": causal, "mask": mask, "score": score}
-
-
-def _slope(problem: Problem, device: str) -> TritonMod | None:
-    """The score mod's derivative; None without one."""
-    from attncheck.mods.to_triton import to_triton
-
-    return None if problem.score == NONE else to_triton(slope_expression(problem, device))
+        mask = triton_mask(problem.replace(mask=packed.rest), device)
+    return {"causal": causal, "mask": mask, "score": triton_score(problem, device)}
 
 
 def _causal(problem: Problem, packed: PackedProblem) -> Causal:

@@ -25,7 +25,9 @@ from attncheck.subjects.kernel_mods import (
     captured_reads,
     mask_expression,
     score_expression,
-    slope_expression,
+    triton_mask,
+    triton_score,
+    triton_slope,
     visited_tiles,
 )
 
@@ -151,12 +153,8 @@ class Flash(Subject):
         from attncheck.kernels.compilation import prepare_triton
 
         prepare_triton(device)
-        from attncheck.mods.to_triton import to_triton
-
         forward = self.forward()
-        mask = to_triton(mask_expression(problem, device))
-        identity = problem.score == NONE
-        score = None if identity else to_triton(score_expression(problem, device))
+        mask, score = triton_mask(problem, device), triton_score(problem, device)
         k, v, pages = self.stored(inputs)
         paged = {} if pages is None else {"pages": pages, "kv": problem.kv}
         chosen = self.launch(problem, device)
@@ -364,17 +362,13 @@ class Flash2(Flash):
 
     def _prepared_backward(self, inputs: Inputs) -> Callable[[Outputs], Gradients]:
         """Return the backward: the forward's results → gradients, in the order of Outputs."""
-        from attncheck.mods.to_triton import to_triton
-
         device, problem = inputs.device.type, inputs.problem
-        identity = problem.score == NONE
         rows, keys = self.gradient_launches(problem, device)
         # fmt: off
         launched = partial(
             self.backward_launcher(), scale=problem.scale,
-            mask=to_triton(mask_expression(problem, device)),
-            score=None if identity else to_triton(score_expression(problem, device)),
-            slope=None if identity else to_triton(slope_expression(problem, device)),
+            mask=triton_mask(problem, device), score=triton_score(problem, device),
+            slope=triton_slope(problem, device),
             captured=captured_reads(problem, device) if problem.dcaptured else None,
             launch=rows, launch_by_keys=keys, sink=inputs.sink, atomic=self.atomic,
             **self._gradients_visit(problem, inputs.device),

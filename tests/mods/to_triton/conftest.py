@@ -79,9 +79,15 @@ class Grid:
 
     def scored(self, score_mod, start):
         """The scores as Triton computes them, in blocks."""
-        mod = to_triton(trace_score(score_mod))
-        out = torch.full(self.shape, float("nan"))
-        score_kernel[self.shape[:2]](start, out, self.rows, self.keys, mod.function, mod.captured)
+        outs = []
+        # Distances as whole numbers, and as real ones.
+        for short in (False, True):
+            mod = to_triton(trace_score(score_mod), short=short)
+            out = torch.full(self.shape, float("nan"))
+            where = self.rows, self.keys, mod.function, mod.captured
+            score_kernel[self.shape[:2]](start, out, *where)
+            outs.append(out)
+        assert torch.equal(*(out.view(torch.int32) for out in outs))
         return out
 
     def inside(self, mod, *first):

@@ -125,7 +125,10 @@ document = of("document", lengths=[30, 34])
 window = of("sliding_window", window=1)
 everything = of("or", of("not", window), of("and", document, of("padding", lengths=[64, 3])))
 bias = of("relative_bias", distance=3, seed=0)
-assert "div.full.f32" in compiled(of("full"), of("softcap", cap=5.0))
+# Most numbers have a reciprocal.
+for cap, other, instruction in (5.0, "div.full", "rcp.approx.ftz"), (2.0**127, "", "div.full.f32"):
+    ptx = compiled(of("full"), of("softcap", cap=cap))
+    assert instruction in ptx and not (other and other in ptx), cap
 compiled(everything, of("chain", of("alibi"), bias, of("temperature", temperature=2.0)))
 """
 
@@ -137,7 +140,7 @@ causal = lambda b, h, q, k: q >= k
 score = lambda s, b, h, q, k: s
 # Each group is one kernel: an instruction that it must have is of one of its functions alone.
 groups = {
-    "tanh sqrt sin log floor abs relu": ("div.full.f32", "sqrt.rn.f32"),
+    "tanh sqrt sin log floor abs relu": ("rcp.approx.ftz.f32", "sqrt.rn.f32"),
     "sigmoid cos log2 ceil neg": ("div.rn.f32",),
     "rsqrt sign trunc": ("sqrt.rn.f32",),
     "exp": ("ex2.approx",),

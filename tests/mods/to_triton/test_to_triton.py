@@ -8,10 +8,13 @@ import torch
 from hypothesis import given, settings
 from tests.mods.sample_mods import EXACT_SCORES, LIBRARY_MASKS, any_mask, exact_chain
 
-from attncheck.mods import masks
+from attncheck.core.mod_spec import Spec
+from attncheck.inputs.problem import Problem
+from attncheck.mods import masks, scores
 from attncheck.mods.library import build_mask, build_score
 from attncheck.mods.to_triton import to_triton
 from attncheck.mods.trace import trace_mask, trace_score
+from attncheck.subjects.kernel_mods import triton_score
 
 
 def assert_same_mask(grid, mask_mod):
@@ -84,6 +87,18 @@ def test_one_function_serves_every_number():
     assert short.function is long.function
     assert (short.captured, long.captured) == ((3,), (64,))
     assert to_triton(trace_mask(masks.causal)).function is not short.function
+
+
+def test_a_distance_is_no_whole_number_where_indices_are_short():
+    expression = trace_score(scores.alibi(torch.ones(3)))
+    converted = "(kv_idx + 0x4b000000).to(tl.float32, bitcast=True) - (q_idx +"
+    assert converted not in to_triton(expression).source
+    assert converted in to_triton(expression, short=True).source
+    for kv, exact in (2**23, True), (2**23 + 1, False):
+        problem = Problem(
+            heads=3, query=1, kv=kv, head_dim=16, dtype="bf16", score=Spec.of("alibi")
+        )
+        assert (converted in triton_score(problem, "cpu").source) == exact
 
 
 def test_the_source_can_be_read_where_triton_looks():
