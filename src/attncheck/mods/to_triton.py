@@ -6,10 +6,10 @@ of 16, any other), also where the kernel says ``do_not_specialize``: at most thr
 
 Arithmetic is fp32 and int32, whatever torch computes the callable in: a whole number beyond 32 bits
 wraps, and one beyond 2^24 is rounded where it meets a real one. ``operation_errors`` states the
-error of each operation. On a GPU ``/`` on fp32 is ``div.full.f32``: within 2 ulp, not IEEE (read
-from the PTX of Triton 3.9; ``tl.div_rn`` would be IEEE, and slower), or has its bits (``_quotient``). Triton may fuse a
-multiplication and an addition into one rounding. ``floor`` and ``ceil`` take subnormal numbers for
-0 (``cvt.ftz``).
+error of each operation. On a GPU ``/`` on fp32 is ``div.full.f32`` or has its bits (``_quotient``):
+within 2 ulp, not IEEE (read from the PTX of Triton 3.9; ``tl.div_rn`` would be IEEE, and slower).
+Triton may fuse a multiplication and an addition into one rounding. ``floor`` and ``ceil`` take
+subnormal numbers for 0 (``cvt.ftz``).
 """
 
 from __future__ import annotations
