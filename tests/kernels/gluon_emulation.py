@@ -1,9 +1,11 @@
 """Gluon kernels without a GPU: their Python, run by a thread for each group of warps.
 
 What is asynchronous on a GPU is done at once here, and layouts mean nothing: shown is what a kernel
-reads, writes and waits for, not that it waits long enough.
+reads, writes and waits for, not that it waits long enough. With ``dawdling`` who gives something
+back lets all others go on first, as far as they can.
 """
 
+import sys
 import threading
 import time
 from types import FunctionType, SimpleNamespace
@@ -17,6 +19,8 @@ _PATIENCE = 60.0  # seconds that a thread waits before it is said to wait for ev
 
 class Barrier:
     """An mbarrier: a phase ends when all have arrived and all bytes are there."""
+
+    pause = 0.0  # seconds that who arrives stands still
 
     def __init__(self, count):
         self.count = self.arrivals = count
@@ -32,6 +36,10 @@ class Barrier:
                 self.arrivals = self.count
                 self.phase += 1
                 self.changed.notify_all()
+
+    def arrive(self, count):
+        self.update(count)
+        time.sleep(self.pause)
 
     def wait(self, parity):
         with self.changed:
@@ -243,7 +251,7 @@ class Emulated:
         barriers = {
             "init": _init, "MBarrierLayout": lambda: None,
             "expect": lambda memory, size: memory.barriers.update(1, size),
-            "arrive": lambda memory, count, pred=True: memory.barriers.update(count * bool(pred)),
+            "arrive": lambda memory, count, pred=True: memory.barriers.arrive(count * bool(pred)),
             "wait": lambda memory, parity: memory.barriers.wait(parity),
         }  # fmt: skip
         spaces = SimpleNamespace(**language)
@@ -289,6 +297,12 @@ class Emulated:
             _run([lambda number=number: program(number) for number in range(grid[0])])
 
         return launch
+
+
+def dawdling(monkeypatch):
+    """Make who arrives at a barrier the slowest, and a wait for ever short."""
+    monkeypatch.setattr(Barrier, "pause", 0.01)
+    monkeypatch.setattr(sys.modules[__name__], "_PATIENCE", 3.0)
 
 
 def _run(parts):

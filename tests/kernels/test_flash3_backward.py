@@ -5,14 +5,15 @@ That it waits long enough, and how fast it is, shows on a GPU alone.
 
 import pytest
 import torch
-from tests.kernels.gluon_emulation import Emulated
+from tests.kernels.gluon_emulation import Emulated, dawdling
 from tests.kernels.patched_kernels import PLANTED, copy_kernels
 
 from attncheck.core.mod_spec import FULL, Spec
 from attncheck.inputs.input_tensors import draw_inputs
-from attncheck.inputs.problem import Problem
+from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.triton_flash import Flash2, Flash3
 from attncheck.verify.environment import prepare
+from attncheck.verify.run_case import run_case
 
 if not torch.cuda.is_available():
     prepare("cpu")
@@ -65,25 +66,34 @@ def gradients(inputs, *subjects):
 
 
 def is_right(launcher, shape) -> bool:
-    """Whether it gives what FlashAttention-2's backward does, twice the same."""
+    """Whether what it gives after FlashAttention-2's forward is within the bounds, and repeats."""
 
     class Emulation(Flash3):
+        def absent(self, device):
+            return None
+
         def backward_launcher(self):
             return launcher
 
-    inputs = draw_inputs(Problem(**{"dtype": "bf16", **shape}, backward=True))
-    one, again, other = gradients(inputs, Emulation(), Emulation(), Flash2())
-    return all(
-        torch.equal(x, y) and (x.double() - z.double()).norm() <= 0.01 * z.double().norm()
-        for x, y, z in zip(one[:3], again[:3], other[:3], strict=True)
-    )
+    problem = Problem(**{"dtype": "bf16", **shape}, backward=True)
+    one, again = gradients(draw_inputs(problem), Emulation(), Emulation())
+    alike = all(torch.equal(x, y) for x, y in zip(one[:3], again[:3], strict=True))
+    status = run_case(Emulation(), Case(problem=problem), device="cpu", brief=True).status
+    return alike and status in {"pass", "warn"}
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda x: "-".join(map(str, x.values())))
 @pytest.mark.parametrize("resident", [2, 64])
-def test_its_gradients_are_those_of_the_other_kernel(shape, resident, emulate):
+def test_its_gradients_are_within_the_bounds(shape, resident, emulate):
     """Whether two programs run at a time or all of them."""
     assert is_right(emulate(flash3_backward, resident), shape)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_it_waits_for_nothing_that_may_have_gone_on(head_dim, emulate, monkeypatch):
+    dawdling(monkeypatch)
+    shape = {"heads": 1, "query": 700, "kv": 300, "head_dim": head_dim, "mask": WINDOW}
+    assert is_right(emulate(flash3_backward, 64), shape)
 
 
 @pytest.mark.parametrize("redone", [True, False])
@@ -107,8 +117,7 @@ def test_a_key_that_is_not_finite_reaches_only_rows_that_see_it(redone, emulate,
     before = dq[:, :, :first]
     assert bool(before.isfinite().all()) == redone, "the rows above it share tiles with those below"
     if redone:
-        error = (before.double() - other[:, :, :first].double()).norm()
-        assert error <= 0.01 * other[:, :, :first].double().norm()
+        assert torch.equal(before, other[:, :, :first])
 
 
 @pytest.mark.parametrize("fault", PLANTED["flash3_backward"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from tests.kernels.gluon_emulation import Emulated
+from tests.kernels.gluon_emulation import Emulated, dawdling
 from tests.kernels.patched_kernels import PLANTED, copy_kernels
 
 from attncheck.core.formats import FORMATS
@@ -354,6 +354,40 @@ def test_a_wrong_list_or_mod_is_not(fault, emulate, tmp_path, monkeypatch):
         *(Problem(**sizes, dtype=dtype, score=ALIBI) for dtype in ("bf16", "fp16")),
     ]
     assert any(judge_emulated(problem, Emulation()) == "fail" for problem in problems)
+
+
+MANY_TILES = {"heads": 1, "query": 300, "kv": 900, "head_dim": 64, "dtype": "bf16"}
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        *(Problem(**MANY_TILES | {"head_dim": dim}, mask=CAUSAL) for dim in (64, 128, 256)),
+        *(Problem(**MANY_TILES | {"head_dim": dim, "dtype": "e4m3"}) for dim in (64, 128)),
+        Problem(**MANY_TILES, mask=MASKS[-1], score=ALIBI),
+        *(Problem(**MANY_TILES | {"head_dim": dim}, mask=CAUSAL, score=Spec.of("softcap", cap=2.0))
+          for dim in (64, 128)),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.usefixtures("emulated")
+def test_it_waits_for_nothing_that_may_have_gone_on(problem, monkeypatch):
+    """A barrier tells two phases apart: who comes two late waits for one that needs them."""
+    dawdling(monkeypatch)
+    assert judge_emulated(problem) == "pass"
+
+
+@pytest.mark.parametrize("fault", PLANTED["flash3_waits"])
+def test_a_wait_that_comes_too_late_is_noticed(fault, emulate, tmp_path, monkeypatch):
+    copy = copy_kernels(tmp_path, ("tile", "flash3_forward"), **PLANTED["flash3_waits"][fault])
+    launcher = emulate(copy.flash3_forward)
+    dawdling(monkeypatch)
+
+    class Emulation(Flash3):
+        def forward(self):
+            return launcher
+
+    assert judge_emulated(Problem(**MANY_TILES), Emulation()) == "error"
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "e4m3"])

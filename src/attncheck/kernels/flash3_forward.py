@@ -87,10 +87,9 @@ SHAPES = {
     128: Shape(keys=128, stages=2),
     256: Shape(keys=64, stages=2, pingpong=True),
 }
-# A score mod needs registers, at head dim 64 more than three groups have in tiles of 128 keys. A
-# long mod's instructions must not be too many for their cache, of which each group has its own: a
-# softcap took 1.45 times as long in tiles of 128 keys.
-MODIFIED_SHAPES = {**SHAPES, 64: Shape(keys=64, stages=6, groups=3, registers=160, overlap=False)}
+# A score mod needs registers. A long mod's instructions must not be too many for their cache,
+# of which each group has its own: a softcap took 1.45 times as long in tiles of 128 keys.
+MODIFIED_SHAPES = {**SHAPES, 64: Shape(keys=128, stages=3)}
 LONG_SHAPES = {**SHAPES, 64: Shape(keys=64, stages=4), 128: Shape(keys=64, stages=4, overlap=False)}
 FP8_SHAPES = {
     64: Shape(keys=128, stages=4, groups=3, registers=160, pingpong=True),
@@ -767,10 +766,6 @@ def _attend(
             # Without a limit one tile alone may reach beyond the last key, and it was the first.
             if UPPER or LOWER or LISTED:  # noqa: SIM102  (it is known, and then compiled)
                 if partial:
-                    if NATURAL and KEYS < 128:
-                        # It was waited for above: without it the compiler selects every score of
-                        # every tile. In one of 128 keys the branch costs registers.
-                        mbarrier.wait(k_full.index(stage), phase)
                     s = _hidden(
                         s, key, rows, kv, least, most, b, h, mask_captured, MASK, UPPER, LOWER,
                         SCORES,
