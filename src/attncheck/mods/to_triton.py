@@ -48,9 +48,9 @@ class TritonMod:
     """A mod as a kernel takes it."""
 
     # ``mask_mod(b, h, q_idx, kv_idx, captured)`` or ``score_mod(score, b, h, q_idx, kv_idx,
-    # captured)``, a ``@triton.jit`` function; the same object for every expression of one
-    # structure. It may be called at indices beyond query and kv: what it reads there is inside
-    # the captured tensors. The result broadcasts to the indices.
+    # captured)``, a ``@triton.jit`` function; the same object for every expression of one text. It
+    # may be called at indices beyond query and kv: what it reads there is inside the captured
+    # tensors. The result broadcasts to the indices.
     function: Any
     # What to pass as ``captured``: for each slot a number, or a tensor's pointer followed by its
     # sizes.
@@ -71,12 +71,15 @@ def to_triton(expression: Expression, *, short: bool = False) -> TritonMod:
     Raises:
         UsageError: if a captured tensor is too large for 32-bit offsets.
     """
+    nodes = expression.structure.nodes
+    divisors = (nodes[node.operands[1]] for node in nodes if node.op == "div")
     moderate = frozenset(
-        node.slot
-        for node in expression.structure.nodes
-        if node.op == "number" and _is_moderate(expression.captured[node.slot])
+        one.slot
+        for one in divisors
+        if one.op == "number" and _is_moderate(expression.captured[one.slot])
     )
-    function, source = _function(expression.structure, moderate, short)
+    source = _Printer(expression.structure, moderate, short=short).source()
+    function = _function(_name(expression.structure), source)
     captured: list[Captured] = []
     for value in expression.captured:
         if not isinstance(value, torch.Tensor):
@@ -114,13 +117,8 @@ def _read_as(flat: torch.Tensor) -> torch.dtype:
 
 
 @cache
-def _function(
-    structure: Structure,
-    moderate: frozenset[int],
-    short: bool,  # noqa: FBT001  (a key of the cache)
-) -> tuple[Any, str]:
-    source = _Printer(structure, moderate, short=short).source()
-    name = _name(structure)
+def _function(name: str, source: str) -> Any:
+    """The one function of a text, whatever it was printed from."""
     # Triton and inspect read a function's text through linecache; no file is needed.
     digest = hashlib.sha256(source.encode()).hexdigest()[:16]
     file = f"<attncheck {name} {digest}>"
@@ -131,7 +129,7 @@ def _function(
     # Triton knows a function that a kernel calls by its module, this name and the types of its
     # arguments: a score mod and its derivative would be one and the same.
     function.__qualname__ = f"{name}_{digest}"
-    return triton.jit(function), source
+    return triton.jit(function)
 
 
 def _name(structure: Structure) -> str:

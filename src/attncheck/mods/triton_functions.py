@@ -124,8 +124,8 @@ def _sign(x):
 def _quotient(a, b):
     """In fp32 a / b for 2^-126 ≤ |b| ≤ 2^126, with the same bits as ``/``, ``div.full.f32``.
 
-    Which is the reciprocal and a product too, between steps for a ``b`` whose reciprocal overflows
-    or is flushed: of a softcap they are one instruction in six.
+    Which is the reciprocal and a product too, between three more instructions for a ``b`` whose
+    reciprocal overflows or is flushed.
     """
     a, b = _real(a), _real(b)
     if _NVIDIA:

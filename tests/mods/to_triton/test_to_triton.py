@@ -84,7 +84,8 @@ def test_numbers_and_tensors_are_passed_as_the_kernel_reads_them():
 
 def test_one_function_serves_every_number():
     short, long = (to_triton(trace_mask(masks.sliding_window(w))) for w in (3, 64))
-    assert short.function is long.function
+    none = to_triton(trace_mask(masks.sliding_window(0)), short=True)
+    assert short.function is long.function is none.function
     assert (short.captured, long.captured) == ((3,), (64,))
     assert to_triton(trace_mask(masks.causal)).function is not short.function
 
