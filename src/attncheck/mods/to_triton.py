@@ -76,7 +76,7 @@ def to_triton(expression: Expression, *, short: bool = False) -> TritonMod:
     moderate = frozenset(
         one.slot
         for one in divisors
-        if one.op == "number" and _is_moderate(expression.captured[one.slot])
+        if one.slot >= 0 and _is_moderate(expression.captured[one.slot])
     )
     source = _Printer(expression.structure, moderate, short=short).source()
     function = _function(_name(expression.structure), source)
@@ -92,9 +92,9 @@ def to_triton(expression: Expression, *, short: bool = False) -> TritonMod:
     return TritonMod(function, tuple(captured), source, is_long(expression))
 
 
-def _is_moderate(number: Captured) -> bool:
-    """Whether ``_quotient`` divides by it."""
-    return 2.0**-126 <= abs(fp32(number)) <= 2.0**126
+def _is_moderate(value: Captured) -> bool:
+    """Whether it is a number that ``_quotient`` divides by."""
+    return not isinstance(value, torch.Tensor) and 2.0**-126 <= abs(fp32(value)) <= 2.0**126
 
 
 def is_long(expression: Expression) -> bool:
