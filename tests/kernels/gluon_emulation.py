@@ -1,7 +1,7 @@
 """Gluon kernels without a GPU: their Python, run by a thread for each group of warps.
 
 What is asynchronous on a GPU is done at once here, and layouts mean nothing: shown is what a kernel
-reads, writes and waits for, not that it waits long enough. With ``dawdling`` who gives something
+reads, writes and waits for, not that it waits long enough. With ``dawdle`` who gives something
 back lets all others go on first, as far as they can.
 """
 
@@ -299,7 +299,7 @@ class Emulated:
         return launch
 
 
-def dawdling(monkeypatch):
+def dawdle(monkeypatch):
     """Make who arrives at a barrier the slowest, and a wait for ever short."""
     monkeypatch.setattr(Barrier, "pause", 0.01)
     monkeypatch.setattr(sys.modules[__name__], "_PATIENCE", 3.0)

@@ -5,7 +5,7 @@ That it waits long enough, and how fast it is, shows on a GPU alone.
 
 import pytest
 import torch
-from tests.kernels.gluon_emulation import Emulated, dawdling
+from tests.kernels.gluon_emulation import Emulated, dawdle
 from tests.kernels.patched_kernels import PLANTED, copy_kernels
 
 from attncheck.core.mod_spec import FULL, Spec
@@ -91,7 +91,8 @@ def test_its_gradients_are_within_the_bounds(shape, resident, emulate):
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_it_waits_for_nothing_that_may_have_gone_on(head_dim, emulate, monkeypatch):
-    dawdling(monkeypatch)
+    """A late wait is planted in the forward: here it would leave threads that ask for ever."""
+    dawdle(monkeypatch)
     shape = {"heads": 1, "query": 700, "kv": 300, "head_dim": head_dim, "mask": WINDOW}
     assert is_right(emulate(flash3_backward, 64), shape)
 

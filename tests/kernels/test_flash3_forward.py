@@ -10,7 +10,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from tests.kernels.gluon_emulation import Emulated, dawdling
+from tests.kernels.gluon_emulation import Emulated, dawdle
 from tests.kernels.patched_kernels import PLANTED, copy_kernels
 
 from attncheck.core.formats import FORMATS
@@ -373,7 +373,7 @@ MANY_TILES = {"heads": 1, "query": 300, "kv": 900, "head_dim": 64, "dtype": "bf1
 @pytest.mark.usefixtures("emulated")
 def test_it_waits_for_nothing_that_may_have_gone_on(problem, monkeypatch):
     """A barrier tells two phases apart: who comes two late waits for one that needs them."""
-    dawdling(monkeypatch)
+    dawdle(monkeypatch)
     assert judge_emulated(problem) == "pass"
 
 
@@ -381,7 +381,7 @@ def test_it_waits_for_nothing_that_may_have_gone_on(problem, monkeypatch):
 def test_a_wait_that_comes_too_late_is_noticed(fault, emulate, tmp_path, monkeypatch):
     copy = copy_kernels(tmp_path, ("tile", "flash3_forward"), **PLANTED["flash3_waits"][fault])
     launcher = emulate(copy.flash3_forward)
-    dawdling(monkeypatch)
+    dawdle(monkeypatch)
 
     class Emulation(Flash3):
         def forward(self):

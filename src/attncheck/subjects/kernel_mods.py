@@ -45,20 +45,20 @@ def slope_expression(problem: Problem, device: str) -> Expression:
 
 def triton_mask(problem: Problem, device: str) -> TritonMod:
     """The mask as our kernels take it."""
-    return _printed(mask_expression(problem, device), problem)
+    return _print_mod(mask_expression(problem, device), problem)
 
 
 def triton_score(problem: Problem, device: str) -> TritonMod | None:
     """The score mod as our kernels take it; None if it leaves scores as they are."""
-    return None if problem.score == NONE else _printed(score_expression(problem, device), problem)
+    return None if problem.score == NONE else _print_mod(score_expression(problem, device), problem)
 
 
 def triton_slope(problem: Problem, device: str) -> TritonMod | None:
     """The score mod's derivative, likewise."""
-    return None if problem.score == NONE else _printed(slope_expression(problem, device), problem)
+    return None if problem.score == NONE else _print_mod(slope_expression(problem, device), problem)
 
 
-def _printed(expression: Expression, problem: Problem) -> TritonMod:
+def _print_mod(expression: Expression, problem: Problem) -> TritonMod:
     from attncheck.mods.to_triton import SHORT, to_triton
 
     return to_triton(expression, short=max(problem.query, problem.kv) <= SHORT)
