@@ -337,7 +337,7 @@ def test_a_row_of_nan_has_no_lse_beside_a_score_mod(dtype, emulated):
 
 
 @pytest.mark.parametrize("fault", PLANTED["flash3_mods"])
-def test_a_wrong_list_or_mod_is_not(fault, emulate, tmp_path, monkeypatch):
+def test_a_wrong_mask_or_mod_is_not(fault, emulate, tmp_path, monkeypatch):
     copy = copy_kernels(tmp_path, ("tile", "flash3_forward"), **PLANTED["flash3_mods"][fault])
     for name in ("listed", "run_of"):
         monkeypatch.setattr(tile, name, getattr(copy.tile, name))
@@ -351,6 +351,9 @@ def test_a_wrong_list_or_mod_is_not(fault, emulate, tmp_path, monkeypatch):
     problems = [
         Problem(**sizes, dtype="bf16", mask=MASKS[0]),
         Problem(**sizes, dtype="bf16", mask=MASKS[-1]),
+        Problem(**sizes, dtype="bf16", mask=Spec.of("sliding_window", window=130)),
+        # Its last rows see no key.
+        Problem(**sizes, dtype="bf16", kv=100, mask=WINDOW),
         *(Problem(**sizes, dtype=dtype, score=ALIBI) for dtype in ("bf16", "fp16")),
     ]
     assert any(judge_emulated(problem, Emulation()) == "fail" for problem in problems)
@@ -364,7 +367,7 @@ MANY_TILES = {"heads": 1, "query": 300, "kv": 900, "head_dim": 64, "dtype": "bf1
     [
         *(Problem(**MANY_TILES | {"head_dim": dim}, mask=CAUSAL) for dim in (64, 128, 256)),
         *(Problem(**MANY_TILES | {"head_dim": dim, "dtype": "e4m3"}) for dim in (64, 128)),
-        Problem(**MANY_TILES, mask=MASKS[-1], score=ALIBI),
+        *(Problem(**MANY_TILES, mask=mask, score=ALIBI) for mask in (CAUSAL, MASKS[-1])),
         *(Problem(**MANY_TILES | {"head_dim": dim}, mask=CAUSAL, score=Spec.of("softcap", cap=2.0))
           for dim in (64, 128)),
     ],

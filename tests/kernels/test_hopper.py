@@ -79,10 +79,13 @@ def test_flash3_fits_and_hardly_spills(head_dim, compile_kernels):
         assert spilled <= MOST_SPILLED or line[:3] == ["e4m3", "128", "00"], line
 
 
-def test_flash3_fits_with_mods_and_hardly_spills(compile_kernels):
-    lines = [line.split() for line in compile_kernels("flash3_mods", "128")]
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_flash3_fits_with_mods_and_hardly_spills(head_dim, compile_kernels):
+    lines = [line.split() for line in compile_kernels("flash3_mods", str(head_dim))]
     assert [name for name, *_ in lines] == ["document", "alibi", "softcap"]
-    for name, *counts in lines:
+    # Three groups of rows have no register left for a document's ids: under Triton 3.9 they spill
+    # in their loops, under 3.6, which they were timed with, 48 bytes before and after.
+    for name, *counts in lines[head_dim == 64 :]:
         shared, spilled, in_loops, differences = map(int, counts)
         assert shared <= SHARED_MEMORY, name
         # Two rows of two groups: were the difference fused with a product, a maximum that stays
