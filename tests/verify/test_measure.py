@@ -6,6 +6,7 @@ from attncheck.cases.variants import Cell, plan_cells
 from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.problem import Case, Problem
+from attncheck.subjects import ideal
 from attncheck.subjects.capabilities.subject import Subject
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.torch_kernels import Sdpa
@@ -62,6 +63,37 @@ def test_a_kernel_that_is_absent_is_named_once_and_run_nowhere():
         (variant, heads, "ideal") for variant in ("full", "causal") for heads in ("MHA", "MQA")
     ]
     assert {r.environment for r in seen} == set(report.environments)
+
+
+def test_the_row_of_the_ideal_kernel_is_what_others_are_compared_with(monkeypatch):
+    calls, attention = [], ideal.attention
+
+    def counted(kernel, inputs):
+        calls.append(inputs.problem)
+        return attention(kernel, inputs)
+
+    monkeypatch.setattr(ideal, "attention", counted)
+    subjects, (case, _) = [Ideal(), Sdpa("math")], problems(cells("causal"))
+    report = verify(subjects, [Case(problem=case)], device="cpu", timed=True)
+    assert len(calls) == 1
+    timed, other = report.records
+    assert timed.seconds is None
+    assert other.seconds > 0
+    (alone,) = verify(Ideal(), [Case(problem=case)], device="cpu").records
+    assert (timed.digest, timed.out, timed.lse) == (alone.digest, alone.out, alone.lse)
+
+
+def test_a_planted_fault_of_the_ideal_kernel_is_no_ideal_kernel():
+    class Off(Ideal):
+        name = "off"
+
+        def scores(self, products):
+            return products * 1.01
+
+    (case, _) = problems(cells("causal"))
+    right, wrong = verify([Ideal(), Off()], [Case(problem=case)], device="cpu", timed=True).records
+    assert (right.status, wrong.status) == ("pass", "fail")
+    assert wrong.seconds > 0
 
 
 def test_a_kernel_is_asked_only_what_concerns_it():
