@@ -3,16 +3,23 @@
 import pytest
 import torch
 
+from attncheck.inputs import input_tensors
 from attncheck.inputs.input_tensors import draw_inputs, zero_inputs
 from attncheck.inputs.problem import Problem
 from attncheck.oracles import fused_tiles
 from attncheck.subjects import torch_kernels
 from attncheck.subjects.capabilities.named_kernels import subject_named
 from attncheck.verify import compile_ahead
-from attncheck.verify.compile_ahead import Compiler, compiling_ahead, load_ahead
+from attncheck.verify.compile_ahead import Compiler, compiling_ahead, load_ahead, start_compilers
 from attncheck.workers.transport import Frame
 
 SMALL = Problem(query=16, head_dim=16)
+
+
+@pytest.fixture(autouse=True)
+def _own_environment(monkeypatch):
+    """What is changed there for compilers is put back."""
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "2")
 
 
 def compiled(kernel: str, problem: Problem) -> Frame:
@@ -38,7 +45,7 @@ def test_what_a_kernel_refuses_or_raises_ends_nothing(monkeypatch):
     def broken(*_):
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(compile_ahead, "zero_inputs", broken)
+    monkeypatch.setattr(input_tensors, "zero_inputs", broken)
     assert compiled("triton-flash2", SMALL).words == {"reason": "RuntimeError"}
 
 
@@ -64,6 +71,47 @@ def test_processes_answer_each_call_once_and_end(monkeypatch):
     with compiling_ahead(asked, "cpu") as (worker,):
         assert worker.ended is None
     assert worker.ended is not None  # whatever was left to do
+
+
+@pytest.fixture
+def _driver(monkeypatch):
+    """As if there were one, and cores for two compilers."""
+    monkeypatch.setattr(compile_ahead, "_DRIVER", None)  # this program itself
+    monkeypatch.setattr(compile_ahead, "_places_on_cores", lambda: 2)
+
+
+@pytest.mark.usefixtures("_driver")
+def test_compilers_load_what_they_need_before_anybody_knows_of_a_gpu():
+    workers = start_compilers([], None)
+    try:
+        assert [worker.receive(seconds=120.0, most=0).kind for worker in workers] == ["done"] * 2
+    finally:
+        for worker in workers:
+            worker.kill(5.0)
+
+
+@pytest.mark.usefixtures("_driver")
+def test_those_that_are_not_needed_end(monkeypatch):
+    monkeypatch.setattr(compile_ahead, "free_places", lambda device: 1)
+    flash = subject_named("triton-flash2")
+    workers = start_compilers(["triton-flash2", "mine.py::kernel"], "cuda")
+    asked = [(SMALL, [flash]), (SMALL.replace(query=32), [flash])]
+    with compiling_ahead(asked, "cpu", workers) as used:
+        assert used == workers[:1]
+        assert workers[0].ended is None
+        assert workers[1].ended is not None
+    assert workers[0].ended is not None
+
+
+@pytest.mark.usefixtures("_driver")
+def test_on_a_cpu_and_for_kernels_of_others_none_are_started():
+    assert start_compilers([], "cpu") == []
+    assert start_compilers(["mine.py::kernel"], None) == []
+
+
+def test_without_a_driver_none_are_started(monkeypatch):
+    monkeypatch.setattr(compile_ahead, "_DRIVER", "no-such-driver.so")
+    assert start_compilers([], None) == []
 
 
 @pytest.mark.parametrize("kernels", [["triton-flash2"], ["ideal", "sdpa-cudnn"]])

@@ -12,13 +12,13 @@ from msgspec.structs import replace
 
 from attncheck.cli import verb
 from attncheck.cli.long_runs import BY_HAND, claimed, collect
-from attncheck.cli.options import open_kernels, start_worker, typed_command
+from attncheck.cli.options import open_kernels, start_compilers, start_worker, typed_command
 from attncheck.cli.standard_output import Interrupts, LivePage, show_report
 from attncheck.core.errors import UsageError, parse_seconds
 from attncheck.records.bench_report import BenchCell, BenchReport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from attncheck.bench.tables import BenchPlan
     from attncheck.subjects.capabilities.subject import Subject
@@ -117,6 +117,7 @@ def bench(interrupts: Interrupts, options: BenchOptions) -> int:
     --max-time was too short, 5 when nothing could be timed, 130 after Ctrl-C.
     """
     workers = {each: start_worker(each, in_process=options.in_process) for each in options.kernels}
+    compilers = start_compilers(options.kernels, options.device)
     from attncheck.reporting import rendering
     from attncheck.reporting.image_files import check_plots, write_plots
 
@@ -124,7 +125,7 @@ def bench(interrupts: Interrupts, options: BenchOptions) -> int:
     check_plots(options.plots)
     rendering.check_writable(options.directory, "bench")
     interrupts.check()  # the imports above take a while, and may have swallowed one
-    report, page = time_kernels(interrupts, options, workers)
+    report, page = time_kernels(interrupts, options, workers, compilers)
     how_far = f", {report.incomplete}" if report.incomplete else ""
     with interrupts.writing(options.directory, f"the report is written{how_far}"):
         rendering.write_report(report, options.directory, "bench")
@@ -139,12 +140,16 @@ def bench(interrupts: Interrupts, options: BenchOptions) -> int:
 
 
 def time_kernels(
-    interrupts: Interrupts, options: BenchOptions, workers: dict[str, Worker | None]
+    interrupts: Interrupts,
+    options: BenchOptions,
+    workers: dict[str, Worker | None],
+    compilers: Sequence[Worker] = (),
 ) -> tuple[BenchReport, LivePage | None]:
     """Load kernels and time them.
 
     Args:
         workers: The process that was started for each kernel that is named, or None.
+        compilers: Processes that were started to compile ours.
 
     Returns:
         The report, and the page where its rows have been shown.
@@ -193,7 +198,7 @@ def time_kernels(
         others: dict[str, str] = {}
         if options.against is not None:
             subjects, others = _with_other_commit(options, subjects, names, stack, device)
-        return _timed(interrupts, options, plan, subjects, others, claims, device)
+        return _timed(interrupts, options, plan, subjects, others, claims, device, compilers)
 
 
 def _refuse_interpreted(subjects: list[Subject], device: str) -> None:
@@ -257,6 +262,7 @@ def _timed(
     others: dict[str, str],
     claims: dict[str, tuple[str, ...]],
     device: str,
+    started: Sequence[Worker],
 ) -> tuple[BenchReport, LivePage | None]:
     """Measure the machine, then cell by cell; a run that is stopped has those that there are."""
     from attncheck.bench.comparison import CHANCE, MARGIN, time_changes
@@ -290,7 +296,7 @@ def _timed(
         # Not beside what is timed: what compiles calls kernels on the same GPU.
         passes = [*problems, *(one.replace(backward=False) for one in problems if one.backward)]
         asked = zip(passes, case_subjects(passes, subjects, device), strict=True)
-        with compiling_ahead(asked, device) as compilers:
+        with compiling_ahead(asked, device, started) as compilers:
             for compiler in compilers:
                 stage("kernels are compiled")
                 compiler.await_end(_COMPILING)

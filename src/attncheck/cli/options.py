@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,19 @@ def start_worker(kernel: str, *, in_process: bool, echo: bool = True) -> Worker 
     worker = Worker(KERNEL_SERVER, echo=echo)
     click.get_current_context().call_on_close(lambda: worker.kill(_SECONDS_TO_END))
     return worker
+
+
+def start_compilers(kernels: Collection[str], device: str | None) -> list[Worker]:
+    """Start processes that compile our kernels ahead (``compile_ahead.start_compilers``).
+
+    They end with the verb at the latest.
+    """
+    from attncheck.verify import compile_ahead
+
+    workers = compile_ahead.start_compilers(kernels, device)
+    for worker in workers:
+        click.get_current_context().call_on_close(partial(worker.kill, _SECONDS_TO_END))
+    return workers
 
 
 def few_threads(*, small: bool) -> None:

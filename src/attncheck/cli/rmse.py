@@ -15,14 +15,20 @@ from msgspec.structs import replace
 
 from attncheck.cli import verb
 from attncheck.cli.long_runs import BY_HAND, claimed, collect
-from attncheck.cli.options import not_applicable, open_kernels, start_worker, typed_command
+from attncheck.cli.options import (
+    not_applicable,
+    open_kernels,
+    start_compilers,
+    start_worker,
+    typed_command,
+)
 from attncheck.cli.standard_output import Interrupts, LivePage, show_report, standard_output
 from attncheck.core.errors import UsageError, parse_seconds
 from attncheck.records.json_reports import load_report
 from attncheck.records.record import Record, Report, join_reports
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from attncheck.cases.variants import Cell
     from attncheck.subjects.capabilities.subject import Subject
@@ -124,6 +130,7 @@ def rmse(interrupts: Interrupts, options: RmseOptions) -> int:
     page = None
     # Of none where nothing is measured: that is refused below, and they end.
     workers = {each: start_worker(each, in_process=options.in_process) for each in options.kernels}
+    compilers = [] if options.sources else start_compilers(options.kernels, options.device)
     from attncheck.reporting import exit_codes, rendering
     from attncheck.reporting.image_files import check_plots
 
@@ -138,7 +145,7 @@ def rmse(interrupts: Interrupts, options: RmseOptions) -> int:
         if options.backward:
             _refuse_with("--backward", ("plots",), "gives gradients, which a plot does not show")
         interrupts.check()  # the imports above take a while, and may have swallowed one
-        report, page = _measured(interrupts, options, workers)
+        report, page = _measured(interrupts, options, workers, compilers)
         if options.explained is not None:
             return exit_codes.exit_code(report)
         directory = options.directory
@@ -156,7 +163,10 @@ def rmse(interrupts: Interrupts, options: RmseOptions) -> int:
 
 
 def _measured(
-    interrupts: Interrupts, options: RmseOptions, workers: Mapping[str, Worker | None]
+    interrupts: Interrupts,
+    options: RmseOptions,
+    workers: Mapping[str, Worker | None],
+    compilers: Sequence[Worker],
 ) -> tuple[Report, LivePage | None]:
     """Measure the kernels of ``workers``, or all built in.
 
@@ -187,7 +197,7 @@ def _measured(
     how: dict[str, Any] = {"in_process": options.in_process, "seconds": seconds, "mods": mods}
     died: dict[str, Died] = {}
     with open_kernels(kernels, device=device, died=died, **how) as hosts:
-        return _measured_kernels(interrupts, options, hosts, died)
+        return _measured_kernels(interrupts, options, hosts, died, compilers)
 
 
 def _measured_kernels(
@@ -195,6 +205,7 @@ def _measured_kernels(
     options: RmseOptions,
     hosts: Mapping[str, KernelHost],
     died: Mapping[str, Died],
+    compilers: Sequence[Worker],
 ) -> tuple[Report, LivePage | None]:
     """Measure what is asked for; of one cell that is to be explained show that."""
     from attncheck.reporting import rendering
@@ -233,7 +244,7 @@ def _measured_kernels(
         kernels=report.kernels | dict.fromkeys(died, ""),
         records=tuple(_death_records(died, cells, *report.environments)),
     )
-    return _with_records(interrupts, options, report, cells, subjects)
+    return _with_records(interrupts, options, report, cells, subjects, compilers)
 
 
 def _death_records(died: Mapping[str, Died], cells: list[Cell], key: str) -> Iterator[Record]:
@@ -253,6 +264,7 @@ def _with_records(
     report: Report,
     cells: list[Cell],
     subjects: list[Subject],
+    compilers: Sequence[Worker],
 ) -> tuple[Report, LivePage | None]:
     """Return ``report`` with all Records, or those that there are when the run is stopped."""
     from attncheck.inputs.problem import Case
@@ -271,7 +283,7 @@ def _with_records(
     (key,) = report.environments  # every Record of one run is of this machine
     how: dict[str, Any] = {"device": options.device, "environment_key": key}
     how |= {"applicable_only": True, "timed": True}
-    with compiling_ahead(zip(problems, asked, strict=True), options.device):
+    with compiling_ahead(zip(problems, asked, strict=True), options.device, compilers):
         records, stopped = collect(
             lambda stage: iter_records(subjects, cases, stage=stage, **how),
             total=sum(map(len, asked)),

@@ -5,42 +5,64 @@ share. While one cell is judged, other processes make what the next cells will a
 nothing, and what becomes of them is no matter of a measurement's. Somebody's own kernel is never
 called so: it would run where nobody watches it.
 
-What each process has to load for itself, compilers and libraries, a thread of this one loads.
+They import what compilers need while this process imports torch too (``start_compilers``). What
+each process has to load for itself, a thread of this one loads.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-
-import torch
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from attncheck.core.errors import HostError
-from attncheck.inputs.input_tensors import zero_inputs
-from attncheck.inputs.problem import Problem
 from attncheck.subjects.capabilities.named_kernels import BUILTIN, subject_named
-from attncheck.subjects.capabilities.subject import Subject
 from attncheck.verify.environment import prepare
 from attncheck.workers.process import Worker
 from attncheck.workers.transport import Frame
 
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Sequence
+
+    from attncheck.inputs.problem import Problem
+    from attncheck.subjects.capabilities.subject import Subject
+
 SERVER = "attncheck.verify.compile_ahead:Compiler"
 
+_DRIVER = "libcuda.so.1"
 _MOST_WORKERS = 8
 _MEMORY = 4 << 30  # bytes of a GPU that one of them may need
 _SECONDS = 5.0  # to take a request, and to end
 _LONGEST = 600.0  # seconds that one may be at work
-# Each compiles by itself: pools of theirs would be more processes than there are cores.
+# Each compiles by itself: pools of theirs would be more processes than there are cores. Nor does
+# this process start a pool beside them, which takes a second.
 _ALONE = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+# What compiling on a GPU needs, and takes seconds to import.
+_COMPILERS = ("torch._inductor.compile_fx", "triton.compiler", "attncheck.kernels.flash3_forward")
 
 
 class Compiler:
     """The inside of such a process: it calls kernels, once each, whatever comes of it."""
 
     def answer(self, request: Frame) -> Frame:
-        """Call a kernel of ours on zeros of a Problem; say what became of it."""
+        """Call a kernel of ours on zeros of a Problem; say what became of it.
+
+        A request of kind ``load`` imports what compilers on a GPU need, and calls nothing.
+        """
+        if request.kind == "load":
+            with suppress(Exception):
+                prepare("cuda")
+                for module in _COMPILERS:
+                    import_module(module)
+            return Frame(kind="done", words={})
+        import torch
+
+        from attncheck.inputs.input_tensors import zero_inputs
+        from attncheck.inputs.problem import Problem
+
         kernel, problem, device = (request.words[name] for name in ("kernel", "problem", "device"))
         try:
             prepare(device)
@@ -59,15 +81,45 @@ class Compiler:
         """There is nothing to end."""
 
 
+def start_compilers(kernels: Collection[str], device: str | None) -> list[Worker]:
+    """Start processes for ``compiling_ahead``, if kernels of ours will run on a GPU.
+
+    To be called before this process imports torch, which is why nobody knows yet that there is a
+    GPU: where there is a driver of one. None of them has memory of it before it is asked to
+    compile.
+
+    Args:
+        kernels: As typed; none for all of ours.
+        device: The same; ``cpu``, ``cuda``, or None for a GPU where there is one.
+    """
+    if device == "cpu" or not (BUILTIN.keys() & kernels or not kernels):
+        return []
+    workers: list[Worker] = []
+    # There may be no driver, and then nothing is compiled; or no process to be had.
+    with suppress(HostError, OSError):
+        ctypes.CDLL(_DRIVER)
+        for _ in range(_places_on_cores()):
+            workers.append(_new_compiler())
+            workers[-1].send(Frame(kind="load", words={}), seconds=_SECONDS)
+    return workers
+
+
+def _new_compiler() -> Worker:
+    return Worker(SERVER, environment=_ALONE, grace=_LONGEST)
+
+
 @contextmanager
 def compiling_ahead(
-    asked: Iterable[tuple[Problem, Sequence[Subject]]], device: str
+    asked: Iterable[tuple[Problem, Sequence[Subject]]],
+    device: str,
+    started: Sequence[Worker] = (),
 ) -> Iterator[list[Worker]]:
     """Compile in other processes what is asked within; on a GPU, where there is room for them.
 
     Args:
         asked: Problems in their order, each with the kernels that it concerns.
         device: ``cpu`` or ``cuda``.
+        started: Of ``start_compilers``; those for which there is no room or no work end.
 
     Yields:
         The processes, which end with it.
@@ -82,7 +134,12 @@ def compiling_ahead(
     )
     try:
         count = min(free_places(device), len(calls) - 1)  # one alone is no quicker elsewhere
-        workers.extend(Worker(SERVER, environment=_ALONE, grace=_LONGEST) for _ in range(count))
+        workers.extend(started[: max(count, 0)])
+        for worker in started[len(workers) :]:
+            worker.kill(_SECONDS)
+        workers.extend(_new_compiler() for _ in range(count - len(workers)))
+        if workers:
+            os.environ.update(_ALONE)
         for number, (kernel, problem) in enumerate(calls if workers else ()):
             words = {"kernel": kernel, "problem": problem.to_json(), "device": device}
             # Answers are left in the pipe, where there is room for thousands.
@@ -113,6 +170,8 @@ def load_ahead(
     if device != "cuda":
         return None
     # Here, because two threads that import packages beside each other may wait for one another.
+    import torch
+
     from attncheck.oracles.fused_tiles import takes
     from attncheck.subjects.torch_kernels import load_cudnn
 
@@ -134,6 +193,12 @@ def free_places(device: str) -> int:
     """Return how many processes there are cores and memory for beside this one, on a GPU."""
     if device == "cpu":
         return 0
+    import torch
+
     free, _ = torch.cuda.mem_get_info()
+    return min(_places_on_cores(), free // _MEMORY // 2)
+
+
+def _places_on_cores() -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    return min(_MOST_WORKERS, cores // 2, free // _MEMORY // 2)
+    return min(_MOST_WORKERS, cores // 2)
