@@ -143,3 +143,34 @@ def test_a_run_without_time_is_incomplete(attncheck, tmp_path):
     again = attncheck("rmse", "--from", "reports/rmse.json", cwd=tmp_path)
     assert again.returncode == 3
     assert "Incomplete: " in again.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "code"), [(("--format", "typo"), 2), (("-q",), 0)], ids=["refused", "measured"]
+)
+def test_compilers_that_no_gpu_needs_end(words, code, warm_python, tmp_path):
+    """Before anything is measured beside them."""
+    program = f"""
+import sys
+from attncheck.cli import main
+from attncheck.subjects.ideal import Pass
+from attncheck.verify import compile_ahead
+class Started:
+    ended = None
+    def kill(self, seconds):
+        print("ended", file=sys.stderr)
+def start(kernels, device):
+    print("started", *kernels, file=sys.stderr)
+    return [Started()]
+def outputs(self, measured=Pass.outputs):
+    print("measured", file=sys.stderr)
+    return measured(self)
+compile_ahead.start_compilers, Pass.outputs = start, outputs
+sys.argv = ["attncheck", "rmse", *{(*QUICK, *words)!r}]
+main()
+"""
+    run = warm_python.run("-c", program, cwd=tmp_path)
+    assert run.returncode == code, run.stderr
+    assert run.stderr.startswith("started ideal\n")
+    assert "ended\n" in run.stderr.partition("measured")[0]
+    assert ("measured" in run.stderr) == (code == 0)

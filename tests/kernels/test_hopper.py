@@ -83,16 +83,18 @@ def test_flash3_fits_and_hardly_spills(head_dim, compile_kernels):
 def test_flash3_fits_with_mods_and_hardly_spills(head_dim, compile_kernels):
     lines = [line.split() for line in compile_kernels("flash3_mods", str(head_dim))]
     assert [name for name, *_ in lines] == ["document", "alibi", "softcap"]
-    # Three groups of rows have no register left for a document's ids: under Triton 3.9 they spill
-    # in their loops, under 3.6, which they were timed with, 48 bytes before and after.
-    for name, *counts in lines[head_dim == 64 :]:
+    for name, *counts in lines:
         shared, spilled, in_loops, differences = map(int, counts)
         assert shared <= SHARED_MEMORY, name
-        # Two rows of two groups: were the difference fused with a product, a maximum that stays
+        # Two rows of each group: were the difference fused with a product, a maximum that stays
         # would not be rescaled by 1.
-        assert differences >= 4, name
-        assert spilled <= MOST_SPILLED, name
-        assert in_loops == 0, name
+        groups = 3 if head_dim == 64 and name != "softcap" else 2
+        assert differences == 2 * groups, name
+        # Three groups of rows have no register left for a document's ids: under Triton 3.9 they
+        # spill in their loops, under 3.6, which they were timed with, 48 bytes before and after.
+        if (head_dim, name) != (64, "document"):
+            assert spilled <= MOST_SPILLED, name
+            assert in_loops == 0, name
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -1,5 +1,9 @@
 """Processes that compile ahead: they call our kernels once, and nothing that they do matters."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -8,18 +12,12 @@ from attncheck.inputs.input_tensors import draw_inputs, zero_inputs
 from attncheck.inputs.problem import Problem
 from attncheck.oracles import fused_tiles
 from attncheck.subjects import torch_kernels
-from attncheck.subjects.capabilities.named_kernels import subject_named
+from attncheck.subjects.capabilities.named_kernels import BUILTIN, subject_named
 from attncheck.verify import compile_ahead
 from attncheck.verify.compile_ahead import Compiler, compiling_ahead, load_ahead, start_compilers
 from attncheck.workers.transport import Frame
 
 SMALL = Problem(query=16, head_dim=16)
-
-
-@pytest.fixture(autouse=True)
-def _own_environment(monkeypatch):
-    """What is changed there for compilers is put back."""
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "2")
 
 
 def compiled(kernel: str, problem: Problem) -> Frame:
@@ -64,13 +62,19 @@ def test_processes_answer_each_call_once_and_end(monkeypatch):
     flash, other = subject_named("triton-flash2"), SMALL.replace(query=32)
     # A seed is no other kernel.
     asked = [(SMALL, [flash]), (SMALL.replace(seed=3), [flash]), (other, [flash])]
+    monkeypatch.delenv(compile_ahead._POOLS, raising=False)
     with compiling_ahead(asked, "cpu") as (worker,):
+        assert os.environ[compile_ahead._POOLS] == "1"
         answers = [worker.receive(seconds=60.0, most=0).kind for _ in range(2)]
         assert answers == ["done", "done"]
         assert worker.await_end(60.0) == 0
     with compiling_ahead(asked, "cpu") as (worker,):
         assert worker.ended is None
     assert worker.ended is not None  # whatever was left to do
+    assert compile_ahead._POOLS not in os.environ
+    monkeypatch.setenv(compile_ahead._POOLS, "3")
+    with compiling_ahead(asked, "cpu"):
+        assert os.environ[compile_ahead._POOLS] == "3"  # as somebody wants it
 
 
 @pytest.fixture
@@ -78,6 +82,7 @@ def _driver(monkeypatch):
     """As if there were one, and cores for two compilers."""
     monkeypatch.setattr(compile_ahead, "_DRIVER", None)  # this program itself
     monkeypatch.setattr(compile_ahead, "_places_on_cores", lambda: 2)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
 
 @pytest.mark.usefixtures("_driver")
@@ -88,6 +93,19 @@ def test_compilers_load_what_they_need_before_anybody_knows_of_a_gpu():
     finally:
         for worker in workers:
             worker.kill(5.0)
+
+
+def test_what_cannot_be_loaded_is_said(monkeypatch):
+    monkeypatch.setattr(compile_ahead, "prepare", lambda device: None)
+    monkeypatch.setattr(compile_ahead, "_COMPILERS", ("no_such_module",))
+    answer = Compiler().answer(Frame(kind="load", words={}))
+    assert (answer.kind, answer.words) == ("failed", {"reason": "ModuleNotFoundError"})
+
+
+def test_who_starts_them_has_not_imported_torch():
+    program = "import sys; import attncheck.verify.compile_ahead; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr
 
 
 @pytest.mark.usefixtures("_driver")
@@ -104,9 +122,27 @@ def test_those_that_are_not_needed_end(monkeypatch):
 
 
 @pytest.mark.usefixtures("_driver")
+def test_one_that_has_died_leaves_the_others_their_work(monkeypatch):
+    monkeypatch.setattr(compile_ahead, "free_places", lambda device: 2)
+    flash = subject_named("triton-flash2")
+    workers = start_compilers([], None)
+    workers[0].kill(5.0)
+    asked = [(SMALL.replace(query=query), [flash]) for query in (16, 32, 48)]
+    with compiling_ahead(asked, "cpu", workers) as used:
+        assert used[0] is workers[1]
+        assert [worker.await_end(120.0) for worker in used] == [0, 0]
+
+
+def test_what_compiles_is_known_before_it_is_imported():
+    assert {name: kernel.compiled for name, kernel in BUILTIN.items()} == {
+        name: subject_named(name).compiled for name in BUILTIN
+    }
+
+
+@pytest.mark.usefixtures("_driver")
 def test_on_a_cpu_and_for_kernels_of_others_none_are_started():
     assert start_compilers([], "cpu") == []
-    assert start_compilers(["mine.py::kernel"], None) == []
+    assert start_compilers(["mine.py::kernel", "ideal"], None) == []
 
 
 def test_without_a_driver_none_are_started(monkeypatch):

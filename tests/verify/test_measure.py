@@ -5,6 +5,7 @@ import torch
 from attncheck.cases.variants import Cell, plan_cells
 from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
+from attncheck.faults.continuous_faults import CONTINUOUS_FAULTS
 from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects import ideal
 from attncheck.subjects.capabilities.subject import Subject
@@ -90,10 +91,23 @@ def test_a_planted_fault_of_the_ideal_kernel_is_no_ideal_kernel():
         def scores(self, products):
             return products * 1.01
 
+    stepped = CONTINUOUS_FAULTS["scale-off"].kernel(0.5)
+    assert type(stepped) is Ideal
     (case, _) = problems(cells("causal"))
-    right, wrong = verify([Ideal(), Off()], [Case(problem=case)], device="cpu", timed=True).records
-    assert (right.status, wrong.status) == ("pass", "fail")
-    assert wrong.seconds > 0
+    for faulty in (Off(), stepped):
+        records = verify([Ideal(), faulty], [Case(problem=case)], device="cpu", timed=True).records
+        assert [record.status for record in records] == ["pass", "fail"]
+        assert records[1].seconds > 0
+
+
+def test_what_the_ideal_kernel_raises_is_its_record(monkeypatch):
+    def broken(*_):
+        raise ValueError("planted")
+
+    monkeypatch.setattr(ideal, "attention", broken)
+    (case, _) = problems(cells("causal"))
+    (record,) = verify([Ideal()], [Case(problem=case)], device="cpu", timed=True).records
+    assert (record.status, "planted" in record.reason) == ("error", True)
 
 
 def test_a_kernel_is_asked_only_what_concerns_it():

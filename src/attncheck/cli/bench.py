@@ -12,7 +12,13 @@ from msgspec.structs import replace
 
 from attncheck.cli import verb
 from attncheck.cli.long_runs import BY_HAND, claimed, collect
-from attncheck.cli.options import open_kernels, start_compilers, start_worker, typed_command
+from attncheck.cli.options import (
+    end_without_gpu,
+    open_kernels,
+    start_compilers,
+    start_worker,
+    typed_command,
+)
 from attncheck.cli.standard_output import Interrupts, LivePage, show_report
 from attncheck.core.errors import UsageError, parse_seconds
 from attncheck.records.bench_report import BenchCell, BenchReport
@@ -163,6 +169,7 @@ def time_kernels(
     parse_seconds(options.max_time, "--max-time")
     seconds = parse_seconds(options.timeout, "--timeout") or math.inf
     device = usable_device(options.device)
+    end_without_gpu(compilers, device)
     prepare(device)
     plan = bench_plan(
         options.tables or (DEFAULT_TABLE[device],),

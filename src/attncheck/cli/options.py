@@ -15,7 +15,7 @@ import click
 from attncheck.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from attncheck.subjects.capabilities.subject import Subject
     from attncheck.verify.kernel_hosts import KernelHost
@@ -43,7 +43,7 @@ def start_worker(kernel: str, *, in_process: bool, echo: bool = True) -> Worker 
 def start_compilers(kernels: Collection[str], device: str | None) -> list[Worker]:
     """Start processes that compile our kernels ahead (``compile_ahead.start_compilers``).
 
-    They end with the verb at the latest.
+    They end with the verb at the latest; ``end_without_gpu`` ends them sooner.
     """
     from attncheck.verify import compile_ahead
 
@@ -51,6 +51,15 @@ def start_compilers(kernels: Collection[str], device: str | None) -> list[Worker
     for worker in workers:
         click.get_current_context().call_on_close(partial(worker.kill, _SECONDS_TO_END))
     return workers
+
+
+def end_without_gpu(compilers: Iterable[Worker], device: str) -> None:
+    """End processes that were started before anybody knew that ``device`` is no GPU.
+
+    They import for seconds, beside what is measured.
+    """
+    for worker in compilers if device == "cpu" else ():
+        worker.kill(_SECONDS_TO_END)
 
 
 def few_threads(*, small: bool) -> None:

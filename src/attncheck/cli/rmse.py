@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from attncheck.cli import verb
 from attncheck.cli.long_runs import BY_HAND, claimed, collect
 from attncheck.cli.options import (
+    end_without_gpu,
     not_applicable,
     open_kernels,
     start_compilers,
@@ -130,7 +131,9 @@ def rmse(interrupts: Interrupts, options: RmseOptions) -> int:
     page = None
     # Of none where nothing is measured: that is refused below, and they end.
     workers = {each: start_worker(each, in_process=options.in_process) for each in options.kernels}
-    compilers = [] if options.sources else start_compilers(options.kernels, options.device)
+    # One cell is compiled no sooner elsewhere.
+    few = options.sources or options.explained is not None
+    compilers = [] if few else start_compilers(options.kernels, options.device)
     from attncheck.reporting import exit_codes, rendering
     from attncheck.reporting.image_files import check_plots
 
@@ -184,6 +187,7 @@ def _measured(
     own = {"mask": options.mask, "score": options.score}
     mods = {name: text for name, text in own.items() if text and is_mod_reference(text)}
     device = usable_device(options.device)
+    end_without_gpu(compilers, device)
     options = dataclasses.replace(options, device=device)
     if any(":" in kernel for kernel in options.kernels):
         prepare(device)  # before the file's own Triton functions are decorated

@@ -552,11 +552,11 @@ def _hidden(
         if UPPER:
             last = gl.minimum(last, rows + most)
         if LOWER:
-            # One comparison for both limits: with 2^31 added, which wraps, what lies before the
-            # first key is more than what lies behind it.
+            # One comparison for both limits, of distances from the first key as unsigned numbers,
+            # which adding 2^31 makes of signed ones: before it they are negative, hence large.
             first = rows + least
-            behind = keys[None, :] - (first + (-2147483648))[:, None]
-            seen = behind < (gl.maximum(last - first + 1, 0) + (-2147483648))[:, None]
+            distances = keys[None, :] - (first + (-2147483648))[:, None]
+            seen = distances < (gl.maximum(last - first + 1, 0) + (-2147483648))[:, None]
         else:
             seen = keys[None, :] <= last[:, None]
     return gl.where(seen, s, float("-inf"))
@@ -686,9 +686,9 @@ def _attend(
     KEYS: gl.constexpr = k_s.shape[3]
     WIDTH: gl.constexpr = q_s.shape[4]
     APART: gl.constexpr = has_own_memory(SCALED, WIDTH)
-    # Beside a score mod's work the compiler would select in every tile what a mask hides. It leaves
-    # a barrier in its branch: that of the rows, which are there since the first tile. Of tiles of
-    # 128 keys registers do not suffice for that.
+    # Beside a score mod the compiler would apply the mask in every tile, by selects without a
+    # branch. One with a barrier in it stays: that of the rows, which are there since the first
+    # tile. In tiles of 128 keys registers do not suffice for that.
     BRANCHES: gl.constexpr = NATURAL and KEYS < 128
     # Values are given back with the next keys: one wait for the slowest warp less.
     LATE: gl.constexpr = OVERLAP and SCALED

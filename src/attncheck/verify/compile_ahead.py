@@ -39,7 +39,8 @@ _SECONDS = 5.0  # to take a request, and to end
 _LONGEST = 600.0  # seconds that one may be at work
 # Each compiles by itself: pools of theirs would be more processes than there are cores. Nor does
 # this process start a pool beside them, which takes a second.
-_ALONE = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+_POOLS = "TORCHINDUCTOR_COMPILE_THREADS"
+_ALONE = {_POOLS: "1"}
 # What compiling on a GPU needs, and takes seconds to import.
 _COMPILERS = ("torch._inductor.compile_fx", "triton.compiler", "attncheck.kernels.flash3_forward")
 
@@ -53,10 +54,12 @@ class Compiler:
         A request of kind ``load`` imports what compilers on a GPU need, and calls nothing.
         """
         if request.kind == "load":
-            with suppress(Exception):
+            try:
                 prepare("cuda")
                 for module in _COMPILERS:
                     import_module(module)
+            except Exception as error:  # noqa: BLE001  # who compiles says so again
+                return Frame(kind="failed", words={"reason": type(error).__name__})
             return Frame(kind="done", words={})
         import torch
 
@@ -82,17 +85,17 @@ class Compiler:
 
 
 def start_compilers(kernels: Collection[str], device: str | None) -> list[Worker]:
-    """Start processes for ``compiling_ahead``, if kernels of ours will run on a GPU.
+    """Start processes for ``compiling_ahead``, if kernels of ours may be compiled for a GPU.
 
-    To be called before this process imports torch, which is why nobody knows yet that there is a
-    GPU: where there is a driver of one. None of them has memory of it before it is asked to
-    compile.
+    To be called before this process imports torch, which would know whether there is a GPU: they
+    start where its driver can be loaded. None has memory of a GPU before it is asked to compile.
 
     Args:
         kernels: As typed; none for all of ours.
         device: The same; ``cpu``, ``cuda``, or None for a GPU where there is one.
     """
-    if device == "cpu" or not (BUILTIN.keys() & kernels or not kernels):
+    ours = BUILTIN.keys() & (kernels or BUILTIN)
+    if device == "cpu" or not any(BUILTIN[name].compiled for name in ours):
         return []
     workers: list[Worker] = []
     # There may be no driver, and then nothing is compiled; or no process to be had.
@@ -125,6 +128,7 @@ def compiling_ahead(
         The processes, which end with it.
     """
     workers: list[Worker] = []
+    pools = os.environ.get(_POOLS)
     # Seeds and distributions compile to the same.
     calls = dict.fromkeys(
         (subject.name, problem.replace(seed=0, distribution="normal"))
@@ -134,24 +138,30 @@ def compiling_ahead(
     )
     try:
         count = min(free_places(device), len(calls) - 1)  # one alone is no quicker elsewhere
-        workers.extend(started[: max(count, 0)])
-        for worker in started[len(workers) :]:
-            worker.kill(_SECONDS)
+        for worker in started:
+            # One may have died by now, of want of memory.
+            if worker.ended is None and len(workers) < count:
+                workers.append(worker)
+            else:
+                worker.kill(_SECONDS)
         workers.extend(_new_compiler() for _ in range(count - len(workers)))
-        if workers:
-            os.environ.update(_ALONE)
         for number, (kernel, problem) in enumerate(calls if workers else ()):
             words = {"kernel": kernel, "problem": problem.to_json(), "device": device}
             # Answers are left in the pipe, where there is room for thousands.
             request = Frame(kind="compile", words=words)
-            workers[number % len(workers)].send(request, seconds=_SECONDS)
-        for worker in workers:
-            worker.stop()  # when it has done all it ends, and frees its memory
+            with suppress(HostError):  # what is not compiled there is compiled here
+                workers[number % len(workers)].send(request, seconds=_SECONDS)
     except (HostError, OSError):
-        pass  # what is not compiled there is compiled here
+        pass  # no more of them are to be had
+    for worker in workers:
+        worker.stop()  # when it has done all it ends, and frees its memory
     try:
+        if workers:
+            os.environ.setdefault(_POOLS, _ALONE[_POOLS])
         yield workers
     finally:
+        if workers and pools is None:
+            os.environ.pop(_POOLS, None)
         for worker in workers:
             worker.kill(_SECONDS)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 import torch
@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from attncheck.core.judgement import Judgement, Place, Rule
 from attncheck.core.outputs import Outputs
 from attncheck.core.tensor_names import TensorName
+from attncheck.fault_models.steps import RIGHT
 from attncheck.inputs.problem import Case, Problem, head_arrangement
 from attncheck.judge.error_measures import measure_errors
 from attncheck.oracles.mod_calls import Indices, call_mask
@@ -26,7 +27,15 @@ from attncheck.subjects.ideal import Ideal
 from attncheck.verify.call_checks import CHECKS, judge_call
 from attncheck.verify.call_conditions import PLAIN_CALL, judged_conditions
 from attncheck.verify.evidence_builder import EvidenceBuilder
-from attncheck.verify.executor import Execution, Executor, Failure, Origin, lacked_memory
+from attncheck.verify.executor import (
+    Execution,
+    Executor,
+    Failure,
+    InProcess,
+    Origin,
+    failure,
+    lacked_memory,
+)
 from attncheck.verify.judging import judge_outputs, with_error_map
 from attncheck.verify.kernel_hosts import executor_of
 from attncheck.verify.obligations import outputs_digest
@@ -78,7 +87,8 @@ def run_case(  # noqa: PLR0913  # one case, and how it is run
         executor: How to call the kernel; where it is, by default.
         variant: A name for the Case in a report.
         environment: Fingerprint of this process.
-        timed: Whether a comparison is called until its median time is known.
+        timed: Whether a comparison is called until its median time is known; not so the forward of
+            the ideal kernel, which others are compared with.
         brief: Whether the verdict alone is needed, without errors beside their reference errors:
             half the time.
         evidence: Of this very Case, where several kernels share it.
@@ -155,13 +165,16 @@ def run_on_evidence(
         stage("the exact result")
         evidence.establish(reference_errors=not brief)
         stage("the kernel")
-        execution = (_ideal_execution(subject, evidence) if timed else None) or executor.run(
-            subject,
-            evidence.inputs,
-            origin=Origin(case=evidence.case),
-            timed=timed,
-            under=PLAIN_CALL if timed else judged_conditions(evidence.case),
-        )
+        if timed and _is_ideal(subject, executor) and not problem.backward:
+            execution = _ideal_execution(subject, evidence)
+        else:
+            execution = executor.run(
+                subject,
+                evidence.inputs,
+                origin=Origin(case=evidence.case),
+                timed=timed,
+                under=PLAIN_CALL if timed else judged_conditions(evidence.case),
+            )
         if isinstance(execution, Failure):
             return without_outputs(record, execution), None
         if execution.notes.wrong:
@@ -187,18 +200,25 @@ def run_on_evidence(
     return record, execution
 
 
-def _ideal_execution(subject: Subject, evidence: EvidenceBuilder) -> Execution | None:
-    """Return the ideal kernel's outputs, which others are compared with; None of other kernels.
+def _is_ideal(subject: Subject, executor: Executor) -> TypeGuard[Ideal]:
+    """Return whether this is the ideal kernel itself, of this process, without a planted fault."""
+    ours = type(subject) is Ideal and subject.steps is RIGHT
+    return ours and isinstance(executor, InProcess)
 
-    Without its time, which says nothing of any kernel: at 16,384 rows it takes a hundred times as
-    long as all others. Gradients come from a run of its own.
+
+def _ideal_execution(subject: Ideal, evidence: EvidenceBuilder) -> Execution | Failure:
+    """Return the ideal kernel's forward, which others are compared with.
+
+    It is not timed: nobody compares times with it, and at 16,384 rows it takes a hundred times as
+    long as all others.
     """
     problem = evidence.case.problem
-    if type(subject) is not Ideal or problem.backward:
-        return None
     tiling = subject.tiling(problem, evidence.device)
     arithmetic = subject.arithmetic(problem, evidence.device)
-    outputs = evidence.ideal_outputs(tiling, truncates=arithmetic.truncates)
+    try:
+        outputs = evidence.ideal_outputs(tiling, truncates=arithmetic.truncates)
+    except Exception as error:  # noqa: BLE001  # as an executor does
+        return failure(error)
     return Execution(outputs=outputs, seconds=None, tiling=tiling, arithmetic=arithmetic)
 
 

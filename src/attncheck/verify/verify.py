@@ -63,7 +63,8 @@ def verify(
         applicable_only: Whether a pair is left out where the kernel is absent on this machine or
             the case does not concern it; otherwise the case is adapted to the kernel, and each
             pair has a Record.
-        timed: Whether comparisons are called until their median time is known.
+        timed: Whether comparisons are called until their median time is known, but for the ideal
+            kernel's forward.
         brief: Whether verdicts alone are needed, without errors beside their reference errors.
 
     Raises:

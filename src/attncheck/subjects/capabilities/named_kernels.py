@@ -17,6 +17,7 @@ class _BuiltIn:
     module: str  # where it is
     name: str
     arguments: tuple[str, ...] = ()  # what it is made with
+    compiled: bool = True  # as its Subject says
 
     def __call__(self) -> Subject:
         """Return a new subject."""
@@ -67,21 +68,28 @@ BUILTIN: dict[str, _BuiltIn] = {
         "tiled FlashAttention-2 in fp32 torch operations, rounded where a kernel must round",
         "attncheck.subjects.ideal",
         "Ideal",
+        compiled=False,
     ),
     "sdpa-math": _BuiltIn(
         "torch's scaled_dot_product_attention, unfused: scores and weights in memory; no LSE",
         _TORCH,
         "Sdpa",
         ("math",),
+        compiled=False,
     ),
     "sdpa-flash": _BuiltIn(
-        "torch's scaled_dot_product_attention, FlashAttention-2; no LSE", _TORCH, "Sdpa", ("flash",)
+        "torch's scaled_dot_product_attention, FlashAttention-2; no LSE",
+        _TORCH,
+        "Sdpa",
+        ("flash",),
+        compiled=False,
     ),
     "sdpa-efficient": _BuiltIn(
         "torch's scaled_dot_product_attention, memory-efficient attention (CUTLASS); no LSE",
         _TORCH,
         "Sdpa",
         ("efficient",),
+        compiled=False,
     ),
     "sdpa-cudnn": _BuiltIn(
         "torch's scaled_dot_product_attention, cuDNN: rows that see no key hold anything; no LSE",
@@ -116,7 +124,7 @@ BUILTIN: dict[str, _BuiltIn] = {
         ("blocked",),
     ),
     "torch-softmax": _BuiltIn(
-        "torch.softmax in the input's dtype; no LSE", _SOFTMAX, "TorchSoftmax"
+        "torch.softmax in the input's dtype; no LSE", _SOFTMAX, "TorchSoftmax", compiled=False
     ),
 }
 
