@@ -1,5 +1,9 @@
 """Sums in 16 bits show in long sums of small terms; in short ones hardly, or not at all."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -203,22 +207,31 @@ def test_sums_of_fp8_products_are_seen(dtype, tile):
         assert run_case(subject, case, device="cpu", brief=True).status == status
 
 
+# In which order MKL adds terms up depends on the processor. Alike ones one by one, as for AVX-512,
+# are rounded alike: 1.0002 of the probabilistic bound, a warning. Here it is one order everywhere,
+# which a process has from its start.
+_ORDER = {"MKL_CBWR": "COMPATIBLE"}
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "e4m3"])
 @pytest.mark.parametrize("kernel", ["ideal", "sdpa-flash", "sdpa-math", "flex"])
-def test_right_kernels_pass(kernel, dtype):
+def test_right_kernels_pass(kernel, dtype, request):
+    if (kernel, dtype) == ("sdpa-math", "fp32") and _ORDER.items() - os.environ.items():
+        again = (request.node.nodeid, "-m", "slow or not slow", "-n", "0", "-q")
+        how = {"cwd": request.config.rootpath, "env": os.environ | _ORDER}
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", *again], capture_output=True, text=True, **how
+        )
+        assert done.returncode == 0, done.stdout
+        assert "1 passed" in done.stdout
+        return
     named = {n: c for n, c in of_gate(LONG, "bf16").items() if not c.problem.backward}
     if dtype != "e4m3":
         named |= of_gate(LONG, "bf16")
     for case in named.values():
         moved = Case(problem=case.problem.replace(dtype=dtype))
         record = run_case(load_subject(kernel), moved, device="cpu", brief=True)
-        right = {"pass", "unsupported"}
-        # In which order MKL adds 2,048 terms up depends on the processor: one by one, as AVX-512
-        # does it, roundings of equal terms are alike, which the probabilistic bound takes for odd.
-        if kernel == "sdpa-math" and dtype == "fp32" and record.status == "warn":
-            assert "inputs have structure" in record.judgement.reason
-            right = {"warn"}
-        assert record.status in right, record.judgement
+        assert record.status in {"pass", "unsupported"}, record.judgement
 
 
 @pytest.mark.parametrize(
