@@ -217,7 +217,7 @@ def test_small_terms_are_dropped_by_sums_of_16_bits(query):
 
 @pytest.mark.parametrize("name", [name for name, each in DISTRIBUTIONS.items() if each.plain])
 def test_plain_distributions_have_the_same_bits_in_tensors(name, monkeypatch):
-    monkeypatch.setattr(draws, "_SPAN", 16)
+    monkeypatch.setattr(draws, "SPAN", 16)
     # As IEEE 754 has it: on a CPU torch's own may be MKL's.
     monkeypatch.setattr(torch, "sqrt", lambda x: torch.from_numpy(np.sqrt(x.numpy())))
     sizes = sizes_of(64)

@@ -169,13 +169,13 @@ def test_normal_is_the_quantile_at_the_break_points(break_point):
     assert (abs(numbers - exact) <= ACKLAM * abs(exact)).all()
 
 
-@pytest.mark.parametrize("size", [draws._SPAN + 1, 3 * draws._SPAN - 5])
+@pytest.mark.parametrize("size", [draws.SPAN + 1, 3 * draws.SPAN - 5])
 def test_what_is_drawn_in_threads_has_the_bits_of_one_thread(
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each span starts its generator where the one before it ends."""
     in_threads = Draws(7).normal("q", (size,)), Draws(7).integers("k", (size,), 1000)
-    monkeypatch.setattr(draws, "_SPAN", size)
+    monkeypatch.setattr(draws, "SPAN", size)
     alone = Draws(7).normal("q", (size,)), Draws(7).integers("k", (size,), 1000)
     for one, other in zip(in_threads, alone, strict=True):
         assert (one == other).all()
@@ -199,7 +199,7 @@ def ieee_root(monkeypatch):
 @pytest.mark.parametrize("counts", [7, 2**21])
 @pytest.mark.usefixtures("ieee_root")
 def test_numbers_drawn_in_tensors_have_the_same_bits(counts, monkeypatch):
-    monkeypatch.setattr(draws, "_SPAN", 16)
+    monkeypatch.setattr(draws, "SPAN", 16)
     monkeypatch.setattr(draws, "_COUNTS", counts)
     there, here = TensorDraws(2026, "cpu"), Draws(2026)
     for shape in ((3, 5, 1), (3, 5, 7), (4001,)):

@@ -154,7 +154,7 @@ def test_tensors_that_do_not_fit_the_problem_are_refused():
 def test_same_bits_on_a_gpu(monkeypatch):
     """Where it draws them itself, too."""
     problem = Problem(**SMALL)
-    monkeypatch.setattr(draws, "_SPAN", 16)
+    monkeypatch.setattr(draws, "SPAN", 16)
     there, here = (input_tensors.unrounded_inputs(problem, place) for place in ("cuda", "cpu"))
     assert equal(there.to("cpu"), here)
     drawn = input_tensors.draw_inputs(problem, "cuda")

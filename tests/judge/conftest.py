@@ -50,6 +50,7 @@ class Made:
             seen=seen,
             maximum=maximum,
             total=total,
+            weights=weights,
             out=share if given else share @ v,
             lse=lse,
             given_scores=given,

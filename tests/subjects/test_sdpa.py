@@ -181,4 +181,4 @@ def test_cudnn_counts_for_nothing_in_rows_that_see_no_key():
 
 
 def test_of_torchs_backends_only_cudnn_waits_for_a_compiler():
-    assert [name for name in torch_kernels._BACKENDS if Sdpa(name).compiled] == ["cudnn"]
+    assert [name for name in torch_kernels._BACKENDS if Sdpa(name).compiler] == ["cudnn"]

@@ -97,8 +97,8 @@ def test_compilers_load_what_they_need_before_anybody_knows_of_a_gpu():
 
 def test_what_cannot_be_loaded_is_said(monkeypatch):
     monkeypatch.setattr(compile_ahead, "prepare", lambda device: None)
-    monkeypatch.setattr(compile_ahead, "_COMPILERS", ("no_such_module",))
-    answer = Compiler().answer(Frame(kind="load", words={}))
+    monkeypatch.setitem(compile_ahead._MODULES, "triton", ("no_such_module",))
+    answer = Compiler().answer(Frame(kind="load", words={"compiler": "triton"}))
     assert (answer.kind, answer.words) == ("failed", {"reason": "ModuleNotFoundError"})
 
 
@@ -133,9 +133,57 @@ def test_one_that_has_died_leaves_the_others_their_work(monkeypatch):
         assert [worker.await_end(120.0) for worker in used] == [0, 0]
 
 
+@pytest.mark.parametrize(
+    ("count", "compilers", "expected"),
+    [
+        (8, {"triton", "torch", "cudnn", ""}, ["torch"] * 2 + ["triton"] * 6),
+        (2, {"triton", "torch"}, ["torch", "triton"]),
+        (1, {"triton", "torch"}, ["torch"]),
+        (3, {"torch"}, ["torch"] * 3),
+        (3, {"triton", "cudnn"}, ["triton"] * 3),
+        (0, {"triton", "torch"}, []),
+    ],
+)
+def test_few_processes_wait_for_the_modules_of_torch(count, compilers, expected):
+    assert compile_ahead._compilers_of(count, compilers) == expected
+
+
+def test_what_torch_compiles_is_asked_of_those_that_have_its_modules(monkeypatch):
+    sent = []
+
+    class Process:
+        ended = None
+
+        def __init__(self, number):
+            self.number = number
+
+        def send(self, request, seconds):
+            sent.append((self.number, request.words["kernel"], request.words["problem"]["query"]))
+
+        def stop(self):
+            pass
+
+        def kill(self, seconds):
+            pass
+
+    monkeypatch.setattr(compile_ahead, "free_places", lambda device: 3)
+    kernels = [subject_named(name) for name in ("triton-flash2", "flex", "sdpa-cudnn")]
+    asked = [(SMALL.replace(query=query), kernels) for query in (16, 32)]
+    with compiling_ahead(asked, "cuda", [Process(number) for number in range(3)]):
+        pass
+    assert sent == [
+        (1, "triton-flash2", 16),
+        (0, "flex", 16),
+        (2, "sdpa-cudnn", 16),
+        (1, "triton-flash2", 32),
+        (0, "flex", 32),
+        (2, "sdpa-cudnn", 32),
+    ]
+
+
 def test_what_compiles_is_known_before_it_is_imported():
-    assert {name: kernel.compiled for name, kernel in BUILTIN.items()} == {
-        name: subject_named(name).compiled for name in BUILTIN
+    assert {name: kernel.compiler for name, kernel in BUILTIN.items()} == {
+        name: subject_named(name).compiler for name in BUILTIN
     }
 
 

@@ -5,6 +5,7 @@ import json
 import math
 
 import pytest
+import torch
 
 from attncheck.cases.variants import plan_cells
 from attncheck.core.json_numbers import to_plain_data
@@ -76,6 +77,45 @@ def test_records_are_those_of_all_bounds(kernel, dtype, monkeypatch):
         settled, facts(verify(subject, cases, device="cpu", executor=InProcess())), strict=True
     ):
         assert_same(one, other)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Spec.of("full"),
+        Spec.of("causal"),
+        Spec.of("sliding_window", window=9),
+        Spec.of("document", lengths=[40, 41, 15]),
+        Spec.of("not", Spec.of("causal")),  # the last row sees no key
+    ],
+    ids=str,
+)
+def test_pieces_leave_out_keys_that_none_of_their_rows_sees(mask, monkeypatch):
+    found, is_full = evidence(mask=mask).evidence, mask == Spec.of("full")
+    whole = room.totals_of_rows(found)
+    monkeypatch.setattr(row_conditions, "_CPU_PAIRS", 8 * PROBLEM.kv)
+    pairs, compute = [], room.compute_conditions
+
+    def counted(*args, **how):
+        known = compute(*args, **how)
+        pairs.append(known.seen.numel())
+        return known
+
+    monkeypatch.setattr(room, "compute_conditions", counted)
+    pieces = room.totals_of_rows(found)
+    for field in dataclasses.fields(whole):
+        one, other = (torch.as_tensor(getattr(of, field.name)) for of in (whole, pieces))
+        least = 0.0
+        if field.name == "spread":  # a root of what is left of two sums
+            one, other = one.square(), other.square()
+            least = 4 * LOST * float(whole.largest_value.square())
+        torch.testing.assert_close(other, one, rtol=LOST, atol=least)
+    fewer = sum(pairs) < PROBLEM.heads * PROBLEM.query * PROBLEM.kv
+    assert fewer == (mask not in (Spec.of("full"), Spec.of("not", Spec.of("causal"))))
+    # One key less is missed.
+    monkeypatch.setattr(row_conditions, "_last_seen", lambda seen: 3)
+    cut = room.totals_of_rows(found)
+    assert bool((cut.total == whole.total).all()) == is_full
 
 
 def judged(outputs: Outputs, found: EvidenceBuilder):

@@ -51,6 +51,8 @@ class Conditions:
     total: torch.Tensor  # Σ exp(score − maximum) over the seen keys; 0 in rows that see no key
     out: torch.Tensor  # ``(heads, rows, value_dim)``; of a softmax ``(heads, rows, kv)``
     lse: torch.Tensor  # ``(heads, rows)``; −∞ in rows that see no key
+    # exp(score − maximum), 0 where not seen; None where nobody sums anything up by them.
+    weights: torch.Tensor | None = None
     # Whether the scores were inputs (a softmax): q, k and v are empty then, their last axis is 0,
     # and nothing was multiplied.
     # Of a softmax or an attention without mod and sink, the usual case, nothing more is said.

@@ -33,7 +33,7 @@ _CHUNK = 1 << 14
 # What is longer than this is drawn in threads, each a span of it: 100 million normal numbers, q, k
 # and v of 16 heads of 16,384 rows, took 5 s in one. Longer chunks there: threads wait for one
 # another between two operations of NumPy.
-_SPAN = 1 << 20
+SPAN = 1 << 20
 _CHUNK_OF_SPAN = 1 << 16
 _OF_A_COUNT = 4  # 64-bit numbers that Philox makes of one count
 # Counts at a time on a GPU: some twenty temporaries of 16 MiB, and then five of 64.
@@ -139,12 +139,12 @@ class Draws:
                 part = out[start : min(start + chunk, beyond)]
                 fill(generator.random_raw(part.size), part)
 
-        if out.size <= _SPAN:
+        if out.size <= SPAN:
             draw(0, out.size, _CHUNK)
             return out
         with ThreadPoolExecutor() as pool:
-            firsts = range(0, out.size, _SPAN)
-            beyond = (min(first + _SPAN, out.size) for first in firsts)
+            firsts = range(0, out.size, SPAN)
+            beyond = (min(first + SPAN, out.size) for first in firsts)
             list(pool.map(draw, firsts, beyond, itertools.repeat(_CHUNK_OF_SPAN)))  # or it raises
         return out
 
@@ -190,7 +190,7 @@ class TensorDraws:
         import torch
 
         size = math.prod(shape)
-        if size <= _SPAN:
+        if size <= SPAN:
             return torch.from_numpy(few(stream, shape)).to(self.device)
         out = torch.empty(size, dtype=torch.float64, device=self.device)
         for start in range(0, size, _COUNTS * _OF_A_COUNT):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attncheck.core import strided_alloc
-from attncheck.core.draws import Draws
+from attncheck.core.draws import SPAN, Draws
 from attncheck.core.errors import ProblemError
 from attncheck.core.formats import FORMATS, Format, round_to
 from attncheck.inputs import distributions
@@ -186,7 +186,22 @@ def draw_inputs(problem: Problem, device: str | torch.device = "cpu") -> Inputs:
 
     Raises ProblemError in fp8 where no fp32 descale is large enough, or a number is not finite.
     """
-    return round_inputs(unrounded_inputs(problem), problem).to(device)
+    place = str(device) if _is_room_to_draw(problem, device) else "cpu"
+    inputs = round_inputs(unrounded_inputs(problem, place), problem).to(device)
+    if place != "cpu":  # a kernel may take memory of its own, which torch knows nothing of
+        strided_alloc.release_scarce_memory(device)
+    return inputs
+
+
+def _is_room_to_draw(problem: Problem, device: str | torch.device) -> bool:
+    """Return whether numbers are many enough for a GPU to draw, and few enough for its memory."""
+    if torch.device(device).type == "cpu":
+        return False
+    sizes = _sizes(problem)
+    each = math.prod(sizes.q), math.prod(sizes.k), math.prod(sizes.v)
+    # In float64 and as they are stored, in fp32 at most, and what rounding a piece needs.
+    size = sum(each) * 12 + _CHUNK["cuda"] * 80
+    return max(each) > SPAN and 2 * size < torch.cuda.mem_get_info(device)[0]
 
 
 def unrounded_inputs(problem: Problem, device: str = "cpu") -> Inputs:

@@ -41,28 +41,32 @@ _MOST = 128
 
 
 def row_totals(known: Conditions) -> RowTotals:
-    """Sum ``known`` up over its keys; of an attention without a score mod and without a sink."""
-    values, seen = known.v, known.seen
-    weights = (known.scores - known.lse[..., None]).exp_()
-    whole = known.sees_all  # then nothing is hidden from a sum or a maximum
-    weights = weights if whole else torch.where(seen, weights, 0.0)
-    weight = weights.sum(-1, keepdim=True)
+    """Sum ``known``, of ``summed`` rows, up over its keys; without a score mod and without a sink.
+
+    Passes over all pairs are what it costs: it has those few that nothing else can give.
+    """
+    assert known.weights is not None, "they are what sums are weighted by"
+    queries, of_keys, values = known.q.abs(), known.k.abs(), known.v
+    keys, seen, alive = of_keys.shape[1], known.seen, known.count > 0
+    last = seen.shape[-1]  # behind it no row sees any
     # A row that sees no key has no means: 0.
-    share = torch.where(weight > 0, 1 / weight, 0.0)
-    together = torch.cat([values, values.abs(), values.square()], -1)
-    mean, size, square = (weights @ together).mul_(share).chunk(3, -1)
+    share = torch.where(alive, 1 / known.total[..., None], 0.0)
+    together = torch.cat([values, values.abs(), values.square(), of_keys], -1)[:, :last]
+    widths = [values.shape[-1]] * 3 + [of_keys.shape[-1]]
+    mean, size, square, key = (known.weights @ together).mul_(share).split_with_sizes(widths, -1)
+    # P of the largest score: all others are less by their weight.
+    peak = torch.where(alive, (known.maximum - known.lse).exp()[..., None], 0.0)
     # Σ P (v − mean)² is the least Σ P (v − c)² of any c; less what float64 may have made of it.
-    lost = 8 * (known.keys + 8) * 2.0**-53
+    lost = 8 * (keys + 8) * 2.0**-53
     spread = (square * (1 - lost) - mean.square() * (1 + lost)).clamp_min(0).sqrt()
-    sizes = known.q.abs() @ known.k.abs().mT
-    alive = known.count > 0
-    if whole:
+    sizes = queries @ of_keys[:, :last].mT
+    if known.sees_all:  # then nothing is hidden from a maximum
         least, largest = torch.aminmax(sizes, dim=-1, keepdim=True)
     else:
         least = torch.where(seen, sizes, math.inf).amin(-1, keepdim=True)
         largest = torch.where(seen, sizes, 0.0).amax(-1, keepdim=True)
     return RowTotals(
-        keys=known.keys,
+        keys=keys,
         scale=known.scale,
         head_dim=known.q.shape[-1],
         count=known.count,
@@ -70,15 +74,15 @@ def row_totals(known: Conditions) -> RowTotals:
         total=known.total,
         out=known.out,
         lse=known.lse,
-        weight=weight,
-        peak=weights.amax(-1, keepdim=True),
-        size=(weights * sizes).sum(-1, keepdim=True) * share,
+        weight=known.total[..., None] * peak,
+        peak=peak,
+        size=(queries * key).sum(-1, keepdim=True),  # the sum over d last
         least_size=torch.where(alive, least, 0.0),
         largest_size=largest,
         mean_value=size,
         spread=spread,
-        largest_query=known.q.abs().max(),
-        largest_key=known.k.abs().max(),
+        largest_query=queries.max(),
+        largest_key=of_keys.max(),
         largest_value=values.abs().max(),
     )
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attncheck.core.conditions import Conditions, GradientConditions, Rows
-from attncheck.core.mod_spec import NONE
+from attncheck.core.mod_spec import FULL, NONE
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.input_tensors import Inputs
 from attncheck.inputs.problem import Problem
@@ -33,12 +33,17 @@ _TILES = (16, 32, 64, 128, 256)
 _STEP = 2.0**-17  # of a difference quotient: the cube root of float64's unit roundoff
 
 
-def compute_conditions(inputs: Inputs, truth: Outputs, rows: Rows) -> Conditions:
+def compute_conditions(
+    inputs: Inputs, truth: Outputs, rows: Rows, *, summed: bool = False
+) -> Conditions:
     """The Conditions of ``rows``, on the inputs' device.
 
     Args:
         truth: The oracle's result on them, where ``out`` and ``lse`` are taken from.
         rows: Which rows; their query indices may lie on any device.
+        summed: Whether they are for sums over seen keys alone, of an attention without a score mod
+            and without a sink: what is said of (row, key) pairs ends with the last key that one of
+            the rows sees, and the weights stay.
     """
     problem = inputs.problem
     rows = Rows(rows.heads, rows.query.to(inputs.device))
@@ -49,8 +54,11 @@ def compute_conditions(inputs: Inputs, truth: Outputs, rows: Rows) -> Conditions
         scores, by_mask = products, torch.ones_like(products, dtype=torch.bool)
     else:
         q, k, v = _promoted(inputs, rows)
-        products = (q @ k.mT).mul_(problem.scale)
-        scores, by_mask = products, mask_visibility(problem, rows)
+        by_mask = mask_visibility(problem, rows)
+        if summed and problem.mask != FULL:
+            by_mask = by_mask[..., : _last_seen(by_mask) + 1]
+        products = (q @ k[:, : by_mask.shape[-1]].mT).mul_(problem.scale)
+        scores = products
         if problem.score != NONE:
             scores = _scored(inputs, products, rows)
         # Rows that see such a number have no finite result and no bound; others must not see it.
@@ -88,12 +96,19 @@ def compute_conditions(inputs: Inputs, truth: Outputs, rows: Rows) -> Conditions
         sees_all=whole,
         maximum=maximum,
         total=weights.sum(-1),
+        weights=weights if summed else None,
         out=truth.out.flatten(0, 1)[_heads(rows)][:, rows.query],
         lse=truth.lse.flatten(0, 1)[_heads(rows)][:, rows.query],
         given_scores=problem.operation == "softmax",
         has_score_mod=problem.score != NONE,
         has_sink=problem.sink,
     )
+
+
+def _last_seen(seen: Tensor) -> int:
+    """Return the last key that one of the rows sees; the first where none sees any."""
+    some = seen.flatten(0, -2).any(0)
+    return int((some * torch.arange(len(some), device=some.device)).max())
 
 
 def mask_visibility(problem: Problem, rows: Rows) -> Tensor:

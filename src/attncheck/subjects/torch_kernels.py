@@ -29,6 +29,7 @@ from attncheck.mods.signatures import ScoreMod
 from attncheck.mods.torch_tracer import import_compiler
 from attncheck.subjects.capabilities.subject import (
     Call,
+    CompilerName,
     Refused,
     Subject,
     memory_refusal,
@@ -75,9 +76,9 @@ class Sdpa(Subject):
         self.summary = f"torch's scaled_dot_product_attention, {description}; no LSE"
 
     @property
-    def compiled(self) -> bool:
-        """Whether its first call waits for a compiler: cuDNN's takes half a second a kernel."""
-        return self._backend == "cudnn"
+    def compiler(self) -> CompilerName:
+        """CuDNN has one, which takes half a second a kernel."""
+        return "cudnn" if self._backend == "cudnn" else ""
 
     def absent(self, device: str) -> str | None:
         """The CPU has torch's unfused formula and its own flash kernel."""
@@ -329,9 +330,9 @@ class Flex(Subject):
     captured = True
 
     @property
-    def compiled(self) -> bool:
-        """By torch's compiler."""
-        return True
+    def compiler(self) -> CompilerName:
+        """Return torch's."""
+        return "torch"
 
     def unsupported(self, problem: Problem, device: str) -> str | None:
         """Return what torch refuses: on CUDA head dimensions below 16, on a CPU gradients."""

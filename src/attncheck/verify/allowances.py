@@ -117,7 +117,8 @@ def totals_of_rows(evidence: Evidence) -> RowTotals | None:
     shape = problem.batch * problem.heads, problem.query
     whole: dict[str, Any] = {}
     for rows in all_rows(problem, device):
-        part = row_totals(compute_conditions(evidence.inputs, evidence.truth, rows))
+        known = compute_conditions(evidence.inputs, evidence.truth, rows, summed=True)
+        part = row_totals(known)
         for name in (each.name for each in fields(part)):
             value = getattr(part, name)
             if not isinstance(value, torch.Tensor):

@@ -16,6 +16,7 @@ import os
 import threading
 from contextlib import contextmanager, suppress
 from importlib import import_module
+from itertools import cycle
 from typing import TYPE_CHECKING
 
 from attncheck.core.errors import HostError
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from attncheck.inputs.problem import Problem
-    from attncheck.subjects.capabilities.subject import Subject
+    from attncheck.subjects.capabilities.subject import CompilerName, Subject
 
 SERVER = "attncheck.verify.compile_ahead:Compiler"
 
@@ -41,8 +42,12 @@ _LONGEST = 600.0  # seconds that one may be at work
 # this process start a pool beside them, which takes a second.
 _POOLS = "TORCHINDUCTOR_COMPILE_THREADS"
 _ALONE = {_POOLS: "1"}
-# What compiling on a GPU needs, and takes seconds to import.
-_COMPILERS = ("torch._inductor.compile_fx", "triton.compiler", "attncheck.kernels.flash3_forward")
+# What compiling on a GPU needs, and takes seconds to import; of who compiles most kernels first.
+_MODULES: dict[CompilerName, tuple[str, ...]] = {
+    "triton": ("triton.compiler", "attncheck.kernels.flash3_forward"),
+    "torch": ("torch._inductor.compile_fx",),
+}
+_OF_TORCH = 4  # one process in as many is for what torch compiles, where anything is
 
 
 class Compiler:
@@ -51,12 +56,12 @@ class Compiler:
     def answer(self, request: Frame) -> Frame:
         """Call a kernel of ours on zeros of a Problem; say what became of it.
 
-        A request of kind ``load`` imports what compilers on a GPU need, and calls nothing.
+        A request of kind ``load`` imports what a compiler on a GPU needs, and calls nothing.
         """
         if request.kind == "load":
             try:
                 prepare("cuda")
-                for module in _COMPILERS:
+                for module in _MODULES[request.words["compiler"]]:
                     import_module(module)
             except Exception as error:  # noqa: BLE001  # who compiles says so again
                 return Frame(kind="failed", words={"reason": type(error).__name__})
@@ -95,16 +100,29 @@ def start_compilers(kernels: Collection[str], device: str | None) -> list[Worker
         device: The same; ``cpu``, ``cuda``, or None for a GPU where there is one.
     """
     ours = BUILTIN.keys() & (kernels or BUILTIN)
-    if device == "cpu" or not any(BUILTIN[name].compiled for name in ours):
+    compilers = {BUILTIN[name].compiler for name in ours}
+    if device == "cpu" or compilers == {""}:
         return []
     workers: list[Worker] = []
     # There may be no driver, and then nothing is compiled; or no process to be had.
     with suppress(HostError, OSError):
         ctypes.CDLL(_DRIVER)
-        for _ in range(_places_on_cores()):
+        for compiler in _compilers_of(_places_on_cores(), compilers):
             workers.append(_new_compiler())
-            workers[-1].send(Frame(kind="load", words={}), seconds=_SECONDS)
+            request = Frame(kind="load", words={"compiler": compiler})
+            workers[-1].send(request, seconds=_SECONDS)
     return workers
+
+
+def _compilers_of(count: int, compilers: Collection[CompilerName]) -> list[CompilerName]:
+    """Return which compiler each of ``count`` processes is for, those for torch's first.
+
+    Its modules take three seconds to import, and no other kernel has to wait for them.
+    """
+    of_torch = min(count, max(1, count // _OF_TORCH)) if "torch" in compilers else 0
+    if compilers == {"torch"}:
+        of_torch = count
+    return ["torch" if number < of_torch else "triton" for number in range(count)]
 
 
 def _new_compiler() -> Worker:
@@ -130,12 +148,12 @@ def compiling_ahead(
     workers: list[Worker] = []
     pools = os.environ.get(_POOLS)
     # Seeds and distributions compile to the same.
-    calls = dict.fromkeys(
-        (subject.name, problem.replace(seed=0, distribution="normal"))
+    calls: dict[tuple[str, Problem], CompilerName] = {
+        (subject.name, problem.replace(seed=0, distribution="normal")): subject.compiler
         for problem, subjects in asked
         for subject in subjects
-        if subject.compiled and subject.name in BUILTIN
-    )
+        if subject.compiler and subject.name in BUILTIN
+    }
     try:
         count = min(free_places(device), len(calls) - 1)  # one alone is no quicker elsewhere
         for worker in started:
@@ -145,12 +163,15 @@ def compiling_ahead(
             else:
                 worker.kill(_SECONDS)
         workers.extend(_new_compiler() for _ in range(count - len(workers)))
-        for number, (kernel, problem) in enumerate(calls if workers else ()):
+        theirs = _compilers_of(len(workers), {*calls.values()})
+        of_torch = theirs.count("torch")
+        turns = {True: cycle(workers[:of_torch]), False: cycle(workers[of_torch:] or workers)}
+        for (kernel, problem), compiler in calls.items() if workers else ():
             words = {"kernel": kernel, "problem": problem.to_json(), "device": device}
             # Answers are left in the pipe, where there is room for thousands.
             request = Frame(kind="compile", words=words)
             with suppress(HostError):  # what is not compiled there is compiled here
-                workers[number % len(workers)].send(request, seconds=_SECONDS)
+                next(turns[compiler == "torch"]).send(request, seconds=_SECONDS)
     except (HostError, OSError):
         pass  # no more of them are to be had
     for worker in workers:

@@ -6,7 +6,7 @@ import importlib
 from dataclasses import dataclass
 
 from attncheck.core.errors import require_known
-from attncheck.subjects.capabilities.subject import Subject
+from attncheck.subjects.capabilities.subject import CompilerName, Subject
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class _BuiltIn:
     module: str  # where it is
     name: str
     arguments: tuple[str, ...] = ()  # what it is made with
-    compiled: bool = True  # as its Subject says
+    compiler: CompilerName = "triton"  # as its Subject says
 
     def __call__(self) -> Subject:
         """Return a new subject."""
@@ -68,39 +68,41 @@ BUILTIN: dict[str, _BuiltIn] = {
         "tiled FlashAttention-2 in fp32 torch operations, rounded where a kernel must round",
         "attncheck.subjects.ideal",
         "Ideal",
-        compiled=False,
+        compiler="",
     ),
     "sdpa-math": _BuiltIn(
         "torch's scaled_dot_product_attention, unfused: scores and weights in memory; no LSE",
         _TORCH,
         "Sdpa",
         ("math",),
-        compiled=False,
+        compiler="",
     ),
     "sdpa-flash": _BuiltIn(
         "torch's scaled_dot_product_attention, FlashAttention-2; no LSE",
         _TORCH,
         "Sdpa",
         ("flash",),
-        compiled=False,
+        compiler="",
     ),
     "sdpa-efficient": _BuiltIn(
         "torch's scaled_dot_product_attention, memory-efficient attention (CUTLASS); no LSE",
         _TORCH,
         "Sdpa",
         ("efficient",),
-        compiled=False,
+        compiler="",
     ),
     "sdpa-cudnn": _BuiltIn(
         "torch's scaled_dot_product_attention, cuDNN: rows that see no key hold anything; no LSE",
         _TORCH,
         "Sdpa",
         ("cudnn",),
+        compiler="cudnn",
     ),
     "flex": _BuiltIn(
         "torch's flex_attention with the original mods: compiled on CUDA, eager on the CPU",
         _TORCH,
         "Flex",
+        compiler="torch",
     ),
     "triton-softmax-naive": _BuiltIn(
         "our row softmax in Triton: exp(x) over its sum", _SOFTMAX, "Softmax", ("naive",)
@@ -124,7 +126,7 @@ BUILTIN: dict[str, _BuiltIn] = {
         ("blocked",),
     ),
     "torch-softmax": _BuiltIn(
-        "torch.softmax in the input's dtype; no LSE", _SOFTMAX, "TorchSoftmax", compiled=False
+        "torch.softmax in the input's dtype; no LSE", _SOFTMAX, "TorchSoftmax", compiler=""
     ),
 }
 

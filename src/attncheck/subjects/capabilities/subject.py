@@ -20,6 +20,8 @@ __all__ = ["Subject"]
 
 
 Call = Callable[[], "Outputs"]
+CompilerName = Literal["", "triton", "torch", "cudnn"]
+"""Whose compiler works at a kernel's first call; empty for none's."""
 
 
 class Refused(Exception):
@@ -104,9 +106,9 @@ class Subject(ABC):
     conventions: tuple[str, ...] = ()
 
     @property
-    def compiled(self) -> bool:
-        """Whether its first call on a GPU waits for a compiler."""
-        return self.triton
+    def compiler(self) -> CompilerName:
+        """Whose compiler its first call on a GPU waits for; empty for none's."""
+        return "triton" if self.triton else ""
 
     def absent(self, device: str) -> str | None:
         """Return why it can run nothing on ``device`` (``cpu`` or ``cuda``); None if it can."""
