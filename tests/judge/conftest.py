@@ -50,7 +50,6 @@ class Made:
             seen=seen,
             maximum=maximum,
             total=total,
-            weights=weights,
             out=share if given else share @ v,
             lse=lse,
             given_scores=given,

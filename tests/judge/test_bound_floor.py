@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from attncheck.core.conditions import WeightedRows
 from attncheck.core.declared_arithmetic import AMPERE, VOLTA, Accumulator, default_arithmetic
 from attncheck.core.formats import DTYPES, FORMATS
 from attncheck.judge.bound_floor import bound_floor, row_totals
@@ -47,6 +48,17 @@ def rows(made, *, size=1.0, constant=False, causal=True, dims=16, keys=96):
     return made.attention(q, k, v.double(), seen=seen)
 
 
+def weighed(known):
+    """The weights of what ``rows`` gives."""
+    shared = ("q", "k", "v", "scale", "count", "maximum", "total", "out", "lse")
+    weights = torch.exp(known.scores - known.maximum[..., None])
+    return WeightedRows(
+        **{name: getattr(known, name) for name in shared},
+        weights=torch.where(known.seen, weights, 0.0),
+        hidden=None if bool(known.seen.all()) else ~known.seen,
+    )
+
+
 GIVEN = {
     "normal": {},
     "every key": {"causal": False},
@@ -64,7 +76,7 @@ GIVEN = {
 def test_a_floor_is_never_above_the_bound(made, dtype, given):
     """Nor known where the bound is infinite; NaN where it says nothing."""
     known = rows(made, **GIVEN[given])
-    totals = row_totals(known)
+    totals = row_totals(weighed(known))
     for arithmetic in arithmetics(dtype):
         bound = deterministic_bound(known, arithmetic, score_error(known, arithmetic))
         for floor, whole in zip(
@@ -84,6 +96,6 @@ def test_a_floor_is_near_its_bound(made, dtype, out):
     """What tells rows apart, and makes the test above one that fails of floors a little higher."""
     known, arithmetic = rows(made, keys=256, causal=False), default_arithmetic(DTYPES[dtype])
     bound = deterministic_bound(known, arithmetic, score_error(known, arithmetic))
-    of_out, of_lse = bound_floor(row_totals(known), arithmetic)
+    of_out, of_lse = bound_floor(row_totals(weighed(known)), arithmetic)
     assert bool((of_out >= out * bound.out).all())
     assert bool((of_lse >= 0.85 * bound.lse).all())

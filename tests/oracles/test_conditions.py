@@ -27,6 +27,7 @@ from attncheck.oracles.row_conditions import (
     sampled_rows,
     samples_all_rows,
     score_slopes,
+    weigh_rows,
 )
 
 SIZES = {"batch": 2, "heads": 4, "kv_heads": 2, "query": 9, "kv": 7, "head_dim": 16, "value_dim": 5}
@@ -258,3 +259,30 @@ def test_a_mask_that_agrees_between_heads_in_some_rows_only(monkeypatch):
     problem = Problem(**LONG, mask=Spec.of("some heads"))
     rows = set(torch.cat([part.query for part in sampled_rows(problem, "cpu")]).tolist())
     assert {999, 1000} < rows
+
+
+@pytest.mark.parametrize("infinite", [False, True])
+@pytest.mark.parametrize(
+    "mask", [Spec.of("full"), CAUSAL, Spec.of("not", CAUSAL), Spec.of("document", lengths=[3, 6])]
+)
+def test_weights_are_those_of_the_conditions(mask, infinite):
+    """Of rows that see nothing too, and where a score of −∞ hides a key."""
+    inputs = draw_inputs(attention(mask=mask, dtype="fp32", batch=1))
+    if infinite:
+        k = inputs.k.clone()
+        k[:, 0, 2, 0] = -math.inf
+        inputs = inputs.replace(q=inputs.q.abs(), k=k)
+    for rows in (Rows(range(4), torch.arange(4)), every(inputs.problem)):
+        truth = oracles.truth(inputs)
+        known, weighed = of(inputs, rows), weigh_rows(inputs, truth, rows)
+        seen, last = known.seen, weighed.weights.shape[-1]
+        assert not seen[..., last:].any()
+        hidden = ~seen[..., :last]
+        mine = torch.zeros_like(hidden) if weighed.hidden is None else weighed.hidden
+        assert mine.equal(hidden)
+        weights = torch.where(seen, torch.exp(known.scores - known.maximum[..., None]), 0.0)
+        torch.testing.assert_close(weighed.weights, weights[..., :last], rtol=2.0**-48, atol=0.0)
+        torch.testing.assert_close(weighed.total, weights.sum(-1), rtol=2.0**-48, atol=0.0)
+        torch.testing.assert_close(weighed.maximum, known.maximum, rtol=2.0**-51, atol=0.0)
+        for name in ("q", "k", "v", "count", "out", "lse"):
+            assert getattr(weighed, name).equal(getattr(known, name)), name

@@ -94,14 +94,14 @@ def test_pieces_leave_out_keys_that_none_of_their_rows_sees(mask, monkeypatch):
     found, is_full = evidence(mask=mask).evidence, mask == Spec.of("full")
     whole = room.totals_of_rows(found)
     monkeypatch.setattr(row_conditions, "_CPU_PAIRS", 8 * PROBLEM.kv)
-    pairs, compute = [], room.compute_conditions
+    pairs, weigh = [], room.weigh_rows
 
-    def counted(*args, **how):
-        known = compute(*args, **how)
-        pairs.append(known.seen.numel())
+    def counted(*args):
+        known = weigh(*args)
+        pairs.append(known.weights.numel())
         return known
 
-    monkeypatch.setattr(room, "compute_conditions", counted)
+    monkeypatch.setattr(room, "weigh_rows", counted)
     pieces = room.totals_of_rows(found)
     for field in dataclasses.fields(whole):
         one, other = (torch.as_tensor(getattr(of, field.name)) for of in (whole, pieces))

@@ -51,8 +51,6 @@ class Conditions:
     total: torch.Tensor  # Σ exp(score − maximum) over the seen keys; 0 in rows that see no key
     out: torch.Tensor  # ``(heads, rows, value_dim)``; of a softmax ``(heads, rows, kv)``
     lse: torch.Tensor  # ``(heads, rows)``; −∞ in rows that see no key
-    # exp(score − maximum), 0 where not seen; None where nobody sums anything up by them.
-    weights: torch.Tensor | None = None
     # Whether the scores were inputs (a softmax): q, k and v are empty then, their last axis is 0,
     # and nothing was multiplied.
     # Of a softmax or an attention without mod and sink, the usual case, nothing more is said.
@@ -73,6 +71,28 @@ class Conditions:
     def keys(self) -> int:
         """Keys of the problem, and one more where there is a sink."""
         return self.seen.shape[-1]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class WeightedRows:
+    """What sums over the keys of some rows are made of, float64; no score mod, and no sink.
+
+    kv below ends with the last key that one of the rows sees.
+    """
+
+    # As of Conditions, k and v of every key.
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    scale: float
+    weights: torch.Tensor  # exp(score − maximum), ``(heads, rows, kv)``; 0 where not seen
+    hidden: torch.Tensor | None  # bool, likewise: what is not seen; None where everything is
+    # As of Conditions.
+    count: torch.Tensor
+    maximum: torch.Tensor
+    total: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

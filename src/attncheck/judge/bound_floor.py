@@ -33,22 +33,20 @@ from attncheck.judge.weight_errors import SMALL, log_sum_base
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attncheck.core.conditions import Conditions
+    from attncheck.core.conditions import WeightedRows
     from attncheck.core.declared_arithmetic import Arithmetic
 
 # Of the largest |v|: more than all terms of a bound are together where ``_is_bounded`` says so.
 _MOST = 128
 
 
-def row_totals(known: Conditions) -> RowTotals:
-    """Sum ``known``, of ``summed`` rows, up over its keys; without a score mod and without a sink.
+def row_totals(known: WeightedRows) -> RowTotals:
+    """Sum ``known`` up over its keys.
 
     Passes over all pairs are what it costs: it has those few that nothing else can give.
     """
-    assert known.weights is not None, "they are what sums are weighted by"
     queries, of_keys, values = known.q.abs(), known.k.abs(), known.v
-    keys, seen, alive = of_keys.shape[1], known.seen, known.count > 0
-    last = seen.shape[-1]  # behind it no row sees any
+    keys, last, alive = of_keys.shape[1], known.weights.shape[-1], known.count > 0
     # A row that sees no key has no means: 0.
     share = torch.where(alive, 1 / known.total[..., None], 0.0)
     together = torch.cat([values, values.abs(), values.square(), of_keys], -1)[:, :last]
@@ -60,11 +58,11 @@ def row_totals(known: Conditions) -> RowTotals:
     lost = 8 * (keys + 8) * 2.0**-53
     spread = (square * (1 - lost) - mean.square() * (1 + lost)).clamp_min(0).sqrt()
     sizes = queries @ of_keys[:, :last].mT
-    if known.sees_all:  # then nothing is hidden from a maximum
+    if known.hidden is None:
         least, largest = torch.aminmax(sizes, dim=-1, keepdim=True)
     else:
-        least = torch.where(seen, sizes, math.inf).amin(-1, keepdim=True)
-        largest = torch.where(seen, sizes, 0.0).amax(-1, keepdim=True)
+        largest = sizes.masked_fill_(known.hidden, 0.0).amax(-1, keepdim=True)
+        least = sizes.masked_fill_(known.hidden, math.inf).amin(-1, keepdim=True)
     return RowTotals(
         keys=keys,
         scale=known.scale,

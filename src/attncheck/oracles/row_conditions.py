@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from attncheck.core.conditions import Conditions, GradientConditions, Rows
+from attncheck.core.conditions import Conditions, GradientConditions, Rows, WeightedRows
 from attncheck.core.mod_spec import FULL, NONE
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.input_tensors import Inputs
@@ -23,6 +23,8 @@ from attncheck.oracles.mod_calls import Indices, call_mask, call_score_mod
 # (row, key) pairs of one piece. A bound holds some twenty float64 arrays of them: 80 MB on a CPU,
 # 2.7 GB on a GPU; and each further arithmetic up to ten more.
 _CPU_PAIRS, _GPU_PAIRS = 2**19, 2**24
+# Heads at a time on a GPU where a few such arrays are held: with one it waits for Python.
+_SUMMED_HEADS = 4
 
 # Multiplications of q·k and P·V up to which all rows are sampled: on a CPU 4 heads of 512 · 512 at
 # 64 dimensions, on a GPU 4 of 2048 · 2048 at 128.
@@ -33,17 +35,12 @@ _TILES = (16, 32, 64, 128, 256)
 _STEP = 2.0**-17  # of a difference quotient: the cube root of float64's unit roundoff
 
 
-def compute_conditions(
-    inputs: Inputs, truth: Outputs, rows: Rows, *, summed: bool = False
-) -> Conditions:
+def compute_conditions(inputs: Inputs, truth: Outputs, rows: Rows) -> Conditions:
     """The Conditions of ``rows``, on the inputs' device.
 
     Args:
         truth: The oracle's result on them, where ``out`` and ``lse`` are taken from.
         rows: Which rows; their query indices may lie on any device.
-        summed: Whether they are for sums over seen keys alone, of an attention without a score mod
-            and without a sink: what is said of (row, key) pairs ends with the last key that one of
-            the rows sees, and the weights stay.
     """
     problem = inputs.problem
     rows = Rows(rows.heads, rows.query.to(inputs.device))
@@ -54,11 +51,8 @@ def compute_conditions(
         scores, by_mask = products, torch.ones_like(products, dtype=torch.bool)
     else:
         q, k, v = _promoted(inputs, rows)
-        by_mask = mask_visibility(problem, rows)
-        if summed and problem.mask != FULL:
-            by_mask = by_mask[..., : _last_seen(by_mask) + 1]
-        products = (q @ k[:, : by_mask.shape[-1]].mT).mul_(problem.scale)
-        scores = products
+        products = (q @ k.mT).mul_(problem.scale)
+        scores, by_mask = products, mask_visibility(problem, rows)
         if problem.score != NONE:
             scores = _scored(inputs, products, rows)
         # Rows that see such a number have no finite result and no bound; others must not see it.
@@ -96,12 +90,59 @@ def compute_conditions(
         sees_all=whole,
         maximum=maximum,
         total=weights.sum(-1),
-        weights=weights if summed else None,
         out=truth.out.flatten(0, 1)[_heads(rows)][:, rows.query],
         lse=truth.lse.flatten(0, 1)[_heads(rows)][:, rows.query],
         given_scores=problem.operation == "softmax",
         has_score_mod=problem.score != NONE,
         has_sink=problem.sink,
+    )
+
+
+def weigh_rows(inputs: Inputs, truth: Outputs, rows: Rows) -> WeightedRows:
+    """Return the weights of ``rows``, of an attention without a score mod and without a sink.
+
+    What ``compute_conditions`` says of their sums, in half the passes over all pairs, and those end
+    with the last key that one of the rows sees.
+
+    Args:
+        truth: As of ``compute_conditions``; finite.
+        rows: The same.
+    """
+    problem = inputs.problem
+    rows = Rows(rows.heads, rows.query.to(inputs.device))
+    (q, k, v), hidden = _promoted(inputs, rows), None
+    keys = problem.kv
+    if problem.mask != FULL:
+        seen = mask_visibility(problem, rows)
+        keys = _last_seen(seen) + 1
+        hidden = seen[..., :keys].logical_not_()
+    last = k[:, :keys].mT
+    # The scale in the product: a pass less than behind it.
+    scores = torch.baddbmm(q.new_empty(()), q, last, beta=0, alpha=problem.scale)
+    if hidden is not None:
+        scores.masked_fill_(hidden, -math.inf)
+    least, maximum = torch.aminmax(scores, dim=-1)
+    # An infinite number may hide keys too.
+    if hidden is not None or bool((least == -math.inf).any()):
+        hidden = scores == -math.inf
+        count = keys - hidden.sum(-1, keepdim=True).double()
+        maximum = maximum.masked_fill(count[..., 0] == 0, 0.0)
+    else:
+        count = scores.new_full((*scores.shape[:2], 1), keys)
+    weights = scores.sub_(maximum[..., None]).exp_()
+    assert truth.lse is not None, "the oracle always gives LSE"
+    return WeightedRows(
+        q=q,
+        k=k.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0),
+        v=v.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0),
+        scale=problem.scale,
+        weights=weights,
+        hidden=hidden,
+        count=count,
+        maximum=maximum,
+        total=weights.sum(-1),
+        out=truth.out.flatten(0, 1)[_heads(rows)][:, rows.query],
+        lse=truth.lse.flatten(0, 1)[_heads(rows)][:, rows.query],
     )
 
 
@@ -126,9 +167,17 @@ def mask_visibility(problem: Problem, rows: Rows) -> Tensor:
     return torch.nn.functional.pad(seen, (0, 1), value=True) if problem.sink else seen
 
 
-def all_rows(problem: Problem, device: torch.device | str) -> Iterator[Rows]:
-    """All rows of a Problem, in pieces that fit into memory."""
-    return _pieces(problem, torch.arange(problem.query, device=device))
+def all_rows(
+    problem: Problem, device: torch.device | str, *, summed: bool = False
+) -> Iterator[Rows]:
+    """All rows of a Problem, in pieces that fit into memory.
+
+    Args:
+        summed: Whether they are weighed, which holds a quarter of what a bound does.
+    """
+    query = torch.arange(problem.query, device=device)
+    heads = _SUMMED_HEADS if summed and query.device.type != "cpu" else 1
+    return _pieces(problem, query, heads)
 
 
 def some_rows(problem: Problem, wanted: Tensor) -> Iterator[Rows]:
@@ -213,19 +262,22 @@ def _turns(problem: Problem, device: torch.device) -> set[int]:
     return {row + beside for row in turns for beside in (1, 2)}  # the last before, the first after
 
 
-def _pieces(problem: Problem, query: Tensor) -> Iterator[Rows]:
-    """Rows ``query`` of every head, in pieces that fit into memory, on the device of ``query``."""
+def _pieces(problem: Problem, query: Tensor, heads: int = 1) -> Iterator[Rows]:
+    """Rows ``query`` of every head, in pieces that fit into memory, on the device of ``query``.
+
+    Args:
+        heads: How many times as many heads a piece has.
+    """
     most = _CPU_PAIRS if query.device.type == "cpu" else _GPU_PAIRS
     # The largest of what the bounds multiply out: a row by its keys, or by its values.
     # All heads of few rows, or few heads of all rows, whichever fits.
     width = max(problem.kv, problem.value_dim)
     step = min(len(query), max(1, most // width))
-    together = max(1, most // (width * step)) if step == len(query) else 1
+    together = heads * (max(1, most // (width * step)) if step == len(query) else 1)
     count = problem.batch * problem.heads
     for start in range(0, count, together):
         for first in range(0, len(query), step):
-            heads = range(start, min(start + together, count))
-            yield Rows(heads, query[first : first + step])
+            yield Rows(range(start, min(start + together, count)), query[first : first + step])
 
 
 def row_indices(problem: Problem, rows: Rows) -> Iterator[tuple[slice, Indices]]:

@@ -44,6 +44,7 @@ from attncheck.oracles.row_conditions import (
     samples_all_rows,
     score_slopes,
     some_rows,
+    weigh_rows,
 )
 from attncheck.verify.evidence import Evidence, score_analysis
 
@@ -116,9 +117,8 @@ def totals_of_rows(evidence: Evidence) -> RowTotals | None:
         return None
     shape = problem.batch * problem.heads, problem.query
     whole: dict[str, Any] = {}
-    for rows in all_rows(problem, device):
-        known = compute_conditions(evidence.inputs, evidence.truth, rows, summed=True)
-        part = row_totals(known)
+    for rows in all_rows(problem, device, summed=True):
+        part = row_totals(weigh_rows(evidence.inputs, evidence.truth, rows))
         for name in (each.name for each in fields(part)):
             value = getattr(part, name)
             if not isinstance(value, torch.Tensor):

@@ -44,7 +44,10 @@ _POOLS = "TORCHINDUCTOR_COMPILE_THREADS"
 _ALONE = {_POOLS: "1"}
 # What compiling on a GPU needs, and takes seconds to import; of who compiles most kernels first.
 _MODULES: dict[CompilerName, tuple[str, ...]] = {
-    "triton": ("triton.compiler", "attncheck.kernels.flash3_forward"),
+    "triton": (
+        *("triton.compiler", "torch._dynamo"),  # masks are traced
+        *("attncheck.kernels.flash3_forward", "attncheck.subjects.triton_flash"),
+    ),
     "torch": ("torch._inductor.compile_fx",),
 }
 _OF_TORCH = 4  # one process in as many is for what torch compiles, where anything is

@@ -7,6 +7,7 @@ nearest folder upwards that has one; entry points of the group ``attncheck.kerne
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import os
 import re
@@ -24,6 +25,8 @@ from attncheck.subjects.capabilities.capability_table import AUTOGRAD, pattern_f
 from attncheck.subjects.capabilities.named_kernels import BUILTIN
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
     from tomlkit.items import Comment, Table, Whitespace
 
     from attncheck.subjects.capabilities.capability_table import Capabilities
@@ -129,10 +132,19 @@ def read_tables(tables: Mapping[str, Any], path: Path) -> dict[str, Capabilities
 def entry_points() -> dict[str, tuple[metadata.EntryPoint, ...]]:
     """Return those of the group by name; more than one where packages do not agree."""
     points: dict[str, tuple[metadata.EntryPoint, ...]] = {}
-    for each in metadata.entry_points(group=GROUP):
+    for each in _published(metadata.entry_points, tuple(sys.path)):
         if each not in points.get(each.name, ()):  # a package that is found twice on the path
             points[each.name] = (*points.get(each.name, ()), each)
     return points
+
+
+@functools.lru_cache(maxsize=1)
+def _published(
+    find: Callable[..., Iterable[metadata.EntryPoint]], path: tuple[str, ...]
+) -> tuple[metadata.EntryPoint, ...]:
+    """Look once: among hundreds of packages it takes a twentieth of a second, for each kernel."""
+    del path  # where it looks
+    return (*find(group=GROUP),)
 
 
 def published_kernel(
