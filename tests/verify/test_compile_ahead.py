@@ -190,6 +190,7 @@ def test_what_compiles_is_known_before_it_is_imported():
 @pytest.mark.usefixtures("_driver")
 def test_on_a_cpu_and_for_kernels_of_others_none_are_started():
     assert start_compilers([], "cpu") == []
+    assert start_compilers(["mine.py::kernel"], None) == []
     assert start_compilers(["mine.py::kernel", "ideal"], None) == []
 
 

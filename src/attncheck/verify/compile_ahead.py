@@ -103,8 +103,8 @@ def start_compilers(kernels: Collection[str], device: str | None) -> list[Worker
         device: The same; ``cpu``, ``cuda``, or None for a GPU where there is one.
     """
     ours = BUILTIN.keys() & (kernels or BUILTIN)
-    compilers = {BUILTIN[name].compiler for name in ours}
-    if device == "cpu" or compilers == {""}:
+    compilers = {BUILTIN[name].compiler for name in ours} - {""}
+    if device == "cpu" or not compilers:
         return []
     workers: list[Worker] = []
     # There may be no driver, and then nothing is compiled; or no process to be had.
