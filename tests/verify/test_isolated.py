@@ -18,6 +18,7 @@ from attncheck.diagnose.reproduce import exact_runs
 from attncheck.inputs import input_tensors as inputs_room
 from attncheck.inputs.problem import Case, Problem
 from attncheck.subjects.ideal import Ideal
+from attncheck.verify import kernel_server
 from attncheck.verify.call_conditions import CallConditions
 from attncheck.verify.deaths import confirm_death
 from attncheck.verify.executor import Execution, Failure, InProcess, Origin
@@ -282,6 +283,28 @@ def test_a_kernels_process_gives_back_scarce_memory_but_before_no_timed_call(
     words |= {"kept": True, "graph": False} if kept else {}
     assert server.answer(Frame(kind="run", words=words)).kind == "ran"
     assert released == ["cpu"] * times
+
+
+def test_a_lost_gpu_is_said_before_anything_is_asked_of_it(monkeypatch):
+    """Whatever is asked raises, and would be told as an error of a process that can go on."""
+
+    def lost(*_):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr("attncheck.core.strided_alloc.release_scarce_memory", lost)
+    monkeypatch.setattr(kernel_server, "lost_gpu", lambda: "CUDA error: an illegal address")
+    draw = kernel_server.draw_case_inputs
+    monkeypatch.setattr(kernel_server, "draw_case_inputs", lambda origin, _: draw(origin, "cpu"))
+    monkeypatch.setattr(kernel_server, "restore_process", lambda *_, **__: [])
+    server = KernelServer()
+    how = {"device": "cpu", "threads": torch.get_num_threads(), "convention": ""}
+    assert server.answer(Frame(kind="load", words={"kernel": "ideal"} | how)).kind == "described"
+    server._device = "cuda"
+    words = run_words(Origin(case=Case(problem=SMALL)), CallConditions(), timed=False, launch=None)
+    answer = server.answer(Frame(kind="run", words=words))
+    assert answer.kind == "failed"
+    assert answer.words["kind"] == "crash"
+    assert answer.words["message"] == "its process lost the GPU: CUDA error: an illegal address"
 
 
 WRITES = """

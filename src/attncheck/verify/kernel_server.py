@@ -235,6 +235,10 @@ class KernelServer:
                 kernel, inputs, origin=origin, timed=words["timed"], under=under
             )
         stir_heap()  # what this call broke is to end it here, and not after its answer
+        # Before anything else is asked of it: whatever is would raise, as an error of no crash.
+        if lost := lost_gpu() if self._device == "cuda" else "":
+            message = result.message if isinstance(result, Failure) else lost
+            return _failed(Failure(kind="crash", message=f"its process lost the GPU: {message}"))
         problem = inputs.problem
         far = any(map(strided_alloc.has_far_rows, inputs.tensors().values()))
         del inputs  # perhaps gibibytes, which the next question of another process may need
@@ -243,10 +247,6 @@ class KernelServer:
         elif not words.get("kept"):  # else its next call, which is timed, would pay for it
             strided_alloc.release_scarce_memory(self._device)
         self._compiling.listen()  # to what the call imported
-        lost = lost_gpu() if self._device == "cuda" else ""
-        if lost:
-            message = result.message if isinstance(result, Failure) else lost
-            return _failed(Failure(kind="crash", message=f"its process lost the GPU: {message}"))
         if isinstance(result, Failure):
             return _failed(result)
         if words.get("under", {}).get("state") and self._left:
