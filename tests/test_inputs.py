@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.messages import one_line
 
-from attncheck.core import draws
+from attncheck.core import draws, strided_alloc
 from attncheck.core.errors import ProblemError
 from attncheck.core.formats import DTYPES, FORMATS, round_to
 from attncheck.inputs import distributions, input_tensors
@@ -151,15 +151,54 @@ def test_tensors_that_do_not_fit_the_problem_are_refused():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_same_bits_on_a_gpu(monkeypatch):
+@pytest.mark.parametrize("changes", [{}, {"dtype": "e4m3"}, {"backward": True}], ids=str)
+def test_same_bits_on_a_gpu(changes, monkeypatch):
     """Where it draws them itself, too."""
-    problem = Problem(**SMALL)
-    monkeypatch.setattr(draws, "SPAN", 16)
+    problem = Problem(**SMALL | changes)
+    for module in (draws, input_tensors):
+        monkeypatch.setattr(module, "SPAN", 16)
     there, here = (input_tensors.unrounded_inputs(problem, place) for place in ("cuda", "cpu"))
     assert equal(there.to("cpu"), here)
+    assert input_tensors._is_drawn_there(problem, "cuda")
     drawn = input_tensors.draw_inputs(problem, "cuda")
     assert drawn.q.is_cuda
     assert equal(drawn.to("cpu"), input_tensors.draw_inputs(problem))
+
+
+LARGE = Problem(heads=16, query=2048, kv=64, head_dim=64)  # 2 million numbers of q
+
+
+@pytest.mark.parametrize(
+    ("problem", "device", "gigabytes", "there"),
+    [
+        (LARGE, "cuda", 8, True),
+        (LARGE, "cuda:1", 8, True),
+        (LARGE, "cuda", 1, False),
+        (LARGE.replace(query=64), "cuda", 8, False),
+        (LARGE, "cpu", 8, False),
+    ],
+)
+def test_a_gpu_with_memory_draws_many_numbers(problem, device, gigabytes, there, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (gigabytes << 30, 80 << 30))
+    assert input_tensors._is_drawn_there(problem, device) is there
+
+
+def test_where_memory_runs_out_the_host_draws(monkeypatch):
+    """What was tried is given back, so that a kernel finds the memory as it was."""
+    released, unrounded = [], input_tensors.unrounded_inputs
+
+    def exhausted(problem, place="cpu"):
+        if place != "cpu":
+            raise torch.OutOfMemoryError
+        return unrounded(problem)
+
+    monkeypatch.setattr(input_tensors, "_is_drawn_there", lambda *_: True)
+    monkeypatch.setattr(input_tensors, "unrounded_inputs", exhausted)
+    monkeypatch.setattr(strided_alloc, "release_cached_memory", released.append)
+    problem = Problem(**SMALL)
+    drawn = input_tensors.draw_inputs(problem, "meta")
+    assert drawn.device.type == "meta"
+    assert released == ["meta"]
 
 
 @pytest.mark.parametrize(

@@ -185,6 +185,22 @@ def test_the_same_entry_point_found_twice_is_one(points):
     assert len(configuration.entry_points()["theirs"]) == 1
 
 
+def test_packages_are_looked_through_once_until_one_is_installed(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    looked, find = [], configuration.metadata.entry_points
+    counted = lambda group: looked.append(group) or find(group=group)  # noqa: E731
+    monkeypatch.setattr(configuration.metadata, "entry_points", counted)
+    assert "mine" not in configuration.entry_points()
+    configuration.entry_points()
+    assert len(looked) == 1
+    info = tmp_path / "mine-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: mine\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{configuration.GROUP}]\nmine = module:kernel\n")
+    assert "mine" in configuration.entry_points()
+    assert len(looked) == 2
+
+
 OLD = """[tool.attncheck.kernels.mine]
 entry = 'old'
 [[tool.attncheck.kernels.mine.override]]

@@ -97,8 +97,8 @@ def test_compilers_load_what_they_need_before_anybody_knows_of_a_gpu():
 
 def test_what_cannot_be_loaded_is_said(monkeypatch):
     monkeypatch.setattr(compile_ahead, "prepare", lambda device: None)
-    monkeypatch.setitem(compile_ahead._MODULES, "triton", ("no_such_module",))
-    answer = Compiler().answer(Frame(kind="load", words={"compiler": "triton"}))
+    monkeypatch.setattr(compile_ahead, "_MODULES", ("no_such_module",))
+    answer = Compiler().answer(Frame(kind="load", words={}))
     assert (answer.kind, answer.words) == ("failed", {"reason": "ModuleNotFoundError"})
 
 
@@ -134,21 +134,16 @@ def test_one_that_has_died_leaves_the_others_their_work(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("count", "compilers", "expected"),
+    ("count", "kernels", "expected"),
     [
-        (8, {"triton", "torch", "cudnn", ""}, ["torch"] * 2 + ["triton"] * 6),
-        (2, {"triton", "torch"}, ["torch", "triton"]),
-        (1, {"triton", "torch"}, ["torch"]),
-        (3, {"torch"}, ["torch"] * 3),
-        (3, {"triton", "cudnn"}, ["triton"] * 3),
-        (0, {"triton", "torch"}, []),
+        (8, ["triton-flash2", "flex", "sdpa-cudnn"], [1, 0, 2, 3, 0, 4]),
+        (4, ["triton-flash2", "flex", "sdpa-cudnn"], [1, 0, 2, 3, 0, 1]),
+        (3, ["triton-flash2", "flex", "sdpa-cudnn"], [0, 1, 2, 0, 1, 2]),
+        (8, ["flex"], [0]),
+        (8, ["triton-flash2", "sdpa-cudnn"], [0, 1, 2]),
     ],
 )
-def test_few_processes_wait_for_the_modules_of_torch(count, compilers, expected):
-    assert compile_ahead._compilers_of(count, compilers) == expected
-
-
-def test_what_torch_compiles_is_asked_of_those_that_have_its_modules(monkeypatch):
+def test_no_kernel_waits_for_the_modules_of_torchs_compiler(count, kernels, expected, monkeypatch):
     sent = []
 
     class Process:
@@ -166,19 +161,14 @@ def test_what_torch_compiles_is_asked_of_those_that_have_its_modules(monkeypatch
         def kill(self, seconds):
             pass
 
-    monkeypatch.setattr(compile_ahead, "free_places", lambda device: 3)
-    kernels = [subject_named(name) for name in ("triton-flash2", "flex", "sdpa-cudnn")]
-    asked = [(SMALL.replace(query=query), kernels) for query in (16, 32)]
-    with compiling_ahead(asked, "cuda", [Process(number) for number in range(3)]):
-        pass
-    assert sent == [
-        (1, "triton-flash2", 16),
-        (0, "flex", 16),
-        (2, "sdpa-cudnn", 16),
-        (1, "triton-flash2", 32),
-        (0, "flex", 32),
-        (2, "sdpa-cudnn", 32),
-    ]
+    monkeypatch.setattr(compile_ahead, "free_places", lambda device: count)
+    subjects = [subject_named(name) for name in kernels]
+    asked = [(SMALL.replace(query=query), subjects) for query in (16, 32)]
+    with compiling_ahead(asked, "cuda", [Process(number) for number in range(count)]) as used:
+        assert len(used) == min(count, 2 * len(kernels) - 1)
+    every = [(name, query) for query in (16, 32) for name in kernels]
+    assert [(name, query) for _, name, query in sent] == every
+    assert [number for number, *_ in sent][: len(expected)] == expected
 
 
 def test_what_compiles_is_known_before_it_is_imported():

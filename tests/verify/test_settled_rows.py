@@ -8,11 +8,15 @@ import pytest
 import torch
 
 from attncheck.cases.variants import plan_cells
+from attncheck.core.conditions import Rows
 from attncheck.core.json_numbers import to_plain_data
 from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.judge.allowance import shares
+from attncheck.judge.bound_floor import bound_floor
+from attncheck.judge.deterministic_bound import deterministic_bound
+from attncheck.judge.score_errors import score_error
 from attncheck.oracles import row_conditions
 from attncheck.subjects.capabilities.named_kernels import builtin_names, subject_named
 from attncheck.subjects.ideal import Ideal
@@ -90,14 +94,16 @@ def test_records_are_those_of_all_bounds(kernel, dtype, monkeypatch):
     ],
     ids=str,
 )
-def test_pieces_leave_out_keys_that_none_of_their_rows_sees(mask, monkeypatch):
+@pytest.mark.parametrize("rows", [8, 64], ids=["of one head", "of two heads"])
+def test_pieces_leave_out_keys_that_none_of_their_rows_sees(rows, mask, monkeypatch):
     found, is_full = evidence(mask=mask).evidence, mask == Spec.of("full")
     whole = room.totals_of_rows(found)
-    monkeypatch.setattr(row_conditions, "_CPU_PAIRS", 8 * PROBLEM.kv)
+    monkeypatch.setattr(row_conditions, "_CPU_PAIRS", rows * PROBLEM.kv)
     pairs, weigh = [], room.weigh_rows
 
     def counted(*args):
         known = weigh(*args)
+        assert len(known.weights) == (1 if rows == 8 else 2)
         pairs.append(known.weights.numel())
         return known
 
@@ -116,6 +122,34 @@ def test_pieces_leave_out_keys_that_none_of_their_rows_sees(mask, monkeypatch):
     monkeypatch.setattr(row_conditions, "_last_seen", lambda seen: 3)
     cut = room.totals_of_rows(found)
     assert bool((cut.total == whole.total).all()) == is_full
+
+
+@pytest.mark.parametrize("dtype", ["fp64", "fp32", "bf16", "e4m3"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"scale": -0.3},
+        {"scale": 0.0},
+        {"distribution": "large_logits"},
+        {"mask": Spec.of("not", Spec.of("causal")), "kv": 70, "value_dim": 8},
+        {"batch": 2, "heads": 4, "kv_heads": 2, "mask": Spec.of("sliding_window", window=9)},
+    ],
+    ids=str,
+)
+def test_no_floor_is_above_the_bound(changes, dtype, monkeypatch):
+    """As they are made of inputs, in pieces."""
+    monkeypatch.setattr(row_conditions, "_CPU_PAIRS", 40 * PROBLEM.kv)
+    found = evidence(dtype=dtype, **changes)
+    problem, arithmetic = found.case.problem, Ideal().arithmetic(found.case.problem, "cpu")
+    floors = bound_floor(room.totals_of_rows(found.evidence), arithmetic)
+    every = Rows(range(problem.batch * problem.heads), torch.arange(problem.query))
+    known = row_conditions.compute_conditions(found.inputs, found.truth, every)
+    bound = deterministic_bound(known, arithmetic, score_error(known, arithmetic))
+    for floor, whole in zip(floors, (bound.out, bound.lse), strict=True):
+        told = ~floor.isnan()
+        assert bool(told.any())
+        assert bool((floor[told] <= whole[told]).all())
 
 
 def judged(outputs: Outputs, found: EvidenceBuilder):

@@ -86,7 +86,7 @@ class WeightedRows:
     v: torch.Tensor
     scale: float
     weights: torch.Tensor  # exp(score − maximum), ``(heads, rows, kv)``; 0 where not seen
-    hidden: torch.Tensor | None  # bool, likewise: what is not seen; None where everything is
+    hidden: torch.Tensor | None  # bool, likewise: what is not seen; None: no mask hides anything
     # As of Conditions.
     count: torch.Tensor
     maximum: torch.Tensor

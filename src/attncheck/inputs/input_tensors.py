@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 # Rounding needs about ten float64 temporaries; 2**18 elements make that 20 MB. A GPU gets 640 MB:
 # with few it waits for Python.
 _CHUNK = {"cpu": 1 << 18, "cuda": 1 << 23}
+_ROUNDING = 10 * 8 * _CHUNK["cuda"]  # bytes
 _LN2 = 0.6931471805599453
 _FP32 = ("sink", "dlse")  # in every dtype
 _SINKS = {"above": 2.0**10, "below": -(2.0**10), "equal": 0.0, "absent": -math.inf}
@@ -186,22 +187,27 @@ def draw_inputs(problem: Problem, device: str | torch.device = "cpu") -> Inputs:
 
     Raises ProblemError in fp8 where no fp32 descale is large enough, or a number is not finite.
     """
-    place = str(device) if _is_room_to_draw(problem, device) else "cpu"
-    inputs = round_inputs(unrounded_inputs(problem, place), problem).to(device)
-    if place != "cpu":  # a kernel may take memory of its own, which torch knows nothing of
-        strided_alloc.release_scarce_memory(device)
-    return inputs
+    if _is_drawn_there(problem, device):
+        try:
+            return round_inputs(unrounded_inputs(problem, str(device)), problem)
+        except torch.OutOfMemoryError:  # others may have taken it meanwhile
+            pass
+        finally:  # a kernel that is called next finds the memory as it was
+            strided_alloc.release_cached_memory(device)
+    return round_inputs(unrounded_inputs(problem), problem).to(device)
 
 
-def _is_room_to_draw(problem: Problem, device: str | torch.device) -> bool:
-    """Return whether numbers are many enough for a GPU to draw, and few enough for its memory."""
+def _is_drawn_there(problem: Problem, device: str | torch.device) -> bool:
+    """Return whether a GPU draws and rounds: many numbers, with memory for three float64 copies.
+
+    Those of some distributions and of a softmax are drawn here all the same, and rounded there.
+    """
     if torch.device(device).type == "cpu":
         return False
     sizes = _sizes(problem)
     each = math.prod(sizes.q), math.prod(sizes.k), math.prod(sizes.v)
-    # In float64 and as they are stored, in fp32 at most, and what rounding a piece needs.
-    size = sum(each) * 12 + _CHUNK["cuda"] * 80
-    return max(each) > SPAN and 2 * size < torch.cuda.mem_get_info(device)[0]
+    free, _ = torch.cuda.mem_get_info(device)
+    return max(each) > SPAN and 3 * 8 * sum(each) + _ROUNDING < free // 2
 
 
 def unrounded_inputs(problem: Problem, device: str = "cpu") -> Inputs:

@@ -41,23 +41,22 @@ _MOST = 128
 
 
 def row_totals(known: WeightedRows) -> RowTotals:
-    """Sum ``known`` up over its keys.
-
-    Passes over all pairs are what it costs: it has those few that nothing else can give.
-    """
-    queries, of_keys, values = known.q.abs(), known.k.abs(), known.v
-    keys, last, alive = of_keys.shape[1], known.weights.shape[-1], known.count > 0
+    """Sum ``known`` up over its keys, in as few passes over all pairs as there can be."""
+    kept, alive = known.weights.shape[-1], known.count > 0
+    q, k, v = known.q.abs(), known.k[:, :kept].abs(), known.v[:, :kept]
     # A row that sees no key has no means: 0.
     share = torch.where(alive, 1 / known.total[..., None], 0.0)
-    together = torch.cat([values, values.abs(), values.square(), of_keys], -1)[:, :last]
-    widths = [values.shape[-1]] * 3 + [of_keys.shape[-1]]
-    mean, size, square, key = (known.weights @ together).mul_(share).split_with_sizes(widths, -1)
-    # P of the largest score: all others are less by their weight.
+    together = torch.cat([v, v.abs(), v.square(), k], -1)
+    widths = [v.shape[-1]] * 3 + [k.shape[-1]]
+    means = (known.weights @ together).mul_(share).split_with_sizes(widths, -1)
+    mean, size, square, mean_k = means
+    # Of the largest score, whose weight is 1.
     peak = torch.where(alive, (known.maximum - known.lse).exp()[..., None], 0.0)
     # Σ P (v − mean)² is the least Σ P (v − c)² of any c; less what float64 may have made of it.
+    keys = known.k.shape[1]
     lost = 8 * (keys + 8) * 2.0**-53
     spread = (square * (1 - lost) - mean.square() * (1 + lost)).clamp_min(0).sqrt()
-    sizes = queries @ of_keys[:, :last].mT
+    sizes = q @ k.mT
     if known.hidden is None:
         least, largest = torch.aminmax(sizes, dim=-1, keepdim=True)
     else:
@@ -66,7 +65,7 @@ def row_totals(known: WeightedRows) -> RowTotals:
     return RowTotals(
         keys=keys,
         scale=known.scale,
-        head_dim=known.q.shape[-1],
+        head_dim=q.shape[-1],
         count=known.count,
         maximum=known.maximum,
         total=known.total,
@@ -74,14 +73,14 @@ def row_totals(known: WeightedRows) -> RowTotals:
         lse=known.lse,
         weight=known.total[..., None] * peak,
         peak=peak,
-        size=(queries * key).sum(-1, keepdim=True),  # the sum over d last
+        size=(q * mean_k).sum(-1, keepdim=True),
         least_size=torch.where(alive, least, 0.0),
         largest_size=largest,
         mean_value=size,
         spread=spread,
-        largest_query=queries.max(),
-        largest_key=of_keys.max(),
-        largest_value=values.abs().max(),
+        largest_query=q.max(),
+        largest_key=known.k.abs().max(),
+        largest_value=known.v.abs().max(),
     )
 
 

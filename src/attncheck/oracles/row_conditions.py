@@ -23,8 +23,9 @@ from attncheck.oracles.mod_calls import Indices, call_mask, call_score_mod
 # (row, key) pairs of one piece. A bound holds some twenty float64 arrays of them: 80 MB on a CPU,
 # 2.7 GB on a GPU; and each further arithmetic up to ten more.
 _CPU_PAIRS, _GPU_PAIRS = 2**19, 2**24
-# Heads at a time on a GPU where a few such arrays are held: with one it waits for Python.
-_SUMMED_HEADS = 4
+# As many times the pairs where rows are weighed, which holds three such arrays: with fewer a GPU
+# waits for Python.
+_WEIGHED = 4
 
 # Multiplications of q·k and P·V up to which all rows are sampled: on a CPU 4 heads of 512 · 512 at
 # 64 dimensions, on a GPU 4 of 2048 · 2048 at 128.
@@ -101,8 +102,8 @@ def compute_conditions(inputs: Inputs, truth: Outputs, rows: Rows) -> Conditions
 def weigh_rows(inputs: Inputs, truth: Outputs, rows: Rows) -> WeightedRows:
     """Return the weights of ``rows``, of an attention without a score mod and without a sink.
 
-    What ``compute_conditions`` says of their sums, in half the passes over all pairs, and those end
-    with the last key that one of the rows sees.
+    What sums need of ``compute_conditions``, in fewer passes over all pairs, which end with the
+    last key that one of the rows sees: at 16,384 rows half the time on an H100.
 
     Args:
         truth: As of ``compute_conditions``; finite.
@@ -111,24 +112,23 @@ def weigh_rows(inputs: Inputs, truth: Outputs, rows: Rows) -> WeightedRows:
     problem = inputs.problem
     rows = Rows(rows.heads, rows.query.to(inputs.device))
     (q, k, v), hidden = _promoted(inputs, rows), None
-    keys = problem.kv
+    kept = problem.kv
     if problem.mask != FULL:
         seen = mask_visibility(problem, rows)
-        keys = _last_seen(seen) + 1
-        hidden = seen[..., :keys].logical_not_()
-    last = k[:, :keys].mT
+        kept = _last_seen(seen) + 1
+        hidden = seen[..., :kept].logical_not_()
     # The scale in the product: a pass less than behind it.
-    scores = torch.baddbmm(q.new_empty(()), q, last, beta=0, alpha=problem.scale)
+    scores = torch.baddbmm(q.new_empty(()), q, k[:, :kept].mT, beta=0, alpha=problem.scale)
     if hidden is not None:
         scores.masked_fill_(hidden, -math.inf)
     least, maximum = torch.aminmax(scores, dim=-1)
     # An infinite number may hide keys too.
     if hidden is not None or bool((least == -math.inf).any()):
         hidden = scores == -math.inf
-        count = keys - hidden.sum(-1, keepdim=True).double()
+        count = kept - hidden.sum(-1, keepdim=True).double()
         maximum = maximum.masked_fill(count[..., 0] == 0, 0.0)
     else:
-        count = scores.new_full((*scores.shape[:2], 1), keys)
+        count = scores.new_full((*scores.shape[:2], 1), kept)
     weights = scores.sub_(maximum[..., None]).exp_()
     assert truth.lse is not None, "the oracle always gives LSE"
     return WeightedRows(
@@ -168,16 +168,14 @@ def mask_visibility(problem: Problem, rows: Rows) -> Tensor:
 
 
 def all_rows(
-    problem: Problem, device: torch.device | str, *, summed: bool = False
+    problem: Problem, device: torch.device | str, *, weighed: bool = False
 ) -> Iterator[Rows]:
     """All rows of a Problem, in pieces that fit into memory.
 
     Args:
-        summed: Whether they are weighed, which holds a quarter of what a bound does.
+        weighed: Whether for ``weigh_rows``, which holds less than a bound does.
     """
-    query = torch.arange(problem.query, device=device)
-    heads = _SUMMED_HEADS if summed and query.device.type != "cpu" else 1
-    return _pieces(problem, query, heads)
+    return _pieces(problem, torch.arange(problem.query, device=device), weighed=weighed)
 
 
 def some_rows(problem: Problem, wanted: Tensor) -> Iterator[Rows]:
@@ -262,18 +260,21 @@ def _turns(problem: Problem, device: torch.device) -> set[int]:
     return {row + beside for row in turns for beside in (1, 2)}  # the last before, the first after
 
 
-def _pieces(problem: Problem, query: Tensor, heads: int = 1) -> Iterator[Rows]:
+def _pieces(problem: Problem, query: Tensor, *, weighed: bool = False) -> Iterator[Rows]:
     """Rows ``query`` of every head, in pieces that fit into memory, on the device of ``query``.
 
     Args:
-        heads: How many times as many heads a piece has.
+        weighed: As of ``all_rows``.
     """
     most = _CPU_PAIRS if query.device.type == "cpu" else _GPU_PAIRS
     # The largest of what the bounds multiply out: a row by its keys, or by its values.
     # All heads of few rows, or few heads of all rows, whichever fits.
     width = max(problem.kv, problem.value_dim)
     step = min(len(query), max(1, most // width))
-    together = heads * (max(1, most // (width * step)) if step == len(query) else 1)
+    together = max(1, most // (width * step)) if step == len(query) else 1
+    if weighed and step < len(query):
+        # The same rows of several heads; arrays of keys, which are fewer of each, stay smaller.
+        together = max(1, min(_WEIGHED, step // (problem.head_dim + problem.value_dim)))
     count = problem.batch * problem.heads
     for start in range(0, count, together):
         for first in range(0, len(query), step):

@@ -42,15 +42,15 @@ _LONGEST = 600.0  # seconds that one may be at work
 # this process start a pool beside them, which takes a second.
 _POOLS = "TORCHINDUCTOR_COMPILE_THREADS"
 _ALONE = {_POOLS: "1"}
-# What compiling on a GPU needs, and takes seconds to import; of who compiles most kernels first.
-_MODULES: dict[CompilerName, tuple[str, ...]] = {
-    "triton": (
-        *("triton.compiler", "torch._dynamo"),  # masks are traced
-        *("attncheck.kernels.flash3_forward", "attncheck.subjects.triton_flash"),
-    ),
-    "torch": ("torch._inductor.compile_fx",),
-}
-_OF_TORCH = 4  # one process in as many is for what torch compiles, where anything is
+# What compiling a Triton kernel on a GPU needs, tracing its mask included, and takes seconds to
+# import. Torch's own compiler takes seconds more, and waits until it is needed.
+_MODULES = (
+    "triton.compiler",
+    "torch._dynamo",
+    "attncheck.kernels.flash3_forward",
+    "attncheck.subjects.triton_flash",
+)
+_OF_TORCH = 4  # one process in as many compiles what torch does, and nothing else
 
 
 class Compiler:
@@ -59,12 +59,12 @@ class Compiler:
     def answer(self, request: Frame) -> Frame:
         """Call a kernel of ours on zeros of a Problem; say what became of it.
 
-        A request of kind ``load`` imports what a compiler on a GPU needs, and calls nothing.
+        A request of kind ``load`` imports what compilers on a GPU need, and calls nothing.
         """
         if request.kind == "load":
             try:
                 prepare("cuda")
-                for module in _MODULES[request.words["compiler"]]:
+                for module in _MODULES:
                     import_module(module)
             except Exception as error:  # noqa: BLE001  # who compiles says so again
                 return Frame(kind="failed", words={"reason": type(error).__name__})
@@ -103,29 +103,16 @@ def start_compilers(kernels: Collection[str], device: str | None) -> list[Worker
         device: The same; ``cpu``, ``cuda``, or None for a GPU where there is one.
     """
     ours = BUILTIN.keys() & (kernels or BUILTIN)
-    compilers = {BUILTIN[name].compiler for name in ours} - {""}
-    if device == "cpu" or not compilers:
+    if device == "cpu" or not any(BUILTIN[name].compiler for name in ours):
         return []
     workers: list[Worker] = []
     # There may be no driver, and then nothing is compiled; or no process to be had.
     with suppress(HostError, OSError):
         ctypes.CDLL(_DRIVER)
-        for compiler in _compilers_of(_places_on_cores(), compilers):
+        for _ in range(_places_on_cores()):
             workers.append(_new_compiler())
-            request = Frame(kind="load", words={"compiler": compiler})
-            workers[-1].send(request, seconds=_SECONDS)
+            workers[-1].send(Frame(kind="load", words={}), seconds=_SECONDS)
     return workers
-
-
-def _compilers_of(count: int, compilers: Collection[CompilerName]) -> list[CompilerName]:
-    """Return which compiler each of ``count`` processes is for, those for torch's first.
-
-    Its modules take three seconds to import, and no other kernel has to wait for them.
-    """
-    of_torch = min(count, max(1, count // _OF_TORCH)) if "torch" in compilers else 0
-    if compilers == {"torch"}:
-        of_torch = count
-    return ["torch" if number < of_torch else "triton" for number in range(count)]
 
 
 def _new_compiler() -> Worker:
@@ -166,15 +153,17 @@ def compiling_ahead(
             else:
                 worker.kill(_SECONDS)
         workers.extend(_new_compiler() for _ in range(count - len(workers)))
-        theirs = _compilers_of(len(workers), {*calls.values()})
-        of_torch = theirs.count("torch")
-        turns = {True: cycle(workers[:of_torch]), False: cycle(workers[of_torch:] or workers)}
+        # With processes enough no other kernel waits until torch's compiler is imported.
+        few = len(workers) // _OF_TORCH if {*calls.values()} > {"torch"} else 0
+        others = cycle(workers[few:])
+        of_torch = cycle(workers[:few]) if few else others
         for (kernel, problem), compiler in calls.items() if workers else ():
             words = {"kernel": kernel, "problem": problem.to_json(), "device": device}
             # Answers are left in the pipe, where there is room for thousands.
             request = Frame(kind="compile", words=words)
             with suppress(HostError):  # what is not compiled there is compiled here
-                next(turns[compiler == "torch"]).send(request, seconds=_SECONDS)
+                worker = next(of_torch if compiler == "torch" else others)
+                worker.send(request, seconds=_SECONDS)
     except (HostError, OSError):
         pass  # no more of them are to be had
     for worker in workers:

@@ -132,7 +132,8 @@ def read_tables(tables: Mapping[str, Any], path: Path) -> dict[str, Capabilities
 def entry_points() -> dict[str, tuple[metadata.EntryPoint, ...]]:
     """Return those of the group by name; more than one where packages do not agree."""
     points: dict[str, tuple[metadata.EntryPoint, ...]] = {}
-    for each in _published(metadata.entry_points, tuple(sys.path)):
+    places = tuple((place, _changed(place)) for place in sys.path)
+    for each in _published(metadata.entry_points, places):
         if each not in points.get(each.name, ()):  # a package that is found twice on the path
             points[each.name] = (*points.get(each.name, ()), each)
     return points
@@ -140,11 +141,22 @@ def entry_points() -> dict[str, tuple[metadata.EntryPoint, ...]]:
 
 @functools.lru_cache(maxsize=1)
 def _published(
-    find: Callable[..., Iterable[metadata.EntryPoint]], path: tuple[str, ...]
+    find: Callable[..., Iterable[metadata.EntryPoint]], places: tuple[tuple[str, int], ...]
 ) -> tuple[metadata.EntryPoint, ...]:
-    """Look once: among hundreds of packages it takes a twentieth of a second, for each kernel."""
-    del path  # where it looks
+    """Return those of the group in ``places``, the folders of the path and when each was changed.
+
+    Looked for once: among hundreds of packages it takes a twentieth of a second, for each kernel.
+    """
+    del places
     return (*find(group=GROUP),)
+
+
+def _changed(place: str) -> int:
+    """Return when a folder of the path was changed last, as its file system counts; 0 of none."""
+    try:
+        return Path(place).stat().st_mtime_ns  # an empty one is this folder
+    except OSError:
+        return 0
 
 
 def published_kernel(
