@@ -48,7 +48,7 @@ def rows(made, *, size=1.0, constant=False, causal=True, dims=16, keys=96):
     return made.attention(q, k, v.double(), seen=seen)
 
 
-def weighed(known):
+def weights_of(known):
     """The weights of what ``rows`` gives."""
     shared = ("q", "k", "v", "scale", "count", "maximum", "total", "out", "lse")
     weights = torch.exp(known.scores - known.maximum[..., None])
@@ -76,7 +76,7 @@ GIVEN = {
 def test_a_floor_is_never_above_the_bound(made, dtype, given):
     """Nor known where the bound is infinite; NaN where it says nothing."""
     known = rows(made, **GIVEN[given])
-    totals = row_totals(weighed(known))
+    totals = row_totals(weights_of(known))
     for arithmetic in arithmetics(dtype):
         bound = deterministic_bound(known, arithmetic, score_error(known, arithmetic))
         for floor, whole in zip(
@@ -96,6 +96,6 @@ def test_a_floor_is_near_its_bound(made, dtype, out):
     """What tells rows apart, and makes the test above one that fails of floors a little higher."""
     known, arithmetic = rows(made, keys=256, causal=False), default_arithmetic(DTYPES[dtype])
     bound = deterministic_bound(known, arithmetic, score_error(known, arithmetic))
-    of_out, of_lse = bound_floor(row_totals(weighed(known)), arithmetic)
+    of_out, of_lse = bound_floor(row_totals(weights_of(known)), arithmetic)
     assert bool((of_out >= out * bound.out).all())
     assert bool((of_lse >= 0.85 * bound.lse).all())

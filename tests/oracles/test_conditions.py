@@ -274,15 +274,25 @@ def test_weights_are_those_of_the_conditions(mask, infinite):
         inputs = inputs.replace(q=inputs.q.abs(), k=k)
     for rows in (Rows(range(4), torch.arange(4)), every(inputs.problem)):
         truth = oracles.truth(inputs)
-        known, weighed = of(inputs, rows), weigh_rows(inputs, truth, rows)
-        seen, last = known.seen, weighed.weights.shape[-1]
+        known, short = of(inputs, rows), weigh_rows(inputs, truth, rows)
+        seen, last = known.seen, short.weights.shape[-1]
         assert not seen[..., last:].any()
         hidden = ~seen[..., :last]
-        mine = torch.zeros_like(hidden) if weighed.hidden is None else weighed.hidden
+        mine = torch.zeros_like(hidden) if short.hidden is None else short.hidden
         assert mine.equal(hidden)
+        # Both round q·k: each of its products and sums, and the scale; then weights an exponential
+        # of the difference of two such scores, and totals the sum.
+        unit = torch.finfo(torch.float64).eps / 2
+        largest = known.scale * float((known.q.abs() @ known.k.abs().mT).max())
+        of_score = (known.q.shape[-1] + 1) * unit * largest
+        of_weight = 2 * (2 * of_score + unit * largest + unit)
+        of_total = of_weight + 2 * last * unit
         weights = torch.where(seen, torch.exp(known.scores - known.maximum[..., None]), 0.0)
-        torch.testing.assert_close(weighed.weights, weights[..., :last], rtol=2.0**-48, atol=0.0)
-        torch.testing.assert_close(weighed.total, weights.sum(-1), rtol=2.0**-48, atol=0.0)
-        torch.testing.assert_close(weighed.maximum, known.maximum, rtol=2.0**-51, atol=0.0)
+        for one, other, relative, absolute in (
+            (short.maximum, known.maximum, 0.0, 2 * of_score),
+            (short.weights, weights[..., :last], of_weight, 0.0),
+            (short.total, known.total, of_total, 0.0),
+        ):
+            torch.testing.assert_close(one, other, rtol=relative, atol=absolute)
         for name in ("q", "k", "v", "count", "out", "lse"):
-            assert getattr(weighed, name).equal(getattr(known, name)), name
+            assert getattr(short, name).equal(getattr(known, name)), name

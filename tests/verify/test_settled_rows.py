@@ -118,7 +118,7 @@ def test_pieces_leave_out_keys_that_none_of_their_rows_sees(rows, mask, monkeypa
         torch.testing.assert_close(other, one, rtol=LOST, atol=least)
     fewer = sum(pairs) < PROBLEM.heads * PROBLEM.query * PROBLEM.kv
     assert fewer == (mask not in (Spec.of("full"), Spec.of("not", Spec.of("causal"))))
-    # One key less is missed.
+    # Keys that are left out and seen are missed.
     monkeypatch.setattr(row_conditions, "_last_seen", lambda seen: 3)
     cut = room.totals_of_rows(found)
     assert bool((cut.total == whole.total).all()) == is_full
@@ -147,9 +147,9 @@ def test_no_floor_is_above_the_bound(changes, dtype, monkeypatch):
     known = row_conditions.compute_conditions(found.inputs, found.truth, every)
     bound = deterministic_bound(known, arithmetic, score_error(known, arithmetic))
     for floor, whole in zip(floors, (bound.out, bound.lse), strict=True):
-        told = ~floor.isnan()
-        assert bool(told.any())
-        assert bool((floor[told] <= whole[told]).all())
+        says = ~floor.isnan()
+        assert bool(says.any())
+        assert bool((floor[says] <= whole[says]).all())
 
 
 def judged(outputs: Outputs, found: EvidenceBuilder):

@@ -42,8 +42,8 @@ _MOST = 128
 
 def row_totals(known: WeightedRows) -> RowTotals:
     """Sum ``known`` up over its keys, in as few passes over all pairs as there can be."""
-    kept, alive = known.weights.shape[-1], known.count > 0
-    q, k, v = known.q.abs(), known.k[:, :kept].abs(), known.v[:, :kept]
+    last, alive = known.weights.shape[-1], known.count > 0  # behind it no row sees a key
+    q, k, v = known.q.abs(), known.k[:, :last].abs(), known.v[:, :last]
     # A row that sees no key has no means: 0.
     share = torch.where(alive, 1 / known.total[..., None], 0.0)
     together = torch.cat([v, v.abs(), v.square(), k], -1)

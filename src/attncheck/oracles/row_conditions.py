@@ -23,9 +23,8 @@ from attncheck.oracles.mod_calls import Indices, call_mask, call_score_mod
 # (row, key) pairs of one piece. A bound holds some twenty float64 arrays of them: 80 MB on a CPU,
 # 2.7 GB on a GPU; and each further arithmetic up to ten more.
 _CPU_PAIRS, _GPU_PAIRS = 2**19, 2**24
-# As many times the pairs where rows are weighed, which holds three such arrays: with fewer a GPU
-# waits for Python.
-_WEIGHED = 4
+# As many times the pairs where three such arrays are held: with fewer a GPU waits for Python.
+_FEW_ARRAYS = 4
 
 # Multiplications of q·k and P·V up to which all rows are sampled: on a CPU 4 heads of 512 · 512 at
 # 64 dimensions, on a GPU 4 of 2048 · 2048 at 128.
@@ -48,7 +47,7 @@ def compute_conditions(inputs: Inputs, truth: Outputs, rows: Rows) -> Conditions
     if problem.operation == "softmax":
         assert inputs.x is not None, "Inputs of a softmax have their scores"
         q, k, v = _empty(inputs, rows)
-        products = inputs.x.flatten(0, 1)[_heads(rows)][:, rows.query].double()
+        products = _at_rows(inputs.x, rows).double()
         scores, by_mask = products, torch.ones_like(products, dtype=torch.bool)
     else:
         q, k, v = _promoted(inputs, rows)
@@ -91,8 +90,8 @@ def compute_conditions(inputs: Inputs, truth: Outputs, rows: Rows) -> Conditions
         sees_all=whole,
         maximum=maximum,
         total=weights.sum(-1),
-        out=truth.out.flatten(0, 1)[_heads(rows)][:, rows.query],
-        lse=truth.lse.flatten(0, 1)[_heads(rows)][:, rows.query],
+        out=_at_rows(truth.out, rows),
+        lse=_at_rows(truth.lse, rows),
         given_scores=problem.operation == "softmax",
         has_score_mod=problem.score != NONE,
         has_sink=problem.sink,
@@ -103,7 +102,7 @@ def weigh_rows(inputs: Inputs, truth: Outputs, rows: Rows) -> WeightedRows:
     """Return the weights of ``rows``, of an attention without a score mod and without a sink.
 
     What sums need of ``compute_conditions``, in fewer passes over all pairs, which end with the
-    last key that one of the rows sees: at 16,384 rows half the time on an H100.
+    last key that one of the rows sees.
 
     Args:
         truth: As of ``compute_conditions``; finite.
@@ -112,23 +111,23 @@ def weigh_rows(inputs: Inputs, truth: Outputs, rows: Rows) -> WeightedRows:
     problem = inputs.problem
     rows = Rows(rows.heads, rows.query.to(inputs.device))
     (q, k, v), hidden = _promoted(inputs, rows), None
-    kept = problem.kv
+    keys = problem.kv
     if problem.mask != FULL:
         seen = mask_visibility(problem, rows)
-        kept = _last_seen(seen) + 1
-        hidden = seen[..., :kept].logical_not_()
+        keys = _last_seen(seen) + 1
+        hidden = seen[..., :keys].logical_not_()
     # The scale in the product: a pass less than behind it.
-    scores = torch.baddbmm(q.new_empty(()), q, k[:, :kept].mT, beta=0, alpha=problem.scale)
+    scores = torch.baddbmm(q.new_empty(()), q, k[:, :keys].mT, beta=0, alpha=problem.scale)
     if hidden is not None:
         scores.masked_fill_(hidden, -math.inf)
     least, maximum = torch.aminmax(scores, dim=-1)
     # An infinite number may hide keys too.
     if hidden is not None or bool((least == -math.inf).any()):
         hidden = scores == -math.inf
-        count = kept - hidden.sum(-1, keepdim=True).double()
+        count = keys - hidden.sum(-1, keepdim=True).double()
         maximum = maximum.masked_fill(count[..., 0] == 0, 0.0)
     else:
-        count = scores.new_full((*scores.shape[:2], 1), kept)
+        count = scores.new_full((*scores.shape[:2], 1), keys)
     weights = scores.sub_(maximum[..., None]).exp_()
     assert truth.lse is not None, "the oracle always gives LSE"
     return WeightedRows(
@@ -141,8 +140,8 @@ def weigh_rows(inputs: Inputs, truth: Outputs, rows: Rows) -> WeightedRows:
         count=count,
         maximum=maximum,
         total=weights.sum(-1),
-        out=truth.out.flatten(0, 1)[_heads(rows)][:, rows.query],
-        lse=truth.lse.flatten(0, 1)[_heads(rows)][:, rows.query],
+        out=_at_rows(truth.out, rows),
+        lse=_at_rows(truth.lse, rows),
     )
 
 
@@ -168,14 +167,14 @@ def mask_visibility(problem: Problem, rows: Rows) -> Tensor:
 
 
 def all_rows(
-    problem: Problem, device: torch.device | str, *, weighed: bool = False
+    problem: Problem, device: torch.device | str, *, few_arrays: bool = False
 ) -> Iterator[Rows]:
     """All rows of a Problem, in pieces that fit into memory.
 
     Args:
-        weighed: Whether for ``weigh_rows``, which holds less than a bound does.
+        few_arrays: Whether for ``weigh_rows``, which holds less than a bound does.
     """
-    return _pieces(problem, torch.arange(problem.query, device=device), weighed=weighed)
+    return _pieces(problem, torch.arange(problem.query, device=device), few_arrays=few_arrays)
 
 
 def some_rows(problem: Problem, wanted: Tensor) -> Iterator[Rows]:
@@ -260,11 +259,11 @@ def _turns(problem: Problem, device: torch.device) -> set[int]:
     return {row + beside for row in turns for beside in (1, 2)}  # the last before, the first after
 
 
-def _pieces(problem: Problem, query: Tensor, *, weighed: bool = False) -> Iterator[Rows]:
+def _pieces(problem: Problem, query: Tensor, *, few_arrays: bool = False) -> Iterator[Rows]:
     """Rows ``query`` of every head, in pieces that fit into memory, on the device of ``query``.
 
     Args:
-        weighed: As of ``all_rows``.
+        few_arrays: As of ``all_rows``.
     """
     most = _CPU_PAIRS if query.device.type == "cpu" else _GPU_PAIRS
     # The largest of what the bounds multiply out: a row by its keys, or by its values.
@@ -272,9 +271,9 @@ def _pieces(problem: Problem, query: Tensor, *, weighed: bool = False) -> Iterat
     width = max(problem.kv, problem.value_dim)
     step = min(len(query), max(1, most // width))
     together = max(1, most // (width * step)) if step == len(query) else 1
-    if weighed and step < len(query):
+    if few_arrays and step < len(query):
         # The same rows of several heads; arrays of keys, which are fewer of each, stay smaller.
-        together = max(1, min(_WEIGHED, step // (problem.head_dim + problem.value_dim)))
+        together = max(1, min(_FEW_ARRAYS, step // (problem.head_dim + problem.value_dim)))
     count = problem.batch * problem.heads
     for start in range(0, count, together):
         for first in range(0, len(query), step):
@@ -335,7 +334,8 @@ def _promoted(inputs: Inputs, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
     # Only the key heads of these rows are promoted to float64.
     heads = torch.arange(rows.heads.start, rows.heads.stop, device=device)
     key_heads = heads // problem.group  # batch · heads + head, the same with kv_heads
-    q = inputs.q.flatten(0, 1)[_heads(rows)].double()[:, rows.query]
+    # Promoted first: not every device picks rows of fp8's numbers.
+    q = inputs.q.flatten(0, 1)[rows.heads.start : rows.heads.stop].double()[:, rows.query]
     # Of Python's numbers: a GPU would be waited for.
     first, last = rows.heads.start // problem.group, (rows.heads.stop - 1) // problem.group + 1
     k, v = (x.flatten(0, 1)[first:last].double()[key_heads - first] for x in (inputs.k, inputs.v))
@@ -356,8 +356,9 @@ def _empty(inputs: Inputs, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def _heads(rows: Rows) -> slice:
-    return slice(rows.heads.start, rows.heads.stop)
+def _at_rows(x: Tensor, rows: Rows) -> Tensor:
+    """``x`` ``(batch, heads, query, …)`` at the rows, ``(heads, rows, …)``."""
+    return x.flatten(0, 1)[rows.heads.start : rows.heads.stop][:, rows.query]
 
 
 def compute_gradient_conditions(inputs: Inputs, truth: Outputs, rows: Rows) -> GradientConditions:
@@ -368,8 +369,7 @@ def compute_gradient_conditions(inputs: Inputs, truth: Outputs, rows: Rows) -> G
         rows: Which rows; their query indices may lie on any device.
     """
     known = compute_conditions(inputs, truth, rows)
-    heads = slice(rows.heads.start, rows.heads.stop)
-    dout, dlse = (x.flatten(0, 1)[heads][:, known.rows.query] for x in inputs.loss())
+    dout, dlse = (_at_rows(x, known.rows) for x in inputs.loss())
     alive = known.seen.any(-1)
     dlse = torch.where(alive, dlse, 0.0)
     delta = torch.where(alive, (dout * known.out).sum(-1), 0.0)

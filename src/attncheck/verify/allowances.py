@@ -117,7 +117,7 @@ def totals_of_rows(evidence: Evidence) -> RowTotals | None:
         return None
     shape = problem.batch * problem.heads, problem.query
     whole: dict[str, Any] = {}
-    for rows in all_rows(problem, device, weighed=True):
+    for rows in all_rows(problem, device, few_arrays=True):
         part = row_totals(weigh_rows(evidence.inputs, evidence.truth, rows))
         for name in (each.name for each in fields(part)):
             value = getattr(part, name)
