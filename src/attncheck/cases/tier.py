@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attncheck.core.errors import UnknownName
+from attncheck.core.errors import look_up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,9 +129,7 @@ TIERS: dict[str, Tier] = {
 
 def tier_named(name: str) -> Tier:
     """Return the tier called ``name``; raises UnknownName with the valid names."""
-    if name not in TIERS:
-        raise UnknownName("tier", name, TIERS)
-    return TIERS[name]
+    return look_up("tier", name, TIERS)
 
 
 def default_tier(device: str) -> str:

@@ -384,9 +384,7 @@ def oracle_plan(
 
 def _variants_named(names: Sequence[str]) -> dict[str, Variant]:
     known = VARIANTS | FURTHER
-    for name in names:
-        if name not in known and name != ALL:
-            raise UnknownName("variant", name, [*known, ALL])
+    require_known("variant", names, [*known, ALL])
     if ALL in names:
         return known
     return {name: known[name] for name in names} if names else VARIANTS
@@ -394,9 +392,7 @@ def _variants_named(names: Sequence[str]) -> dict[str, Variant]:
 
 def check_measured(dtype: str) -> None:
     """Raise UnknownName for a dtype that kernels are not measured in."""
-    measured = [name for name, d in DTYPES.items() if d.measured]
-    if dtype not in measured:
-        raise UnknownName("dtype", dtype, measured)
+    require_known("dtype", [dtype], [name for name, d in DTYPES.items() if d.measured])
 
 
 # ------------------------------------------------------------ one cell by its name

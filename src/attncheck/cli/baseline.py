@@ -266,9 +266,8 @@ def _chosen(
     about = (("kernel", kernels, lambda c: c.kernel), ("case", cases, lambda c: c.case_id))
     for what, names, of in about:
         known = tuple(dict.fromkeys(of(change) for change in changes))
-        for name in names:
-            # A misspelt name would leave nothing to compare, and pass.
-            require_known(what, [name], known)
+        # A misspelt name would leave nothing to compare, and pass.
+        require_known(what, names, known)
     return tuple(
         change
         for change in changes

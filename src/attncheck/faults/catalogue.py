@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from attncheck.core.errors import UnknownName
+from attncheck.core.errors import look_up
 from attncheck.faults.fault import Control, Fault
 
 CATEGORIES = (
@@ -51,7 +51,4 @@ SHARED_PATCHES: dict[str, str] = _entries("shared_patches")
 
 def fault_named(name: str) -> Fault | Control:
     """Return the fault or control called ``name``; raise UnknownName with the valid ones."""
-    everything = FAULTS | CONTROLS
-    if name not in everything:
-        raise UnknownName("fault", name, everything)
-    return everything[name]
+    return look_up("fault", name, FAULTS | CONTROLS)

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from attncheck.core.errors import UnknownName
+from attncheck.core.errors import look_up
 from attncheck.core.formats import DTYPES, FORMATS
 from attncheck.fault_models.steps import Steps
 from attncheck.subjects.ideal import Ideal
@@ -97,6 +97,4 @@ CONTINUOUS_FAULTS = {
 
 def continuous_fault_named(name: str) -> ContinuousFault:
     """Return the one called ``name``; raise UnknownName with the valid ones."""
-    if name not in CONTINUOUS_FAULTS:
-        raise UnknownName("continuous fault", name, CONTINUOUS_FAULTS)
-    return CONTINUOUS_FAULTS[name]
+    return look_up("continuous fault", name, CONTINUOUS_FAULTS)

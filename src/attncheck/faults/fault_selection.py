@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from attncheck.core.errors import UnknownName, UsageError
+from attncheck.core.errors import UsageError, require_known
 from attncheck.core.source_files import import_file
 from attncheck.faults.catalogue import CATEGORIES, CONTROLS, FAULTS, fault_named
 from attncheck.faults.fault import Control, Fault
@@ -101,9 +101,7 @@ def _unit(kernel: str, device: str, tier: str, dtype: str = "") -> Unit:
 def _faults_and_controls(
     names: Sequence[str], categories: Sequence[str], *, controls: bool
 ) -> list[Fault | Control]:
-    for category in categories:
-        if category not in CATEGORIES:
-            raise UnknownName("category", category, CATEGORIES)
+    require_known("category", categories, CATEGORIES)
     # Named twice it is asked once.
     faults: list[Fault | Control] = [fault_named(name) for name in dict.fromkeys(names)]
     faults = faults or [*FAULTS.values(), *(CONTROLS.values() if controls else ())]
@@ -171,9 +169,7 @@ def select_from_file(path: Path, *, names: Sequence[str], device: str, tier: str
         UsageError: where it has none, or not one of ``names``; see ``faults_of_file``.
     """
     faults = faults_of_file(path)
-    for name in names:
-        if name not in faults:
-            raise UnknownName(f"fault of {path.name}", name, faults)
+    require_known(f"fault of {path.name}", names, faults)
     units = (_unit(f"{name}@{FILE}", device, tier) for name in (dict.fromkeys(names) or faults))
     return FaultSelection(units=tuple(units))
 
@@ -244,9 +240,7 @@ def file_fault_reference(path: Path, name: str, folder: Path) -> str:
     Raises:
         UnknownName: where it has none called ``name``; UsageError as ``faults_of_file``.
     """
-    faults = faults_of_file(path)
-    if name not in faults:
-        raise UnknownName(f"fault of {path.name}", name, faults)
+    require_known(f"fault of {path.name}", [name], faults_of_file(path))
     # A module of its own name: the author's file may be imported under its name already.
     file = folder / "planted_of_a_file.py"
     file.write_text(_SHIM.format(path=str(path), name=name), encoding="utf-8")

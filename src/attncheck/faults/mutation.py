@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from attncheck.core.errors import UnknownName, UsageError
+from attncheck.core.errors import UsageError, require_known
 
 _INDEX_CALLS = frozenset({"range", "arange", "cdiv", "minimum", "maximum"})
 _ARITHMETIC = frozenset({"dot", "matmul", "sum", "exp", "exp2", "log", "log2"})
@@ -300,9 +300,7 @@ def mutants_of(kernel: str, source: str, operators: Sequence[str] = ()) -> list[
         UnknownName: for a rule that there is not.
         UsageError: for a source that is no Python.
     """
-    for name in operators:
-        if name not in OPERATORS:
-            raise UnknownName("operator", name, OPERATORS)
+    require_known("operator", operators, OPERATORS)
     try:
         tree = ast.parse(source)
     except SyntaxError as error:

@@ -29,7 +29,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import to_builtins
 
-from attncheck.core.errors import UnknownName, UsageError
+from attncheck.core.errors import UsageError, require_known
 from attncheck.faults.catalogue import fault_named
 from attncheck.faults.fault import HostName
 from attncheck.faults.planting import plant
@@ -66,8 +66,8 @@ class UserSuite:
             raise UsageError(
                 f"--replace {self.replace!r} is no function of a module: write package.module:name."
             )
-        if self.convention and self.convention not in READERS:
-            raise UnknownName("convention", self.convention, READERS)
+        if self.convention:
+            require_known("convention", [self.convention], READERS)
         try:
             shlex.split(self.command)
         except ValueError as error:

@@ -29,7 +29,7 @@ from attncheck.cases.strategies.score_strategies import (
     scores,
 )
 from attncheck.cases.strategies.sizes import lengths, pagings, parameters, shapes
-from attncheck.core.errors import UnknownName
+from attncheck.core.errors import look_up
 from attncheck.core.mod_spec import Spec
 
 __all__ = [
@@ -69,6 +69,4 @@ MASK_FAMILIES: dict[str, MaskFamily] = {
 
 def family_named(name: str) -> MaskFamily:
     """Return the family called ``name``; raises UnknownName with the names there are."""
-    if name not in MASK_FAMILIES:
-        raise UnknownName("mask family", name, MASK_FAMILIES)
-    return MASK_FAMILIES[name]
+    return look_up("mask family", name, MASK_FAMILIES)

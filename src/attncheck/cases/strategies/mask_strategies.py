@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from attncheck.cases.strategies.sizes import numbers
-from attncheck.core.errors import UnknownName
+from attncheck.core.errors import require_known
 from attncheck.core.mod_spec import FULL, Dimensions, Spec
 
 Pair = tuple[int, int]
@@ -73,9 +73,7 @@ def masks(*, dimensions: Dimensions, names: Iterable[str] = ()) -> SearchStrateg
         UnknownName: for a name that is none of the library's plain masks.
     """
     chosen = tuple(names) or PLAIN_MASKS
-    for name in chosen:
-        if name not in _MASKS:
-            raise UnknownName("mask", name, _MASKS)
+    require_known("mask", chosen, _MASKS)
     return _one_of(chosen, dimensions)
 
 

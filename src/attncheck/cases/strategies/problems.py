@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, cast
 
 from hypothesis import strategies as st
@@ -14,7 +14,7 @@ from hypothesis.strategies import SearchStrategy
 from attncheck.cases.strategies.mask_strategies import masks as any_masks
 from attncheck.cases.strategies.sizes import lengths
 from attncheck.cases.strategies.sizes import shapes as any_shapes
-from attncheck.core.errors import ProblemError, UnknownName, UsageError, without_recorded
+from attncheck.core.errors import ProblemError, UsageError, require_known, without_recorded
 from attncheck.core.formats import DTYPES
 from attncheck.core.mod_spec import NONE, Dimensions, Spec
 from attncheck.core.paged_layout import Paging
@@ -43,13 +43,7 @@ def _problems(
     sizes = draw(shapes)
     dimensions = Dimensions(batch=sizes.batch, heads=sizes.heads, query=sizes.query, kv=sizes.kv)
     return Problem(
-        batch=sizes.batch,
-        heads=sizes.heads,
-        kv_heads=sizes.kv_heads,
-        query=sizes.query,
-        kv=sizes.kv,
-        head_dim=sizes.head_dim,
-        value_dim=sizes.value_dim,
+        **asdict(sizes),
         mask=draw(masks(dimensions=dimensions)),
         score=draw(scores),
         scale=draw(amplitudes) / math.sqrt(sizes.head_dim),
@@ -98,8 +92,8 @@ def problems(  # noqa: PLR0913  # each is a part of a Problem
     """
     known = without_recorded(DISTRIBUTIONS)
     dtypes, distributions = tuple(dtypes), tuple(known if distributions is None else distributions)
-    _check("dtype", dtypes, _DTYPES)
-    _check("distribution", distributions, DISTRIBUTIONS)
+    require_known("dtype", dtypes or ("",), _DTYPES)
+    require_known("distribution", distributions or ("",), DISTRIBUTIONS)
     plain: SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
         {
             "dtype": st.sampled_from(dtypes),
@@ -139,12 +133,6 @@ def _amplitudes(amplitudes: tuple[float, ...]) -> SearchStrategy[float]:
     if not amplitudes or not all(0 < amplitude < math.inf for amplitude in amplitudes):
         raise UsageError(f"amplitudes={amplitudes} must be one or more positive numbers.")
     return st.sampled_from((*amplitudes[:1] * _USUAL, *amplitudes[1:]))
-
-
-def _check(kind: str, names: tuple[str, ...], valid: Iterable[str]) -> None:
-    for name in names or ("",):
-        if name not in valid:
-            raise UnknownName(kind, name, valid)
 
 
 _MOST_ROWS = 9

@@ -9,14 +9,13 @@ import ast
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
-from typing import TypeAlias
 
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from attncheck.cases.strategies.mask_strategies import masks
 from attncheck.cases.strategies.sizes import numbers
-from attncheck.core.errors import UnknownName
+from attncheck.core.errors import require_known
 from attncheck.core.mod_spec import NONE, Dimensions, Spec
 
 
@@ -30,9 +29,7 @@ def scores(*, names: Iterable[str] = ()) -> SearchStrategy[Spec]:
         UnknownName: for a name that is none of the library's plain score mods.
     """
     chosen = tuple(names) or tuple(_SCORES)
-    for name in chosen:
-        if name not in _SCORES:
-            raise UnknownName("score mod", name, _SCORES)
+    require_known("score mod", chosen, _SCORES)
     return st.one_of([_SCORES[name] for name in chosen])
 
 
@@ -67,8 +64,6 @@ _SCORES["offset"] = st.tuples(
     st.sampled_from((1, 0, 33)),
 ).map(lambda drawn: Spec.of("offset", drawn[0], rows=drawn[1]))
 
-
-Texts: TypeAlias = "SearchStrategy[str]"
 
 _FORWARD, _BACKWARD = ("q_idx", "kv_idx", "h", "b"), ("kv_idx", "q_idx", "h", "b")
 _COMPARISONS = (">=", "<", "==", "!=", ">", "<=")
