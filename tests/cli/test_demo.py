@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from attncheck.cli.demo import search_tile_edges, search_with_hypothesis
+from attncheck.reporting.exit_codes import INCOMPLETE
 from attncheck.subjects.load import load_subject
 from attncheck.verify.environment import prepare
 
@@ -105,7 +106,7 @@ def test_what_is_not_caught_has_its_own_code(monkeypatch, tmp_path, mended, attn
     with command.make_context(
         "attncheck", ["demo", "--device", "cpu"], obj=Interrupts()
     ) as context:
-        assert command.invoke(context) == verb.NOT_CAUGHT
+        assert command.invoke(context) == INCOMPLETE
     assert "a fault of attncheck" in capsys.readouterr().out
 
 

@@ -33,14 +33,14 @@ from attncheck.cli.probe import probe
 from attncheck.cli.report import report
 from attncheck.cli.repro import repro
 from attncheck.cli.rmse import rmse
-from attncheck.cli.standard_output import INTERRUPTED, Group, Interrupts, discard
+from attncheck.cli.standard_output import Group, Interrupts, discard
 from attncheck.core import VERSION
 from attncheck.core.errors import AttncheckError, UsageError
 from attncheck.core.sanitize_text import one_line
+from attncheck.reporting.exit_codes import INCOMPLETE, INTERRUPTED, USAGE
 
 __all__ = ["main"]
 
-USAGE, INFRASTRUCTURE = 2, 3
 _LONGEST = 1500  # characters of an error; the longest list of names has fewer
 
 # \b: click leaves the lines below it as they are.
@@ -122,7 +122,7 @@ def _code(interrupts: Interrupts) -> int:
         return _say(error.format_message(), USAGE)
     except AttncheckError as error:
         interrupts.check()  # after one, an error is its consequence
-        return _say(str(error), USAGE if isinstance(error, UsageError) else INFRASTRUCTURE)
+        return _say(str(error), USAGE if isinstance(error, UsageError) else INCOMPLETE)
     interrupts.check()
     return code or 0
 

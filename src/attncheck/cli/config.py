@@ -11,8 +11,7 @@ from attncheck.cli import verb
 from attncheck.cli.standard_output import standard_output
 from attncheck.core.errors import UsageError
 from attncheck.core.sanitize_text import one_line
-
-_USAGE = 2
+from attncheck.reporting.exit_codes import USAGE
 
 
 @verb.command
@@ -40,7 +39,7 @@ def config(
                 click.echo(f"{one_line(str(path))}: {count} kernel{'' if count == 1 else 's'}")
     for line in wrong:
         click.echo(f"attncheck: {one_line(line)}", err=True)
-    return _USAGE if wrong else 0
+    return USAGE if wrong else 0
 
 
 def _nearest() -> Path:

@@ -23,6 +23,7 @@ from attncheck.core.source_files import load_module_member
 from attncheck.records.failures import FAILURE_FOLDER, keep_failure
 from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import Record
+from attncheck.reporting.exit_codes import INCOMPLETE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -40,7 +41,6 @@ PLANTED = "EVEN=key.shape[2] % 32 == 0"  # the mistake in its source
 
 MENDED = "EVEN=key.shape[2] % TILE == 0"  # the correct text in its place
 
-NOT_CAUGHT = 3
 
 _FILE = "flash_attention.py"
 _WIDTH = 80
@@ -105,7 +105,7 @@ def demo(
     interrupts.check()
     if failure is None:
         _say("Nothing was found. That is a fault of attncheck: please report it.")
-        return NOT_CAUGHT
+        return INCOMPLETE
     _tell(failure, device)
     _say(f"Caught in {time.monotonic() - start:.0f} s.", gap=False)
     return 0

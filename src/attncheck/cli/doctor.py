@@ -8,8 +8,7 @@ import click
 
 from attncheck.cli import verb
 from attncheck.cli.standard_output import standard_output
-
-INFRASTRUCTURE = 3
+from attncheck.reporting.exit_codes import INCOMPLETE, PASSED
 
 
 @verb.command
@@ -27,7 +26,7 @@ def doctor(
         else:
             _echo(checkup)
     # A machine that cannot work says nothing of a kernel: another code than a failure.
-    return 0 if all(test["ok"] for test in checkup["self_tests"]) else INFRASTRUCTURE
+    return PASSED if all(test["ok"] for test in checkup["self_tests"]) else INCOMPLETE
 
 
 def _echo(checkup: dict[str, object]) -> None:

@@ -9,8 +9,9 @@ import click
 from msgspec.structs import replace
 
 from attncheck.cli import verb
-from attncheck.cli.probe import NOTHING_TAKEN, RIGHT, name_of, run_probe
+from attncheck.cli.probe import RIGHT, name_of, run_probe
 from attncheck.cli.standard_output import Interrupts, standard_output
+from attncheck.reporting.exit_codes import UNTESTED
 
 if TYPE_CHECKING:
     from attncheck.subjects.load import Entry
@@ -60,7 +61,7 @@ def init(
         reasons = (one.reason for one in detected.tried)
         reason = next(filter(None, reasons), "it refuses everything")
         click.echo(f"attncheck: kernel {spec!r} takes nothing that was tried: {reason}", err=True)
-        return NOTHING_TAKEN
+        return UNTESTED
     table = _table(kernel, detected, path, name)
     text = with_table(path, name, table)
     if not dry_run:

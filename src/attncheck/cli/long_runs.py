@@ -16,6 +16,7 @@ import click
 
 from attncheck.core.errors import parse_seconds
 from attncheck.core.sanitize_text import one_line
+from attncheck.reporting.exit_codes import INTERRUPTED
 
 if TYPE_CHECKING:
     from attncheck.cli.standard_output import Interrupts
@@ -245,7 +246,6 @@ def _say(text: str) -> None:
 
 JOURNAL = "results.jsonl"
 
-_INTERRUPTED = 130
 # Workers that are started unless somebody asks for more: of a CPU, and of a GPU that has memory.
 _MOST_WORKERS, _MOST_OF_A_GPU = 4, 16
 _GPU_MEMORY = 5 << 30  # bytes for a worker and its kernel's process
@@ -358,4 +358,4 @@ def say_how_it_ended(end: RunEnd, code: int) -> int:
     if end.why:
         done = f"{end.finished} of {end.finished + end.left}"
         click.echo(f"attncheck: {end.why} at {done}: the same command goes on.", err=True)
-    return _INTERRUPTED if end.why == "interrupted" else code
+    return INTERRUPTED if end.why == "interrupted" else code

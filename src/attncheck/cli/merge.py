@@ -11,8 +11,7 @@ from attncheck.cli.standard_output import Interrupts, standard_output
 from attncheck.core.errors import UsageError
 from attncheck.core.files import write_files
 from attncheck.core.sanitize_text import one_line
-
-INCOMPLETE = 3
+from attncheck.reporting.exit_codes import INCOMPLETE, PASSED
 
 
 @verb.command
@@ -54,4 +53,4 @@ def merge(
             + (f", shards missing: {', '.join(map(str, absent))}" if absent else "")
         )
     # The journal is written all the same: it can be resumed.
-    return INCOMPLETE if absent or unfinished else 0
+    return INCOMPLETE if absent or unfinished else PASSED

@@ -27,13 +27,13 @@ from attncheck.reporting.document import (
     columns,
     row,
 )
+from attncheck.reporting.exit_codes import PASSED, UNTESTED
 
 if TYPE_CHECKING:
     from attncheck.subjects.capabilities.subject import Subject
     from attncheck.subjects.load import Entry
     from attncheck.verify.capability_detection import DetectedCapabilities
 
-NOTHING_TAKEN = 5  # exit code
 RIGHT = "the one by which it is right"  # of several conventions
 
 _QUESTIONS = 70  # about: how far a probe is
@@ -78,7 +78,7 @@ def probe(
             print_lines(lambda width: document_lines(page, width), sys.stdout)
             if table:
                 print_text(f"\n{table}", sys.stdout)
-    return 0 if detected.base is not None else NOTHING_TAKEN
+    return PASSED if detected.base is not None else UNTESTED
 
 
 def run_probe(

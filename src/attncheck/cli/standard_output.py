@@ -20,9 +20,8 @@ import msgspec
 from attncheck.core.errors import AttncheckError, UsageError
 from attncheck.core.source_files import DivertedOutput, error_line
 from attncheck.reporting.document import LiveRows
-from attncheck.reporting.exit_codes import exit_code
+from attncheck.reporting.exit_codes import INTERRUPTED, exit_code
 
-INTERRUPTED = 130
 _OURS = "attncheck.standard_output"
 _EXIT = os._exit  # as it is; within a verb it raises
 

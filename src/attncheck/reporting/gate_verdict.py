@@ -15,10 +15,9 @@ from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import FAILED_STATUSES, Record, Status
 from attncheck.records.run_reports import Answer, Change, GateReport
 from attncheck.reporting.document import Look, Verdict
+from attncheck.reporting.exit_codes import FAILED, INCOMPLETE, PASSED, UNTESTED
 from attncheck.reporting.number_text import plural
 from attncheck.reporting.record_text import gradient_shares
-
-PASSED, FAILED, INCOMPLETE, UNTESTED = 0, 1, 3, 5  # exit codes
 
 DOUBTFUL: tuple[Status, ...] = ("flaky", "oracle disagrees", "inconclusive", "warn")
 """Those that are no pass, and fail no kernel by themselves."""
