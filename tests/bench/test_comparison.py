@@ -105,4 +105,4 @@ def test_the_chance_is_shared_out_to_all_comparisons():
     ],
 )
 def test_what_an_interval_says(interval, finding):
-    assert finding_of(interval, MARGIN) == finding
+    assert finding_of(interval) == finding

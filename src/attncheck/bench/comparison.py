@@ -38,29 +38,21 @@ def ratio_interval(ratios: Sequence[float], chance: float) -> tuple[float, float
     return (ordered[k - 1], ordered[-k]) if k else None
 
 
-def finding_of(interval: tuple[float, float] | None, margin: float) -> Finding:
+def finding_of(interval: tuple[float, float] | None) -> Finding:
     """Return what the interval of time ÷ the other's time says."""
     if interval is None:
         return "unclear"
     low, high = interval
-    if 1 / (1 + margin) <= low and high <= 1 + margin:
+    if low >= 1 / (1 + MARGIN) and high <= 1 + MARGIN:
         return "same"
     return "faster" if high < 1 else "slower" if low > 1 else "unclear"
 
 
-def time_changes(
-    cells: Sequence[BenchCell],
-    others: Mapping[str, str],
-    *,
-    chance: float = CHANCE,
-    margin: float = MARGIN,
-) -> tuple[TimeChange, ...]:
+def time_changes(cells: Sequence[BenchCell], others: Mapping[str, str]) -> tuple[TimeChange, ...]:
     """Return for each cell how kernels stand beside those of another commit, in its order.
 
     Args:
         others: Name of a kernel → that of the other commit's, in the same cells.
-        chance: That any of them is found faster, slower or the same wrongly.
-        margin: As a part of a time, what makes no difference.
     """
     compared = []
     for number, cell in enumerate(cells):
@@ -75,7 +67,7 @@ def time_changes(
                     compared.append((kernel, number, timed, ratios))
     changes = []
     for kernel, number, timed, ratios in compared:
-        interval = ratio_interval(ratios, chance / len(compared))
+        interval = ratio_interval(ratios, CHANCE / len(compared))
         changes.append(
             TimeChange(
                 kernel=kernel,
@@ -83,7 +75,7 @@ def time_changes(
                 timed=timed,  # type: ignore[arg-type]  # one of the two above
                 ratio=statistics.median(ratios),
                 interval=interval,
-                finding=finding_of(interval, margin),
+                finding=finding_of(interval),
             )
         )
     return tuple(changes)

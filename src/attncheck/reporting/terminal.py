@@ -322,13 +322,13 @@ def _table_lines(table: Table, layout: _Layout, width: int, *, headings: bool) -
             yield from _wrapped(f"└ {shortened(remark.text)}", width, style=style, indent="    ")
 
 
-def _hanging(first: str, text: str, width: int, *, style: str = "") -> list[Text]:
+def _hanging(first: str, text: str, width: int) -> list[Text]:
     """``first`` and ``text`` in lines, of which all but the first begin below ``text``."""
     lines = textwrap.wrap(
         text, max(width - len(first), _LEAST_WRAPPED), break_on_hyphens=False
     ) or [""]
     indent = " " * len(first)
-    return [Text((indent if i else first) + line, style=style) for i, line in enumerate(lines)]
+    return [Text((indent if i else first) + line) for i, line in enumerate(lines)]
 
 
 def _wrapped(text: str, width: int, *, style: str = "", indent: str = "") -> list[Text]:

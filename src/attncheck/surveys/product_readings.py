@@ -121,7 +121,6 @@ _SHARES = 2 * _HALF  # keys that hold a share of 1.5 · 2^b each: those of two g
 _ORDERS = ((0, 4, 6), (1, 0, 6))
 _UNUSED = 3 * GROUP + _HALF - 1  # makes of a row sum of 65 one of 64: dividing by it is exact
 _LOW, _HIGH = range(3, 10, 2), range(11, 26, 2)
-_EACH = DIM // STEPS  # exponents of a head
 
 
 def read_value_accumulator(runner: SceneRunner) -> Grid | None:

@@ -68,22 +68,15 @@ class _Late(Exception):
 
 
 class Tail:
-    """The last of what somebody prints.
-
-    Attributes:
-        forgotten: Bytes that came before.
-    """
+    """The last of what somebody prints."""
 
     def __init__(self) -> None:
-        self._kept, self.forgotten = bytearray(), 0
+        self._kept = bytearray()
 
     def add(self, part: bytes) -> None:
         """Keep ``part``, and forget what is too much."""
         self._kept += part
-        over = len(self._kept) - KEPT
-        if over > 0:
-            del self._kept[:over]
-            self.forgotten += over
+        del self._kept[:-KEPT]
 
     @property
     def text(self) -> str:
