@@ -30,7 +30,6 @@ def event(one, finished, *, seconds=1.0, units=(), kind="done", running=1):
         finished=finished,
         known=101,
         running=running,
-        seconds=0.0,
         left=1e6,
     )
 

@@ -16,7 +16,7 @@ from attncheck.workers import pool
 from attncheck.workers.journal import Disk, Journal
 from attncheck.workers.journal_format import JournalError, read_journal
 from attncheck.workers.pool import run_units
-from attncheck.workers.units import Done, Shard
+from attncheck.workers.units import Shard
 from attncheck.workers.worker_pool import Limits, WorkerError, WorkerPlace
 
 STUB = "tests.workers.stub_work:work"
@@ -186,14 +186,6 @@ def test_what_raises_is_asked_once_more_and_is_no_kernels_fault(path, tmp_path):
     results = read_journal(path).results
     assert results[once.id].harness == ""
     assert results[twice.id].harness == "ask of stub: RuntimeError: no room, 2 times"
-
-
-def test_the_caller_says_what_comes_of_a_unit_that_is_given_up(path):
-    bad = unit("bad", die=signal.SIGSEGV)
-    ran(path, [bad], lost=lambda one, why: Done(unit=one.id, facts={"name": f"{why}!"}))
-    (name,) = names(path)
-    assert name.startswith("its process died of SIGSEGV before it answered; ")
-    assert name.endswith(" in do, 2 times!")
 
 
 def test_a_unit_that_took_the_whole_run_down_is_done_last_and_alone(path):

@@ -245,7 +245,7 @@ def _score_gate(interrupts: Interrupts, options: FaultOptions) -> int:
         selection,
         head,
         lambda content: fault_report(content, selection, command=options.typed),
-        work="attncheck.faults.scoring:work",
+        work="attncheck.faults.scoring:FaultScorer",
         options={"file": head["file"]},
         workers=worker_places(options.jobs, device),
     )
@@ -308,7 +308,7 @@ def _score_mutants(interrupts: Interrupts, options: FaultOptions) -> int:
         FaultSelection(units=tuple(units)),
         head,
         lambda content: mutant_report(content, units, tool=tool, command=options.typed),
-        work="attncheck.faults.mutant_scoring:mutant_work",
+        work="attncheck.faults.mutant_scoring:MutantScorer",
         options={},
         workers=worker_places(options.jobs, "cpu"),
     )

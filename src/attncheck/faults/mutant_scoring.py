@@ -186,11 +186,6 @@ def mutant_units(
     ]
 
 
-def mutant_work() -> MutantScorer:
-    """Return what a worker does."""
-    return MutantScorer()
-
-
 class MutantScorer:
     """Scores mutants, one after the other, each in a process forked for it."""
 

@@ -178,11 +178,6 @@ def _wrong_answer(answer: Answer) -> WrongAnswer:
     )
 
 
-def work(**options: Any) -> FaultScorer:
-    """Return what a worker does."""
-    return FaultScorer(file=str(options.get("file", "")), stages=str(options.get("stages", "")))
-
-
 class FaultScorer:
     """Scores faults, one after the other.
 

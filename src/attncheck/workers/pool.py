@@ -133,7 +133,6 @@ class RunEvent:
     finished: int  # units that have a result
     known: int  # all units that this run has heard of: more may follow
     running: int  # units that workers are doing
-    seconds: float  # since the run began
     # Seconds that the known rest will take at the pace so far; None before a first result.
     left: float | None
 
@@ -147,11 +146,10 @@ class RunEnd:
     finished: int  # units that have a result
     left: int  # known units that have none
     elsewhere: int  # units of other shards
-    seconds: float  # that it took
 
 
-def given_up(unit: Unit, reason: str) -> Done:
-    """Return what comes of a unit that was lost too often, unless the caller says otherwise."""
+def _lost_result(unit: Unit, reason: str) -> Done:
+    """Return what comes of a unit that was lost too often."""
     return Done(unit=unit.id, harness=f"{unit.kind} of {unit.kernel}: {reason}")
 
 
@@ -166,7 +164,6 @@ class _Run:
     seconds: float | None
     stop: Callable[[Done], bool]
     told: Callable[[RunEvent], None]
-    lost: Callable[[Unit, str], Done]
     began: float = field(default_factory=time.monotonic)
     running: dict[int, tuple[Unit, float]] = field(default_factory=dict)
     now_done: int = 0
@@ -200,7 +197,6 @@ class _Run:
             finished=self.finished,
             left=left,
             elsewhere=self.schedule.elsewhere,
-            seconds=time.monotonic() - self.began,
         )
         self.journal.end(end.why)
         return end
@@ -215,7 +211,7 @@ class _Run:
             unit = self.schedule.hopeless.pop(0)
             times = self.journal.lost(unit)
             reason = f"its process was lost {times} times before it was done"
-            self.settle(unit, self.lost(unit, reason), quarantined=True)
+            self.settle(unit, _lost_result(unit, reason), quarantined=True)
 
     def assign(self) -> None:
         if self.why:
@@ -269,7 +265,7 @@ class _Run:
         if times < MOST_LOST:
             self.schedule.queue(unit)
         else:
-            done = self.lost(unit, f"{reason}, {times} times")
+            done = _lost_result(unit, f"{reason}, {times} times")
             self.settle(unit, msgspec.structs.replace(done, attempts=times), quarantined=True)
 
     def settle(self, unit: Unit, done: Done, *, quarantined: bool = False) -> None:
@@ -295,7 +291,6 @@ class _Run:
                 finished=self.finished,
                 known=self.schedule.known,
                 running=len(self.running),
-                seconds=seconds,
                 left=seconds / self.now_done * rest if self.now_done else None,
             )
         )
@@ -329,7 +324,6 @@ def run_units(  # noqa: PLR0913  # one run, said once
     told: Callable[[RunEvent], None] = lambda _: None,
     priority: Callable[[Unit], tuple[Any, ...]] = lambda _: (),
     mine: Callable[[Unit], bool] = lambda _: True,
-    lost: Callable[[Unit, str], Done] = given_up,
     limits: Limits | None = None,
 ) -> RunEnd:
     """Do ``units`` and what follows from them, each once; what the journal has is not done again.
@@ -353,7 +347,6 @@ def run_units(  # noqa: PLR0913  # one run, said once
         told: Hears of everything, in this thread.
         priority: Of a unit; least first.
         mine: Whether this run does a unit, or another shard.
-        lost: The result of a unit that is given up, from the reason; a harness error by default.
 
     Returns:
         How it ended; the journal says so too, and is left open.
@@ -376,7 +369,6 @@ def run_units(  # noqa: PLR0913  # one run, said once
             seconds=seconds,
             stop=stop,
             told=told,
-            lost=lost,
         )
         return run.loop(units, interruptions)
 
