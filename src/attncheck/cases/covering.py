@@ -301,6 +301,11 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
 """No such Problems: gradients with pages, or in fp8; a window of one row, which is causal. And what
 a right kernel may give anything for."""
 
+
+def _is_excluded(row: Mapping[str, Any]) -> bool:
+    return any(cannot_be(row) for _, cannot_be in EXCLUSIONS)
+
+
 AXES: dict[str, tuple[Any, ...]] = {
     "mask": tuple(MASKS),
     "extent": EXTENTS,
@@ -380,10 +385,9 @@ def alone_rows(axes: Mapping[str, Sequence[Any]]) -> Iterator[Row]:
                 continue
             for mask in masks if axis == "extent" else axes["mask"][:1]:
                 row = common | {axis: name, "mask": mask}
-                excluded = [each for each in EXCLUSIONS if each[1](row)]
                 # What it cannot be asked with its gradients is asked without.
-                row |= {"backward": axes["backward"][0]} if excluded else {}
-                if not any(cannot_be(row) for _, cannot_be in EXCLUSIONS):
+                row |= {"backward": axes["backward"][0]} if _is_excluded(row) else {}
+                if not _is_excluded(row):
                     yield row
     for values in TOGETHER:
         # Whatever distributions there is time for elsewhere.
@@ -732,8 +736,7 @@ def _taken_rows(takes: Callable[[Problem], bool], shapes: str) -> Callable[[Row]
     def taken(items: tuple[tuple[str, Any], ...]) -> bool:
         row = dict(items)
         try:
-            excluded = any(cannot_be(row) for _, cannot_be in EXCLUSIONS)
-            return not excluded and takes(row_problem(row, shapes, 0))
+            return not _is_excluded(row) and takes(row_problem(row, shapes, 0))
         except ProblemError:
             return False
 

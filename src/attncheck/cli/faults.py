@@ -22,6 +22,7 @@ from attncheck.cli.long_runs import (
     say_how_it_ended,
     started_now,
     time_left,
+    usable_cores,
     worker_places,
 )
 from attncheck.cli.options import few_threads, typed_command
@@ -356,7 +357,7 @@ def _score_own_tests(interrupts: Interrupts, options: FaultOptions) -> int:
         lambda content: _own_tests_report(content, selection, suite, command=options.typed),
         work="attncheck.faults.user_suite:suite_work",
         options=named | {"convention": suite.convention, "folder": str(suite.folder)},
-        workers=[WorkerPlace()] * (options.jobs or min(_cores(), _MOST_RUNS)),
+        workers=[WorkerPlace()] * (options.jobs or min(usable_cores(), _MOST_RUNS)),
         check=lambda: check_scorable(suite, names, host),
     )
 
@@ -425,7 +426,7 @@ def _measure_sensitivities(interrupts: Interrupts, options: FaultOptions) -> int
     dtypes = Choices.of_tier(tier, dtypes=tuple(options.dtypes or every)).dtypes
     pairs = [(name, dtype) for dtype in dtypes for name in names]
     seen: dict[tuple[str, str], FaultSensitivity] = {}
-    jobs = min(options.jobs or (_cores() if device == "cpu" else 1), len(pairs))
+    jobs = min(options.jobs or (usable_cores() if device == "cpu" else 1), len(pairs))
     # Not forked: a child of a process that has used CUDA cannot use it.
     spawn = multiprocessing.get_context("spawn")
     with (
@@ -446,10 +447,6 @@ def _sensitivity(fault: str, dtype: str, tier: str, device: str) -> FaultSensiti
     from attncheck.faults.sensitivity import measure_sensitivity
 
     return measure_sensitivity(fault, dtype, tier=tier, device=device)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 
 
 # What all of them share

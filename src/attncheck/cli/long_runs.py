@@ -256,11 +256,16 @@ def started_now() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
+def usable_cores() -> int:
+    """Return on how many cores this process may run."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+
+
 def worker_places(jobs: int | None, device: str) -> list[WorkerPlace]:
     """Return the devices of the units: each GPU in turn, or the CPU with a thread each."""
     from attncheck.workers.worker_pool import WorkerPlace
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    cores = usable_cores()
     if device == "cpu":
         return [WorkerPlace(threads=1)] * (jobs or min(cores, _MOST_WORKERS))
     # Those that this process may use, by the names that CUDA_VISIBLE_DEVICES takes.

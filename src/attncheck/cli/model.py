@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from click.core import ParameterSource
 
 from attncheck.cli import verb
 from attncheck.cli.long_runs import progress
-from attncheck.cli.options import open_kernels, start_worker, typed_command
+from attncheck.cli.options import open_kernels, start_worker, typed_command, was_typed
 from attncheck.cli.standard_output import Interrupts, standard_output
 from attncheck.core.errors import UsageError, parse_seconds
 from attncheck.records.failures import FAILURE_FOLDER
@@ -160,8 +159,7 @@ def _refuse_sizes(specs: tuple[str, ...]) -> None:
     """Raise UsageError where a size is typed for a model that has its own."""
     from attncheck.surveys.swapped_model import SHAPES
 
-    source = click.get_current_context().get_parameter_source
-    typed = [one for one in ("layers", "hidden") if source(one) is ParameterSource.COMMANDLINE]
+    typed = [one for one in ("layers", "hidden") if was_typed(one)]
     own = [spec for spec in specs if spec not in SHAPES]
     if own and typed:
         raise UsageError(f"--{typed[0]} is of built-in models: {own[0]!r} has its own.")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from attncheck.core.errors import UsageError
 
@@ -98,6 +99,13 @@ def typed_command(*, files: Collection[str] = (), argument: str = "") -> str:
         else:
             command.append(_without_folder(word) if word == argument else word)
     return shlex.join(command)
+
+
+def was_typed(name: str) -> bool:
+    """Return whether the option of this parameter was typed, be it as its default."""
+    source = click.get_current_context().get_parameter_source(name)
+    # The value does not tell: a default may be typed.
+    return source is ParameterSource.COMMANDLINE
 
 
 def _without_folder(text: str) -> str:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 from msgspec import UNSET
 from msgspec.structs import replace
 
@@ -22,6 +21,7 @@ from attncheck.cli.options import (
     start_compilers,
     start_worker,
     typed_command,
+    was_typed,
 )
 from attncheck.cli.standard_output import Interrupts, LivePage, show_report, standard_output
 from attncheck.core.errors import UsageError, parse_seconds
@@ -143,7 +143,7 @@ def rmse(interrupts: Interrupts, options: RmseOptions) -> int:
         _refuse_with("--from", _MEASURES, "shows what was measured")
         report = join_reports([load_report(Path(one), Report) for one in options.sources])
         # A report that is there is not written again unless somebody says where to.
-        directory = options.directory if _was_typed("directory") else ""
+        directory = options.directory if was_typed("directory") else ""
     else:
         if options.backward:
             _refuse_with("--backward", ("plots",), "gives gradients, which a plot does not show")
@@ -380,16 +380,9 @@ def _refuse_with(
     Also as its default, or as nothing: ``--seed 0``, ``--mask ""``.
     """
     parameters = click.get_current_context().command.params
-    typed = [p.opts[0] for p in parameters if p.name in others and _was_typed(p.name)]
+    typed = [p.opts[0] for p in parameters if p.name in others and was_typed(p.name)]
     if typed:
         raise UsageError(f"{option} {says}: leave out {' and '.join(typed)}.")
-
-
-def _was_typed(name: str) -> bool:
-    """Return whether the option of this parameter was typed, be it as its default."""
-    source = click.get_current_context().get_parameter_source(name)
-    # The value does not tell: a default may be typed.
-    return source is ParameterSource.COMMANDLINE
 
 
 def _explain(name: str, cells: list[Cell], subjects: list[Subject], device: str) -> Report:

@@ -35,7 +35,7 @@ from attncheck.verify.judging import judge_outputs
 from attncheck.verify.second_opinion import disagreement
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch import Tensor
 
@@ -106,9 +106,7 @@ class UserTensors:
 
     def _check_tensors(self) -> None:
         for name in ("q", "k", "v"):
-            tensor = getattr(self, name)
-            if not isinstance(tensor, torch.Tensor):
-                raise UsageError(f"{name} is {type(tensor).__name__}: it must be a tensor.")
+            tensor = _require_tensor(name, getattr(self, name))
             if tensor.dim() != 4:
                 raise UsageError(
                     f"{name}.shape={tuple(tensor.shape)} must have the axes (batch, heads, length, "
@@ -147,7 +145,7 @@ class UserTensors:
             if dtype.measured and name != "tf32"
         }
         if self.q.dtype not in names:
-            able = ", ".join(str(dtype).removeprefix("torch.") for dtype in names)
+            able = _dtype_names(names)
             raise UsageError(f"q.dtype={self.q.dtype} is not known: choose from {able}.")
         return "tf32" if self.tf32 else names[self.q.dtype]
 
@@ -188,19 +186,16 @@ class UserTensors:
 
     def _without_attn_mask(self) -> UserTensors:
         """The same call with the mask and the score mod that ``attn_mask`` means."""
-        mask = self.attn_mask
-        if not isinstance(mask, torch.Tensor):
-            raise UsageError(f"attn_mask is {type(mask).__name__}: it must be a tensor.")
+        mask = _require_tensor("attn_mask", self.attn_mask)
         additive = mask.dtype is not torch.bool
         for name in ("mask", "is_causal", *(["score_mod"] if additive else [])):
             # False is what ``is_causal`` is where nobody gave it.
             if getattr(self, name) is not None and getattr(self, name) is not False:
                 raise UsageError(f"attn_mask and {name} are given both: let one of them say it.")
         if additive and mask.dtype not in _EXACT_IN_FP32:
-            able = ", ".join(str(dtype).removeprefix("torch.") for dtype in _EXACT_IN_FP32)
             raise UsageError(
                 f"attn_mask.dtype={mask.dtype} must be bool, True where a row sees a key, or of "
-                f"what is added to the scores {able}."
+                f"what is added to the scores {_dtype_names(_EXACT_IN_FP32)}."
             )
         table = self._table("attn_mask", mask)
         if not additive:
@@ -253,23 +248,32 @@ class UserTensors:
 
     def _sink(self) -> Tensor | None:
         """Exactly what is meant: fp32 holds bf16 and fp16."""
-        sink = self.sink
-        if sink is None:
+        if self.sink is None:
             return None
-        if not isinstance(sink, torch.Tensor):
-            raise UsageError(f"sink is {type(sink).__name__}: it must be a tensor.")
+        sink = _require_tensor("sink", self.sink)
         if tuple(sink.shape) != self.q.shape[1:2]:
             raise UsageError(
                 f"sink.shape={tuple(sink.shape)} must be (heads,) = {tuple(self.q.shape[1:2])}."
             )
         if sink.dtype not in _EXACT_IN_FP32:
-            able = ", ".join(str(dtype).removeprefix("torch.") for dtype in _EXACT_IN_FP32)
+            able = _dtype_names(_EXACT_IN_FP32)
             raise UsageError(f"sink.dtype={sink.dtype} is not known: choose from {able}.")
         if sink.device != self.q.device:
             raise UsageError(f"sink.device={sink.device}, but q.device={self.q.device}.")
         if bool((sink.isnan() | sink.isposinf()).any()):
             raise UsageError("sink holds NaN or ∞: a logit is finite, or −∞ for none.")
         return sink.detach().float()
+
+
+def _require_tensor(name: str, value: object) -> Tensor:
+    """Return ``value``; raises UsageError unless it is a tensor."""
+    if not isinstance(value, torch.Tensor):
+        raise UsageError(f"{name} is {type(value).__name__}: it must be a tensor.")
+    return value
+
+
+def _dtype_names(dtypes: Iterable[torch.dtype]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
 def _entry(mod: Callable[..., Tensor]) -> Entry[Any]:
@@ -353,8 +357,7 @@ class UserOutputs:
     @contextmanager
     def _inputs(self) -> Iterator[Inputs]:
         """The Inputs that are meant."""
-        if not isinstance(self.out, torch.Tensor):
-            raise UsageError(f"out is {type(self.out).__name__}: it must be a tensor.")
+        _require_tensor("out", self.out)
         if not isinstance(self.arithmetic, Arithmetic | None):
             kind = type(self.arithmetic).__name__
             raise UsageError(f"arithmetic is {kind}: it must be an Arithmetic.")
@@ -443,10 +446,9 @@ def _format_before_upcast(out: Tensor, stored: Format, usual: Format) -> Format:
     return stored
 
 
-def _checked(name: str, tensor: object, shape: tuple[int, ...], inputs: Inputs) -> Format:
+def _checked(name: str, value: object, shape: tuple[int, ...], inputs: Inputs) -> Format:
     """The format of an output; raises UsageError where it is none."""
-    if not isinstance(tensor, torch.Tensor):
-        raise UsageError(f"{name} is {type(tensor).__name__}: it must be a tensor.")
+    tensor = _require_tensor(name, value)
     if tuple(tensor.shape) != shape:
         raise UsageError(f"{name}.shape={tuple(tensor.shape)}, but should be {shape}.")
     if tensor.device != inputs.device:

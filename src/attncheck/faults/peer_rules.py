@@ -276,6 +276,15 @@ MUTANT_RULES = ("torch", "allclose(1e-2)", "2×", "gpucheck")
 """Those of which a report of mutants tells."""
 
 
+def is_plain(case: Case) -> bool:
+    """Return whether it is one call of attention and what comes of it, as in others' tests.
+
+    That is ``compare``, or a probe's inputs.
+    """
+    one_call = case.question == "compare" or case.question in PROBES
+    return one_call and case.problem.operation == "attention"
+
+
 def refusing_rules(
     result: Execution | Failure, reference: PeerReference, rules: Iterable[str]
 ) -> set[str]:
@@ -326,12 +335,10 @@ class PeerRules:
     def apply(self, case: Case, call: tuple[Inputs, Execution | Failure] | None) -> None:
         """Ask the rules that have caught nothing yet about the first call of a question.
 
-        Of a plain problem of attention alone, that is one call and what comes of it: ``compare``,
-        or a probe's inputs.
+        Of a plain question alone (``is_plain``).
         """
-        plain = case.question == "compare" or case.question in PROBES
         rules = [rule for rule, verdict in self._verdicts.items() if not verdict.caught]
-        if not plain or case.problem.operation != "attention" or call is None or not rules:
+        if not is_plain(case) or call is None or not rules:
             return
         inputs, result = call
         # What a kernel refuses, no test of theirs would ask.

@@ -21,7 +21,7 @@ from attncheck.core.draws import Draws
 from attncheck.core.errors import UsageError
 from attncheck.core.outputs import Outputs
 from attncheck.faults.continuous_faults import ContinuousFault, continuous_fault_named
-from attncheck.faults.peer_rules import FAULT_RULES, RULES, PeerReference
+from attncheck.faults.peer_rules import FAULT_RULES, RULES, PeerReference, is_plain
 from attncheck.gate.gate_worker import GateWorker
 from attncheck.gate.plan import describe_units, priority
 from attncheck.gate.planning import Choices
@@ -132,7 +132,8 @@ def measure_sensitivity(
         verdicts = [_verdict_question(unit, kernels) for unit in units]
         rules = {ATTNCHECK_RULE: smallest_seen(verdicts, kernels.sizes)}
         # Other projects ask no relations: their rules see single calls alone.
-        plain = [_PeerQuestion(unit, kernels) for unit in units if _is_plain(unit)]
+        cases = [(unit, Case.from_json(unit.case)) for unit in units]
+        plain = [_PeerQuestion(unit, case, kernels) for unit, case in cases if is_plain(case)]
         for rule in FAULT_RULES:
             fit = [each.question(rule) for each in plain if each.fits(rule)]
             smallest = smallest_seen(fit, kernels.sizes)
@@ -204,19 +205,11 @@ def _verdict_question(unit: Unit, kernels: _Kernels) -> Question:
     return f"{unit.stage}: {case}", sees
 
 
-def _is_plain(unit: Unit) -> bool:
-    """Return whether it is one call, of attention, and what comes of it."""
-    case = Case.from_json(unit.case)
-    plain = case.question == "compare" or case.question in PROBES
-    return plain and case.problem.operation == "attention"
-
-
 class _PeerQuestion:
     """A question as other projects ask it: its tensors and the truth are kept for every size."""
 
-    def __init__(self, unit: Unit, kernels: _Kernels) -> None:
-        self._unit, self._kernels = unit, kernels
-        self._case = Case.from_json(unit.case)
+    def __init__(self, unit: Unit, case: Case, kernels: _Kernels) -> None:
+        self._unit, self._case, self._kernels = unit, case, kernels
         self._outputs: tuple[int, Outputs] | None = None
 
     @cached_property
