@@ -235,16 +235,8 @@ HEADS: dict[str, tuple[int, int, int]] = {
 group fill no tile."""
 
 DIMS: dict[str, tuple[int, int]] = {
-    "64": (64, 64),
-    "128": (128, 128),
-    "80": (80, 80),
-    "40/17": (40, 17),
-    "96/128": (96, 128),
-    "1": (1, 1),
-    "256": (256, 256),
-    "33/31": (33, 31),
-    "8/24": (8, 24),
-    "72": (72, 72),
+    text: (int(text.partition("/")[0]), int(text.rpartition("/")[2]))
+    for text in ("64", "128", "80", "40/17", "96/128", "1", "256", "33/31", "8/24", "72")
 }
 """Of q and k, and of v: powers of two, what lies between and beside them, what fits no vector."""
 

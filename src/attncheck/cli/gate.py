@@ -36,7 +36,7 @@ from attncheck.core.errors import UnknownName, UsageError, parse_seconds
 from attncheck.core.files import check_names
 from attncheck.core.sanitize_text import one_line, shortened
 from attncheck.records.baseline_entries import Baseline, read_baseline
-from attncheck.records.record import FAILED_STATUSES
+from attncheck.records.record import FAILED_STATUSES, reason_of
 from attncheck.records.run_reports import Answer, GateReport
 from attncheck.reporting.gate_verdict import Policy, failure_groups, gate_exit_code
 
@@ -496,10 +496,9 @@ def _kind(unit: Unit) -> str:
 
 def _failure_line(answer: Answer) -> str:
     record = answer.record
-    reason = record.reason or (record.judgement.reason if record.judgement else "")
     question = str(record.case.get("question", ""))
-    said = f"{record.kernel} {answer.stage} {question} {record.variant}: {record.status}: {reason}"
-    return shortened(one_line(said))
+    said = f"{record.kernel} {answer.stage} {question} {record.variant}: {record.status}: "
+    return shortened(one_line(said + reason_of(record)))
 
 
 def _finish(

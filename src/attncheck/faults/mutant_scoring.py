@@ -39,7 +39,7 @@ from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.failure_causes import certain_explanations
 from attncheck.records.fault_scores import MutantOutcome, MutantScore, NameWorth
-from attncheck.records.record import FAILED_STATUSES, Diagnosis, Record
+from attncheck.records.record import FAILED_STATUSES, Diagnosis, Record, reason_of
 from attncheck.subjects.capabilities.subject import Subject
 from attncheck.subjects.load import load_subject
 from attncheck.verify.claims import claimed_questions, find_claims
@@ -387,7 +387,7 @@ class _Job:
         where: dict[str, Any] = {"questions": asked, "seconds": round(spent, 3)}
         if failed is not None:
             where |= {"first": failed.variant, "status": failed.status}
-            where |= {"shown": one_line(_shown(failed))}
+            where |= {"shown": one_line(reason_of(failed))}
         elif not asked:  # who takes nothing is not said to be right
             where |= {"status": "unsupported", "shown": "nothing could be asked of it"}
         tell(outcome="missed" if asked and failed is None else "caught", **where)
@@ -445,16 +445,11 @@ class _Job:
             record = answer.record
             if record.status in FAILED_STATUSES:
                 first = f"{answer.stage} {record.case['question']}"
-                shown = one_line(_shown(record))
+                shown = one_line(reason_of(record))
                 tell(outcome="caught", first=first, status=record.status, shown=shown, **facts)
                 return
             tell(**facts)
         tell(outcome="missed", questions=run.problems, seconds=round(run.seconds, 3))
-
-
-def _shown(record: Record) -> str:
-    judgement = record.judgement
-    return record.reason or (judgement.reason if judgement else "")
 
 
 def _identical(subject: Subject, right: Subject, problems: Sequence[Problem]) -> bool:

@@ -47,10 +47,6 @@ class _Site:
     def parent(self) -> ast.AST:
         return self.parents[-1]
 
-    def within(self, *calls: str) -> bool:
-        """Return whether it is in an argument of one of ``calls`` of the same statement."""
-        return any(isinstance(one, ast.Call) and _called(one) in calls for one in self.parents)
-
 
 def _called(node: ast.AST) -> str:
     function = node.func if isinstance(node, ast.Call) else None

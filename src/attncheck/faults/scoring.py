@@ -36,7 +36,7 @@ from attncheck.gate.planning import Choices, parse_stages
 from attncheck.gate.property_stage import KnownFailures
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.fault_scores import ControlScore, Detection, FaultScore, WrongAnswer
-from attncheck.records.record import FAILED_STATUSES, Diagnosis, Explanation, Record
+from attncheck.records.record import FAILED_STATUSES, Diagnosis, Explanation, Record, reason_of
 from attncheck.records.run_reports import Answer
 from attncheck.subjects.capabilities.named_kernels import subject_named
 from attncheck.subjects.capabilities.subject import Subject
@@ -165,13 +165,12 @@ def _check_runs(record: Record) -> None:
 
 def _wrong_answer(answer: Answer) -> WrongAnswer:
     record = answer.record
-    judgement = record.judgement
     return WrongAnswer(
         stage=answer.stage,
         question=str(record.case["question"]),
         status=record.status,
-        rule=judgement.rule if judgement else "",
-        reason=one_line(record.reason or (judgement.reason if judgement else "")),
+        rule=record.judgement.rule if record.judgement else "",
+        reason=one_line(reason_of(record)),
         variant=record.variant,
         problem=str(Case.from_json(record.case).problem),
         case=record.case,

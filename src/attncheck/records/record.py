@@ -241,6 +241,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         printer.text(str(self))
 
 
+def reason_of(record: Record) -> str:
+    """Return what was raised, or why it was refused; else its verdict's reason."""
+    return record.reason or (record.judgement.reason if record.judgement else "")
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Records with what they share."""
 

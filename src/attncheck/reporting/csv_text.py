@@ -21,9 +21,10 @@ from attncheck.records.record import (
     OutErrors,
     Record,
     Report,
+    reason_of,
 )
 from attncheck.records.run_reports import GateReport
-from attncheck.reporting.document import Document
+from attncheck.reporting.document import Document, Table
 from attncheck.reporting.number_text import quotient
 
 _OF_RECORD = ("case_id", "kernel", "variant", "head_arrangement", "status", "reason")
@@ -63,8 +64,6 @@ def gate_csv(report: GateReport) -> str:
 
 def document_csv(document: Document) -> str:
     """The tables of ``document``, each below its section's title, an empty line between them."""
-    from attncheck.reporting.document import Table
-
     rows: list[Sequence[Any]] = []
     for section in document.sections:
         for table in (block for block in section.blocks if isinstance(block, Table)):
@@ -117,8 +116,8 @@ def _fields(
 def _of_record(record: Record | None) -> tuple[str, ...]:
     if record is None:
         return ("",) * len(_OF_RECORD)
-    reason = record.reason or (record.judgement.reason if record.judgement else "")
-    return record.case_id, record.kernel, record.variant, record.heads, record.status, reason
+    named = record.case_id, record.kernel, record.variant, record.heads
+    return *named, record.status, reason_of(record)
 
 
 def _flat(kind: type[msgspec.Struct], struct: Any, prefix: str = "") -> Iterator[Field]:

@@ -20,7 +20,7 @@ from attncheck.reporting.document import (
     count_cell,
     row,
 )
-from attncheck.reporting.record_text import environment_facts
+from attncheck.reporting.score_documents import run_facts
 
 _STEPS = (1, 2, 3, 5, 10, 20, 50, 100, 200, 500, 1000)  # questions that the curve is shown at
 
@@ -46,8 +46,6 @@ def mutant_document(report: MutantReport) -> Document:
     for title, outcome in (("Equivalent, with the reason", "equivalent"), ("Unscored", "harness")):
         some = [score for score in scores if score.outcome == outcome]
         sections += [_each(title, some)] if some else []
-    took = number_text.duration(report.seconds).strip() if report.seconds else ""
-    run = filter(None, [report.tool, report.started, took])
     notes = [
         (
             "scored: caught or missed. Those that raise on the plainest problem (stillborn) and "
@@ -66,7 +64,7 @@ def mutant_document(report: MutantReport) -> Document:
     return Document(
         title="Mutants",
         command=report.command,
-        facts=(*map(environment_facts, report.environments.values()), " · ".join(run)),
+        facts=run_facts(report, report.tool),
         sections=tuple(sections),
         notes=tuple(map(Note, notes)),
         closing=(Note(_sentence(scores), "plain"),),

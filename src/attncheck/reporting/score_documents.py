@@ -57,8 +57,6 @@ def fault_document(report: fault_scores.FaultReport) -> Document:
     sections += [_controls(report.controls)] if report.controls else []
     if nowhere := [score for score in report.scores if not score.host]:
         sections.append(_reasons("Planted nowhere", nowhere))
-    took = number_text.duration(report.seconds).strip() if report.seconds else ""
-    run = filter(None, [f"tier {report.tier}", f"on {report.device}", report.started, took])
     notes = []
     if any(score.peers for score in report.scores):
         notes.append(
@@ -73,11 +71,20 @@ def fault_document(report: fault_scores.FaultReport) -> Document:
     return Document(
         title="Planted faults",
         command=report.command,
-        facts=(*map(environment_facts, report.environments.values()), " · ".join(run)),
+        facts=run_facts(report, f"tier {report.tier}", f"on {report.device}"),
         sections=tuple(sections),
         notes=tuple(map(Note, notes)),
         closing=(Note(_score_sentence(report), "plain"),),
     )
+
+
+def run_facts(
+    report: fault_scores.FaultReport | fault_scores.MutantReport, *how: str
+) -> tuple[str, ...]:
+    """Environments of a run, a line each; then how it asked, when, and for how long."""
+    took = number_text.duration(report.seconds).strip() if report.seconds else ""
+    run = " · ".join(filter(None, [*how, report.started, took]))
+    return (*map(environment_facts, report.environments.values()), run)
 
 
 def _totals(host: str, totals: Sequence[fault_scores.Total]) -> Section:

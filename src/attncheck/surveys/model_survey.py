@@ -29,7 +29,7 @@ from attncheck.inputs.recorded_calls import Call, Recording
 from attncheck.inputs.recording_file import write_calls
 from attncheck.records.failures import KeptFailure, keep_failure
 from attncheck.records.model_report import Drift, ModelCall, ModelFault, ModelRecord
-from attncheck.records.record import FAILED_STATUSES, UNTRUSTED_STATUSES
+from attncheck.records.record import FAILED_STATUSES, UNTRUSTED_STATUSES, reason_of
 from attncheck.subjects.capabilities.subject import Refused, Tiling
 from attncheck.subjects.ideal import Ideal
 from attncheck.surveys.swapped_model import (
@@ -189,7 +189,7 @@ class _Kernel:
             batch=at.batch if at else None,
             head=at.head if at else None,
             position=row if at else None,
-            reason=record.reason or (record.judgement.reason if record.judgement else ""),
+            reason=reason_of(record),
             id=failed.id,
             recording=file,
             again=again,

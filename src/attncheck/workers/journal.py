@@ -107,11 +107,6 @@ class Journal:
         """The result of each unit, by id, in the order of their writing."""
         return self.content.results
 
-    @property
-    def quarantined(self) -> frozenset[str]:
-        """Ids of units that were lost too often, and whose result says only that."""
-        return frozenset(self.content.quarantined)
-
     def lost(self, unit: Unit) -> int:
         """Return how often ``unit`` was begun without a result, and without our ending it."""
         return self.content.lost.get(unit.id, 0)
