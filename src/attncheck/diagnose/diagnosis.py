@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 from msgspec import UNSET
 from msgspec.structs import replace
 
@@ -80,6 +81,8 @@ _LAYOUTS = tuple(name for name in RELATIONS if name.startswith("strides_"))
 # Of these both runs have the numbers of the plain call: where that is right, it is the layout.
 _SAME_NUMBERS = ("strides_heads_last", "strides_gapped", "strides_packed", "strides_transposed")
 _ALONE = "strides_alone"
+# Questions of which each run can be compared with the exact result.
+_WITH_RUNS = frozenset({*RELATIONS, *PROBES, "compare"})
 # Signs that a pair of calls shows again, once many have proven it of another failure.
 _SHOWN_AGAIN = {
     "free-memory-read": unwritten_memory,
@@ -299,9 +302,7 @@ class _Failure:
 
     def findings(self, among: Collection[str] = FAULT_MODELS) -> Findings | None:
         """Return what fault models say; None where they could speak of nothing."""
-        question = self.record.case.get("question")
-        known = question in RELATIONS or question in PROBES or question == "compare"
-        if self.record.status != "fail" or not known:
+        if self.record.status != "fail" or self.record.case.get("question") not in _WITH_RUNS:
             return None
         with _skip_unfit():
             return next(self._wrong_runs(self.case, among), None)
@@ -469,7 +470,7 @@ class _Failure:
                 if names:
                     return _sign("strides-not-taken", of=names)
             # What is read beside an input changes with its layout, too: it is asked about first.
-            if not explained and case.question in (*RELATIONS, *PROBES, "compare"):
+            if not explained and case.question in _WITH_RUNS:
                 names = out_of_bounds_reads(case, *kernel)
             if names:
                 return _sign("reads-beside-an-input", of=names)
@@ -501,7 +502,7 @@ class _Failure:
             return None
         with _skip_unfit():
             case = self.case
-            for name in signs if case.question in (*RELATIONS, *PROBES, "compare") else ():
+            for name in signs if case.question in _WITH_RUNS else ():
                 of = _SHOWN_AGAIN[name](case, self.subject, self.device, self.executor, pairs=1)
                 if of:
                     return _sign(name, of=of)
@@ -527,7 +528,7 @@ class _Failure:
         if question in _BATCHES and passes(Case(problem=problem)):
             return None if passes(case) else "depends-on-the-batch"
         times = 1 if question == _FAR else _AGAIN  # gibibytes each time
-        if question in (*RELATIONS, *PROBES, "compare") and (
+        if question in _WITH_RUNS and (
             any(passes(case) for _ in range(times))
             or changes_between_calls(case, self.subject, self.device, self.executor)
         ):
@@ -583,7 +584,7 @@ def _explain_calls(
 def _differ(one: Execution, other: Execution) -> bool:
     before = float64_tensors(other.outputs)
     return any(
-        not bool(((x == before[n]) | (x.isnan() & before[n].isnan())).all())
+        not torch.allclose(x, before[n], rtol=0.0, atol=0.0, equal_nan=True)
         for n, x in float64_tensors(one.outputs).items()
     )
 

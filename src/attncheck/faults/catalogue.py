@@ -51,4 +51,5 @@ SHARED_PATCHES: dict[str, str] = _entries("shared_patches")
 
 def fault_named(name: str) -> Fault | Control:
     """Return the fault or control called ``name``; raise UnknownName with the valid ones."""
-    return look_up("fault", name, FAULTS | CONTROLS)
+    everything: dict[str, Fault | Control] = {**FAULTS, **CONTROLS}
+    return look_up("fault", name, everything)

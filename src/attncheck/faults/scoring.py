@@ -22,7 +22,7 @@ from typing import Any
 from msgspec import UNSET, to_builtins
 from msgspec.structs import replace
 
-from attncheck.core.errors import AttncheckError, UsageError, require_known
+from attncheck.core.errors import AttncheckError, UnknownName, UsageError
 from attncheck.core.sanitize_text import one_line
 from attncheck.faults.catalogue import fault_named
 from attncheck.faults.fault import HOSTS, Control
@@ -230,7 +230,8 @@ class FaultScorer:
     def _of_catalogue(
         self, unit: Unit, name: str, host: str, folder: Path
     ) -> FaultScore | ControlScore:
-        require_known("host", [host], HOSTS)
+        if host not in HOSTS:
+            raise UnknownName("host", host, HOSTS)
         fault = fault_named(name)
         how = fault.hosts.get(host)
         if how is None:
