@@ -9,7 +9,7 @@ from attncheck.core.errors import UsageError
 from attncheck.core.sanitize_text import one_line
 from attncheck.records.problem_summary import problem_of
 from attncheck.reporting.bench_document import bench_facts
-from attncheck.reporting.rmse_plot import COLOURS, SHAPES, draw_outside_legend
+from attncheck.reporting.rmse_plot import draw_outside_legend, kernel_looks
 
 if TYPE_CHECKING:
     from attncheck.records.bench_report import BenchCell, BenchReport, BenchRow
@@ -34,9 +34,7 @@ def bench_figure(report: BenchReport) -> Any:
         raise UsageError("nothing was timed: there is nothing to plot.")
     fig = Figure(figsize=(6.4 * len(panels) + 2.4, 5.6), layout="constrained")
     kernels = list(dict.fromkeys(name for points in panels.values() for name in points))
-    looks = {
-        name: (COLOURS[i % len(COLOURS)], SHAPES[i % len(SHAPES)]) for i, name in enumerate(kernels)
-    }
+    looks = kernel_looks(kernels)
     row = fig.subplots(1, len(panels), squeeze=False)[0]
     for ax, ((dtype, direction), points) in zip(row, panels.items(), strict=True):
         ax.set_xscale("log", base=2)

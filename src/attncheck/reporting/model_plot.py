@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from attncheck.core.errors import UsageError
 from attncheck.core.sanitize_text import one_line
 from attncheck.reporting.model_document import model_facts
-from attncheck.reporting.rmse_plot import COLOURS, SHAPES, draw_outside_legend
+from attncheck.reporting.rmse_plot import Looks, draw_outside_legend, kernel_looks
 
 if TYPE_CHECKING:
     from attncheck.records.model_report import Drift, ModelRecord, ModelReport, Phase
@@ -35,7 +35,7 @@ def model_figure(report: ModelReport) -> Any:
     models = list(dict.fromkeys(record.model for record in ran))
     if not models:
         raise UsageError("no kernel took a model: there is nothing to plot.")
-    names = list(dict.fromkeys(record.kernel for record in ran))
+    looks = kernel_looks(list(dict.fromkeys(record.kernel for record in ran)))
     fig = Figure(figsize=(3.4 * len(models) + 2.2, 6.4), layout="constrained")
     grid = fig.subplots(len(_PHASES), len(models), squeeze=False, sharex="col", sharey=True)
     ratios = [over for one in ran for phase in _PHASES for over in _ratios(one, phase)]
@@ -56,7 +56,7 @@ def model_figure(report: ModelReport) -> Any:
             ax.yaxis.set_minor_locator(NullLocator())
             ax.tick_params(labelbottom=True)
             ax.set_xlabel("layer")
-            _draw(ax, records, phase, names, low / 2)
+            _draw(ax, records, phase, looks, low / 2)
     draw_outside_legend(fig)
     fig.supylabel("drift from fp64 ÷ the median of right kernels", fontsize=9)
     fig.suptitle("\n".join(model_facts(report)), x=0.01, ha="left", fontsize=8)
@@ -74,9 +74,7 @@ def _ratios(record: ModelRecord, phase: Phase) -> list[float]:
     return [ratio for ratio in ratios if 0 < ratio < math.inf]
 
 
-def _draw(
-    ax: Any, records: list[ModelRecord], phase: Phase, names: list[str], bottom: float
-) -> None:
+def _draw(ax: Any, records: list[ModelRecord], phase: Phase, looks: Looks, bottom: float) -> None:
     places = _layers(records[0], phase)
     xs = range(len(places))
     most = [one.most / one.floor if one.floor else 1.0 for one in places]
@@ -84,13 +82,13 @@ def _draw(
     ax.fill_between(xs, bottom, most, color=_BAND, linewidth=0, label=label)
     ax.axhline(1.0, color=_MEDIAN, linewidth=0.8, label="median of the right kernels")
     for record in records:
-        number = names.index(record.kernel)
+        colour, shape = looks[record.kernel]
         drifts = [one.error / one.floor if one.floor else 1.0 for one in _layers(record, phase)]
         ax.plot(
             xs,
             drifts,
-            color=COLOURS[number % len(COLOURS)],
-            marker=SHAPES[number % len(SHAPES)],
+            color=colour,
+            marker=shape,
             markersize=3 if record.beside else 5,
             linewidth=0.9 if record.beside else 1.8,
             linestyle=":" if record.beside else "-",

@@ -7,6 +7,7 @@ First what is shown and where, as plain data; then the drawing of it with matplo
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -191,8 +192,8 @@ def _column(
 
 # Okabe and Ito's colours, told apart by colour-blind readers; yellow, which white paper hides, is
 # left out. Seven colours and nine shapes have no common divisor: 63 kernels look different.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
-SHAPES = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+_SHAPES = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 _FAILED, _FLOOR, _IDEAL, _BAND = "#C00000", "#404040", "#8A8A8A", "#F3F3F3"
 
 _WIDTH, _LEAST_HEIGHT = 16.0, 9.0  # inches
@@ -212,6 +213,18 @@ STYLE = {
     "svg.hashsalt": "attncheck",  # the same report gives the same bytes
 }
 """matplotlib's settings for a figure."""
+
+
+Looks = dict[str, tuple[str, str]]
+"""Colour and shape of the marks of each kernel."""
+
+
+def kernel_looks(kernels: Sequence[str]) -> Looks:
+    """Return for each of ``kernels`` a look of its own."""
+    return {
+        name: (_COLOURS[i % len(_COLOURS)], _SHAPES[i % len(_SHAPES)])
+        for i, name in enumerate(kernels)
+    }
 
 
 def figure(report: Report) -> Any:
@@ -238,9 +251,7 @@ def figure(report: Report) -> Any:
         squeeze=False,
         gridspec_kw={**frame.grid(), "wspace": _APART, "width_ratios": widths},
     )
-    looks = {
-        k: (COLOURS[i % len(COLOURS)], SHAPES[i % len(SHAPES)]) for i, k in enumerate(shown.kernels)
-    }
+    looks = kernel_looks(shown.kernels)
     for row, panel in zip(rows, shown.panels, strict=True):
         row[0].set_title(panel.title, loc="left", fontsize=10, fontweight="bold", pad=4)
         row[0].set_ylabel("RMSE of out")
@@ -276,10 +287,7 @@ class _Frame:
         }
 
 
-_Looks = dict[str, tuple[str, str]]
-
-
-def _draw_panel(ax: Any, marks: list[Mark], column: PlotColumn, looks: _Looks) -> None:
+def _draw_panel(ax: Any, marks: list[Mark], column: PlotColumn, looks: Looks) -> None:
     _draw_scale(ax, marks)
     ax.set_xlim(*column.ends)
     for i, (_, left, right) in enumerate(column.variants):
@@ -438,7 +446,7 @@ def draw_outside_legend(fig: Any) -> None:
     fig.legend(handles.values(), handles.keys(), loc="outside right upper", frameon=False)
 
 
-def _draw_legend(fig: Any, shown: Plot, looks: _Looks, height: float) -> None:
+def _draw_legend(fig: Any, shown: Plot, looks: Looks, height: float) -> None:
     from matplotlib.lines import Line2D
 
     def sign(**look: Any) -> Any:

@@ -92,11 +92,9 @@ def causal_masks(*, dimensions: Dimensions) -> SearchStrategy[Spec]:
     if dimensions.query > 1:  # a single row, aligned bottom-right, sees every key
         names.append("causal_bottom_right")
     both = masks(dimensions=dimensions, names=("padding", "document"))
-    return masks(dimensions=dimensions, names=names) | both.map(_and_causal)
-
-
-def _and_causal(mask: Spec) -> Spec:
-    return Spec.of("and", Spec.of("causal"), mask)
+    return masks(dimensions=dimensions, names=names) | both.map(
+        partial(Spec.of, "and", Spec.of("causal"))
+    )
 
 
 def _plain(name: str) -> Callable[[Dimensions], SearchStrategy[Spec]]:

@@ -39,10 +39,9 @@ def captured_scores() -> SearchStrategy[Spec]:
     Shrinks to ``alibi``.
     """
     bent = scores(names=("temperature", "softcap"))
-    added = st.one_of([_SCORES[name] for name in ("alibi", "relative_bias", "bias")])
     # A bend behind what adds has a part in its gradient; one before it has none.
-    chained = st.tuples(added, bent) | st.tuples(bent, added) | st.tuples(added, added)
-    return added | _SCORES["offset"] | chained.map(lambda parts: Spec.of("chain", *parts))
+    chained = st.tuples(_ADDED, bent) | st.tuples(bent, _ADDED) | st.tuples(_ADDED, _ADDED)
+    return _ADDED | _SCORES["offset"] | chained.map(lambda parts: Spec.of("chain", *parts))
 
 
 _SCORES: dict[str, SearchStrategy[Spec]] = {
@@ -59,10 +58,10 @@ _SCORES: dict[str, SearchStrategy[Spec]] = {
         lambda each: Spec.of("bias", seed=0, per_batch=each[0], per_head=each[1])
     ),
 }
-_SCORES["offset"] = st.tuples(
-    st.one_of([_SCORES[name] for name in ("alibi", "relative_bias", "bias")]),
-    st.sampled_from((1, 0, 33)),
-).map(lambda drawn: Spec.of("offset", drawn[0], rows=drawn[1]))
+_ADDED = st.one_of([_SCORES[name] for name in ("alibi", "relative_bias", "bias")])
+_SCORES["offset"] = st.tuples(_ADDED, st.sampled_from((1, 0, 33))).map(
+    lambda drawn: Spec.of("offset", drawn[0], rows=drawn[1])
+)
 
 
 _FORWARD, _BACKWARD = ("q_idx", "kv_idx", "h", "b"), ("kv_idx", "q_idx", "h", "b")
