@@ -53,18 +53,27 @@ def test_what_was_not_looked_at_is_said():
         assert said in page
 
 
+def _warning(kernel, reason):
+    record = made.wrong(kernel)
+    odd = replace(record.judgement, status="warn", rule="relation", reason=reason)
+    return made.answer(replace(record, status="warn", judgement=odd))
+
+
+def test_warnings_of_one_question_are_counted_by_what_they_say():
+    """Their numbers apart; most frequent first."""
+    lse = "lse[0, 2] = -3.5e-04"
+    heads = [f"RMSE of head [0, {i}] is {1.4 + i} × the largest of ideal kernels'" for i in (1, 2)]
+    page = render(made.report(*(_warning("k", reason) for reason in (lse, *heads))), "table")
+    lines = [line for line in page.splitlines() if line.startswith("k compare")]
+    assert lines == [f"k compare (2 times): {heads[0]}", f"k compare: {lse}"]
+
+
 def test_warnings_say_why_and_a_strict_gate_has_failures_in_their_place():
     reason = "hidden keys must be finite: 0 · NaN reaches row 3"
-
-    def warned(kernel):
-        told = made.wrong(kernel)
-        odd = replace(told.judgement, status="warn", rule="relation", reason=reason)
-        return made.answer(replace(told, status="warn", judgement=odd))
-
-    several = [warned("k"), warned("k"), *(warned(f"kernel{i}") for i in range(6))]
+    several = [_warning(name, reason) for name in ("k", "k", *(f"kernel{i}" for i in range(6)))]
     page = render(made.report(*several), "table")
     assert f"k compare (2 times): {reason}" in page
-    assert "and of 2 other questions" in page
+    assert "and 2 other kinds" in page
     strict = render(made.report(*several, command="attncheck gate k --strict"), "table")
     assert "warnings" not in strict.splitlines()
     assert "FAIL" in strict

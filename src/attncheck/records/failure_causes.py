@@ -117,6 +117,14 @@ def _unclaimed_way(record: Record) -> str:
     return "wrong, not refused," if record.status == "fail" else f"{record.status}, no refusal,"
 
 
+def without_numbers(reason: str) -> str:
+    """Return ``reason`` with a sign in place of each size and place: it differs from Case to Case.
+
+    What remains is alike where the same thing is wrong.
+    """
+    return _NUMBER.sub("#", reason)
+
+
 def symptom(record: Record) -> Key:
     """Return how a Record fails: its status and rule, and what of the numbers or the call is wrong.
 
@@ -127,12 +135,12 @@ def symptom(record: Record) -> Key:
         return record.status, _unclaimed_way(record), _BEYOND
     if judgement is None:
         what, broken, _ = record.reason.partition(_HEAP)
-        return record.status, "", broken or _NUMBER.sub("#", what)
+        return record.status, "", broken or without_numbers(what)
     rule = judgement.rule
     if rule in _CALL_RULES:
         # Behind it how the process died as well, which differs from call to call.
         what = _PROBLEM.sub("", judgement.reason.partition("; ")[0])
-        return record.status, rule, _NUMBER.sub("#", what)
+        return record.status, rule, without_numbers(what)
     if rule in _QUESTION_RULES:
         return record.status, rule, str(record.case.get("question", ""))
     backward = judgement.worst is not None and judgement.worst.tensor in GRADIENTS

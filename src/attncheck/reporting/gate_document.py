@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from attncheck.core.judgement import share_text
 from attncheck.core.sanitize_text import one_line, shortened
+from attncheck.records.failure_causes import without_numbers
 from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import Status
 from attncheck.records.run_reports import (
@@ -256,23 +257,29 @@ def _counts(report: GateReport, *, reading: bool = False) -> Section:
 
 
 def _warnings(report: GateReport) -> list[Section]:
-    """What is odd and fails nothing: the first of each kernel and question, and how many."""
+    """What is odd and fails nothing: the first of each kind, and how many; most frequent first.
+
+    A kind is of one kernel and question, and of one reason but for the numbers in it.
+    """
     _, doubtful = status_sides(report)
-    groups: dict[tuple[str, str], list[str]] = {}
+    groups: dict[tuple[str, str, str], list[str]] = {}
     for answer in questions(report):
         record = answer.record
         if record.status == "warn" and record.status in doubtful and record.judgement:
-            key = record.kernel, str(record.case.get("question"))
-            groups.setdefault(key, []).append(record.judgement.reason)
+            reason = record.judgement.reason
+            key = record.kernel, str(record.case.get("question")), without_numbers(reason)
+            groups.setdefault(key, []).append(reason)
     notes = [
         Note(
             f"{kernel} {question}{f' ({len(reasons)} times)' if reasons[1:] else ''}: {reasons[0]}"
         )
-        for (kernel, question), reasons in groups.items()
+        for (kernel, question, _), reasons in sorted(
+            groups.items(), key=lambda group: len(group[1]), reverse=True
+        )
     ]
     if len(notes) > _MOST_REASONS:
-        others = number_text.plural(len(notes) - _MOST_REASONS, "other question")
-        notes[_MOST_REASONS:] = [Note(f"and of {others}")]
+        others = number_text.plural(len(notes) - _MOST_REASONS, "other kind")
+        notes[_MOST_REASONS:] = [Note(f"and {others}")]
     return [Section("warnings", tuple(notes), name="Warnings")] if notes else []
 
 
