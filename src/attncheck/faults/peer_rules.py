@@ -83,6 +83,12 @@ class PeerReference:
         return {name: round_to(exact[name], fmt).to(fmt.torch_dtype) for name in _COMPARED}
 
     @cached_property
+    def magnitude(self) -> Tensor:
+        """Σ p |v|, float64 like out."""
+        v = self.inputs.v
+        return oracles.truth(self.inputs.replace(v=v.float().abs().to(v.dtype))).out
+
+    @cached_property
     def unfused(self) -> Tensor:
         """flash-attention's attention_ref(upcast=False, reorder_ops=True): each result rounded."""
         q, k, v = self._operands
