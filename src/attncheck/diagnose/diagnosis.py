@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
 from msgspec import UNSET
 from msgspec.structs import replace
 
 from attncheck.core.errors import AttncheckError
+from attncheck.core.outputs import same_numbers
 from attncheck.diagnose.confirmation import confirm, contradicted
 from attncheck.diagnose.explanations import (
     NO_FIT,
@@ -584,8 +584,7 @@ def _explain_calls(
 def _differ(one: Execution, other: Execution) -> bool:
     before = float64_tensors(other.outputs)
     return any(
-        not torch.allclose(x, before[n], rtol=0.0, atol=0.0, equal_nan=True)
-        for n, x in float64_tensors(one.outputs).items()
+        not same_numbers(x, before[name]) for name, x in float64_tensors(one.outputs).items()
     )
 
 

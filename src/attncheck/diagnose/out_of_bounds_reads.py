@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from attncheck.core.outputs import same_numbers
 from attncheck.diagnose.explanations import pair_count
 from attncheck.inputs.problem import Case
 from attncheck.relations import RELATIONS, relation_named
@@ -198,7 +199,5 @@ def _differ(one: Outputs | None, before: Outputs | None) -> tuple[str, ...]:
     return tuple(
         name
         for name, x in one.tensors().items()
-        if name in then
-        and name != "dcaptured"
-        and not bool(((x == then[name]) | (x.isnan() & then[name].isnan())).all())
+        if name in then and name != "dcaptured" and not same_numbers(x, then[name])
     )

@@ -12,7 +12,7 @@ import torch
 
 from attncheck.core.errors import AttncheckError
 from attncheck.core.mod_spec import FULL, Spec
-from attncheck.core.outputs import Outputs
+from attncheck.core.outputs import Outputs, same_numbers
 from attncheck.diagnose.user_tensors import UserTensors
 from attncheck.inputs.input_tensors import Inputs
 from attncheck.inputs.problem import Problem
@@ -126,10 +126,7 @@ def _with_loss(inputs: Inputs, dout: torch.Tensor, dlse: torch.Tensor | None) ->
 def _same_bits(outputs: Outputs, right: Outputs) -> bool:
     """Return whether all bits that there are are the same; NaN is NaN."""
     others = right.tensors()
-    return all(
-        bool(((one == others[name]) | (one.isnan() & others[name].isnan())).all())
-        for name, one in outputs.tensors().items()
-    )
+    return all(same_numbers(one, others[name]) for name, one in outputs.tensors().items())
 
 
 class _Attention(torch.autograd.Function):

@@ -29,6 +29,7 @@ from msgspec.structs import replace
 
 from attncheck.core.errors import AttncheckError, UsageError
 from attncheck.core.mod_spec import Spec
+from attncheck.core.outputs import same_numbers
 from attncheck.core.sanitize_text import one_line
 from attncheck.diagnose.diagnosis import CauseSearch
 from attncheck.fault_models.fault_model import FAMILIES
@@ -490,4 +491,4 @@ def _reference_problems(problems: Sequence[Problem]) -> Iterator[Problem]:
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     same = one.shape == other.shape and one.dtype == other.dtype
-    return same and torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
+    return same and same_numbers(one, other)
