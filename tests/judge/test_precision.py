@@ -209,6 +209,36 @@ def test_beyond_its_gate_it_is_odd(dtype, keys, factor):
 
 
 @pytest.mark.parametrize(
+    ("own", "status"), [(0.5, "warn"), (0.75, "pass"), (0.0, "warn")], ids=lambda value: str(value)
+)
+def test_it_is_no_news_where_the_emulation_is_as_far_from_itself_reordered(own, status):
+    """Where scores are large the order of fp32's operations alone moves out by much."""
+    emulation = with_errors(-1.0, -1.0)
+    out, reordered = with_errors(-0.125, -0.125), with_errors(own - 1.0, own - 1.0)
+    found = judged(out, ideal=emulation, tiles=(16, 16), reordered=lambda: reordered)
+    assert (found.status, precision(found).residual) == (status, 0.875)
+    allowed = math.hypot(RESIDUAL["bf16"], SPREAD * own)
+    assert (f"at most {allowed:.2g} ×" in found.reason) == (status == "warn")
+
+
+def test_the_emulation_is_reordered_only_where_the_residual_would_be_odd():
+    def reordered() -> torch.Tensor:
+        calls.append(1)
+        return emulation
+
+    calls: list[int] = []
+    emulation, far = with_errors(-1.0, -1.0), with_errors(-0.5, -0.5)
+    asked = {"ideal": emulation, "tiles": (16, 16), "reordered": reordered}
+    near = with_errors(-0.875, -0.875)
+    fp32 = default_arithmetic(DTYPES["fp32"])
+    for quiet in ({"out": near}, {"generic": False}, {"tiles": None}, {"arithmetic": fp32}):
+        assert judged(**({"out": far} | asked | quiet)).status == "pass"
+    assert calls == []
+    assert judged(far, **asked).status == "warn"
+    assert calls == [1]
+
+
+@pytest.mark.parametrize(
     "declared",
     [{"scores": HOPPER_FP8}, {"values": HOPPER_FP8}, {"normalised_weights": True}],
     ids=["q·k", "P·V", "weights"],

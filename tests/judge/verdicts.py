@@ -7,7 +7,13 @@ import torch
 
 from attncheck.core.judgement import Judgement
 from attncheck.core.outputs import Outputs
-from attncheck.judge.verdict import KernelResult, heads_with_ensemble, judge_heads
+from attncheck.judge.verdict import (
+    KernelResult,
+    heads_with_ensemble,
+    heads_with_reordered,
+    judge_heads,
+    needs_reordered,
+)
 from attncheck.judge.verdict import decide as decide_on
 
 __all__ = ["decide", "kernel_result"]
@@ -19,11 +25,16 @@ def kernel_result(*, truth: Outputs, **fields: Any) -> KernelResult:
 
 
 def decide(
-    *, ensemble: Callable[[], Iterable[torch.Tensor]] | None = None, **fields: Any
+    *,
+    ensemble: Callable[[], Iterable[torch.Tensor]] | None = None,
+    reordered: Callable[[], torch.Tensor] | None = None,
+    **fields: Any,
 ) -> Judgement:
-    """The verdict on ``kernel_result(**fields)``; ``ensemble`` is called where it is needed."""
+    """The verdict on ``kernel_result(**fields)``; further ideal kernels are run where needed."""
     result = kernel_result(**fields)
     heads = judge_heads(result)
     if ensemble is not None and heads.needs_ensemble:
         heads = heads_with_ensemble(result, heads, ensemble())
+    if reordered is not None and needs_reordered(result, heads):
+        heads = heads_with_reordered(result, heads, reordered())
     return decide_on(result, heads)

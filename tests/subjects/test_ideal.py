@@ -54,6 +54,25 @@ def test_a_tiling_changes_bits_and_only_rounds(dtype, tiling, exact):
     assert not torch.equal(outputs.lse, Ideal().run(inputs).lse)
 
 
+@pytest.mark.parametrize("score", ["none", "alibi"])
+@pytest.mark.parametrize("dtype", MEASURED)
+def test_operations_in_another_order_change_bits_and_only_round(dtype, score, exact):
+    inputs = draw_inputs(small(kv=150, dtype=dtype, score=Spec.of(score)))
+    outputs = Ideal(reordered=True).run(inputs)
+    assert exact(inputs).excess(outputs) <= 1
+    assert not torch.equal(outputs.lse, Ideal().run(inputs).lse)
+
+
+@pytest.mark.parametrize("score", ["none", "alibi"])
+def test_reordered_a_hidden_key_stays_hidden(score):
+    inputs = draw_inputs(small(dtype="fp16", mask=MASKS["causal"], score=Spec.of(score)))
+    for name in ("k", "v"):
+        getattr(inputs, name)[:, :, -1] = math.nan
+    outputs = Ideal(reordered=True).run(inputs)
+    assert torch.isfinite(outputs.out[:, :, :-1]).all()
+    assert outputs.out[:, :, -1].isnan().all()
+
+
 def test_a_lazy_maximum_stays_behind_on_rising_scores(exact):
     """Scores that rise by less than the threshold never move it: P exceeds 1, and out is right."""
     inputs = draw_inputs(small(kv=64, batch=1, heads=1, kv_heads=1, dtype="fp32"))

@@ -266,6 +266,30 @@ class ShortWeights(Ideal):
         return super().exp2(exponent).half().float()
 
 
+class ShortSums(Ideal):
+    """Rounds its running output to bf16 after every tile."""
+
+    steps = Steps(kept_out=lambda out: out.bfloat16().float())
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "e4m3"])
+def test_large_scores_show_the_order_of_operations_and_not_a_fault(dtype):
+    """A weight is off by 2^-24 of its score there: more than its format rounds."""
+    sizes = {"heads": 2, "query": 64, "kv": 64, "head_dim": 64, "scale": 5.0}
+    case = Case(problem=Problem(**sizes, dtype=dtype, distribution="large_logits"))
+    right = run_case(Ideal(reordered=True), case, device="cpu").judgement
+    assert right.precision.residual > residual_gate(dtype, 64)
+    assert (right.status, right.reason) == ("pass", "")
+
+
+def test_a_fault_shows_where_scores_are_large():
+    sizes = {"heads": 2, "query": 64, "kv": 64, "head_dim": 64, "scale": 5.0}
+    case = Case(problem=Problem(**sizes, dtype="bf16", distribution="large_logits"))
+    wrong = run_case(ShortSums(reordered=True), case, device="cpu").judgement
+    assert wrong.status == "warn"
+    assert "rounds elsewhere than declared" in wrong.reason
+
+
 @pytest.mark.parametrize("keys", [4096, 16384])
 def test_the_emulation_of_long_sums_is_near_enough_to_tell(keys):
     case = Case(problem=Problem(heads=1, query=128, kv=keys, head_dim=64, dtype="bf16"))

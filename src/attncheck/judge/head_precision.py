@@ -10,7 +10,9 @@ Two measures, and only both together in one head fail a kernel:
 
 A third is reported beside them, the residual: the ideal kernel at the kernel's own tiling makes
 nearly the same roundings, so that nearly the whole error cancels in their difference, and what
-remains shows what neither measure can.
+remains shows what neither measure can. What fp32 leaves to a kernel, as the order of its sums, does
+not cancel: where scores are large it moves weights by more than their format's rounding. How much
+of it a problem shows is measured, by the same ideal kernel with its operations reordered.
 """
 
 from __future__ import annotations
@@ -43,11 +45,38 @@ FAR = 3.0
 ``reports/h200/calibration.md``, over the largest of four: twice that has another cause."""
 
 RESIDUAL = {"bf16": 0.15, "fp16": 0.55, "e4m3": 0.07}
-"""Largest residual of right kernels by the format of P, in simulation; on an H200 the Triton
-kernel's is at most 0.11, 0.31 and 0.013 over five problems of up to 4,096 keys. A warning until it
-has been calibrated there. Other formats have none. See ``residual_gate``."""
+"""Largest residual of right kernels by the format of P, in simulation, of scores of usual size; on
+an H200 the Triton kernel's is at most 0.11, 0.31 and 0.013 over five problems of up to 4,096 keys. A
+warning until it has been calibrated there. Other formats have none. See ``residual_gate``."""
 
 _CALIBRATED_KEYS = 4096
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Residual:
+    """Distance of out from its emulation, the ideal kernel at the kernel's own tiling.
+
+    Root mean squares over the counted elements, in units of the emulation's error.
+    """
+
+    size: float  # of out; what underflow may cost is taken off
+    gate: float | None  # largest of usual scores: see ``residual_gate``
+    usual: float  # the unit: rms(emulation − exact)
+    # Of the ideal kernel with its operations reordered; 0 where it was not needed.
+    reordered: float = 0.0
+
+    @property
+    def allowed(self) -> float:
+        """Largest residual that is no news; infinite where there is no gate.
+
+        Two kernels that do fp32's operations in other orders than the emulation are as far from it
+        as each other, but for chance: right kernels' errors differ by up to ``SPREAD``.
+        """
+        return math.inf if self.gate is None else math.hypot(self.gate, SPREAD * self.reordered)
+
+    def with_reordered(self, out: Tensor, emulation: Tensor, counted: Tensor) -> Residual:
+        """Return this with the distance of ``out``, of the ideal kernel reordered."""
+        return replace(self, reordered=_distance(out, emulation, counted) / self.usual)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -64,6 +93,7 @@ class HeadPrecision:
     # Whether some head is beyond a gate, so that the verdict rests on how ideal kernels at
     # several tilings do.
     needs_ensemble: bool
+    residual: Residual | None  # None without an emulation, or where that is exact
     # RMSE ÷ the largest of the ensemble's; None without an ensemble.
     spread: Tensor | None = None
 
@@ -112,6 +142,9 @@ def measure_heads(
     allowance: Allowance,
     arithmetic: Arithmetic,
     ideal: Tensor | None,
+    *,
+    emulated: bool,
+    keys: int,
 ) -> HeadPrecision:
     """Measure every head without the ensemble; ``with_ensemble`` adds it where it is needed.
 
@@ -122,6 +155,8 @@ def measure_heads(
         allowance: With the predicted standard deviations of sampled rows.
         arithmetic: Of the kernel; of some arithmetics no ideal kernel errs as much.
         ideal: out of one ideal kernel.
+        emulated: Whether that is at the kernel's own tiling.
+        keys: How many there are.
     """
     comparable = _has_ideal_kernels(arithmetic)
     rmse = error_measures.head_rmse(out, truth, counted)
@@ -133,6 +168,10 @@ def measure_heads(
             rmse, [error_measures.head_rmse(ideal, truth, counted)], lost
         )
         single = torch.where(enough, ratio, math.nan)
+    residual = None
+    if ideal is not None and emulated and comparable:
+        gate = residual_gate(arithmetic.weights.name, keys)
+        residual = _residual(out, ideal, truth, counted, float(lost.max()), gate)
     # Four more kernels are run for the ensemble: only where a head is beyond a gate without it.
     suspect = bool(((z > Z) | (single > SPREAD)).any())
     return HeadPrecision(
@@ -142,6 +181,7 @@ def measure_heads(
         lost=lost,
         enough=enough,
         needs_ensemble=suspect and comparable and can_fail_by_precision(arithmetic),
+        residual=residual,
     )
 
 
@@ -188,24 +228,17 @@ def measure_precision(
     counted: Tensor,
     heads: HeadPrecision,
     arithmetic: Arithmetic,
-    emulation: Tensor | None,
 ) -> Precision:
-    """Return precision as it is reported; arguments as those of ``measure_heads``.
-
-    ``emulation`` is out of the ideal kernel at the kernel's own tiling, where it declares one.
-    """
+    """Return precision as it is reported; arguments as those of ``measure_heads``."""
     exact = truth[counted]
     values = out[counted].to(torch.float64)
     error = values - exact
     whole = error_measures.measure_errors(out, truth, counted)
     p50, p99 = error_measures.ulp_percentiles(error, exact, arithmetic.output)
-    residual = None
-    if emulation is not None and _has_ideal_kernels(arithmetic):
-        residual = _residual(out, emulation, truth, counted, float(heads.lost.max()))
     return Precision(
         z=_largest(heads.z),
         spread=None if heads.spread is None else _largest(heads.spread),
-        residual=residual,
+        residual=None if heads.residual is None else heads.residual.size,
         # An exact kernel has no error to be biased.
         bias=whole.bias / whole.rmse if whole.rmse else 0.0,
         slope=error_measures.slope(error, exact),
@@ -222,18 +255,25 @@ def _largest(of_heads: Tensor) -> float | None:
 
 
 def _residual(
-    out: Tensor, emulation: Tensor, truth: Tensor, counted: Tensor, lost: float
-) -> float | None:
-    """rms(out − emulation) ÷ rms(emulation − exact); None where the emulation is exact.
-
-    What underflow may cost is taken off the first.
-    """
+    out: Tensor,
+    emulation: Tensor,
+    truth: Tensor,
+    counted: Tensor,
+    lost: float,
+    gate: float | None,
+) -> Residual | None:
+    """Residual without what needs the ideal kernel reordered; None where the emulation is exact."""
     # Of few outputs the ratio is noise.
     if int(counted.sum()) < FEWEST:
         return None
     # Both by the same measure, so that a factor in it cancels.
-    usual = error_measures.measure_errors(emulation, truth, counted).rmse
-    apart = error_measures.measure_errors(out, emulation.to(torch.float64), counted).rmse
+    usual = _distance(emulation, truth, counted)
     if not usual:
         return None
-    return math.inf if math.isnan(apart / usual) else max(0.0, apart - lost) / usual
+    apart = _distance(out, emulation, counted)
+    size = math.inf if math.isnan(apart / usual) else max(0.0, apart - lost) / usual
+    return Residual(size=size, gate=gate, usual=usual)
+
+
+def _distance(one: Tensor, other: Tensor, counted: Tensor) -> float:
+    return error_measures.measure_errors(one, other.to(torch.float64), counted).rmse

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import msgspec
@@ -73,7 +73,14 @@ def judge_heads(result: KernelResult) -> HeadPrecision:
     # Heads are judged by out alone: LSE has a bound of its own and no ensemble.
     counted = result.forward()[0].counted
     return measure_heads(
-        result.out, result.exact_out, counted, result.allowance, result.arithmetic, result.ideal
+        result.out,
+        result.exact_out,
+        counted,
+        result.allowance,
+        result.arithmetic,
+        result.ideal,
+        emulated=result.tiles is not None,
+        keys=result.keys,
     )
 
 
@@ -82,6 +89,22 @@ def heads_with_ensemble(
 ) -> HeadPrecision:
     """Compare ``heads`` with ``outs`` of ideal kernels at several tilings."""
     return heads.with_ensemble(outs, result.exact_out, result.forward()[0].counted)
+
+
+def needs_reordered(result: KernelResult, heads: HeadPrecision) -> bool:
+    """Return whether a verdict needs the ideal kernel with its operations reordered."""
+    # Of structured inputs the residual is no rule.
+    residual = heads.residual
+    return residual is not None and result.generic and residual.size > residual.allowed
+
+
+def heads_with_reordered(result: KernelResult, heads: HeadPrecision, out: Tensor) -> HeadPrecision:
+    """Compare the residual of ``heads`` with ``out`` of the ideal kernel reordered."""
+    assert heads.residual is not None, "what is not needed"
+    assert result.ideal is not None, "which the residual was measured with"
+    counted = result.forward()[0].counted
+    residual = heads.residual.with_reordered(out, result.ideal, counted)
+    return replace(heads, residual=residual)
 
 
 def decide(result: KernelResult, heads: HeadPrecision) -> Judgement:
@@ -94,7 +117,8 @@ def decide(result: KernelResult, heads: HeadPrecision) -> Judgement:
     ``pass``.
 
     Args:
-        heads: As ``judge_heads`` gives them, with the ensemble where they need one.
+        heads: As ``judge_heads`` gives them, with the ensemble where they need one, and with the
+            ideal kernel reordered.
 
     Returns:
         The Judgement, without its blind spot, what its worst allowance is made of
@@ -104,12 +128,7 @@ def decide(result: KernelResult, heads: HeadPrecision) -> Judgement:
     allowance, arithmetic, alive = result.allowance, result.arithmetic, result.alive
     both = result.forward()
     precision = measure_precision(
-        result.out,
-        result.exact_out,
-        both[0].counted,
-        heads,
-        arithmetic,
-        result.ideal if result.tiles else None,
+        result.out, result.exact_out, both[0].counted, heads, arithmetic
     )
     tensors = [*both, *result.gradients]
     bounds = {one.name: one.largest_share() for one in tensors}
@@ -124,7 +143,7 @@ def decide(result: KernelResult, heads: HeadPrecision) -> Judgement:
         *(rules.beyond_bound(share, allowance.oracle_share) for share in bounds.values()),
         *(rules.improbable(s, generic=generic, proven=proven) for s in probable.values()),
         rules.imprecise_heads(heads, arithmetic, generic=generic, proven=proven),
-        rules.residual(precision, arithmetic, generic=generic, keys=result.keys),
+        rules.residual(heads.residual, generic=generic),
         rules.undecidable(tensors[0], allowance),
         *(rules.unbounded_gradient(one) for one in tensors if one.name in GRADIENTS),
     ]

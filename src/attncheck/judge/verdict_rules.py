@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attncheck.core.declared_arithmetic import Arithmetic
-from attncheck.core.judgement import Place, Precision, Rule, share_text
+from attncheck.core.judgement import Place, Rule, share_text
 from attncheck.core.tensor_names import TensorName
 from attncheck.judge.allowance import (
     Allowance,
@@ -30,9 +30,9 @@ from attncheck.judge.head_precision import (
     FAR,
     SPREAD,
     HeadPrecision,
+    Residual,
     Z,
     can_fail_by_precision,
-    residual_gate,
 )
 
 PROVEN = 0.01
@@ -245,21 +245,18 @@ def _imprecise_text(z: Tensor, spread: Tensor, wrong: Tensor) -> str:
     return f"{'; '.join(parts)} ({int(wrong.sum())} of {wrong.numel()} heads)"
 
 
-def residual(
-    precision: Precision, arithmetic: Arithmetic, *, generic: bool, keys: int
-) -> list[Finding]:
-    """Return a warning of out farther from its emulation than right kernels of ``keys`` are.
+def residual(measured: Residual | None, *, generic: bool) -> list[Finding]:
+    """Return a warning of out farther from its emulation than right kernels are.
 
     Of generic inputs alone: where a problem has few different roundings, one that falls the other
     way is a large part of the whole error.
     """
-    gate = residual_gate(arithmetic.weights.name, keys)
-    if not generic or gate is None or precision.residual is None or precision.residual <= gate:
+    if not generic or measured is None or measured.size <= measured.allowed:
         return []
     text = (
         "out differs from the ideal kernel at the same tiling by "
-        f"{share_text(precision.residual, gate)} × that kernel's error, but should by at most "
-        f"{gate:.2g} ×: it rounds elsewhere than declared"
+        f"{share_text(measured.size, measured.allowed)} × that kernel's error, but should by at "
+        f"most {measured.allowed:.2g} ×: it rounds elsewhere than declared"
     )
     return [Finding(status="warn", rule="precision", text=text)]
 

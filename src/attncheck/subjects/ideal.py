@@ -144,6 +144,10 @@ class _Factors:
     Tensors that broadcast to ``(batch, heads, rows)``.
     """
 
+    scores: torch.Tensor | None  # of q·k before the softmax; None where it is not multiplied
+    exponent: torch.Tensor  # of the difference of two scores, for exp2 (the docstring's c)
+    lse: torch.Tensor | float  # of the largest score, for LSE
+
     def __init__(self, kernel: Ideal, inputs: Inputs) -> None:
         problem, device = inputs.problem, inputs.device
         products = values = torch.ones((1, 1, 1), dtype=torch.float32, device=device)
@@ -162,9 +166,14 @@ class _Factors:
         self.scale = scale * products  # of q·k
         log2_scale = fp32(scale * kernel.log2_e)
         self.log2_e = fp32(kernel.log2_e)  # of natural numbers, for exp2
-        of_nats = torch.full_like(products, self.log2_e)
-        # Of the difference of two scores, for exp2 (the docstring's c).
-        self.exponent = of_nats if _in_nats(problem) else log2_scale * products
+        if _in_nats(problem):
+            self.scores, self.lse = self.scale, 1.0
+            self.exponent = torch.full_like(products, self.log2_e)
+        elif kernel.reordered:
+            self.scores, self.lse = log2_scale * products, fp32(math.log(2))
+            self.exponent = torch.ones_like(products)
+        else:
+            self.scores, self.lse, self.exponent = None, self.scale, log2_scale * products
         # Of P before it is rounded.
         self.weights = steps.weights_scale or kernel.weights_scale(problem)
         self.out = values / self.weights  # of O at the end
@@ -202,17 +211,16 @@ class Pass:
             self.score = own_score or problem.score_mod(self.device)
         self.factors = _Factors(kernel, inputs)  # what scores and outputs are multiplied by
         self.moderate = self._is_moderate()
-        # Whether scores are multiplied by the scale before the softmax.
-        self.in_nats = _in_nats(problem)
         self.sink = inputs.sink  # each head's, if any
 
     def _is_moderate(self) -> bool:
         """Whether products and exponents are all finite, and c more than 0: −∞ · c is −∞ then."""
         if self.steps.rescale_exponent != 1.0:
             return False
-        c = self.factors.exponent
+        c, before = self.factors.exponent, self.factors.scores
+        most = c.amax() if before is None else torch.maximum(c.amax(), before.abs().amax())
         largest = self.q.abs().amax() * self.k.abs().amax() * self.q.shape[-1]
-        fits = largest * c.amax().clamp(min=1.0) < _LARGEST_MODERATE
+        fits = largest * most.clamp(min=1.0) < _LARGEST_MODERATE
         return bool(fits & (c.amin() > 0))
 
     def outputs(self) -> Outputs:
@@ -301,16 +309,21 @@ class Pass:
         return self.kernel.visible(mask, at)
 
     def logits(self, q: torch.Tensor, keys: slice) -> torch.Tensor:
-        """Scores of a tile before score mod and mask: q·k, or natural ones."""
+        """Scores of a tile before score mod and mask: q·k, or as the softmax has them."""
         s = self.kernel.scores(self.product(q, self.expanded(self.k[:, :, keys]).mT))
         s = s if self.steps.products is None else self.steps.products(s)
-        return s * self.factors.scale[..., None] if self.in_nats else s
+        if self.factors.scores is None:
+            return s
+        if self.score and self.kernel.reordered:
+            # As where a compiler contracts the product and the mod's addition: rounded once.
+            s = s.double()
+        return s * self.factors.scores[..., None]
 
     def modified(self, s: torch.Tensor, seen: torch.Tensor | None, at: Index) -> torch.Tensor:
         """Scores of a tile after the score mod, −∞ where not seen; None is everything."""
         if self.score:
             # A mod that computes in float64 gives an fp32 kernel an fp32 number all the same.
-            s = self.score(s, at.b, at.h, at.q_idx, at.kv_idx).to(s.dtype)
+            s = self.score(s, at.b, at.h, at.q_idx, at.kv_idx).float()
         if seen is None:
             return s
         return torch.where(seen, s, max(self.kernel.hidden_score, self.steps.hidden))
@@ -378,11 +391,10 @@ class Pass:
     def _weights(self, s: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
         """exp2 of the scores below ``base``, in fp32; 0 where a score is −∞."""
         base, c = base[..., None], self.factors.exponent[..., None]
-        if self.in_nats:
-            # The difference first: c times a finite score may be beyond fp32.
-            return power_of_two(self.kernel.exp2, (s - base) * c, s)
-        exponent = multiply_add(s, c, -(base * c))
-        return self._exp2(exponent, s)
+        if self.factors.scores is None:
+            return self._exp2(multiply_add(s, c, -(base * c)), s)
+        # The difference first: c times a finite score may be beyond fp32.
+        return power_of_two(self.kernel.exp2, (s - base) * c, s)
 
     def _power(self, old: torch.Tensor, base: torch.Tensor, times: float = 1.0) -> torch.Tensor:
         """What a weight relative to ``old`` is to be multiplied by to be relative to ``base``."""
@@ -414,9 +426,7 @@ class Pass:
             out = out if self.steps.normaliser == 1.0 else out * self.steps.normaliser
         out = torch.where(dead[..., None], 0.0, out * self.factors.out[..., None])
         log = torch.log(torch.where(dead, 1.0, run.total).double()).float()
-        # LSE is natural, and without a mod the maximum is of q·k before the scale.
-        unit = 1.0 if self.in_nats else self.factors.scale
-        lse = torch.where(dead, -math.inf, run.maximum * unit + log)
+        lse = torch.where(dead, -math.inf, run.maximum * self.factors.lse + log)
         return Outputs(out.to(self.problem.formats.output.torch_dtype), lse)
 
     def expanded(self, kv: torch.Tensor) -> torch.Tensor:
@@ -551,7 +561,7 @@ class _BackwardPass(Pass):
     def _p(self, s: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
         """P in fp32 from LSE: normalised, unlike the forward pass's."""
         base, c = finite(lse)[..., None], self.factors.exponent[..., None]
-        if self.in_nats:
+        if self.factors.scores is not None:
             return power_of_two(self.kernel.exp2, (s - base) * c, s)
         # LSE is natural: s·c is in log2 units, and so is the product with log2 e, rounded once.
         exponent = multiply_add(s, c, -(base * self.factors.log2_e))
@@ -682,6 +692,10 @@ class Ideal(Subject):
     Args:
         tiling: How to walk over the keys (default: 128 × 64 from the first key on).
         tf32: Whether tf32 operands are rounded to ``nearest`` or by ``truncate``.
+        reordered: Whether fp32's operations are done as other good kernels do them, in the forward:
+            every sum from its last term to its first; without a score mod scores are multiplied by
+            c at once, and m is subtracted after that; with one, scale · q·k is not rounded before
+            the mod.
     """
 
     name = "ideal"
@@ -697,10 +711,15 @@ class Ideal(Subject):
     captured = True
 
     def __init__(
-        self, tiling: Tiling | None = None, *, tf32: Literal["nearest", "truncate"] = "nearest"
+        self,
+        tiling: Tiling | None = None,
+        *,
+        tf32: Literal["nearest", "truncate"] = "nearest",
+        reordered: bool = False,
     ) -> None:
         self._tiling = tiling or Tiling(block_query=128, block_kv=64)
         self._tf32 = tf32
+        self.reordered = reordered
 
     def concerns(self, problem: Problem) -> bool:
         """Attention, with sinks, pages and gradients or without, and softmax."""
@@ -769,6 +788,8 @@ class Ideal(Subject):
         A single column gets one of zeros beside it: torch multiplies a matrix by a vector in
         another order when it is alone in its batch (torch 2.13 on a CPU).
         """
+        if self.reordered:
+            rows, columns = rows.flip(-1), columns.flip(-2)
         if columns.shape[-1] == 1:
             return torch.bmm(rows, torch.nn.functional.pad(columns, (0, 1)))[..., :1]
         return torch.bmm(rows, columns)
@@ -793,7 +814,7 @@ class Ideal(Subject):
     def row_sum(self, p: torch.Tensor, problem: Problem, scale: float) -> torch.Tensor:
         """Σ of a tile's P, which is neither rounded nor multiplied by ``scale`` yet."""
         del problem, scale
-        return p.sum(-1)
+        return p.flip(-1).sum(-1) if self.reordered else p.sum(-1)
 
     def rescaled(self, running: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
         """The running sum or output after the maximum moved: ``running · alpha``."""

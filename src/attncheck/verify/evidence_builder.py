@@ -82,7 +82,7 @@ class EvidenceBuilder:
         # Kept by what they depend on: kernels of one arithmetic or tiling share them.
         self._allowances: dict[Arithmetic, Allowance] = {}
         self._blind_spots: dict[tuple[Arithmetic, bool], BlindSpot | None] = {}
-        self._ideals: dict[tuple[Tiling, bool], Outputs] = {}
+        self._ideals: dict[tuple[Tiling, bool, bool], Outputs] = {}
         self._ideal_rmse: dict[Tiling, float] = {}
         self._ideal_gradients: dict[Tiling, dict[TensorName, float]] = {}
 
@@ -241,17 +241,22 @@ class EvidenceBuilder:
         for rows in self._sampled:
             yield compute_conditions(self.inputs, self.truth, rows)
 
-    def ideal_outputs(self, tiling: Tiling, *, truncates: bool = False) -> Outputs:
+    def ideal_outputs(
+        self, tiling: Tiling, *, truncates: bool = False, reordered: bool = False
+    ) -> Outputs:
         """Return what the ideal kernel gives at ``tiling``.
 
         Args:
             truncates: Whether it truncates tf32 operands, as tensor cores do.
+            reordered: As of ``Ideal``.
         """
         # Other operands have no bits to truncate: both ideal kernels would be one.
         truncates = truncates and self.case.problem.formats.products.name == "tf32"
-        key = tiling, truncates
+        key = tiling, truncates, reordered
         if key not in self._ideals:
-            kernel = Ideal(tiling, tf32="truncate") if truncates else Ideal(tiling)
+            kernel = Ideal(
+                tiling, tf32="truncate" if truncates else "nearest", reordered=reordered
+            )
             self._ideals[key] = kernel.run(self.inputs.forward())
         return self._ideals[key]
 

@@ -16,7 +16,9 @@ from attncheck.judge.verdict import (
     decide,
     first_tighter_profile,
     heads_with_ensemble,
+    heads_with_reordered,
     judge_heads,
+    needs_reordered,
 )
 from attncheck.records.record import ErrorMap, Record
 from attncheck.subjects.ideal import Ideal
@@ -78,6 +80,9 @@ def judge_outputs(
     if at is not None and heads.needs_ensemble:
         outs = (one.out for one in evidence.ensemble(truncates=truncates))
         heads = heads_with_ensemble(kernel, heads, outs)
+    if at is not None and needs_reordered(kernel, heads):
+        reordered = evidence.ideal_outputs(at, truncates=truncates, reordered=True)
+        heads = heads_with_reordered(kernel, heads, reordered.out)
     judgement = decide(kernel, heads)
     if judgement.status != "fail":
         if brief:
