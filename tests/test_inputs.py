@@ -10,12 +10,11 @@ from tests.messages import one_line
 
 from attncheck.core import draws, strided_alloc
 from attncheck.core.errors import ProblemError
-from attncheck.core.formats import DTYPES, FORMATS, round_to
+from attncheck.core.formats import DTYPES, FORMATS, MEASURED_DTYPES, round_to
 from attncheck.inputs import distributions, input_tensors
 from attncheck.inputs.distributions import DISTRIBUTIONS, Sizes
 from attncheck.inputs.problem import Problem
 
-MEASURED = [name for name, dtype in DTYPES.items() if dtype.measured]
 UNSCALED = [name for name, dtype in DTYPES.items() if not dtype.scaled]  # the others: _fp8
 SMALL = {"batch": 2, "heads": 4, "kv_heads": 2, "query": 5, "kv": 7, "head_dim": 24}
 
@@ -34,7 +33,7 @@ def equal(a: input_tensors.Inputs, b: input_tensors.Inputs) -> bool:
     return all(torch.equal(x, y) for x, y in zip(tensors(a), tensors(b), strict=True))
 
 
-@pytest.mark.parametrize("dtype", MEASURED)
+@pytest.mark.parametrize("dtype", MEASURED_DTYPES)
 def test_shapes_and_storage(dtype):
     problem = Problem(**SMALL, value_dim=40, dtype=dtype)
     drawn = input_tensors.draw_inputs(problem)

@@ -17,7 +17,6 @@ from attncheck.records.baseline_entries import (
     Entry,
     architecture,
     baseline_text,
-    environment_id,
     make_baseline,
     read_baseline,
 )
@@ -40,12 +39,12 @@ def entry(case: str = "case1", kernel: str = "mine", where: Environment = ENVIRO
         digest="0123456789abcdef" * 2,
         tensors={"out": HELD},
         over_bound=0.31,
-        versions=environment_id(where),
+        versions=where.id,
     )
 
 
 def baseline(*entries: Entry) -> Baseline:
-    known = {environment_id(one): one for one in (ENVIRONMENT, GPU)}
+    known = {one.id: one for one in (ENVIRONMENT, GPU)}
     return make_baseline(entries or (entry(),), known, "0.1.0")
 
 

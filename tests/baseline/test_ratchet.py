@@ -32,7 +32,6 @@ from attncheck.records.baseline_comparison import (
 from attncheck.records.baseline_entries import (
     Baseline,
     baseline_entries,
-    environment_id,
     make_baseline,
 )
 from attncheck.records.record import Accuracy, Record
@@ -240,7 +239,7 @@ def test_structured_inputs_are_not_counted_together():
 def _baseline(answers: tuple[Answer, ...], **environment: str) -> Baseline:
     where = replace(ENVIRONMENT, **environment)
     kept = baseline_entries((one.record for one in answers), {"here": where})
-    return make_baseline(kept, {environment_id(where): where}, "0.1.0")
+    return make_baseline(kept, {where.id: where}, "0.1.0")
 
 
 def test_other_versions_are_said_and_excuse_nothing():

@@ -106,7 +106,6 @@ def test_formats_for_machines_are_alone_on_standard_output(run):
 
 def test_a_journal_is_read(run, folder):
     from attncheck.gate.gate_report import journal_header
-    from attncheck.verify.environment import fingerprint
     from attncheck.workers.journal import Journal
     from attncheck.workers.units import Done, Unit
 
@@ -117,7 +116,7 @@ def test_a_journal_is_read(run, folder):
     units = [
         Unit(kind=kind, stage="bounds", kernel="k", device="cpu") for kind in ("describe", "ask")
     ]
-    record = made.record("k", environment=fingerprint(made.GPU))
+    record = made.record("k", environment=made.GPU.id)
     answer = made.answer(record, unit=units[1].id)
     facts = {"name": "k", "summary": "s", "environment": msgspec.to_builtins(made.GPU)}
     with Journal.open(folder / "results.jsonl", head, resume=False) as journal:

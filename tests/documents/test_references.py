@@ -97,7 +97,7 @@ def test_the_page_names_every_property_profile_and_length():
 
 
 def test_tables_name_everything_there_is():
-    from attncheck.core.formats import DTYPES
+    from attncheck.core.formats import MEASURED_DTYPES
     from attncheck.core.tensor_names import GRADIENTS
     from attncheck.inputs.distributions import DISTRIBUTIONS
     from attncheck.mods.masks import MASKS
@@ -111,7 +111,7 @@ def test_tables_name_everything_there_is():
     assert names("docs/reference/masks.md", "mask") == list(MASKS)
     assert names("docs/reference/masks.md", "score mod") == list(SCORES)
     dtypes = [row[0] for row in rows("docs/explanation/concepts.md", "dtype")]
-    assert dtypes == [d.name for d in DTYPES.values() if d.measured]
+    assert dtypes == list(MEASURED_DTYPES)
     columns = ", ".join(row[0] for row in rows("docs/reference/rmse.md", "column"))
     assert columns == (
         "verdict, err/bound, LSE/bound, RMSE, ×floor, ×ideal, inputs, max error, at, bias, "

@@ -17,7 +17,7 @@ from attncheck.gate.plan import describe_units, plan_kernel, priority
 from attncheck.gate.planning import BaselineCases, CachingExecutor, Planning, parse_stages
 from attncheck.gate.property_stage import KnownFailures, choose_pairs, drawn_units
 from attncheck.inputs.problem import Case, Problem
-from attncheck.records.baseline_entries import baseline_entries, environment_id, make_baseline
+from attncheck.records.baseline_entries import baseline_entries, make_baseline
 from attncheck.records.run_reports import STAGES
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.load import load_subject
@@ -202,7 +202,7 @@ def test_a_baseline_is_asked_what_it_was_made_of_whatever_the_plan_is_now():
         for unit in before
     ]
     held = BaselineCases.of(
-        make_baseline(baseline_entries(records, {"e": here}), {environment_id(here): here}, "0")
+        make_baseline(baseline_entries(records, {"e": here}), {here.id: here}, "0")
     )
     after = restricted(lambda problem: plainly(problem, "sliding_window"), dtypes="bf16")
     cases = [Case.from_json(unit.case).id for unit in plan_kernel(after)]

@@ -208,9 +208,7 @@ def test_beyond_its_gate_it_is_odd(dtype, keys, factor):
         assert ("same tiling" in found.reason) == (status == "warn")
 
 
-@pytest.mark.parametrize(
-    ("own", "status"), [(0.5, "warn"), (0.75, "pass"), (0.0, "warn")], ids=lambda value: str(value)
-)
+@pytest.mark.parametrize(("own", "status"), [(0.5, "warn"), (0.75, "pass"), (0.0, "warn")], ids=str)
 def test_it_is_no_news_where_the_emulation_is_as_far_from_itself_reordered(own, status):
     """Where scores are large the order of fp32's operations alone moves out by much."""
     emulation = with_errors(-1.0, -1.0)

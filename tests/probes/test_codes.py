@@ -6,7 +6,7 @@ import torch
 from attncheck import probes
 from attncheck.core.declared_arithmetic import Accumulator
 from attncheck.core.errors import ProblemError, UnknownName
-from attncheck.core.formats import DTYPES, FORMATS
+from attncheck.core.formats import FORMATS, MEASURED_DTYPES
 from attncheck.core.mod_spec import Spec
 from attncheck.inputs.problem import Problem
 from attncheck.probes.margins import WeightErrors, is_countable
@@ -139,7 +139,7 @@ def test_what_can_be_counted_by_hand():
     assert not is_countable(problem, exactly(1), n, zero, others=0.25).any()
 
 
-@pytest.mark.parametrize("dtype", [d.name for d in DTYPES.values() if d.measured])
+@pytest.mark.parametrize("dtype", MEASURED_DTYPES)
 @pytest.mark.parametrize("scale", [0.0, 0.3, 1.0, 7.0])
 @pytest.mark.parametrize("head_dim", [1, 2, 3, 80])
 def test_inputs_are_exact_and_what_they_say(dtype, scale, head_dim):

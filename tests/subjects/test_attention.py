@@ -4,7 +4,7 @@ import pytest
 import torch
 from tests.subjects.sample_mods import MASKS, SCORES
 
-from attncheck.core.formats import DTYPES
+from attncheck.core.formats import DTYPES, MEASURED_DTYPES
 from attncheck.core.mod_spec import Spec
 from attncheck.inputs.input_tensors import draw_inputs
 from attncheck.inputs.problem import Problem
@@ -12,7 +12,6 @@ from attncheck.subjects.capabilities import subject
 from attncheck.subjects.ideal import Ideal
 from attncheck.subjects.torch_kernels import Flex, Sdpa
 
-MEASURED = [d.name for d in DTYPES.values() if d.measured]
 KERNELS = {
     "ideal": Ideal(),
     "flex": Flex(),
@@ -20,7 +19,7 @@ KERNELS = {
     "sdpa-flash": Sdpa("flash"),
 }
 TORCHS = ("flex", "sdpa-math", "sdpa-flash")
-EACH = [("ideal", dtype) for dtype in MEASURED]
+EACH = [("ideal", dtype) for dtype in MEASURED_DTYPES]
 EACH += [(kernel, dtype) for kernel in TORCHS for dtype in ("fp32", "bf16")]
 WINDOW_0 = Spec.of("sliding_window", window=0)
 
@@ -50,7 +49,8 @@ def test_a_mask_reaches_the_kernel(kernel, dtype, mask, lengths, exact):
 
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize(
-    ("kernel", "dtype"), [*EACH[: len(MEASURED)], *(("flex", d) for d in ("fp32", "fp16", "bf16"))]
+    ("kernel", "dtype"),
+    [*EACH[: len(MEASURED_DTYPES)], *(("flex", d) for d in ("fp32", "fp16", "bf16"))],
 )
 def test_a_score_mod_reaches_the_kernel(kernel, dtype, score, exact):
     inputs = draw_inputs(small(kv=101, dtype=dtype, score=SCORES[score], mask=MASKS["causal"]))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tests.subjects.sample_mods import MASKS, SCORES
 
-from attncheck.core.formats import DTYPES, FORMATS, fp32, round_to
+from attncheck.core.formats import FORMATS, MEASURED_DTYPES, fp32, round_to
 from attncheck.core.mod_spec import Entry, Spec
 from attncheck.inputs.input_tensors import Descale, draw_inputs
 from attncheck.inputs.problem import Problem
@@ -16,7 +16,6 @@ from attncheck.subjects import ideal
 from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.subjects.ideal import Ideal, ideal_softmax
 
-MEASURED = [d.name for d in DTYPES.values() if d.measured]
 NOT_FINITE = (math.nan, math.inf, -math.inf)
 TILINGS = {
     "flash1": Tiling(block_query=64, block_kv=32, recurrence="flash1"),
@@ -44,7 +43,7 @@ def rms(error: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("tiling", TILINGS)
-@pytest.mark.parametrize("dtype", MEASURED)
+@pytest.mark.parametrize("dtype", MEASURED_DTYPES)
 def test_a_tiling_changes_bits_and_only_rounds(dtype, tiling, exact):
     inputs = draw_inputs(small(kv=150, dtype=dtype))
     kernel = Ideal(TILINGS[tiling])
@@ -55,7 +54,7 @@ def test_a_tiling_changes_bits_and_only_rounds(dtype, tiling, exact):
 
 
 @pytest.mark.parametrize("score", ["none", "alibi"])
-@pytest.mark.parametrize("dtype", MEASURED)
+@pytest.mark.parametrize("dtype", MEASURED_DTYPES)
 def test_operations_in_another_order_change_bits_and_only_round(dtype, score, exact):
     inputs = draw_inputs(small(kv=150, dtype=dtype, score=Spec.of(score)))
     outputs = Ideal(reordered=True).run(inputs)
@@ -138,7 +137,7 @@ def test_truncation_costs_more_than_rounding(exact):
 @pytest.mark.parametrize(
     ("dtype", "filling"),
     # e4m3 has no infinity: torch makes it 448 or NaN.
-    [(d, x) for d in MEASURED for x in NOT_FINITE if d != "e4m3" or math.isnan(x)],
+    [(d, x) for d in MEASURED_DTYPES for x in NOT_FINITE if d != "e4m3" or math.isnan(x)],
 )
 def test_what_lies_in_the_future_moves_not_one_bit(dtype, filling, tiling):
     inputs = draw_inputs(small(query=90, dtype=dtype, mask=MASKS["causal"]))
@@ -161,7 +160,7 @@ def test_a_value_that_is_not_finite_reaches_the_rows_and_columns_that_read_it():
     assert torch.equal(out[~reached], Ideal().run(inputs).out[~reached])
 
 
-@pytest.mark.parametrize("dtype", MEASURED)
+@pytest.mark.parametrize("dtype", MEASURED_DTYPES)
 def test_a_row_does_not_depend_on_its_neighbours(dtype):
     inputs = draw_inputs(small(query=140, kv=33, dtype=dtype))
     few = inputs.problem.replace(query=5, batch=1)
@@ -180,7 +179,7 @@ def test_rows_may_be_computed_in_parts(monkeypatch):
     assert torch.equal(whole.lse, parts.lse)
 
 
-@pytest.mark.parametrize("dtype", MEASURED)
+@pytest.mark.parametrize("dtype", MEASURED_DTYPES)
 @pytest.mark.parametrize("n", [1, 2, 64, 128])
 def test_the_mean_of_equal_scores_is_exact(dtype, n):
     """q = 0: every weight is 1, and powers of two are numbers of every format."""
@@ -201,7 +200,7 @@ def test_a_row_that_sees_one_key_gives_its_value(dtype):
 
 
 @pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", [*MEASURED, "softmax"])
+@pytest.mark.parametrize("name", [*MEASURED_DTYPES, "softmax"])
 def test_it_gives_the_same_bits_whatever_torchs_default_dtype(name, default):
     if name == "softmax":
         inputs = [draw_inputs(Problem(operation="softmax", heads=2, query=5, kv=33))]
@@ -332,7 +331,7 @@ class NotRescaled(Ideal):
         return running
 
 
-@pytest.mark.parametrize("dtype", MEASURED)
+@pytest.mark.parametrize("dtype", MEASURED_DTYPES)
 @pytest.mark.parametrize("fault", [OneKeyTooWide, NotRescaled])
 def test_a_planted_fault_is_more_than_rounding(fault, dtype, exact):
     inputs = draw_inputs(small(dtype=dtype, mask=MASKS["causal"]))

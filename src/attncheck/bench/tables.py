@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from attncheck.cases.variants import FURTHER, VARIANTS, Shape
 from attncheck.core.errors import UsageError, require_known
-from attncheck.core.formats import DTYPES
+from attncheck.core.formats import DTYPES, MEASURED_DTYPES
 from attncheck.inputs.problem import Problem, check_size
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def bench_plan(  # noqa: PLR0913  # what is timed, and where
     require_known("table", tables, TABLES)
     known = VARIANTS | FURTHER
     require_known("variant", variants, known)
-    require_known("dtype", dtypes, [name for name, dtype in DTYPES.items() if dtype.measured])
+    require_known("dtype", dtypes, MEASURED_DTYPES)
     asked = []
     for name in () if shapes else tables:
         table = TABLES[name]

@@ -12,7 +12,7 @@ from attncheck.cases.variants import check_measured
 from attncheck.core.errors import ProblemError
 from attncheck.core.judgement import Unclaimed
 from attncheck.core.mod_spec import Spec
-from attncheck.inputs.problem import LARGEST_HEAD_DIM, USUAL_SCALE, Case, Problem
+from attncheck.inputs.problem import LARGEST_HEAD_DIM, Case, Problem
 
 # Decoding tells where each key is, so that it is asked on every layout with a place to confuse;
 # what other probes show does not depend on it.
@@ -115,8 +115,7 @@ def _problems(
                 problem.sink,
                 problem.group > 1,
             )
-            usual = problem.scale == problem.replace(scale=USUAL_SCALE).scale
-            own = usual or nearest.scale != nearest.replace(scale=USUAL_SCALE).scale
+            own = problem.has_usual_scale or not nearest.has_usual_scale
             problem = nearest if kept and own else problem
         problems[name] = problem
     return problems

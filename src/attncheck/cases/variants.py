@@ -18,7 +18,7 @@ from attncheck.core.errors import (
     require_known,
     without_recorded,
 )
-from attncheck.core.formats import DTYPES, round_to
+from attncheck.core.formats import MEASURED_DTYPES, round_to
 from attncheck.core.mod_spec import FULL, NONE, Entry, Spec
 from attncheck.core.paged_layout import Paging
 from attncheck.inputs.distributions import DISTRIBUTIONS, Sizes
@@ -392,7 +392,7 @@ def _variants_named(names: Sequence[str]) -> dict[str, Variant]:
 
 def check_measured(dtype: str) -> None:
     """Raise UnknownName for a dtype that kernels are not measured in."""
-    require_known("dtype", [dtype], [name for name, d in DTYPES.items() if d.measured])
+    require_known("dtype", [dtype], MEASURED_DTYPES)
 
 
 # ------------------------------------------------------------ one cell by its name

@@ -29,7 +29,6 @@ from attncheck.records.baseline_entries import (
     Entry,
     Key,
     baseline_text,
-    environment_id,
     make_baseline,
     read_baseline,
 )
@@ -46,7 +45,7 @@ class Measurements:
     answers: list[Answer] = field(default_factory=list)  # of all stages
     # Environments by the ids that Records have.
     by_record: dict[str, Environment] = field(default_factory=dict)
-    # Environments by ``baseline_entries.environment_id``.
+    # Environments by ``Environment.id``.
     environments: dict[str, Environment] = field(default_factory=dict)
     # What a baseline would keep, right or wrong.
     entries: dict[Key, Entry] = field(default_factory=dict)
@@ -90,7 +89,7 @@ def read_measurements(sources: Sequence[str]) -> Measurements:
             problem = problem_of(record)
             words = (problem.dtype, record.variant, problem.full_shape)
             measured.problems[record.case_id] = " ".join(filter(None, words))
-    measured.environments = {environment_id(one): one for one in measured.by_record.values()}
+    measured.environments = {one.id: one for one in measured.by_record.values()}
     return measured
 
 

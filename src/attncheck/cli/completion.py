@@ -67,9 +67,9 @@ def _kernels() -> Iterable[str]:
 
 
 def _dtypes() -> Iterable[str]:
-    from attncheck.core.formats import DTYPES
+    from attncheck.core.formats import MEASURED_DTYPES
 
-    return [name for name, dtype in DTYPES.items() if dtype.measured]
+    return MEASURED_DTYPES
 
 
 def _variants() -> Iterable[str]:

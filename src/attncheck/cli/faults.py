@@ -29,7 +29,7 @@ from attncheck.cli.options import few_threads, typed_command
 from attncheck.cli.standard_output import Interrupts, show_report, standard_output
 from attncheck.core.errors import UsageError, parse_seconds, require_known
 from attncheck.core.files import check_names, write_texts
-from attncheck.core.formats import DTYPES
+from attncheck.core.formats import MEASURED_DTYPES
 from attncheck.core.sanitize_text import one_line, shortened
 from attncheck.records.fault_scores import (
     FaultSensitivity,
@@ -421,9 +421,7 @@ def _measure_sensitivities(interrupts: Interrupts, options: FaultOptions) -> int
 
     device, tier = _device_and_tier(options)
     names = [continuous_fault_named(name).id for name in options.names] or list(CONTINUOUS_FAULTS)
-    # fp64 is for oracles: no kernel is measured in it.
-    every = [name for name, dtype in DTYPES.items() if dtype.measured]
-    dtypes = Choices.of_tier(tier, dtypes=tuple(options.dtypes or every)).dtypes
+    dtypes = Choices.of_tier(tier, dtypes=tuple(options.dtypes or MEASURED_DTYPES)).dtypes
     pairs = [(name, dtype) for dtype in dtypes for name in names]
     seen: dict[tuple[str, str], FaultSensitivity] = {}
     jobs = min(options.jobs or (usable_cores() if device == "cpu" else 1), len(pairs))

@@ -7,7 +7,7 @@ from attncheck.cli.long_runs import progress
 from attncheck.cli.options import few_threads, open_host, start_worker, typed_command
 from attncheck.cli.standard_output import Interrupts, show_report
 from attncheck.core.errors import parse_seconds
-from attncheck.core.formats import DTYPES
+from attncheck.core.formats import MEASURED_DTYPES
 
 
 @verb.command
@@ -37,10 +37,9 @@ def fingerprint(
     from attncheck.verify.environment import prepare, usable_device
 
     interrupts.check()  # the imports above take a while, and may have swallowed one
-    every = [name for name, dtype in DTYPES.items() if dtype.measured]
     for name in dtypes:
         check_measured(name)
-    asked = list(dtypes) or every
+    asked = list(dtypes or MEASURED_DTYPES)
     device = usable_device(device)
     prepare(device)
 

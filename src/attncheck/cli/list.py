@@ -9,7 +9,7 @@ import click
 
 from attncheck.cli import verb
 from attncheck.cli.standard_output import standard_output
-from attncheck.core.formats import DTYPES
+from attncheck.core.formats import DTYPES, MEASURED_DTYPES
 
 
 @verb.command
@@ -114,8 +114,7 @@ def _support(subject: Any, device: str) -> dict[str, Any]:
     if why:
         return {"absent": why}
     support: dict[str, Any] = {}
-    # fp64 is for oracles: no kernel is measured in it.
-    for dtype in (d.name for d in DTYPES.values() if d.measured):
+    for dtype in MEASURED_DTYPES:
         cells = plan_cells(
             dtypes=[dtype],
             variants=[ALL],

@@ -123,6 +123,7 @@ DTYPES: dict[str, Dtype] = {
         _dtype("fp64", "fp64", "fp64", measured=False),
     )
 }
+MEASURED_DTYPES = tuple(name for name, dtype in DTYPES.items() if dtype.measured)
 
 
 def dtype_named(name: str) -> Dtype:

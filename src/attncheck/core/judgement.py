@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from html import escape
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -51,6 +51,7 @@ beside its outputs, left some of them unwritten, or read what nobody gave it. ``
 process changed. ``leak``: it keeps more with each call. ``determinism``: the same call gave other
 bits than it promises. ``regression``: worse than the baseline.
 """
+RULE_ORDER: tuple[Rule, ...] = get_args(Rule)
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

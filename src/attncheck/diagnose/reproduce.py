@@ -16,7 +16,7 @@ from attncheck.inputs.problem import Case, short_id
 from attncheck.records.failures import KeptFailure
 from attncheck.subjects.capabilities.subject import Subject, capability
 from attncheck.verify.deaths import confirm_death
-from attncheck.verify.environment import environment, fingerprint
+from attncheck.verify.environment import environment
 from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Executor, Failure, Origin
 from attncheck.verify.kernel_hosts import executor_of
@@ -55,7 +55,7 @@ def run_again(subject: Subject, case: Case, *, device: str) -> Record:
     Raises:
         UsageError: for a question that there is not, or that cannot be asked of its Problem.
     """
-    where = fingerprint(environment(device))
+    where = environment(device).id
     ask = partial(run_case, subject, case, device=device, environment=where)
     record, _ = confirm_death(subject, ask)
     return diagnose_failure(record, subject, device=device)

@@ -44,7 +44,7 @@ from attncheck.records.record import FAILED_STATUSES, Diagnosis, Record, reason_
 from attncheck.subjects.capabilities.subject import Subject
 from attncheck.subjects.load import load_subject
 from attncheck.verify.claims import claimed_questions, find_claims
-from attncheck.verify.environment import environment, fingerprint, prepare
+from attncheck.verify.environment import environment, prepare
 from attncheck.verify.executor import Execution, Failure, InProcess
 from attncheck.verify.kernel_hosts import on_terms
 from attncheck.verify.question_fit import taken_problem
@@ -222,7 +222,7 @@ class MutantScorer:
         score = judged_name(score, family)
         seconds = round(time.perf_counter() - start, 3)
         where = environment("cpu")
-        facts = {"score": to_builtins(score), "key": fingerprint(where)}
+        facts = {"score": to_builtins(score), "key": where.id}
         facts["environment"] = to_builtins(where)
         return Done(unit=unit.id, facts=facts, seconds=seconds)
 

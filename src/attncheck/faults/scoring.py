@@ -41,7 +41,7 @@ from attncheck.records.run_reports import Answer
 from attncheck.subjects.capabilities.named_kernels import subject_named
 from attncheck.subjects.capabilities.subject import Subject
 from attncheck.subjects.ideal import Ideal
-from attncheck.verify.environment import environment, fingerprint, prepare
+from attncheck.verify.environment import environment, prepare
 from attncheck.verify.executor import LACKED
 from attncheck.verify.remote_kernel import Deadlines
 from attncheck.verify.run_case import run_case
@@ -354,7 +354,7 @@ def _counts(run: GateRun, unit: Unit) -> dict[str, Any]:
     return {
         "problems": run.problems,
         "seconds": round(run.seconds, 3),
-        "environment": fingerprint(environment(unit.device)) if described else "",
+        "environment": environment(unit.device).id if described else "",
     }
 
 

@@ -131,7 +131,7 @@ def _plainer(problem: Problem) -> Iterator[dict[str, Any]]:
             yield {"mask": Spec.of("causal")}
         for part in problem.mask.parts or ():
             yield {"mask": part}
-    if problem.scale != problem.replace(scale=USUAL_SCALE).scale:
+    if not problem.has_usual_scale:
         yield {"scale": USUAL_SCALE}
 
 
@@ -169,7 +169,7 @@ def _fitting_mask(problem: Problem, name: str, length: int) -> dict[str, Any]:
 def _dims(problem: Problem) -> Iterator[dict[str, Any]]:
     if problem.value_dim != problem.head_dim:
         yield {"value_dim": problem.head_dim}
-    usual = problem.scale == problem.replace(scale=USUAL_SCALE).scale
+    usual = problem.has_usual_scale
     for dim in _DIMS:
         if dim < problem.head_dim:
             # Scores stay as large as they were, or the failure might vanish with them.

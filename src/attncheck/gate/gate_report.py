@@ -18,7 +18,6 @@ from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import Environment
 from attncheck.records.run_reports import STAGES, Answer, Change, FailureCause, GateReport, Stage
 from attncheck.reporting.gate_verdict import failing_statuses, failure_groups, policy_of, questions
-from attncheck.verify.environment import fingerprint
 from attncheck.workers.journal_format import JournalContent
 from attncheck.workers.units import Shard, Unit
 
@@ -220,7 +219,7 @@ def _environments(content: JournalContent) -> dict[str, Environment]:
     # Workers may have run on several machines: each environment is kept by its fingerprint.
     facts = (done.facts for done in content.results.values() if "environment" in done.facts)
     environments = [msgspec.convert(each["environment"], Environment) for each in facts]
-    return {fingerprint(each): each for each in environments}
+    return {each.id: each for each in environments}
 
 
 def _planned_questions(content: JournalContent, head: Mapping[str, Any]) -> dict[Stage, int]:

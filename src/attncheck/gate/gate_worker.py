@@ -30,7 +30,7 @@ from attncheck.records.run_reports import Answer
 from attncheck.verify.accuracy import measure_accuracy
 from attncheck.verify.claims import Claims, hold_to_claims
 from attncheck.verify.deaths import confirm_death, death_record
-from attncheck.verify.environment import environment, fingerprint, prepare
+from attncheck.verify.environment import environment, prepare
 from attncheck.verify.evidence_builder import forget_numbers
 from attncheck.verify.executor import LACKED, InProcess
 from attncheck.verify.isolated import IsolatedExecutor, IsolatedKernel
@@ -180,7 +180,7 @@ class GateWorker:
 
         torch.set_num_threads(1)  # at these sizes more mostly wait for each other
         prepare(device)
-        self._device, self._key = device, fingerprint(environment(device))
+        self._device, self._key = device, environment(device).id
 
     def _planning(self, unit: Unit, host: KernelHost) -> Planning:
         # Kept as long as the kernel's process is: a new one may answer otherwise.

@@ -17,7 +17,7 @@ from attncheck.cases.mask_samples import PLAIN_KIND, ProblemKind
 from attncheck.cases.strategies.problems import nearest_supported
 from attncheck.cases.tier import Tier, tier_named
 from attncheck.core.errors import ProblemError, UsageError, require_known
-from attncheck.core.formats import DTYPES
+from attncheck.core.formats import MEASURED_DTYPES
 from attncheck.gate.other_commit import CommitTree
 from attncheck.inputs.problem import Case, Problem
 from attncheck.records.baseline_entries import Baseline, baseline_text
@@ -51,10 +51,9 @@ class Choices:
     held: BaselineCases | None = None  # what a baseline holds, and is asked again; None without one
 
     def __post_init__(self) -> None:
-        measured = [name for name, dtype in DTYPES.items() if dtype.measured]
-        require_known("dtype", self.dtypes, measured)
+        require_known("dtype", self.dtypes, MEASURED_DTYPES)
         # In the table's order, so that a plan does not depend on what was typed first.
-        ordered = tuple(name for name in measured if name in self.dtypes)
+        ordered = tuple(name for name in MEASURED_DTYPES if name in self.dtypes)
         object.__setattr__(self, "dtypes", ordered)
 
     @classmethod
@@ -149,7 +148,7 @@ class Planning(KernelSupport):
     def dtypes(self) -> tuple[str, ...]:
         """Return those that are wanted and that the kernel takes somewhere."""
         # Whether it takes a dtype is asked once, over all families: every stage needs it.
-        wanted = self.choices.dtypes or [n for n, d in DTYPES.items() if d.measured]
+        wanted = self.choices.dtypes or MEASURED_DTYPES
         return tuple(dtype for dtype in wanted if self.refusals(dtype, _KINDS) is None)
 
     def nearest(self, problem: Problem) -> Problem | None:

@@ -147,6 +147,11 @@ class Problem:
             library.check_captures(self.score, self.dimensions)
         self._set("score", library.in_fp32(self.score))  # masks have whole numbers only
 
+    @property
+    def has_usual_scale(self) -> bool:
+        """Return whether its scale is the one that is usual for its head dim."""
+        return self.scale == self.replace(scale=USUAL_SCALE).scale
+
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)  # frozen for everybody else
 

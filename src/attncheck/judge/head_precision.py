@@ -46,8 +46,8 @@ FAR = 3.0
 
 RESIDUAL = {"bf16": 0.15, "fp16": 0.55, "e4m3": 0.07}
 """Largest residual of right kernels by the format of P, in simulation, of scores of usual size; on
-an H200 the Triton kernel's is at most 0.11, 0.31 and 0.013 over five problems of up to 4,096 keys. A
-warning until it has been calibrated there. Other formats have none. See ``residual_gate``."""
+an H200 the Triton kernel's is at most 0.11, 0.31 and 0.013 over five problems of up to 4,096 keys.
+A warning until it has been calibrated there. Other formats have none. See ``residual_gate``."""
 
 _CALIBRATED_KEYS = 4096
 

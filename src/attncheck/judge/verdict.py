@@ -127,9 +127,7 @@ def decide(result: KernelResult, heads: HeadPrecision) -> Judgement:
     """
     allowance, arithmetic, alive = result.allowance, result.arithmetic, result.alive
     both = result.forward()
-    precision = measure_precision(
-        result.out, result.exact_out, both[0].counted, heads, arithmetic
-    )
+    precision = measure_precision(result.out, result.exact_out, both[0].counted, heads, arithmetic)
     tensors = [*both, *result.gradients]
     bounds = {one.name: one.largest_share() for one in tensors}
     probable = {one.name: rules.improbable_share(one, allowance) for one in both}

@@ -26,7 +26,6 @@ from attncheck.records.baseline_entries import (
     Entry,
     Key,
     baseline_entries,
-    environment_id,
 )
 from attncheck.records.record import Environment, Record, Status
 from attncheck.records.run_reports import Answer, BaselineStanding, Change, Stage
@@ -254,7 +253,7 @@ def compare_runs(
     # A file may hold other kernels and machines, of which this run says nothing.
     measured = {(entry.kernel, entry.device) for entry, _ in after.values()}
     before = {e.key: e for e in baseline.entries if (e.kernel, e.device) in measured}
-    known = baseline.environments | {environment_id(one): one for one in environments.values()}
+    known = baseline.environments | {one.id: one for one in environments.values()}
     return _compare_entries(before, after, known, complete=complete)
 
 
@@ -274,7 +273,7 @@ def compare_answers(
     """
     old = comparable_entries(measurements(before), environments)
     new = comparable_entries(measurements(after), environments)
-    known = {environment_id(one): one for one in environments.values()}
+    known = {one.id: one for one in environments.values()}
     return _compare_entries({k: e for k, (e, _) in old.items()}, new, known, complete=complete)
 
 

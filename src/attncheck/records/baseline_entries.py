@@ -87,19 +87,13 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     schema: int = _SCHEMA
     attncheck: str
-    environments: dict[str, Environment]  # by ``environment_id``
+    environments: dict[str, Environment]  # by ``Environment.id``
     entries: tuple[Entry, ...]  # sorted by their keys
 
 
 def architecture(environment: Environment) -> str:
     """Kind of device that numbers are compared on: a GPU's compute capability, or the processor."""
     return f"sm {environment.capability}" if environment.capability else environment.machine
-
-
-def environment_id(environment: Environment) -> str:
-    """Eight hexadecimal digits that stand for ``environment``."""
-    # Eight are enough to tell the few environments of one file apart.
-    return hashlib.sha256(msgspec.json.encode(environment)).hexdigest()[:8]
 
 
 def baseline_entries(
@@ -123,7 +117,7 @@ def make_baseline(
 
     Args:
         kept: Each key once.
-        environments: By ``environment_id``; those that no entry names are left out.
+        environments: By ``Environment.id``; those that no entry names are left out.
     """
     ordered = tuple(entry.checked() for entry in sorted(kept, key=lambda entry: entry.key))
     # Entries that were replaced leave their environments behind.
@@ -189,7 +183,7 @@ def _entry(record: Record, environment: Environment) -> Entry:
         tensors=_held(record),
         # Infinite where nothing is allowed, and then no number to compare with later.
         over_bound=None if over is None or not math.isfinite(over) else _short(over),
-        versions=environment_id(environment),
+        versions=environment.id,
     ).checked()
 
 
@@ -239,7 +233,7 @@ def _check(baseline: Baseline) -> None:
     """Raises ValueError for what the layout alone does not refuse."""
     seen: set[Key] = set()
     for name, environment in baseline.environments.items():
-        if environment_id(environment) != name:
+        if environment.id != name:
             raise ValueError(f"environment {name!r} has been changed by hand, or is damaged")
     for entry in baseline.entries:
         said = f"the entry of kernel {entry.kernel!r}, case {entry.case!r}, {entry.device!r}"

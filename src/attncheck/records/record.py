@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from html import escape
 from typing import Any, Literal
@@ -59,6 +60,12 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     # Repairs of Triton's interpreter that were on; empty when kernels were compiled.
     # A repair changes what the interpreter computes: results belong to it.
     interpreter: tuple[str, ...] = ()
+
+    @property
+    def id(self) -> str:
+        """Eight hexadecimal digits that stand for it, by which Records name it."""
+        # Eight are enough to tell the few environments of one file apart.
+        return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:8]
 
 
 class OutErrors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

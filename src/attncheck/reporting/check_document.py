@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from attncheck.core.judgement import Judgement, Precision, Rule, Worst, share_text
+from attncheck.core.judgement import RULE_ORDER, Judgement, Precision, Worst, share_text
 from attncheck.core.tensor_names import AXES
 from attncheck.records.failure_causes import group_by_cause, unclaimed_findings
 from attncheck.records.problem_summary import problem_of
@@ -54,7 +54,6 @@ _COLUMNS = (
     Column("problem", words=True, wrap=True),
 )
 _WHAT = Column("what it is", words=True, wrap=True)
-_RULES: tuple[str, ...] = Rule.__args__  # type: ignore[attr-defined]  # a Literal has them
 _OPTION = "--question"
 # Of the command that asks one question again: what says how others are chosen or shown.
 _NOT_REPEATED = {"--last-failed", "--watch", "-q", "--quiet", "-v", "--verbose"}
@@ -193,12 +192,12 @@ def _rank(record: Record) -> tuple[bool, int, float]:
     apart = record.unclaimed is not msgspec.UNSET
     # It raised or died: less is known of it than of any wrong number.
     if judgement is None:
-        return apart, len(_RULES), 0.0
+        return apart, len(RULE_ORDER), 0.0
     if judgement.rule == "structure":  # names the row and the key, the first ones most readably
         return apart, -1, 0.0
     shares = [judgement.out_over_bound, judgement.lse_over_bound]
     shares += gradient_shares(record).values()
-    return apart, _RULES.index(judgement.rule), -max(share or 0.0 for share in shares)
+    return apart, RULE_ORDER.index(judgement.rule), -max(share or 0.0 for share in shares)
 
 
 def check_outcome(report: Report) -> str:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from attncheck.core.judgement import Rule
+from attncheck.core.judgement import RULE_ORDER
 from attncheck.records.failure_causes import CauseGroup, group_by_cause
 from attncheck.records.problem_summary import problem_of
 from attncheck.records.record import FAILED_STATUSES, Record, Status
@@ -22,7 +22,6 @@ from attncheck.reporting.record_text import gradient_shares
 DOUBTFUL: tuple[Status, ...] = ("flaky", "oracle disagrees", "inconclusive", "warn")
 """Those that are no pass, and fail no kernel by themselves."""
 
-_RULES: tuple[str, ...] = Rule.__args__  # type: ignore[attr-defined]  # a Literal has them
 _CASES_NAMED = 3
 _LONGEST_COMMAND = 10_000  # characters: shlex takes the square of the time
 # The worst first: a process that is lost says more of a kernel than any number.
@@ -233,7 +232,7 @@ def _rank(record: Record) -> tuple[int, int, float]:
     judgement = record.judgement
     place = _ORDER.index(record.status)
     if judgement is None:
-        return place, len(_RULES), 0.0
+        return place, len(RULE_ORDER), 0.0
     shares = [judgement.out_over_bound, judgement.lse_over_bound, *gradient_shares(record).values()]
     sizes = [math.inf if math.isnan(share or 0.0) else share or 0.0 for share in shares]
-    return place, _RULES.index(judgement.rule), -max(sizes)
+    return place, RULE_ORDER.index(judgement.rule), -max(sizes)

@@ -17,7 +17,7 @@ import torch
 from attncheck.cases.check_cases import check_cases
 from attncheck.cases.mask_samples import PLAIN_KIND, ProblemKind
 from attncheck.core.errors import HostError, UsageError
-from attncheck.core.formats import DTYPES
+from attncheck.core.formats import MEASURED_DTYPES
 from attncheck.subjects.capabilities import named_kernels
 from attncheck.subjects.capabilities.configuration import read_configuration
 from attncheck.subjects.capabilities.subject import Subject
@@ -140,7 +140,7 @@ class Session:
 
     def params(self, spec: PropertySpec) -> list[Param]:
         """Return the tests that a property becomes, in order."""
-        wanted = [name for name, dtype in DTYPES.items() if dtype.measured]
+        wanted = list(MEASURED_DTYPES)
         for only in (spec.dtypes, self.options.dtypes):
             wanted = [name for name in wanted if not only or name in only]
         params = []

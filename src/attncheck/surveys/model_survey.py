@@ -42,7 +42,7 @@ from attncheck.surveys.swapped_model import (
     make_model,
     run_model,
 )
-from attncheck.verify.environment import environment, fingerprint
+from attncheck.verify.environment import environment
 from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import Execution, Failure, InProcess
 from attncheck.verify.question_fit import question_summary
@@ -139,7 +139,7 @@ class _Kernel:
     def _record(
         self, case: Case, inputs: Inputs, result: Execution | Failure, *, brief: bool = True
     ) -> Record:
-        here = fingerprint(environment(self.device))
+        here = environment(self.device).id
         record = new_record(self.subject, case, device=self.device, variant="", environment=here)
         if isinstance(result, Failure):
             return without_outputs(record, result)

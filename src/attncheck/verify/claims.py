@@ -46,7 +46,7 @@ from attncheck.verify.capability_detection import (
     stride_trials,
 )
 from attncheck.verify.deaths import MOST_DEATHS
-from attncheck.verify.environment import environment, fingerprint
+from attncheck.verify.environment import environment
 from attncheck.verify.kernel_hosts import KernelHost, executor_of, on_terms
 from attncheck.verify.kernel_server import loaded_files
 from attncheck.verify.proposed_table import propose_table
@@ -614,7 +614,7 @@ def _keep_claims(claims: Claims, path: Path, kernel: str, files: Iterable[str]) 
 
 def _cache_file(kernel: str, conventions: Sequence[str], device: str) -> Path:
     # Where its files are, how it is called, and where it runs.
-    parts = (_FORM, str(Path.cwd()), kernel, conventions, fingerprint(environment(device)))
+    parts = (_FORM, str(Path.cwd()), kernel, conventions, environment(device).id)
     name = hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
     return cache_folder() / "claims" / f"{name}.json"
 

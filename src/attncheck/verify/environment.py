@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import platform
 import sys
 from importlib import metadata
 from importlib.util import find_spec
-
-import msgspec
 
 from attncheck.core import VERSION
 from attncheck.core.errors import UsageError
@@ -77,11 +74,6 @@ def environment(device: str) -> Environment:
         # Repairs change what interpreted kernels compute: results with others are of another place.
         interpreter=_repairs(),
     )
-
-
-def fingerprint(env: Environment) -> str:
-    """Eight hexadecimal digits that stand for ``env``."""
-    return hashlib.sha256(msgspec.json.encode(env)).hexdigest()[:8]
 
 
 def package_version(package: str) -> str:

@@ -254,9 +254,7 @@ class EvidenceBuilder:
         truncates = truncates and self.case.problem.formats.products.name == "tf32"
         key = tiling, truncates, reordered
         if key not in self._ideals:
-            kernel = Ideal(
-                tiling, tf32="truncate" if truncates else "nearest", reordered=reordered
-            )
+            kernel = Ideal(tiling, tf32="truncate" if truncates else "nearest", reordered=reordered)
             self._ideals[key] = kernel.run(self.inputs.forward())
         return self._ideals[key]
 

@@ -17,7 +17,7 @@ from attncheck.subjects.capabilities.named_kernels import BUILTIN
 from attncheck.subjects.capabilities.subject import Subject
 from attncheck.subjects.ideal import Ideal
 from attncheck.verify.deaths import confirm_death
-from attncheck.verify.environment import environment, fingerprint, prepare
+from attncheck.verify.environment import environment, prepare
 from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.verify.executor import InProcess
 from attncheck.verify.isolated import IsolatedExecutor
@@ -112,7 +112,7 @@ def iter_records(  # noqa: PLR0913  # what is asked, and how
     ``stage`` is called with what is done next.
     """
     prepare(device)
-    key = environment_key or fingerprint(environment(device))
+    key = environment_key or environment(device).id
     if applicable_only:
         absent = absence_reasons(subjects, device)
         subjects = [subject for subject in subjects if subject.name not in absent]
@@ -181,7 +181,7 @@ def assemble_report(
     env = environment(device)
     return Report(
         command=command,
-        environments={fingerprint(env): env},
+        environments={env.id: env},
         kernels={subject.name: subject.summary for subject in subjects},
         absent=absence_reasons(subjects, device),
         records=tuple(records),

@@ -203,7 +203,7 @@ def nearest_supported(
     if supports(problem):  # nearly always: what else it could be is not worked out
         return problem
     # The default scale of one head_dim is not that of another, and some kernels take no other.
-    default = problem.scale == problem.replace(scale=USUAL_SCALE).scale
+    default = problem.has_usual_scale
     refused: set[frozenset[tuple[str, Any]]] = {frozenset()}
     for changes in _fewest_first(problem, dtypes, drops, default=default):
         real = frozenset(_real_changes(problem, changes, default=default).items())
