@@ -1,6 +1,7 @@
 """Less accurate than usual, by arrays made by hand."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -208,31 +209,52 @@ def test_beyond_its_gate_it_is_odd(dtype, keys, factor):
         assert ("same tiling" in found.reason) == (status == "warn")
 
 
-@pytest.mark.parametrize(("own", "status"), [(0.5, "warn"), (0.75, "pass"), (0.0, "warn")], ids=str)
-def test_it_is_no_news_where_the_emulation_is_as_far_from_itself_reordered(own, status):
+@pytest.mark.parametrize(
+    ("orders", "status"),
+    [([0.5], "warn"), ([0.75], "pass"), ([0.75, 0.0], "pass"), ([0.0], "warn"), ([], "warn")],
+    ids=str,
+)
+def test_it_is_no_news_where_the_emulation_is_as_far_from_itself_in_another_order(orders, status):
     """Where scores are large the order of fp32's operations alone moves out by much."""
     emulation = with_errors(-1.0, -1.0)
-    out, reordered = with_errors(-0.125, -0.125), with_errors(own - 1.0, own - 1.0)
-    found = judged(out, ideal=emulation, tiles=(16, 16), reordered=lambda: reordered)
+    reordered = [with_errors(size - 1.0, size - 1.0) for size in orders]
+    out = with_errors(-0.125, -0.125)
+    found = judged(out, ideal=emulation, tiles=(16, 16), reordered=reordered)
     assert (found.status, precision(found).residual) == (status, 0.875)
-    allowed = math.hypot(RESIDUAL["bf16"], SPREAD * own)
+    allowed = math.hypot(RESIDUAL["bf16"], SPREAD * max(orders, default=0.0))
     assert (f"at most {allowed:.2g} ×" in found.reason) == (status == "warn")
 
 
-def test_the_emulation_is_reordered_only_where_the_residual_would_be_odd():
-    def reordered() -> torch.Tensor:
-        calls.append(1)
-        return emulation
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_an_emulation_that_is_broken_in_another_order_allows_nothing(broken):
+    emulation, other = with_errors(-1.0, -1.0), with_errors(-1.0, -1.0)
+    other[0, 1, 2, 3] = broken
+    found = judged(with_errors(-0.5, -0.5), ideal=emulation, tiles=(16, 16), reordered=[other])
+    assert "at most 0.15 ×" in found.reason
 
-    calls: list[int] = []
-    emulation, far = with_errors(-1.0, -1.0), with_errors(-0.5, -0.5)
-    asked = {"ideal": emulation, "tiles": (16, 16), "reordered": reordered}
-    near = with_errors(-0.875, -0.875)
+
+def test_a_broken_emulation_is_no_measure():
+    emulation = with_errors(-1.0, -1.0)
+    emulation[0, 1, 2, 3] = math.inf
+    found = judged(with_errors(1.0, 1.0), ideal=emulation, tiles=(16, 16))
+    assert "same tiling" not in found.reason
+    assert precision(found).residual is None
+
+
+def test_the_emulation_is_reordered_only_where_the_residual_would_be_odd():
+    emulation, far, near = (with_errors(size, size) for size in (-1.0, -0.5, -0.875))
+    calls = []
+
+    def reordered() -> Iterator[torch.Tensor]:
+        calls.append(1)
+        yield emulation
+
+    asked = {"out": far, "ideal": emulation, "tiles": (16, 16)}
     fp32 = default_arithmetic(DTYPES["fp32"])
     for quiet in ({"out": near}, {"generic": False}, {"tiles": None}, {"arithmetic": fp32}):
-        assert judged(**({"out": far} | asked | quiet)).status == "pass"
+        assert judged(**(asked | quiet), reordered=reordered()).status == "pass"
     assert calls == []
-    assert judged(far, **asked).status == "warn"
+    assert judged(**asked, reordered=reordered()).status == "warn"
     assert calls == [1]
 
 

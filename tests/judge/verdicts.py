@@ -27,7 +27,7 @@ def kernel_result(*, truth: Outputs, **fields: Any) -> KernelResult:
 def decide(
     *,
     ensemble: Callable[[], Iterable[torch.Tensor]] | None = None,
-    reordered: Callable[[], torch.Tensor] | None = None,
+    reordered: Iterable[torch.Tensor] = (),
     **fields: Any,
 ) -> Judgement:
     """The verdict on ``kernel_result(**fields)``; further ideal kernels are run where needed."""
@@ -35,6 +35,6 @@ def decide(
     heads = judge_heads(result)
     if ensemble is not None and heads.needs_ensemble:
         heads = heads_with_ensemble(result, heads, ensemble())
-    if reordered is not None and needs_reordered(result, heads):
-        heads = heads_with_reordered(result, heads, reordered())
+    for out in reordered if needs_reordered(result, heads) else ():
+        heads = heads_with_reordered(result, heads, out)
     return decide_on(result, heads)

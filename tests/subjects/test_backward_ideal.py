@@ -56,6 +56,21 @@ def test_only_rounds(dtype, asked):
     assert exact_gradients(inputs).excess(run.outputs) <= 1
 
 
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("order", ["reverse_sums", "scale_first"])
+def test_operations_in_another_order_only_round(order, asked):
+    inputs = draw_inputs(small(dtype="fp32", **ASKED[asked]))
+    outputs = Ideal(**{order: True}).run(inputs)
+    assert exact_gradients(inputs).excess(outputs) <= 1
+    assert not same(outputs, Ideal().run(inputs))
+
+
+def test_captured_numbers_have_gradients_in_another_order():
+    inputs = draw_inputs(small(dtype="bf16", score=SCORES["alibi"], dcaptured=True))
+    usual, other = (Ideal(scale_first=each).run(inputs).dcaptured for each in (False, True))
+    assert torch.allclose(usual, other, rtol=2.0**-6)  # a bf16's weights, summed up
+
+
 @pytest.mark.parametrize("lengths", [(40, 40), (57, 40)], ids=str)
 @pytest.mark.parametrize("mask", [*list(MASKS)[:4], "padding"])
 def test_only_rounds_under_a_mask(mask, lengths):

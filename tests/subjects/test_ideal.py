@@ -53,21 +53,47 @@ def test_a_tiling_changes_bits_and_only_rounds(dtype, tiling, exact):
     assert not torch.equal(outputs.lse, Ideal().run(inputs).lse)
 
 
-@pytest.mark.parametrize("score", ["none", "alibi"])
+@pytest.mark.parametrize(
+    "options", [{}, {"score": Spec.of("alibi"), "scale": 0.3}, {"scale": -0.3}], ids=str
+)
+@pytest.mark.parametrize("order", ["reverse_sums", "scale_first"])
 @pytest.mark.parametrize("dtype", MEASURED_DTYPES)
-def test_operations_in_another_order_change_bits_and_only_round(dtype, score, exact):
-    inputs = draw_inputs(small(kv=150, dtype=dtype, score=Spec.of(score)))
-    outputs = Ideal(reordered=True).run(inputs)
+def test_operations_in_another_order_change_bits_and_only_round(dtype, order, options, exact):
+    inputs = draw_inputs(small(kv=150, dtype=dtype, **options))
+    outputs = Ideal(**{order: True}).run(inputs)
     assert exact(inputs).excess(outputs) <= 1
     assert not torch.equal(outputs.lse, Ideal().run(inputs).lse)
 
 
+def test_sums_are_reversed_in_products_and_in_row_sums():
+    terms = torch.rand(1, 64, 256, generator=torch.Generator().manual_seed(1))
+    ones, problem = torch.ones(1, 256, 8), small()
+    usual, other = Ideal(), Ideal(reverse_sums=True)
+    turned = terms.flip(-1)
+    assert torch.equal(other.product(terms, ones), usual.product(turned, ones))
+    assert not torch.equal(other.product(terms, ones), usual.product(terms, ones))
+    sums = [each.row_sum(terms, problem, 1.0) for each in (usual, other)]
+    assert torch.equal(sums[1], usual.row_sum(turned, problem, 1.0))
+    assert not torch.equal(*sums)
+
+
+def test_with_a_mod_nothing_is_rounded_before_its_result():
+    """LSE of a single key is its score."""
+    linear = Spec.of("expression", text="score * 3.0 + 1.0")
+    problem = Problem(head_dim=1, kv=1, query=64, dtype="fp32", scale=fp32(1 / 3), score=linear)
+    inputs = draw_inputs(problem)
+    product = (inputs.q * inputs.k).flatten().double()  # rounded, as every sum of products is
+    lse = Ideal(scale_first=True).run(inputs).lse.flatten()
+    assert torch.equal(lse, (product * problem.scale * 3.0 + 1.0).float())
+    assert not torch.equal(lse, Ideal().run(inputs).lse.flatten())
+
+
 @pytest.mark.parametrize("score", ["none", "alibi"])
-def test_reordered_a_hidden_key_stays_hidden(score):
+def test_in_another_order_a_hidden_key_stays_hidden(score):
     inputs = draw_inputs(small(dtype="fp16", mask=MASKS["causal"], score=Spec.of(score)))
     for name in ("k", "v"):
         getattr(inputs, name)[:, :, -1] = math.nan
-    outputs = Ideal(reordered=True).run(inputs)
+    outputs = Ideal(reverse_sums=True, scale_first=True).run(inputs)
     assert torch.isfinite(outputs.out[:, :, :-1]).all()
     assert outputs.out[:, :, -1].isnan().all()
 

@@ -272,22 +272,47 @@ class ShortSums(Ideal):
     steps = Steps(kept_out=lambda out: out.bfloat16().float())
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "e4m3"])
-def test_large_scores_show_the_order_of_operations_and_not_a_fault(dtype):
+ORDERS = {
+    "both": Ideal(reverse_sums=True, scale_first=True),
+    "sums": Ideal(reverse_sums=True),
+    "scale": Ideal(scale_first=True),
+}
+
+
+def large_scores(**options):
+    sizes = {"heads": 2, "query": 64, "kv": 64, "head_dim": 64, "scale": 5.0, "dtype": "bf16"}
+    return Case(problem=Problem(**(sizes | options), distribution="large_logits"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"dtype": "fp16"}, {"dtype": "e4m3"}, {"sink": True, "scale": 3.0}, {"scale": -5.0}],
+    ids=str,
+)
+def test_large_scores_show_the_order_of_operations_and_not_a_fault(options):
     """A weight is off by 2^-24 of its score there: more than its format rounds."""
-    sizes = {"heads": 2, "query": 64, "kv": 64, "head_dim": 64, "scale": 5.0}
-    case = Case(problem=Problem(**sizes, dtype=dtype, distribution="large_logits"))
-    right = run_case(Ideal(reordered=True), case, device="cpu").judgement
-    assert right.precision.residual > residual_gate(dtype, 64)
-    assert (right.status, right.reason) == ("pass", "")
+    found = [
+        run_case(kernel, large_scores(**options, seed=seed), device="cpu").judgement
+        for kernel in ORDERS.values()
+        for seed in range(8)
+    ]
+    findings = [text for each in found for text in (each.reason, *each.warnings)]
+    assert [text for text in findings if "rounds elsewhere" in text] == []
+    gate = residual_gate(options.get("dtype", "bf16"), 64)
+    assert max(each.precision.residual for each in found) > 1.5 * gate
 
 
 def test_a_fault_shows_where_scores_are_large():
-    sizes = {"heads": 2, "query": 64, "kv": 64, "head_dim": 64, "scale": 5.0}
-    case = Case(problem=Problem(**sizes, dtype="bf16", distribution="large_logits"))
-    wrong = run_case(ShortSums(reordered=True), case, device="cpu").judgement
-    assert wrong.status == "warn"
-    assert "rounds elsewhere than declared" in wrong.reason
+    for seed in range(4):
+        kernel = ShortSums(reverse_sums=True, scale_first=True)
+        wrong = run_case(kernel, large_scores(seed=seed), device="cpu").judgement
+        assert wrong.status == "warn"
+        assert "rounds elsewhere than declared" in "".join((wrong.reason, *wrong.warnings))
+
+
+def test_timed_it_is_judged_by_its_own_outputs():
+    record = run_case(ORDERS["both"], large_scores(), device="cpu", timed=True)
+    assert record.judgement.precision.residual > residual_gate("bf16", 64)
 
 
 @pytest.mark.parametrize("keys", [4096, 16384])

@@ -12,7 +12,7 @@ A third is reported beside them, the residual: the ideal kernel at the kernel's 
 nearly the same roundings, so that nearly the whole error cancels in their difference, and what
 remains shows what neither measure can. What fp32 leaves to a kernel, as the order of its sums, does
 not cancel: where scores are large it moves weights by more than their format's rounding. How much
-of it a problem shows is measured, by the same ideal kernel with its operations reordered.
+of it a problem shows is measured, by the same ideal kernel with its operations in other orders.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Residual:
     size: float  # of out; what underflow may cost is taken off
     gate: float | None  # largest of usual scores: see ``residual_gate``
     usual: float  # the unit: rms(emulation − exact)
-    # Of the ideal kernel with its operations reordered; 0 where it was not needed.
+    # Of the ideal kernel with its operations in other orders, the largest; 0 where none ran.
     reordered: float = 0.0
 
     @property
@@ -75,8 +75,11 @@ class Residual:
         return math.inf if self.gate is None else math.hypot(self.gate, SPREAD * self.reordered)
 
     def with_reordered(self, out: Tensor, emulation: Tensor, counted: Tensor) -> Residual:
-        """Return this with the distance of ``out``, of the ideal kernel reordered."""
-        return replace(self, reordered=_distance(out, emulation, counted) / self.usual)
+        """Return this with the distance of ``out``, of the ideal kernel in another order."""
+        distance = _distance(out, emulation, counted) / self.usual
+        # What is broken in that order shows nothing of a kernel's.
+        known = distance if math.isfinite(distance) else 0.0
+        return replace(self, reordered=max(self.reordered, known))
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -93,7 +96,7 @@ class HeadPrecision:
     # Whether some head is beyond a gate, so that the verdict rests on how ideal kernels at
     # several tilings do.
     needs_ensemble: bool
-    residual: Residual | None  # None without an emulation, or where that is exact
+    residual: Residual | None  # None without an emulation, or where that is exact or broken
     # RMSE ÷ the largest of the ensemble's; None without an ensemble.
     spread: Tensor | None = None
 
@@ -262,13 +265,13 @@ def _residual(
     lost: float,
     gate: float | None,
 ) -> Residual | None:
-    """Residual without what needs the ideal kernel reordered; None where the emulation is exact."""
+    """Residual before other orders are run; None where the emulation is exact, or not finite."""
     # Of few outputs the ratio is noise.
     if int(counted.sum()) < FEWEST:
         return None
     # Both by the same measure, so that a factor in it cancels.
     usual = _distance(emulation, truth, counted)
-    if not usual:
+    if not 0 < usual < math.inf:
         return None
     apart = _distance(out, emulation, counted)
     size = math.inf if math.isnan(apart / usual) else max(0.0, apart - lost) / usual

@@ -92,16 +92,16 @@ def heads_with_ensemble(
 
 
 def needs_reordered(result: KernelResult, heads: HeadPrecision) -> bool:
-    """Return whether a verdict needs the ideal kernel with its operations reordered."""
+    """Return whether a verdict needs the ideal kernel with its operations in another order."""
     # Of structured inputs the residual is no rule.
     residual = heads.residual
     return residual is not None and result.generic and residual.size > residual.allowed
 
 
 def heads_with_reordered(result: KernelResult, heads: HeadPrecision, out: Tensor) -> HeadPrecision:
-    """Compare the residual of ``heads`` with ``out`` of the ideal kernel reordered."""
-    assert heads.residual is not None, "what is not needed"
-    assert result.ideal is not None, "which the residual was measured with"
+    """Compare the residual of ``heads`` with ``out`` of the ideal kernel in another order."""
+    assert heads.residual is not None, "asked for where there is no residual"
+    assert result.ideal is not None, "the residual was measured with it"
     counted = result.forward()[0].counted
     residual = heads.residual.with_reordered(out, result.ideal, counted)
     return replace(heads, residual=residual)
@@ -118,7 +118,7 @@ def decide(result: KernelResult, heads: HeadPrecision) -> Judgement:
 
     Args:
         heads: As ``judge_heads`` gives them, with the ensemble where they need one, and with the
-            ideal kernel reordered.
+            ideal kernel in other orders.
 
     Returns:
         The Judgement, without its blind spot, what its worst allowance is made of

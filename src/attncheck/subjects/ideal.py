@@ -147,6 +147,7 @@ class _Factors:
     scores: torch.Tensor | None  # of q·k before the softmax; None where it is not multiplied
     exponent: torch.Tensor  # of the difference of two scores, for exp2 (the docstring's c)
     lse: torch.Tensor | float  # of the largest score, for LSE
+    natural: float  # of a natural number, a sink or an LSE, in the units of scores
 
     def __init__(self, kernel: Ideal, inputs: Inputs) -> None:
         problem, device = inputs.problem, inputs.device
@@ -166,12 +167,13 @@ class _Factors:
         self.scale = scale * products  # of q·k
         log2_scale = fp32(scale * kernel.log2_e)
         self.log2_e = fp32(kernel.log2_e)  # of natural numbers, for exp2
-        if _in_nats(problem):
+        self.natural = 1.0
+        if kernel.scale_first and problem.score == NONE:
+            self.scores, self.lse = log2_scale * products, fp32(math.log(2))
+            self.exponent, self.natural = torch.ones_like(products), self.log2_e
+        elif _in_nats(problem):
             self.scores, self.lse = self.scale, 1.0
             self.exponent = torch.full_like(products, self.log2_e)
-        elif kernel.reordered:
-            self.scores, self.lse = log2_scale * products, fp32(math.log(2))
-            self.exponent = torch.ones_like(products)
         else:
             self.scores, self.lse, self.exponent = None, self.scale, log2_scale * products
         # Of P before it is rounded.
@@ -217,10 +219,9 @@ class Pass:
         """Whether products and exponents are all finite, and c more than 0: −∞ · c is −∞ then."""
         if self.steps.rescale_exponent != 1.0:
             return False
-        c, before = self.factors.exponent, self.factors.scores
-        most = c.amax() if before is None else torch.maximum(c.amax(), before.abs().amax())
+        c = self.factors.exponent
         largest = self.q.abs().amax() * self.k.abs().amax() * self.q.shape[-1]
-        fits = largest * most.clamp(min=1.0) < _LARGEST_MODERATE
+        fits = largest * c.amax().clamp(min=1.0) < _LARGEST_MODERATE
         return bool(fits & (c.amin() > 0))
 
     def outputs(self) -> Outputs:
@@ -284,7 +285,7 @@ class Pass:
         first = max(self.kernel.first_maximum, self.steps.first_maximum)
         maximum, total = q.new_full(shape, first), q.new_zeros(shape)
         if self.sink is not None and self.steps.sink:
-            maximum = self.sink[:, None].expand(shape)
+            maximum = (self.sink * self.factors.natural)[:, None].expand(shape)
             # exp of the sink relative to itself is 1; a sink of −∞ weighs nothing.
             total = (~torch.isneginf(maximum)).to(total.dtype)
         return _Running(maximum, total, q.new_zeros((*shape, self.problem.value_dim)))
@@ -314,7 +315,7 @@ class Pass:
         s = s if self.steps.products is None else self.steps.products(s)
         if self.factors.scores is None:
             return s
-        if self.score and self.kernel.reordered:
+        if self.score and self.kernel.scale_first:
             # As where a compiler contracts the product and the mod's addition: rounded once.
             s = s.double()
         return s * self.factors.scores[..., None]
@@ -545,7 +546,7 @@ class _BackwardPass(Pass):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """P and the gradient of the scores before the mod, each as a product reads it."""
         kernel, fmt = self.kernel, self.problem.formats.weights
-        x = self.logits(self.q[:, :, rows], keys)
+        x = self.logits(self.q[:, :, rows], keys).float()
         p = self._p(self.modified(x, seen, at), self.lse[:, :, rows])
         v = self.expanded(self.v[:, :, keys])
         dp = self.product(self.dout[:, :, rows], v.mT)
@@ -562,7 +563,7 @@ class _BackwardPass(Pass):
         """P in fp32 from LSE: normalised, unlike the forward pass's."""
         base, c = finite(lse)[..., None], self.factors.exponent[..., None]
         if self.factors.scores is not None:
-            return power_of_two(self.kernel.exp2, (s - base) * c, s)
+            return power_of_two(self.kernel.exp2, (s - base * self.factors.natural) * c, s)
         # LSE is natural: s·c is in log2 units, and so is the product with log2 e, rounded once.
         exponent = multiply_add(s, c, -(base * self.factors.log2_e))
         return power_of_two(self.kernel.exp2, exponent, s)
@@ -692,10 +693,10 @@ class Ideal(Subject):
     Args:
         tiling: How to walk over the keys (default: 128 × 64 from the first key on).
         tf32: Whether tf32 operands are rounded to ``nearest`` or by ``truncate``.
-        reordered: Whether fp32's operations are done as other good kernels do them, in the forward:
-            every sum from its last term to its first; without a score mod scores are multiplied by
-            c at once, and m is subtracted after that; with one, scale · q·k is not rounded before
-            the mod.
+        reverse_sums: Whether the sums within a tile go from the last term to the first.
+        scale_first: Whether, without a score mod, scores are multiplied by c at once, and m is
+            subtracted after that; with one, nothing is rounded before the mod's result, in the
+            forward. Other good kernels do either.
     """
 
     name = "ideal"
@@ -715,11 +716,12 @@ class Ideal(Subject):
         tiling: Tiling | None = None,
         *,
         tf32: Literal["nearest", "truncate"] = "nearest",
-        reordered: bool = False,
+        reverse_sums: bool = False,
+        scale_first: bool = False,
     ) -> None:
         self._tiling = tiling or Tiling(block_query=128, block_kv=64)
         self._tf32 = tf32
-        self.reordered = reordered
+        self.reverse_sums, self.scale_first = reverse_sums, scale_first
 
     def concerns(self, problem: Problem) -> bool:
         """Attention, with sinks, pages and gradients or without, and softmax."""
@@ -788,7 +790,7 @@ class Ideal(Subject):
         A single column gets one of zeros beside it: torch multiplies a matrix by a vector in
         another order when it is alone in its batch (torch 2.13 on a CPU).
         """
-        if self.reordered:
+        if self.reverse_sums:
             rows, columns = rows.flip(-1), columns.flip(-2)
         if columns.shape[-1] == 1:
             return torch.bmm(rows, torch.nn.functional.pad(columns, (0, 1)))[..., :1]
@@ -814,7 +816,7 @@ class Ideal(Subject):
     def row_sum(self, p: torch.Tensor, problem: Problem, scale: float) -> torch.Tensor:
         """Σ of a tile's P, which is neither rounded nor multiplied by ``scale`` yet."""
         del problem, scale
-        return p.flip(-1).sum(-1) if self.reordered else p.sum(-1)
+        return p.flip(-1).sum(-1) if self.reverse_sums else p.sum(-1)
 
     def rescaled(self, running: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
         """The running sum or output after the maximum moved: ``running · alpha``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -82,7 +82,7 @@ class EvidenceBuilder:
         # Kept by what they depend on: kernels of one arithmetic or tiling share them.
         self._allowances: dict[Arithmetic, Allowance] = {}
         self._blind_spots: dict[tuple[Arithmetic, bool], BlindSpot | None] = {}
-        self._ideals: dict[tuple[Tiling, bool, bool], Outputs] = {}
+        self._ideals: dict[tuple[Tiling, bool], Outputs] = {}
         self._ideal_rmse: dict[Tiling, float] = {}
         self._ideal_gradients: dict[Tiling, dict[TensorName, float]] = {}
 
@@ -241,22 +241,29 @@ class EvidenceBuilder:
         for rows in self._sampled:
             yield compute_conditions(self.inputs, self.truth, rows)
 
-    def ideal_outputs(
-        self, tiling: Tiling, *, truncates: bool = False, reordered: bool = False
-    ) -> Outputs:
+    def ideal_outputs(self, tiling: Tiling, *, truncates: bool = False) -> Outputs:
         """Return what the ideal kernel gives at ``tiling``.
 
         Args:
             truncates: Whether it truncates tf32 operands, as tensor cores do.
-            reordered: As of ``Ideal``.
         """
         # Other operands have no bits to truncate: both ideal kernels would be one.
         truncates = truncates and self.case.problem.formats.products.name == "tf32"
-        key = tiling, truncates, reordered
+        key = tiling, truncates
         if key not in self._ideals:
-            kernel = Ideal(tiling, tf32="truncate" if truncates else "nearest", reordered=reordered)
+            kernel = Ideal(tiling, tf32="truncate" if truncates else "nearest")
             self._ideals[key] = kernel.run(self.inputs.forward())
         return self._ideals[key]
+
+    def reordered(self, tiling: Tiling, *, truncates: bool) -> Iterator[Outputs]:
+        """Yield what the ideal kernel at ``tiling`` gives with its operations in other orders.
+
+        ``truncates`` is as of ``ideal_outputs``. Nothing is kept: few verdicts need it.
+        """
+        tf32: Literal["truncate", "nearest"] = "truncate" if truncates else "nearest"
+        for sums, scale in ((True, True), (True, False), (False, True)):
+            kernel = Ideal(tiling, tf32=tf32, reverse_sums=sums, scale_first=scale)
+            yield kernel.run(self.inputs.forward())
 
     def ensemble(self, *, truncates: bool = False) -> Iterator[Outputs]:
         """Yield what ideal kernels of several tilings give, one after the other."""

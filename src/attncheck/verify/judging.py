@@ -80,11 +80,14 @@ def judge_outputs(
     if at is not None and heads.needs_ensemble:
         outs = (one.out for one in evidence.ensemble(truncates=truncates))
         heads = heads_with_ensemble(kernel, heads, outs)
-    if at is not None and needs_reordered(kernel, heads):
-        reordered = evidence.ideal_outputs(at, truncates=truncates, reordered=True)
-        heads = heads_with_reordered(kernel, heads, reordered.out)
     judgement = decide(kernel, heads)
     if judgement.status != "fail":
+        if at is not None and needs_reordered(kernel, heads):
+            for reordered in evidence.reordered(at, truncates=truncates):
+                heads = heads_with_reordered(kernel, heads, reordered.out)
+                if not needs_reordered(kernel, heads):
+                    break
+            judgement = decide(kernel, heads)
         if brief:
             return judgement
         # What a pass rests on; a problem that has shown a fault need not say which it would show.

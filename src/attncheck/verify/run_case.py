@@ -202,8 +202,9 @@ def run_on_evidence(
 
 def _is_ideal(subject: Subject, executor: Executor) -> TypeGuard[Ideal]:
     """Return whether this is the ideal kernel itself, of this process, without a planted fault."""
-    ours = type(subject) is Ideal and subject.steps is RIGHT
-    return ours and isinstance(executor, InProcess)
+    if type(subject) is not Ideal or not isinstance(executor, InProcess):
+        return False
+    return subject.steps is RIGHT and not (subject.reverse_sums or subject.scale_first)
 
 
 def _ideal_execution(subject: Ideal, evidence: EvidenceBuilder) -> Execution | Failure:
