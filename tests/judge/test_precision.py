@@ -222,6 +222,7 @@ def test_it_is_no_news_where_the_emulation_is_as_far_from_itself_in_another_orde
     found = judged(out, ideal=emulation, tiles=(16, 16), reordered=reordered)
     assert (found.status, precision(found).residual) == (status, 0.875)
     allowed = math.hypot(RESIDUAL["bf16"], SPREAD * max(orders, default=0.0))
+    assert precision(found).residual_allowed == allowed
     assert (f"at most {allowed:.2g} ×" in found.reason) == (status == "warn")
 
 

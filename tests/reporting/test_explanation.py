@@ -1,8 +1,10 @@
 """One record term by term."""
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from attncheck.core.declared_arithmetic import default_arithmetic
@@ -41,6 +43,12 @@ def test_it_looks_as_it_did(make, matches_snapshot):
         out_over_bound=26.88,
     )
     matches_snapshot("explanation.txt", as_page(record))
+
+
+def test_the_residual_stands_beside_what_is_allowed(make):
+    precision = msgspec.structs.replace(make.judgement().precision, residual_allowed=0.15)
+    page = as_page(make.judged(precision=precision))
+    assert re.search(r"residual +0.04, 0.15 +distance .*, and the largest allowed", page)
 
 
 def test_a_question_names_all_that_it_asks():

@@ -133,6 +133,8 @@ class Precision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     # rms(out − emulation) ÷ rms(emulation − exact), the emulation being the ideal kernel at the
     # kernel's own declared tiling; None where none is declared.
     residual: float | None = None
+    # Largest residual that is no news on generic inputs; left out where nothing is said of it.
+    residual_allowed: float | msgspec.UnsetType = msgspec.UNSET
     bias: float = 0.0  # mean signed error ÷ RMSE
     # Least-squares slope of the error on the exact result: a factor missing from out.
     slope: float = 0.0

@@ -21,6 +21,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -238,10 +239,14 @@ def measure_precision(
     error = values - exact
     whole = error_measures.measure_errors(out, truth, counted)
     p50, p99 = error_measures.ulp_percentiles(error, exact, arithmetic.output)
+    residual = heads.residual
     return Precision(
         z=_largest(heads.z),
         spread=None if heads.spread is None else _largest(heads.spread),
-        residual=None if heads.residual is None else heads.residual.size,
+        residual=None if residual is None else residual.size,
+        residual_allowed=msgspec.UNSET
+        if residual is None or residual.gate is None
+        else residual.allowed,
         # An exact kernel has no error to be biased.
         bias=whole.bias / whole.rmse if whole.rmse else 0.0,
         slope=error_measures.slope(error, exact),

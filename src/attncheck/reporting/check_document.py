@@ -376,11 +376,13 @@ def _gradients(record: Record) -> list[Section]:
 
 
 def _precision(precision: Precision) -> Section:
+    allowed = precision.residual_allowed
     numbers = {
         "z": ("rms error ÷ predicted, largest over heads", precision.z),
         "spread": ("RMSE ÷ the worst of an ensemble of ideal kernels", precision.spread),
         "residual": (
-            "distance from the emulation at its own tiling ÷ that one's error",
+            "distance from the emulation at its own tiling ÷ that one's error"
+            + ("" if allowed is msgspec.UNSET else ", and the largest allowed"),
             precision.residual,
         ),
         "bias": ("mean error ÷ RMSE", precision.bias),
@@ -393,5 +395,7 @@ def _precision(precision: Precision) -> Section:
         text = number_text.NOTHING if number is None else f"{number:.3g}"
         if name == "ulp":
             text = f"{precision.ulp_p50:.2g}, {precision.ulp_p99:.2g}"
+        if name == "residual" and allowed is not msgspec.UNSET:
+            text = f"{text}, {allowed:.2g}"
         rows.append(row(name, text, Cell(meaning, "dim")))
     return Section("precision", (Table((*columns(["", ""]), _WHAT), tuple(rows)),))
