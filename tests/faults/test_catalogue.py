@@ -51,6 +51,13 @@ def test_every_category_has_its_entries_and_each_says_everything():
         assert all((fault.summary, fault.when, fault.seen, fault.reports, fault.category)), name
 
 
+def test_every_patch_fits_the_text_that_it_changes(tmp_path):
+    """All at once, for who changes a kernel: of the tests below few run without ``-m slow``."""
+    for change in (*FAULTS.values(), *CONTROLS.values()):
+        for host in change.hosts:
+            plant(change, host, tmp_path)  # raises NotPlanted
+
+
 @pytest.mark.parametrize(("name", "host", "dtype"), PLACES)
 def test_it_is_planted_and_gives_an_answer_of_the_right_shape(name, host, dtype, tmp_path):
     prepare("cpu")
