@@ -217,9 +217,9 @@ def test_beyond_its_gate_it_is_odd(dtype, keys, factor):
 def test_it_is_no_news_where_the_emulation_is_as_far_from_itself_in_another_order(orders, status):
     """Where scores are large the order of fp32's operations alone moves out by much."""
     emulation = with_errors(-1.0, -1.0)
-    reordered = [with_errors(size - 1.0, size - 1.0) for size in orders]
+    other_orders = [with_errors(size - 1.0, size - 1.0) for size in orders]
     out = with_errors(-0.125, -0.125)
-    found = judged(out, ideal=emulation, tiles=(16, 16), reordered=reordered)
+    found = judged(out, ideal=emulation, tiles=(16, 16), other_orders=other_orders)
     assert (found.status, precision(found).residual) == (status, 0.875)
     allowed = math.hypot(RESIDUAL["bf16"], SPREAD * max(orders, default=0.0))
     assert precision(found).residual_allowed == allowed
@@ -230,7 +230,7 @@ def test_it_is_no_news_where_the_emulation_is_as_far_from_itself_in_another_orde
 def test_an_emulation_that_is_broken_in_another_order_allows_nothing(broken):
     emulation, other = with_errors(-1.0, -1.0), with_errors(-1.0, -1.0)
     other[0, 1, 2, 3] = broken
-    found = judged(with_errors(-0.5, -0.5), ideal=emulation, tiles=(16, 16), reordered=[other])
+    found = judged(with_errors(-0.5, -0.5), ideal=emulation, tiles=(16, 16), other_orders=[other])
     assert "at most 0.15 ×" in found.reason
 
 
@@ -242,20 +242,20 @@ def test_a_broken_emulation_is_no_measure():
     assert precision(found).residual is None
 
 
-def test_the_emulation_is_reordered_only_where_the_residual_would_be_odd():
+def test_the_emulation_runs_in_other_orders_only_where_the_residual_would_be_odd():
     emulation, far, near = (with_errors(size, size) for size in (-1.0, -0.5, -0.875))
     calls = []
 
-    def reordered() -> Iterator[torch.Tensor]:
+    def other_orders() -> Iterator[torch.Tensor]:
         calls.append(1)
         yield emulation
 
     asked = {"out": far, "ideal": emulation, "tiles": (16, 16)}
     fp32 = default_arithmetic(DTYPES["fp32"])
     for quiet in ({"out": near}, {"generic": False}, {"tiles": None}, {"arithmetic": fp32}):
-        assert judged(**(asked | quiet), reordered=reordered()).status == "pass"
+        assert judged(**(asked | quiet), other_orders=other_orders()).status == "pass"
     assert calls == []
-    assert judged(**asked, reordered=reordered()).status == "warn"
+    assert judged(**asked, other_orders=other_orders()).status == "warn"
     assert calls == [1]
 
 

@@ -10,9 +10,9 @@ from attncheck.core.outputs import Outputs
 from attncheck.judge.verdict import (
     KernelResult,
     heads_with_ensemble,
-    heads_with_reordered,
+    heads_with_other_order,
     judge_heads,
-    needs_reordered,
+    needs_other_orders,
 )
 from attncheck.judge.verdict import decide as decide_on
 
@@ -27,7 +27,7 @@ def kernel_result(*, truth: Outputs, **fields: Any) -> KernelResult:
 def decide(
     *,
     ensemble: Callable[[], Iterable[torch.Tensor]] | None = None,
-    reordered: Iterable[torch.Tensor] = (),
+    other_orders: Iterable[torch.Tensor] = (),
     **fields: Any,
 ) -> Judgement:
     """The verdict on ``kernel_result(**fields)``; further ideal kernels are run where needed."""
@@ -35,6 +35,6 @@ def decide(
     heads = judge_heads(result)
     if ensemble is not None and heads.needs_ensemble:
         heads = heads_with_ensemble(result, heads, ensemble())
-    for out in reordered if needs_reordered(result, heads) else ():
-        heads = heads_with_reordered(result, heads, out)
+    for out in other_orders if needs_other_orders(result, heads) else ():
+        heads = heads_with_other_order(result, heads, out)
     return decide_on(result, heads)

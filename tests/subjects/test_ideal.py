@@ -69,11 +69,11 @@ def test_sums_are_reversed_in_products_and_in_row_sums():
     terms = torch.rand(1, 64, 256, generator=torch.Generator().manual_seed(1))
     ones, problem = torch.ones(1, 256, 8), small()
     usual, other = Ideal(), Ideal(reverse_sums=True)
-    turned = terms.flip(-1)
-    assert torch.equal(other.product(terms, ones), usual.product(turned, ones))
+    reverse = terms.flip(-1)
+    assert torch.equal(other.product(terms, ones), usual.product(reverse, ones))
     assert not torch.equal(other.product(terms, ones), usual.product(terms, ones))
     sums = [each.row_sum(terms, problem, 1.0) for each in (usual, other)]
-    assert torch.equal(sums[1], usual.row_sum(turned, problem, 1.0))
+    assert torch.equal(sums[1], usual.row_sum(reverse, problem, 1.0))
     assert not torch.equal(*sums)
 
 

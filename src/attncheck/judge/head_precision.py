@@ -64,7 +64,7 @@ class Residual:
     gate: float | None  # largest of usual scores: see ``residual_gate``
     usual: float  # the unit: rms(emulation − exact)
     # Of the ideal kernel with its operations in other orders, the largest; 0 where none ran.
-    reordered: float = 0.0
+    other_orders: float = 0.0
 
     @property
     def allowed(self) -> float:
@@ -73,14 +73,14 @@ class Residual:
         Two kernels that do fp32's operations in other orders than the emulation are as far from it
         as each other, but for chance: right kernels' errors differ by up to ``SPREAD``.
         """
-        return math.inf if self.gate is None else math.hypot(self.gate, SPREAD * self.reordered)
+        return math.inf if self.gate is None else math.hypot(self.gate, SPREAD * self.other_orders)
 
-    def with_reordered(self, out: Tensor, emulation: Tensor, counted: Tensor) -> Residual:
+    def with_other_order(self, out: Tensor, emulation: Tensor, counted: Tensor) -> Residual:
         """Return this with the distance of ``out``, of the ideal kernel in another order."""
         distance = _distance(out, emulation, counted) / self.usual
         # What is broken in that order shows nothing of a kernel's.
         known = distance if math.isfinite(distance) else 0.0
-        return replace(self, reordered=max(self.reordered, known))
+        return replace(self, other_orders=max(self.other_orders, known))
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -147,7 +147,7 @@ def measure_heads(
     arithmetic: Arithmetic,
     ideal: Tensor | None,
     *,
-    emulated: bool,
+    own_tiling: bool,
     keys: int,
 ) -> HeadPrecision:
     """Measure every head without the ensemble; ``with_ensemble`` adds it where it is needed.
@@ -159,7 +159,7 @@ def measure_heads(
         allowance: With the predicted standard deviations of sampled rows.
         arithmetic: Of the kernel; of some arithmetics no ideal kernel errs as much.
         ideal: out of one ideal kernel.
-        emulated: Whether that is at the kernel's own tiling.
+        own_tiling: Whether that is at the kernel's own tiling.
         keys: How many there are.
     """
     comparable = _has_ideal_kernels(arithmetic)
@@ -173,7 +173,7 @@ def measure_heads(
         )
         single = torch.where(enough, ratio, math.nan)
     residual = None
-    if ideal is not None and emulated and comparable:
+    if ideal is not None and own_tiling and comparable:
         gate = residual_gate(arithmetic.weights.name, keys)
         residual = _residual(out, ideal, truth, counted, float(lost.max()), gate)
     # Four more kernels are run for the ensemble: only where a head is beyond a gate without it.

@@ -79,7 +79,7 @@ def judge_heads(result: KernelResult) -> HeadPrecision:
         result.allowance,
         result.arithmetic,
         result.ideal,
-        emulated=result.tiles is not None,
+        own_tiling=result.tiles is not None,
         keys=result.keys,
     )
 
@@ -91,19 +91,21 @@ def heads_with_ensemble(
     return heads.with_ensemble(outs, result.exact_out, result.forward()[0].counted)
 
 
-def needs_reordered(result: KernelResult, heads: HeadPrecision) -> bool:
+def needs_other_orders(result: KernelResult, heads: HeadPrecision) -> bool:
     """Return whether a verdict needs the ideal kernel with its operations in another order."""
     # Of structured inputs the residual is no rule.
     residual = heads.residual
     return residual is not None and result.generic and residual.size > residual.allowed
 
 
-def heads_with_reordered(result: KernelResult, heads: HeadPrecision, out: Tensor) -> HeadPrecision:
+def heads_with_other_order(
+    result: KernelResult, heads: HeadPrecision, out: Tensor
+) -> HeadPrecision:
     """Compare the residual of ``heads`` with ``out`` of the ideal kernel in another order."""
     assert heads.residual is not None, "asked for where there is no residual"
     assert result.ideal is not None, "the residual was measured with it"
     counted = result.forward()[0].counted
-    residual = heads.residual.with_reordered(out, result.ideal, counted)
+    residual = heads.residual.with_other_order(out, result.ideal, counted)
     return replace(heads, residual=residual)
 
 

@@ -245,18 +245,18 @@ def _imprecise_text(z: Tensor, spread: Tensor, wrong: Tensor) -> str:
     return f"{'; '.join(parts)} ({int(wrong.sum())} of {wrong.numel()} heads)"
 
 
-def residual(measured: Residual | None, *, generic: bool) -> list[Finding]:
+def residual(distance: Residual | None, *, generic: bool) -> list[Finding]:
     """Return a warning of out farther from its emulation than right kernels are.
 
     Of generic inputs alone: where a problem has few different roundings, one that falls the other
     way is a large part of the whole error.
     """
-    if not generic or measured is None or measured.size <= measured.allowed:
+    if not generic or distance is None or distance.size <= distance.allowed:
         return []
     text = (
         "out differs from the ideal kernel at the same tiling by "
-        f"{share_text(measured.size, measured.allowed)} × that kernel's error, but should by at "
-        f"most {measured.allowed:.2g} ×: it rounds elsewhere than declared"
+        f"{share_text(distance.size, distance.allowed)} × that kernel's error, but should by at "
+        f"most {distance.allowed:.2g} ×: it rounds elsewhere than declared"
     )
     return [Finding(status="warn", rule="precision", text=text)]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -11,10 +11,10 @@ from attncheck.records.record import Environment, Record
 Stage = Literal["contract", "probes", "bounds", "properties", "memory", "determinism", "baseline"]
 """Questions, in this order."""
 
-STAGES: tuple[Stage, ...] = Stage.__args__  # type: ignore[attr-defined]  # a Literal has them
+STAGES: tuple[Stage, ...] = get_args(Stage)
 
 BaselineStanding = Literal["identical", "within rounding", "better", "worse", "new", "gone"]
-STANDINGS: tuple[BaselineStanding, ...] = BaselineStanding.__args__  # type: ignore[attr-defined]  # likewise
+STANDINGS: tuple[BaselineStanding, ...] = get_args(BaselineStanding)
 """A case beside its baseline: the same bits; others, and no less accurate than rounding explains;
 more accurate; less; a case that the baseline does not have; one that was not asked now."""
 

@@ -255,7 +255,7 @@ class EvidenceBuilder:
             self._ideals[key] = kernel.run(self.inputs.forward())
         return self._ideals[key]
 
-    def reordered(self, tiling: Tiling, *, truncates: bool) -> Iterator[Outputs]:
+    def other_orders(self, tiling: Tiling, *, truncates: bool) -> Iterator[Outputs]:
         """Yield what the ideal kernel at ``tiling`` gives with its operations in other orders.
 
         ``truncates`` is as of ``ideal_outputs``. Nothing is kept: few verdicts need it.

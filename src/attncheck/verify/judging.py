@@ -16,9 +16,9 @@ from attncheck.judge.verdict import (
     decide,
     first_tighter_profile,
     heads_with_ensemble,
-    heads_with_reordered,
+    heads_with_other_order,
     judge_heads,
-    needs_reordered,
+    needs_other_orders,
 )
 from attncheck.records.record import ErrorMap, Record
 from attncheck.subjects.ideal import Ideal
@@ -75,19 +75,8 @@ def judge_outputs(
         if gradients is None
         else tuple(gradients.compared(outputs, evidence.evidence)),
     )
-    heads = judge_heads(kernel)
-    # Further ideal kernels cost a forward each: they run only where the verdict depends on them.
-    if at is not None and heads.needs_ensemble:
-        outs = (one.out for one in evidence.ensemble(truncates=truncates))
-        heads = heads_with_ensemble(kernel, heads, outs)
-    judgement = decide(kernel, heads)
+    judgement = _decide(kernel, at, evidence)
     if judgement.status != "fail":
-        if at is not None and needs_reordered(kernel, heads):
-            for reordered in evidence.reordered(at, truncates=truncates):
-                heads = heads_with_reordered(kernel, heads, reordered.out)
-                if not needs_reordered(kernel, heads):
-                    break
-            judgement = decide(kernel, heads)
         if brief:
             return judgement
         # What a pass rests on; a problem that has shown a fault need not say which it would show.
@@ -110,6 +99,22 @@ def judge_outputs(
     return replace_struct(
         judgement, worst=worst, lse_also_within=first_tighter_profile(kernel, tighter)
     )
+
+
+def _decide(kernel: KernelResult, at: Tiling | None, evidence: EvidenceBuilder) -> Judgement:
+    """The verdict, with as many further ideal kernels as it depends on: each costs a forward."""
+    truncates, heads = kernel.arithmetic.truncates, judge_heads(kernel)
+    if at is not None and heads.needs_ensemble:
+        outs = (one.out for one in evidence.ensemble(truncates=truncates))
+        heads = heads_with_ensemble(kernel, heads, outs)
+    judgement = decide(kernel, heads)
+    if at is None or judgement.status == "fail" or not needs_other_orders(kernel, heads):
+        return judgement
+    for other in evidence.other_orders(at, truncates=truncates):
+        heads = heads_with_other_order(kernel, heads, other.out)
+        if not needs_other_orders(kernel, heads):
+            break
+    return decide(kernel, heads)
 
 
 def _ideal_tiling(
