@@ -101,7 +101,7 @@ def test_rows_may_be_computed_in_parts(monkeypatch):
     inputs = draw_inputs(small(query=100, dtype="fp32", sink=True))
     tilings = [SMALL, dataclasses.replace(SMALL, reverse=True)]
     whole = [Ideal(tiling).run(inputs) for tiling in tilings]
-    monkeypatch.setitem(ideal._SCORES_AT_A_TIME, "cpu", 1)
+    monkeypatch.setitem(ideal._ROWS_AT_A_TIME, "cpu", 1)
     parts = [Ideal(tiling).run(inputs) for tiling in tilings]
     assert all(map(same, whole, parts))
 

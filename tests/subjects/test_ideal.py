@@ -14,7 +14,7 @@ from attncheck.inputs.problem import Problem
 from attncheck.mods import library
 from attncheck.subjects import ideal
 from attncheck.subjects.capabilities.subject import Tiling
-from attncheck.subjects.ideal import Ideal, ideal_softmax
+from attncheck.subjects.ideal import Ideal, finite, ideal_softmax, multiply_add, power_of_two
 
 NOT_FINITE = (math.nan, math.inf, -math.inf)
 TILINGS = {
@@ -199,7 +199,7 @@ def test_a_row_does_not_depend_on_its_neighbours(dtype):
 def test_rows_may_be_computed_in_parts(monkeypatch):
     inputs = draw_inputs(small(query=300, kv=101, mask=MASKS["causal"], dtype="fp32"))
     whole = Ideal().run(inputs)
-    monkeypatch.setitem(ideal._SCORES_AT_A_TIME, "cpu", 1)
+    monkeypatch.setitem(ideal._ROWS_AT_A_TIME, "cpu", 1)
     parts = Ideal().run(inputs)
     assert torch.equal(whole.out, parts.out)
     assert torch.equal(whole.lse, parts.lse)
@@ -379,3 +379,140 @@ def test_a_score_mod_in_float64_gives_fp32_numbers():
     assert wide.lse.dtype == torch.float32
     assert torch.equal(wide.lse, narrow.lse)
     assert torch.equal(wide.out, narrow.out)
+
+
+@pytest.mark.parametrize("tiling", TILINGS)
+@pytest.mark.parametrize("mask", MASKS)
+def test_of_how_many_tiles_a_mask_is_asked_changes_no_bit(mask, tiling, monkeypatch):
+    problem = small(query=150, kv=150, mask=MASKS[mask], score=SCORES["alibi"], backward=True)
+    inputs, asked = draw_inputs(problem), []
+
+    class Asking(Ideal):
+        def visible(self, mask, at):
+            asked.append(at.kv_idx.shape[-1])
+            return super().visible(mask, at)
+
+    kernel = Asking(TILINGS[tiling])
+    together = kernel.run(inputs)
+    assert max(asked) > TILINGS[tiling].block_kv
+    asked.clear()
+    monkeypatch.setitem(ideal._SEEN_AT_A_TIME, "cpu", 1)
+    assert _same(together, kernel.run(inputs))
+    assert set(asked) == {TILINGS[tiling].block_kv}
+
+
+class SummedByAWarp(Ideal):
+    """Adds up weights as ideal.cu does, and goes on with torch's operations."""
+
+    def row_sum(self, p, problem, scale):
+        del problem, scale
+        lanes = torch.nn.functional.pad(p, (0, -p.shape[-1] % 32)).unflatten(-1, (-1, 32))
+        total = torch.zeros_like(lanes[..., 0, :])
+        for i in range(lanes.shape[-2]):
+            total = total + lanes[..., i, :]
+        while total.shape[-1] > 1:
+            total = torch.add(*total.chunk(2, -1))
+        return total[..., 0]
+
+
+def weigh_in_torch(_grid, arguments):
+    scores, seen, weights, maximum, total, kept, taken, c, lazy, *more = arguments
+    _lines, _keys, _rows, _heads, by_step, natural, to_format, *strides = more
+    if seen is not None:
+        sees = torch.as_strided(seen, scores.shape, strides, seen.storage_offset())
+        scores = torch.where(sees, scores, -math.inf)
+    old, own = maximum.clone(), scores.amax(-1)
+    now = torch.maximum(old, own)
+    if lazy:
+        now = torch.where(((now - old) * c <= lazy) & ~torch.isneginf(old), old, now)
+    base = finite(own if by_step else now)[..., None]
+    factor = c[..., None]
+    exponent = multiply_add(scores, factor, -(base * factor))
+    exponent = (scores - base) * factor if natural else exponent
+    p = power_of_two(Ideal().exp2, exponent, scores)
+    kind = {0: torch.float32, 1: torch.bfloat16, 2: torch.float16}[to_format]
+    weights.copy_(p.to(kind))
+    alpha, beta = (
+        power_of_two(Ideal().exp2, (x - finite(now)) * c, x) for x in (old, own if by_step else now)
+    )
+    before = total * alpha
+    maximum.copy_(now)
+    taken.copy_(beta if by_step else torch.ones_like(beta))
+    kept.copy_(before if by_step else alpha)
+    total.copy_(before + taken * SummedByAWarp().row_sum(p, None, 1.0))
+
+
+def add_in_torch(_grid, arguments):
+    out, part, kept, taken, total, _lines, _dim, by_step = arguments
+    out.copy_(out * kept[..., None] + taken[..., None] * part)
+    if by_step:
+        out.div_(torch.where(total == 0, 1.0, total)[..., None])
+
+
+STEPS_OF_A_GPU = [
+    {},
+    {"kv": 150, "mask": MASKS["causal_bottom_right"]},
+    {"mask": MASKS["padding"], "sink": True},
+    {"mask": MASKS["document"], "score": SCORES["chain"]},
+    {"mask": MASKS["window"], "score": SCORES["relative_bias"], "scale": -0.3},
+    {"scale": 60.0, "value_dim": 24},
+]
+
+
+def _same(left, right):
+    """Whether both kernels gave the same bits; NaN is NaN."""
+    pairs = zip(left.tensors().values(), right.tensors().values(), strict=True)
+    return all(
+        torch.equal(a.isnan(), b.isnan()) and not (a != b)[~a.isnan()].any() for a, b in pairs
+    )
+
+
+@pytest.mark.parametrize("changes", STEPS_OF_A_GPU, ids=str)
+@pytest.mark.parametrize("tiling", TILINGS)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_kernels_of_a_gpu_read_what_torch_does(dtype, tiling, changes, monkeypatch):
+    inputs = draw_inputs(small(dtype=dtype, **changes))
+    expected = SummedByAWarp(TILINGS[tiling]).run(inputs)
+    steps = weigh_in_torch, add_in_torch
+    monkeypatch.setattr(ideal.Pass, "_gpu_steps", lambda _: steps)
+    assert _same(Ideal(TILINGS[tiling]).run(inputs), expected)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("changes", [*STEPS_OF_A_GPU, {"kv": 150, "query": 700}], ids=str)
+@pytest.mark.parametrize("tiling", TILINGS)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_kernels_of_a_gpu_give_the_bits_of_torch(dtype, tiling, changes, monkeypatch):
+    inputs = draw_inputs(small(dtype=dtype, **changes), "cuda")
+    inputs.q[0, 1, 3, 2], inputs.k[1, 0, 7, 0] = math.nan, math.inf
+    monkeypatch.setattr(ideal, "_FEWEST_PRODUCTS", 0)
+    kernel, expected = Ideal(TILINGS[tiling]), SummedByAWarp(TILINGS[tiling]).run(inputs)
+    assert ideal.Pass(kernel, inputs).fused
+    assert _same(kernel.run(inputs), expected)
+
+
+FAULTS_OF_A_GPU = {
+    "what is kept twice": ("__fmul_rn(keep, out[i])", "__fmul_rn(2 * keep, out[i])"),
+    "the hidden seen": ("!seen || seen[key * by_key]", "true"),
+    "truncated weights": ("cvt.rn.bf16.f32", "cvt.rz.bf16.f32"),
+    "the maximum left behind": ("maximum[line] = now", "maximum[line] = old"),
+    "a sum of one key fewer": ("sum = __fadd_rn(sum, p)", "if (lane) sum = __fadd_rn(sum, p)"),
+}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("fault", FAULTS_OF_A_GPU)
+def test_other_kernels_of_a_gpu_give_other_bits(fault, monkeypatch, tmp_path):
+    before, after = FAULTS_OF_A_GPU[fault]
+    source = ideal._GPU_SOURCE.read_text(encoding="utf-8")
+    assert before in source
+    inputs = draw_inputs(small(query=150, mask=MASKS["causal"]), "cuda")
+    expected = SummedByAWarp(TILINGS["wide"]).run(inputs)
+    monkeypatch.setattr(ideal, "_FEWEST_PRODUCTS", 0)
+    monkeypatch.setattr(ideal, "_GPU_SOURCE", tmp_path / "ideal.cu")
+    ideal._GPU_SOURCE.write_text(source.replace(before, after), encoding="utf-8")
+    ideal._gpu_kernels.cache_clear()
+    try:
+        assert not _same(Ideal(TILINGS["wide"]).run(inputs), expected)
+    finally:
+        ideal._gpu_kernels.cache_clear()

@@ -405,8 +405,10 @@ def _cut_sums(steps: Tensor, bits: Sequence[int]) -> Tensor:
     """Their sum, cut to so many significant bits after every step: one sum for each."""
     total = steps.new_zeros((len(bits), *steps.shape[1:]))
     kept = torch.tensor([*map(first_bits, bits)], device=steps.device)[:, None, None, None]
-    for step in steps:
-        total = cut(total.add_(step), kept)
+    significands = total.view(torch.int64)  # ``cut``, in place: a long row has hundreds of steps
+    for step in steps.unbind():
+        total.add_(step)
+        significands.bitwise_and_(kept)
     return total
 
 

@@ -50,23 +50,23 @@ def measure_errors(values: Tensor, truth: Tensor, counted: Tensor) -> ErrorMeasu
             rmse=0.0, max_error=0.0, max_at=None, bias=0.0, elements=0, nonfinite=0
         )
     error = _beyond_resolution(values.to(torch.float64) - truth, truth, counted)
+    size = error.abs()
     # Before any statistic: a single NaN or infinity makes all of them meaningless.
-    broken = ~torch.isfinite(error)
-    nonfinite = int(broken.sum())
-    if nonfinite:
+    largest = float(size.max())
+    if not math.isfinite(largest):
+        broken = ~torch.isfinite(error)
         return ErrorMeasures(
             rmse=math.inf,
             max_error=math.inf,
             max_at=_largest_at(broken.to(torch.int8)),
             bias=math.nan,
             elements=elements,
-            nonfinite=nonfinite,
+            nonfinite=int(broken.sum()),
         )
-    size = error.abs()
     return ErrorMeasures(
-        rmse=_root_mean_square(error, elements),
-        max_error=float(size.max()),
-        max_at=_largest_at(size if bool(size.any()) else counted.to(torch.int8)),
+        rmse=_root_mean_square(error, largest, elements),
+        max_error=largest,
+        max_at=_largest_at(size if largest else counted.to(torch.int8)),
         bias=float(error.sum()) / elements,
         elements=elements,
         nonfinite=0,
@@ -84,12 +84,11 @@ def _largest_at(weights: Tensor) -> tuple[int, ...]:
     return tuple(int(i) for i in np.unravel_index(flat, weights.shape))
 
 
-def _root_mean_square(error: Tensor, elements: int) -> float:
-    """Scaled by the largest, so that squares of tiny or huge errors neither vanish nor overflow."""
-    largest = float(error.abs().max())
+def _root_mean_square(values: Tensor, largest: float, elements: int) -> float:
+    """In units of the ``largest`` size squares of tiny or huge ones neither vanish nor overflow."""
     if largest == 0.0:
         return 0.0
-    return largest * math.sqrt(float((error / largest).square().sum()) / elements)
+    return largest * math.sqrt(float((values / largest).square().sum()) / elements)
 
 
 def head_rmse(values: Tensor, truth: Tensor, counted: Tensor) -> Tensor:
@@ -189,7 +188,7 @@ def ulp_percentiles(error: Tensor, truth: Tensor, output: Format) -> tuple[float
     """
     if truth.numel() == 0:
         return 0.0, 0.0
-    rms = _root_mean_square(truth, truth.numel())
+    rms = _root_mean_square(truth, float(truth.abs().max()), truth.numel())
     chosen = truth.abs() >= rms
     sizes = (error[chosen].abs() / spacing(truth[chosen], output)).nan_to_num(nan=math.inf)
     # Not by kthvalue, which has a single block of a GPU's threads look for it.

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal, TypeVar
 
 import torch
 
+from attncheck.core.cuda_compiler import Launch, compile_kernel
 from attncheck.core.declared_arithmetic import Arithmetic
+from attncheck.core.errors import HostError
 from attncheck.core.formats import FORMATS, Format, fp32
 from attncheck.core.mod_spec import FULL, NONE
 from attncheck.core.outputs import Outputs
@@ -75,9 +79,20 @@ _SCORES_AT_A_TIME = {"cpu": 2**22, "cuda": 2**25}
 # Rows of attention, all heads together. A GPU gets more: with few it waits for Python, which calls
 # some forty operations for each tile of keys; with many no tile is hidden from all of them.
 _ROWS_AT_A_TIME = {"cpu": 2**16, "cuda": 2**17}
-_SEEN_AT_A_TIME = {"cpu": 2**25, "cuda": 2**28}  # bytes, of what their masks say
+_SEEN_AT_A_TIME = {"cpu": 2**20, "cuda": 2**25}  # pairs of them with keys, that a mask is asked of
 
 _LARGEST_MODERATE = FORMATS["fp32"].max / 4
+
+# Multiplications of q·k and P·V from which the tenth of a second that CUDA's compiler takes for
+# ideal.cu is worth it.
+_FEWEST_PRODUCTS = 2**36
+_GPU_SOURCE = Path(__file__).with_suffix(".cu")
+_THREADS, _WARP, _MOST_KEYS = 256, 32, 512  # of its blocks; a thread's registers hold no more keys
+_WEIGHTS = {
+    "fp32": 0,
+    "bf16": 1,
+    "fp16": 2,
+}  # the formats that it rounds weights to, by its numbers
 
 
 def ideal_softmax(inputs: Inputs) -> Outputs:
@@ -214,6 +229,9 @@ class Pass:
         self.factors = _Factors(kernel, inputs)  # what scores and outputs are multiplied by
         self.moderate = self._is_moderate()
         self.sink = inputs.sink  # each head's, if any
+        self.fused = self._gpu_steps()  # ideal.cu's kernels, or None
+        # exponents: of each head, for them.
+        self.exponents = self.factors.exponent.expand(lengths[0], lengths[1], 1).contiguous()
 
     def _is_moderate(self) -> bool:
         """Whether products and exponents are all finite, and c more than 0: −∞ · c is −∞ then."""
@@ -223,6 +241,26 @@ class Pass:
         largest = self.q.abs().amax() * self.k.abs().amax() * self.q.shape[-1]
         fits = largest * c.amax().clamp(min=1.0) < _LARGEST_MODERATE
         return bool(fits & (c.amin() > 0))
+
+    def _gpu_steps(self) -> tuple[Launch, Launch] | None:
+        """ideal.cu's kernels, where they do what this kernel does, and are worth it."""
+        kernel, problem, weights = self.kernel, self.problem, self.problem.formats.weights.name
+        products = problem.batch * problem.heads * problem.query * problem.kv
+        products *= problem.head_dim + problem.value_dim
+        if self.q.device.type != "cuda" or torch.version.hip or products < _FEWEST_PRODUCTS:
+            return None
+        # Of other steps, of a class of its own and of a copy with a planted fault, which has this
+        # file alone, torch's operations are what there is.
+        if type(kernel) is not Ideal or kernel.steps is not RIGHT or not _GPU_SOURCE.exists():
+            return None
+        if kernel.reverse_sums or not self.v_is_finite or self.tile.block_kv > _MOST_KEYS:
+            return None
+        if self.factors.weights != 1.0 or weights not in _WEIGHTS:
+            return None
+        try:
+            return _gpu_kernels(self.q.device, self.tile.block_kv)
+        except HostError:  # without CUDA's compiler
+            return None
 
     def outputs(self) -> Outputs:
         """Out and LSE."""
@@ -255,8 +293,12 @@ class Pass:
         running = self._start(q)
         step = self._flash1 if self.tile.recurrence == "flash1" else self._flash2
         for keys, seen, at, whole in self._tiles_seen(rows, self.key_tiles()):
-            s = self.modified(self.logits(q, keys), None if whole else seen, at)
-            step(running, s, seen, self.expanded(self.v[:, :, keys]), keys)
+            s, v = self.logits(q, keys), self.expanded(self.v[:, :, keys])
+            hides = None if whole else seen
+            if self.fused:
+                self._fused(running, self.modified(s, None, at), hides, v, *self.fused)
+                continue
+            step(running, self.modified(s, hides, at), seen, v, keys)
         return self._finish(running)
 
     def _tiles_seen(
@@ -264,20 +306,22 @@ class Pass:
     ) -> Iterator[tuple[slice, torch.Tensor, Index, bool]]:
         """Yield the tiles of keys of which the rows see some: which, what, where, and whether all.
 
-        Asked of many tiles at once, because a GPU waits for each answer.
+        Asked of many tiles at once: a mask is many small operations, and a GPU waits for answers.
         """
-        most = _SEEN_AT_A_TIME[self.q.device.type]
-        asked: list[tuple[slice, torch.Tensor, Index]] = []
-        for keys in tiles:
-            seen, at = self.seen(rows, keys)
-            asked.append((keys, seen, at))
-            if len(asked) * seen.untyped_storage().nbytes() >= most or keys == tiles[-1]:
-                each = torch.stack([_without_repeats(seen) for _, seen, _ in asked]).flatten(1)
-                sees = torch.stack([each.any(1), each.all(1)], 1)
-                for tile, (some, whole) in zip(asked, sees.tolist(), strict=True):
-                    if some:
-                        yield *tile, whole
-                asked.clear()
+        size, most = self.tile.block_kv, _SEEN_AT_A_TIME[self.q.device.type]
+        lines = self.problem.batch * self.problem.heads * (rows.stop - rows.start)
+        together = max(1, most // (lines * size))
+        for first in range(0, len(tiles), together):
+            group = tiles[first : first + together]
+            start = min(keys.start for keys in group)
+            seen, at = self.seen(rows, slice(start, start + len(group) * size))
+            of_tiles = _without_repeats(seen).reshape(-1, len(group), size).mT.flatten(0, 1)
+            sees = torch.stack([of_tiles.any(0), of_tiles.all(0)], 1).tolist()
+            for keys in group:
+                own = slice(keys.start - start, keys.stop - start)
+                some, whole = sees[own.start // size]
+                if some:
+                    yield keys, seen[..., own], replace(at, kv_idx=at.kv_idx[..., own]), whole
 
     def _start(self, q: torch.Tensor) -> _Running:
         """Before the first tile: nothing, or the sink, as a tile of one such key leaves it."""
@@ -380,6 +424,38 @@ class Pass:
         run.out = out / torch.where(run.total == 0, 1.0, run.total)[..., None]
         run.maximum = maximum
 
+    def _fused(
+        self,
+        run: _Running,
+        s: torch.Tensor,
+        seen: torch.Tensor | None,
+        v: torch.Tensor,
+        weigh: Launch,
+        add: Launch,
+    ) -> None:
+        """As ``_flash2`` or ``_flash1``, by ideal.cu: its rounding is theirs, its row sum's not.
+
+        Torch's operations, one by one, pass over a tile of scores twenty times, and over O ten.
+        """
+        batch, heads, rows, keys = shape = (*run.total.shape, v.shape[2])
+        lines, by_step = batch * heads * rows, int(self.tile.recurrence == "flash1")
+        weights = torch.empty(shape, dtype=torch.float32, device=s.device)
+        run.maximum = run.maximum.contiguous()
+        kept, taken = torch.empty_like(run.total), torch.empty_like(run.total)
+        strides = (0, 0, 0, 0) if seen is None else seen.expand(shape).stride()
+        grid = (-(-lines * _WARP // _THREADS), 1, 1)
+        weigh(
+            grid,
+            [
+                *(s.expand(shape).contiguous(), seen, weights, run.maximum, run.total, kept, taken),
+                *(self.exponents, 0.0 if by_step else self.tile.lazy_rescale, lines, keys, rows),
+                *(heads, by_step, int(self.factors.scores is not None)),
+                *(_WEIGHTS[self.problem.formats.weights.name], *strides),
+            ],
+        )
+        part = self.product(weights, v)
+        add(grid, [run.out, part, kept, taken, run.total, lines, part.shape[-1], by_step])
+
     def _moved(self, old: torch.Tensor, tile: torch.Tensor) -> torch.Tensor:
         """The running maximum after a tile; a lazy one stays while it grows by little."""
         new = torch.maximum(old, tile)
@@ -443,6 +519,24 @@ class Pass:
         # One product a tile: torch may sum a larger matrix in another order.
         repeated = columns.flatten(0, 1).repeat_interleave(blocks, dim=0)
         return self.kernel.product(tiles, repeated).view(batch, heads, length, -1)
+
+
+@functools.cache
+def _gpu_kernels(device: torch.device, keys: int) -> tuple[Launch, Launch]:
+    source = _GPU_SOURCE.read_text(encoding="utf-8")
+    widest = -(-keys // _WARP) * _WARP
+    weigh, add = (
+        compile_kernel(
+            source,
+            name,
+            {"THREADS": _THREADS, **defines},
+            device=device,
+            threads=_THREADS,
+            shared=0,
+        )
+        for name, defines in (("ideal_weigh", {"WEIGH": 1, "KEYS": widest}), ("ideal_add", {}))
+    )
+    return weigh, add
 
 
 def _without_repeats(x: torch.Tensor) -> torch.Tensor:
@@ -529,11 +623,8 @@ class _BackwardPass(Pass):
         # Padding is asked about as the last row: it must add nothing.
         row = torch.arange(rows.start, rows.stop, device=self.device)
         there = (row < self.problem.query).view(1, 1, -1, 1)
-        for keys in self.key_tiles():
-            seen, at = self.seen(rows, keys)
-            seen = seen & there
-            if not bool(seen.any()):
-                continue
+        for keys, sees, at, _ in self._tiles_seen(rows, self.key_tiles()):
+            seen = sees & there
             p, dx = self._weights_again(rows, keys, seen, at)
             k = self.expanded(self.k[:, :, keys])
             dq = self.kernel.gradient_added(dq, self._seen_product(dx, seen, k))
