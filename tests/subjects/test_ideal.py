@@ -395,6 +395,7 @@ def test_of_how_many_tiles_a_mask_is_asked_changes_no_bit(mask, tiling, monkeypa
     kernel = Asking(TILINGS[tiling])
     together = kernel.run(inputs)
     assert max(asked) > TILINGS[tiling].block_kv
+    assert _same(together, Ideal(TILINGS[tiling]).run(inputs))
     asked.clear()
     monkeypatch.setitem(ideal._SEEN_AT_A_TIME, "cpu", 1)
     assert _same(together, kernel.run(inputs))

@@ -9,12 +9,22 @@ import torch
 
 from attncheck.inputs import input_tensors
 from attncheck.inputs.input_tensors import draw_inputs, zero_inputs
-from attncheck.inputs.problem import Problem
+from attncheck.inputs.problem import Case, Problem
+from attncheck.mods import torch_tracer
 from attncheck.oracles import fused_tiles
 from attncheck.subjects import torch_kernels
 from attncheck.subjects.capabilities.named_kernels import BUILTIN, subject_named
-from attncheck.verify import compile_ahead
-from attncheck.verify.compile_ahead import Compiler, compiling_ahead, load_ahead, start_compilers
+from attncheck.subjects.capabilities.subject import Tiling
+from attncheck.subjects.ideal import Ideal
+from attncheck.verify import compile_ahead, evidence_builder
+from attncheck.verify.compile_ahead import (
+    Compiler,
+    compiling_ahead,
+    load_ahead,
+    load_compilers,
+    start_compilers,
+)
+from attncheck.verify.evidence_builder import EvidenceBuilder
 from attncheck.workers.transport import Frame
 
 SMALL = Problem(query=16, head_dim=16)
@@ -202,6 +212,43 @@ def test_a_thread_loads_what_is_asked_for_on_a_gpu(kernels, monkeypatch):
     place = torch.device("cuda:1")
     first = [(SMALL, place, False), (both, place, False), (both, place, True)]
     assert loaded == [*first, *[place] * ("sdpa-cudnn" in kernels)]
+
+
+@pytest.mark.parametrize(
+    ("kernels", "device", "imports"),
+    [
+        (["triton-flash2", "flex"], "cuda", ["torch._inductor.compile_fx"]),
+        (["triton-flash2", "flex"], "cpu", []),
+        (["triton-flash2", "sdpa-math"], "cuda", []),
+    ],
+)
+def test_torchs_compiler_is_imported_where_a_kernel_on_a_gpu_waits_for_it(
+    kernels, device, imports, monkeypatch
+):
+    modules = []
+    monkeypatch.setattr(torch_tracer, "import_compiler", lambda *names: modules.extend(names))
+    load_compilers([subject_named(name) for name in kernels], device)
+    assert modules == imports
+
+
+def test_it_is_imported_when_the_ideal_kernels_are_at_work_and_before_a_kernel_runs(monkeypatch):
+    order = []
+
+    class Noting(Ideal):
+        def prepare(self, inputs):
+            order.append(f"ideal {self.tiling(inputs.problem, 'cpu').block_kv}")
+            return super().prepare(inputs)
+
+    monkeypatch.setattr(evidence_builder, "Ideal", Noting)
+    evidence = EvidenceBuilder(
+        Case(problem=SMALL),
+        "cuda",
+        tilings=[Tiling(block_query=16, block_kv=n) for n in (16, 32)],
+        place="cpu",
+        meanwhile=lambda: order.append("compilers"),
+    )
+    evidence.establish()
+    assert order == ["ideal 16", "ideal 32", "compilers"]
 
 
 def test_what_cannot_be_loaded_ahead_is_nobodys_error(monkeypatch, recwarn):

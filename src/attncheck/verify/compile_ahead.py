@@ -6,7 +6,7 @@ nothing, and what becomes of them is no matter of a measurement's. Somebody's ow
 called so: it would run where nobody watches it.
 
 They import what compilers need while this process imports torch too (``start_compilers``). What
-each process has to load for itself, a thread of this one loads.
+each process has to load for itself, a thread of this one loads, or this one while a GPU is at work.
 """
 
 from __future__ import annotations
@@ -42,11 +42,10 @@ _LONGEST = 600.0  # seconds that one may be at work
 # this process start a pool beside them, which takes a second.
 _POOLS = "TORCHINDUCTOR_COMPILE_THREADS"
 _ALONE = {_POOLS: "1"}
-# What compiling a Triton kernel on a GPU needs, tracing its mask included, and takes seconds to
-# import. Torch's own compiler takes seconds more, and waits until it is needed.
+# What compiling a Triton kernel on a GPU needs. Torch's compiler, by which most masks are traced,
+# takes two seconds more: the first kernels, whose mask hides nothing, would wait for it.
 _MODULES = (
     "triton.compiler",
-    "torch._dynamo",
     "attncheck.kernels.flash3_forward",
     "attncheck.subjects.triton_flash",
 )
@@ -210,6 +209,21 @@ def load_ahead(
     thread = threading.Thread(target=load)
     thread.start()
     return thread
+
+
+def load_compilers(subjects: Iterable[Subject], device: str) -> None:
+    """Import here what the first calls of ``subjects`` on a GPU wait for: torch's compiler.
+
+    It takes two seconds of this process alone: to be called while the GPU is at work, and other
+    processes compile.
+    """
+    if device == "cuda" and any(
+        each.compiler == "torch" and each.name in BUILTIN for each in subjects
+    ):
+        from attncheck.mods.torch_tracer import import_compiler
+
+        with suppress(Exception):  # who compiles says so again
+            import_compiler("torch._inductor.compile_fx")
 
 
 def free_places(device: str) -> int:

@@ -27,7 +27,7 @@ from attncheck.verify.allowances import allowances, numbers_read, settle, totals
 from attncheck.verify.evidence import Evidence
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -60,6 +60,7 @@ class EvidenceBuilder:
         expected: Arithmetics of kernels that will be judged by it: bounds of several at once cost
             little more than of one.
         tilings: Of such kernels, whose errors are compared with those of the ideal kernel there.
+        meanwhile: What else there is to do before kernels run, while a GPU is at work on that.
     """
 
     def __init__(
@@ -71,9 +72,10 @@ class EvidenceBuilder:
         expected: Sequence[Arithmetic] = (),
         tilings: Sequence[Tiling] = (),
         place: str = "",
+        meanwhile: Callable[[], object] = lambda: None,
     ) -> None:
         self.case, self.device, self.expected, self.tilings = case, device, expected, tilings
-        self._place = place or device
+        self._place, self._meanwhile = place or device, meanwhile
         # Where a cached_property keeps its value: what is there is never computed.
         if inputs is not None:
             self.__dict__["inputs"] = inputs
@@ -104,6 +106,7 @@ class EvidenceBuilder:
         if reference_errors and self.device == "cuda":
             for tiling in self.tilings:
                 self.ideal_outputs(tiling)
+        self._meanwhile()
 
     @cached_property
     def _originals(self) -> Inputs:

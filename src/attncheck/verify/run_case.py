@@ -14,7 +14,6 @@ from msgspec.structs import replace
 from attncheck.core.judgement import Judgement, Place, Rule
 from attncheck.core.outputs import Outputs
 from attncheck.core.tensor_names import TensorName
-from attncheck.fault_models.steps import RIGHT
 from attncheck.inputs.problem import Case, Problem, head_arrangement
 from attncheck.judge.error_measures import measure_errors
 from attncheck.oracles.mod_calls import Indices, call_mask
@@ -202,9 +201,9 @@ def run_on_evidence(
 
 def _is_ideal(subject: Subject, executor: Executor) -> TypeGuard[Ideal]:
     """Return whether this is the ideal kernel itself, of this process, without a planted fault."""
-    if type(subject) is not Ideal or not isinstance(executor, InProcess):
+    if not isinstance(subject, Ideal) or not isinstance(executor, InProcess):
         return False
-    return subject.steps is RIGHT and not (subject.reverse_sums or subject.scale_first)
+    return subject.is_plain and not (subject.reverse_sums or subject.scale_first)
 
 
 def _ideal_execution(subject: Ideal, evidence: EvidenceBuilder) -> Execution | Failure:

@@ -16,6 +16,7 @@ from attncheck.records.record import Report
 from attncheck.subjects.capabilities.named_kernels import BUILTIN
 from attncheck.subjects.capabilities.subject import Subject
 from attncheck.subjects.ideal import Ideal
+from attncheck.verify.compile_ahead import load_compilers
 from attncheck.verify.deaths import confirm_death
 from attncheck.verify.environment import environment, prepare
 from attncheck.verify.evidence_builder import EvidenceBuilder
@@ -129,6 +130,7 @@ def iter_records(  # noqa: PLR0913  # what is asked, and how
                 device,
                 expected=own_arithmetics(chosen, case.problem, device),
                 tilings=_own_tilings(chosen, case.problem, device),
+                meanwhile=partial(load_compilers, chosen, device),
             )
         for subject in chosen:
             caller = executor or executor_of(subject)
