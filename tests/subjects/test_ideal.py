@@ -23,6 +23,7 @@ TILINGS = {
     "narrow": Tiling(block_query=16, block_kv=16),
     "reverse": Tiling(block_query=64, block_kv=32, reverse=True),
     "lazy": Tiling(block_query=64, block_kv=16, lazy_rescale=8.0),
+    "lazy-int": Tiling(block_query=64, block_kv=16, lazy_rescale=8),
     "reverse-lazy": Tiling(block_query=32, block_kv=16, reverse=True, lazy_rescale=2.0),
 }
 
@@ -419,6 +420,13 @@ class SummedByAWarp(Ideal):
 def weigh_in_torch(_grid, arguments):
     scores, seen, weights, maximum, total, kept, taken, c, lazy, *more = arguments
     _lines, _keys, _rows, _heads, by_step, natural, to_format, *strides = more
+    # What the kernel gets is a pointer and eight bytes a number.
+    for tensor in (scores, weights, maximum, total, kept, taken, c):
+        assert tensor.is_contiguous()
+        assert tensor.dtype == torch.float32
+    assert seen is None or seen.dtype == torch.bool
+    assert isinstance(lazy, float)
+    assert all(type(number) is int for number in more)
     if seen is not None:
         sees = torch.as_strided(seen, scores.shape, strides, seen.storage_offset())
         scores = torch.where(sees, scores, -math.inf)
@@ -445,6 +453,7 @@ def weigh_in_torch(_grid, arguments):
 
 def add_in_torch(_grid, arguments):
     out, part, kept, taken, total, _lines, _dim, by_step = arguments
+    assert all(tensor.is_contiguous() for tensor in (out, part, kept, taken, total))
     out.copy_(out * kept[..., None] + taken[..., None] * part)
     if by_step:
         out.div_(torch.where(total == 0, 1.0, total)[..., None])
@@ -457,6 +466,7 @@ STEPS_OF_A_GPU = [
     {"mask": MASKS["document"], "score": SCORES["chain"]},
     {"mask": MASKS["window"], "score": SCORES["relative_bias"], "scale": -0.3},
     {"scale": 60.0, "value_dim": 24},
+    {"head_dim": 1, "value_dim": 1},
 ]
 
 
@@ -475,7 +485,7 @@ def test_kernels_of_a_gpu_read_what_torch_does(dtype, tiling, changes, monkeypat
     inputs = draw_inputs(small(dtype=dtype, **changes))
     expected = SummedByAWarp(TILINGS[tiling]).run(inputs)
     steps = weigh_in_torch, add_in_torch
-    monkeypatch.setattr(ideal.Pass, "_gpu_steps", lambda _: steps)
+    monkeypatch.setattr(ideal.Pass, "fused", steps)
     assert _same(Ideal(TILINGS[tiling]).run(inputs), expected)
 
 
@@ -487,7 +497,8 @@ def test_kernels_of_a_gpu_give_the_bits_of_torch(dtype, tiling, changes, monkeyp
     inputs = draw_inputs(small(dtype=dtype, **changes), "cuda")
     inputs.q[0, 1, 3, 2], inputs.k[1, 0, 7, 0] = math.nan, math.inf
     monkeypatch.setattr(ideal, "_FEWEST_PRODUCTS", 0)
-    kernel, expected = Ideal(TILINGS[tiling]), SummedByAWarp(TILINGS[tiling]).run(inputs)
+    kernel = Ideal(TILINGS[tiling], quick=True)
+    expected = SummedByAWarp(TILINGS[tiling]).run(inputs)
     assert ideal.Pass(kernel, inputs).fused
     assert _same(kernel.run(inputs), expected)
 
@@ -497,7 +508,7 @@ FAULTS_OF_A_GPU = {
     "the hidden seen": ("!seen || seen[key * by_key]", "true"),
     "truncated weights": ("cvt.rn.bf16.f32", "cvt.rz.bf16.f32"),
     "the maximum left behind": ("maximum[line] = now", "maximum[line] = old"),
-    "a sum of one key fewer": ("sum = __fadd_rn(sum, p)", "if (lane) sum = __fadd_rn(sum, p)"),
+    "a sum without a lane's keys": ("sum = __fadd_rn(sum, p)", "if (lane) sum = __fadd_rn(sum, p)"),
 }
 
 
@@ -514,6 +525,8 @@ def test_other_kernels_of_a_gpu_give_other_bits(fault, monkeypatch, tmp_path):
     ideal._GPU_SOURCE.write_text(source.replace(before, after), encoding="utf-8")
     ideal._gpu_kernels.cache_clear()
     try:
-        assert not _same(Ideal(TILINGS["wide"]).run(inputs), expected)
+        kernel = Ideal(TILINGS["wide"], quick=True)
+        assert ideal.Pass(kernel, inputs).fused, "it is compiled"
+        assert not _same(kernel.run(inputs), expected)
     finally:
         ideal._gpu_kernels.cache_clear()

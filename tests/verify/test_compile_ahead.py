@@ -16,7 +16,7 @@ from attncheck.subjects import torch_kernels
 from attncheck.subjects.capabilities.named_kernels import BUILTIN, subject_named
 from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.subjects.ideal import Ideal
-from attncheck.verify import compile_ahead, evidence_builder
+from attncheck.verify import compile_ahead, evidence_builder, verify
 from attncheck.verify.compile_ahead import (
     Compiler,
     compiling_ahead,
@@ -110,6 +110,17 @@ def test_what_cannot_be_loaded_is_said(monkeypatch):
     monkeypatch.setattr(compile_ahead, "_MODULES", ("no_such_module",))
     answer = Compiler().answer(Frame(kind="load", words={}))
     assert (answer.kind, answer.words) == ("failed", {"reason": "ModuleNotFoundError"})
+
+
+def test_the_first_kernels_do_not_wait_for_torchs_compiler():
+    program = (
+        "import sys; from importlib import import_module; "
+        "from attncheck.verify import compile_ahead; compile_ahead.prepare('cpu'); "
+        "[import_module(name) for name in compile_ahead._MODULES]; "
+        "print('triton' in sys.modules, 'torch._dynamo' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "True False\n", done.stderr
 
 
 def test_who_starts_them_has_not_imported_torch():
@@ -231,7 +242,23 @@ def test_torchs_compiler_is_imported_where_a_kernel_on_a_gpu_waits_for_it(
     assert modules == imports
 
 
-def test_it_is_imported_when_the_ideal_kernels_are_at_work_and_before_a_kernel_runs(monkeypatch):
+def test_it_is_imported_before_the_first_kernel_runs(monkeypatch):
+    order = []
+
+    class Noting(Ideal):
+        def prepare(self, inputs):
+            order.append("kernel")
+            return super().prepare(inputs)
+
+    monkeypatch.setattr(
+        verify, "load_compilers", lambda subjects, device: order.append((len(subjects), device))
+    )
+    cases = [("", Case(problem=SMALL))]
+    assert len(list(verify.iter_records([Noting(), Noting()], cases, device="cpu"))) == 2
+    assert order[:2] == [(2, "cpu"), "kernel"]
+
+
+def test_it_is_imported_when_the_ideal_kernels_are_at_work(monkeypatch):
     order = []
 
     class Noting(Ideal):

@@ -217,8 +217,8 @@ class MutantScorer:
         job = _Job(mutant, Path(file).absolute(), function, unit.tier)
         # Here and not in the fork, which a mutant may end before it has cleaned up.
         with tempfile.TemporaryDirectory(prefix="attncheck_mutant_") as folder:
-            told = _in_a_fork(partial(job.run, Path(folder)))
-        score = settled(replace(score, **told), table)
+            outcome = _in_a_fork(partial(job.run, Path(folder)))
+        score = settled(replace(score, **outcome), table)
         score = judged_name(score, family)
         seconds = round(time.perf_counter() - start, 3)
         where = environment("cpu")
@@ -255,8 +255,8 @@ _TRUE_KINDS = ("lse", "gradient", "overflow")
 def _worth(score: MutantScore, family: Family | None) -> NameWorth:
     if score.level not in {"named", "proven", "family"}:
         return "none"
-    told = score.models[: score.certain]
-    if family and any(fnmatch.fnmatchcase(one, each) for one in told for each in family.models):
+    certain = score.models[: score.certain]
+    if family and any(fnmatch.fnmatchcase(one, each) for one in certain for each in family.models):
         return "right"
     if score.level == "proven":  # it holds whatever was changed
         return "proven"
@@ -372,33 +372,33 @@ class _Job:
         named = [(question.name, question.case) for question in questions]
         failed: Record | None = None
         search = CauseSearch()
-        asked, spent = 0, 0.0
+        count, spent = 0, 0.0
         for record in iter_records([subject], named, device="cpu", executor=recording):
             # Peers' rules take time of their own.
             spent, began = time.perf_counter() - start, time.perf_counter()
-            asked += record.status != "unsupported"
+            count += record.status != "unsupported"
             if record.status in FAILED_STATUSES:
                 failed = record
                 break
-            tell(questions=asked, seconds=round(spent, 3))
+            tell(questions=count, seconds=round(spent, 3))
             search.note(record)
             peers.apply(Case.from_json(record.case), recording.first_call)
             recording.forget()
             start += time.perf_counter() - began
-        where: dict[str, Any] = {"questions": asked, "seconds": round(spent, 3)}
+        where: dict[str, Any] = {"questions": count, "seconds": round(spent, 3)}
         if failed is not None:
             where |= {"first": failed.variant, "status": failed.status}
             where |= {"shown": one_line(reason_of(failed))}
-        elif not asked:  # who takes nothing is not said to be right
+        elif not count:  # who takes nothing is not said to be right
             where |= {"status": "unsupported", "shown": "nothing could be asked of it"}
-        tell(outcome="missed" if asked and failed is None else "caught", **where)
+        tell(outcome="missed" if count and failed is None else "caught", **where)
         tell(peers={one.rule: one.caught for one in peers.verdicts})
         # First, because a call without guards may be its process's last.
         if failed is not None:
             self._name(failed, subject, search, tell)
         self._rest_for_peers(subject, named, peers, after=failed.variant if failed else "")
         tell(peers={one.rule: one.caught for one in peers.verdicts})
-        if failed is None and asked:
+        if failed is None and count:
             tell(identical=_identical(subject, right, [case.problem for _, case in named]))
 
     @staticmethod
@@ -427,14 +427,14 @@ class _Job:
             return
         began = time.perf_counter()
         record = search.diagnose(failed, subject, device="cpu")
-        found = record.diagnosis
+        diagnosis = record.diagnosis
         said: dict[str, Any] = {"level": "unknown"}
-        if isinstance(found, Diagnosis):
-            proven = found.level == "named" and bool(found.ranked) and not found.tried
-            kinds = [name for name, words in FAMILIES.items() if words == found.family]
-            said["level"] = "proven" if proven else found.level
+        if isinstance(diagnosis, Diagnosis):
+            proven = diagnosis.level == "named" and bool(diagnosis.ranked) and not diagnosis.tried
+            kinds = [name for name, words in FAMILIES.items() if words == diagnosis.family]
+            said["level"] = "proven" if proven else diagnosis.level
             said["kind"] = kinds[0] if kinds else ""
-            said["models"] = [one.model for one in found.ranked]
+            said["models"] = [one.model for one in diagnosis.ranked]
         seconds = round(time.perf_counter() - began, 3)
         tell(certain=len(certain_explanations(record)), naming=seconds, **said)
 
@@ -460,7 +460,7 @@ def _identical(subject: Subject, right: Subject, problems: Sequence[Problem]) ->
     """
     executor = InProcess()
     every = dict.fromkeys(_reference_problems(problems))
-    asked = 0
+    compared = 0
     for problem in every:
         if executor.refusal(right, problem, "cpu") is not None:
             continue
@@ -469,11 +469,11 @@ def _identical(subject: Subject, right: Subject, problems: Sequence[Problem]) ->
             if isinstance(one, Execution) is not isinstance(other, Execution):
                 return False
             continue
-        asked += 1
+        compared += 1
         mine, its = one.outputs.tensors(), other.outputs.tensors()
         if mine.keys() != its.keys() or not all(map(_same_bits, mine.values(), its.values())):
             return False
-    return asked > 0
+    return compared > 0
 
 
 def _reference_problems(problems: Sequence[Problem]) -> Iterator[Problem]:

@@ -165,8 +165,8 @@ _SIGNS: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "
 
 
 def _is_jit(node: ast.AST) -> bool:
-    found = isinstance(node, ast.FunctionDef) and node.decorator_list
-    return bool(found) and any(ast.unparse(one).endswith("jit") for one in found)  # type: ignore[union-attr]
+    decorators = isinstance(node, ast.FunctionDef) and node.decorator_list
+    return bool(decorators) and any(ast.unparse(one).endswith("jit") for one in decorators)  # type: ignore[union-attr]
 
 
 def _drop_mask(site: _Site) -> Iterator[ast.AST]:
@@ -302,7 +302,7 @@ def mutants_of(kernel: str, source: str, operators: Sequence[str] = ()) -> list[
     except SyntaxError as error:
         raise UsageError(f"{kernel} is no Python: {error}.") from None
     lines, seen = source.splitlines(keepends=True), set[bytes]()
-    found, labels = [], Counter[str]()
+    mutants, labels = [], Counter[str]()
     sites = [*_sites(tree)]
     sites.sort(key=lambda site: (site.node.lineno, site.node.col_offset))  # type: ignore[attr-defined]
     for site in sites:
@@ -318,7 +318,7 @@ def mutants_of(kernel: str, source: str, operators: Sequence[str] = ()) -> list[
                 node = site.node
                 label = f"{kernel}:{name}:{node.lineno}:{node.col_offset}"  # type: ignore[attr-defined]
                 labels[label] += 1
-                found.append(
+                mutants.append(
                     Mutant(
                         id=f"{label}.{labels[label]}" if labels[label] > 1 else label,
                         operator=name,
@@ -328,7 +328,7 @@ def mutants_of(kernel: str, source: str, operators: Sequence[str] = ()) -> list[
                         code=lines[node.lineno - 1].strip(),  # type: ignore[attr-defined]
                     )
                 )
-    return found
+    return mutants
 
 
 class _Folded(ast.NodeTransformer):

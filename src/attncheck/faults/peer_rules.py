@@ -226,8 +226,8 @@ def _elementwise(table: dict[str, tuple[float, float]]) -> Rule:
         return close and _close(got.lse, reference.truth.lse.float(), table["fp32"])
 
     def gradients(got: Outputs, reference: PeerReference) -> bool:
-        tolerance, given = table[reference.inputs.problem.formats.output.name], got.gradients()
-        return all(_close(given[name], x, tolerance) for name, x in reference.gradients.items())
+        tolerance, own = table[reference.inputs.problem.formats.output.name], got.gradients()
+        return all(_close(own[name], x, tolerance) for name, x in reference.gradients.items())
 
     return Rule(forward, gradients)
 

@@ -55,25 +55,25 @@ def smallest_seen(questions: Sequence[Question], sizes: Sequence[float]) -> Smal
         sizes: From the largest fault to the smallest.
     """
     # Numbers of sizes, −1 for none: the scale is searched by number.
-    best, who, asked = -1, "", 0
+    best, who, count = -1, "", 0
     left = deque(questions)
     waiting = len(left)
     while waiting and best + 1 < len(sizes):
         name, sees = left[0]
-        asked += 1
+        count += 1
         if not sees(best + 1):
             left.rotate(-1)
             waiting -= 1
             continue
         best, more = _lowest(sees, best + 1, len(sizes))
-        who, asked = name, asked + more
+        who, count = name, count + more
         left.rotate(-1)
         waiting = len(left) - (more > 0)  # it has been asked about the size below
     return SmallestFault(
         size=sizes[best] if best >= 0 else None,
         below=sizes[best + 1] if best + 1 < len(sizes) else None,
         question=who,
-        asked=asked,
+        asked=count,
     )
 
 
@@ -83,21 +83,21 @@ def _lowest(sees: Callable[[int], bool], seen: int, end: int) -> tuple[int, int]
     ``end`` is the first that there is not.
     """
     # Twice as far each time, then by halves: few questions wherever the edge is.
-    step, asked, unseen = 1, 0, end
+    step, questions, unseen = 1, 0, end
     while seen + step < end:
-        asked += 1
+        questions += 1
         if not sees(seen + step):
             unseen = seen + step
             break
         seen, step = seen + step, 2 * step
     while unseen - seen > 1:
         middle = (seen + unseen) // 2
-        asked += 1
+        questions += 1
         if sees(middle):
             seen = middle
         else:
             unseen = middle
-    return seen, asked
+    return seen, questions
 
 
 STAGES: tuple[Stage, ...] = ("probes", "bounds")

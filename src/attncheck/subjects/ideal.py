@@ -79,22 +79,19 @@ _SCORES_AT_A_TIME = {"cpu": 2**22, "cuda": 2**25}
 # Rows of attention, all heads together. A GPU gets more: with few it waits for Python, which calls
 # some forty operations for each tile of keys; with many no tile is hidden from all of them.
 _ROWS_AT_A_TIME = {"cpu": 2**16, "cuda": 2**17}
-_SEEN_AT_A_TIME = {"cpu": 2**20, "cuda": 2**26}  # pairs of them with keys, that a mask is asked of
+_SEEN_AT_A_TIME = {"cpu": 2**20, "cuda": 2**24}  # pairs of them with keys, that a mask is asked of
 
 _LARGEST_MODERATE = FORMATS["fp32"].max / 4
 
-# Multiplications of q·k and P·V from which the tenth of a second that CUDA's compiler takes for
-# ideal.cu is worth it.
-_FEWEST_PRODUCTS = 2**36
-_GPU_SOURCE = Path(__file__).with_suffix(".cu")
 # A copy with a planted fault is another module: there every operation is the text's, as it stands.
 _UNCHANGED = __name__ == "attncheck.subjects.ideal"
-_THREADS, _WARP, _MOST_KEYS = 256, 32, 512  # of its blocks; a thread's registers hold no more keys
-_WEIGHTS = {
-    "fp32": 0,
-    "bf16": 1,
-    "fp16": 2,
-}  # the formats that it rounds weights to, by its numbers
+
+_GPU_SOURCE = Path(__file__).with_suffix(".cu")
+# Multiplications of q·k and P·V from which the tenth of a second that CUDA's compiler takes for it
+# is worth it.
+_FEWEST_PRODUCTS = 2**36
+_THREADS, _WARP, _MOST_KEYS = 256, 32, 512  # of a block; a thread's registers hold no more keys
+_WEIGHTS = {"fp32": 0, "bf16": 1, "fp16": 2}  # its numbers of the formats that it rounds P to
 
 
 def ideal_softmax(inputs: Inputs) -> Outputs:
@@ -231,8 +228,7 @@ class Pass:
         self.factors = _Factors(kernel, inputs)  # what scores and outputs are multiplied by
         self.moderate = self._is_moderate()
         self.sink = inputs.sink  # each head's, if any
-        self.fused = self._gpu_steps()  # ideal.cu's kernels, or None
-        # exponents: of each head, for them.
+        # exponents: the factors' of each sequence and head, one after the other.
         self.exponents = self.factors.exponent.expand(lengths[0], lengths[1], 1).contiguous()
 
     def _is_moderate(self) -> bool:
@@ -244,23 +240,20 @@ class Pass:
         fits = largest * c.amax().clamp(min=1.0) < _LARGEST_MODERATE
         return bool(fits & (c.amin() > 0))
 
-    def _gpu_steps(self) -> tuple[Launch, Launch] | None:
+    @functools.cached_property
+    def fused(self) -> tuple[Launch, Launch] | None:
         """ideal.cu's kernels, where they do what this kernel does, and are worth it."""
         kernel, problem, weights = self.kernel, self.problem, self.problem.formats.weights.name
         products = problem.batch * problem.heads * problem.query * problem.kv
         products *= problem.head_dim + problem.value_dim
         if self.q.device.type != "cuda" or torch.version.hip or products < _FEWEST_PRODUCTS:
             return None
-        if not kernel.is_plain or kernel.reverse_sums or self.tile.block_kv > _MOST_KEYS:
+        if not (kernel.quick and kernel.is_plain and self.v_is_finite) or kernel.reverse_sums:
             return None
-        if not self.v_is_finite:
+        scaled = self.factors.weights != 1.0
+        if scaled or weights not in _WEIGHTS or self.tile.block_kv > _MOST_KEYS:
             return None
-        if self.factors.weights != 1.0 or weights not in _WEIGHTS:
-            return None
-        try:
-            return _gpu_kernels(self.q.device, self.tile.block_kv)
-        except HostError:  # without CUDA's compiler
-            return None
+        return _gpu_kernels(self.q.device, self.tile.block_kv)
 
     def outputs(self) -> Outputs:
         """Out and LSE."""
@@ -440,9 +433,18 @@ class Pass:
         weigh: Launch,
         add: Launch,
     ) -> None:
-        """As ``_flash2`` or ``_flash1``, by ideal.cu: its rounding is theirs, its row sum's not.
+        """As ``_flash2`` or ``_flash1``, by ideal.cu: rounded where they round.
 
-        Torch's operations, one by one, pass over a tile of scores twenty times, and over O ten.
+        Torch's operations, one by one, pass over a tile of scores twenty times, and over O ten. A
+        row's weights are added up in another order: those of a lane, then those of the lanes.
+
+        Args:
+            run: What is carried, and changed in place.
+            s: Scores of a tile after the score mod, neither hidden nor multiplied by c.
+            seen: What is hidden of them; None is nothing.
+            v: The tile's values, of each query head.
+            weigh: The kernel before P·V.
+            add: The one behind it.
         """
         batch, heads, rows, keys = shape = (*run.total.shape, v.shape[2])
         lines, by_step = batch * heads * rows, int(self.tile.recurrence == "flash1")
@@ -455,12 +457,12 @@ class Pass:
             grid,
             [
                 *(s.expand(shape).contiguous(), seen, weights, run.maximum, run.total, kept, taken),
-                *(self.exponents, 0.0 if by_step else self.tile.lazy_rescale, lines, keys, rows),
-                *(heads, by_step, int(self.factors.scores is not None)),
+                *(self.exponents, 0.0 if by_step else float(self.tile.lazy_rescale)),
+                *(lines, keys, rows, heads, by_step, int(self.factors.scores is not None)),
                 *(_WEIGHTS[self.problem.formats.weights.name], *strides),
             ],
         )
-        part = self.product(weights, v)
+        part = self.product(weights, v).contiguous()  # a single column is one of two
         add(grid, [run.out, part, kept, taken, run.total, lines, part.shape[-1], by_step])
 
     def _moved(self, old: torch.Tensor, tile: torch.Tensor) -> torch.Tensor:
@@ -529,20 +531,19 @@ class Pass:
 
 
 @functools.cache
-def _gpu_kernels(device: torch.device, keys: int) -> tuple[Launch, Launch]:
+def _gpu_kernels(device: torch.device, keys: int) -> tuple[Launch, Launch] | None:
+    """ideal.cu's kernels for tiles of so many keys; None where CUDA's compiler gives none."""
     source = _GPU_SOURCE.read_text(encoding="utf-8")
     widest = -(-keys // _WARP) * _WARP
-    weigh, add = (
-        compile_kernel(
-            source,
-            name,
-            {"THREADS": _THREADS, **defines},
-            device=device,
-            threads=_THREADS,
-            shared=0,
-        )
-        for name, defines in (("ideal_weigh", {"WEIGH": 1, "KEYS": widest}), ("ideal_add", {}))
+    compile_one = functools.partial(
+        compile_kernel, source, device=device, threads=_THREADS, shared=0
     )
+    sizes = {"THREADS": _THREADS}
+    try:
+        weigh = compile_one("ideal_weigh", {**sizes, "WEIGH": 1, "KEYS": widest})
+        add = compile_one("ideal_add", sizes)
+    except HostError:  # there is no compiler, or it refuses: bf16 on a GPU that has none
+        return None
     return weigh, add
 
 
@@ -568,12 +569,12 @@ def with_gradients(kernel: Ideal, inputs: Inputs, outputs: Outputs) -> Outputs:
 def slope(score: ScoreMod, x: torch.Tensor, at: Index) -> torch.Tensor:
     """The derivative of ``score`` at each of the scores ``x``; 0 where it does not depend on it."""
     with torch.enable_grad():
-        given = x.detach().requires_grad_()
-        modified = score(given, at.b, at.h, at.q_idx, at.kv_idx)
+        scores = x.detach().requires_grad_()
+        modified = score(scores, at.b, at.h, at.q_idx, at.kv_idx)
         if not modified.requires_grad:
             return torch.zeros_like(x)
-        (found,) = torch.autograd.grad(modified.expand_as(x).sum(), given, allow_unused=True)
-    return torch.zeros_like(x) if found is None else found
+        (gradient,) = torch.autograd.grad(modified.expand_as(x).sum(), scores, allow_unused=True)
+    return torch.zeros_like(x) if gradient is None else gradient
 
 
 class _BackwardPass(Pass):
@@ -630,8 +631,11 @@ class _BackwardPass(Pass):
         # Padding is asked about as the last row: it must add nothing.
         row = torch.arange(rows.start, rows.stop, device=self.device)
         there = (row < self.problem.query).view(1, 1, -1, 1)
-        for keys, sees, at, _ in self._tiles_seen(rows, self.key_tiles()):
-            seen = sees & there
+        for keys in self.key_tiles():
+            seen, at = self.seen(rows, keys)
+            seen = seen & there
+            if not bool(seen.any()):
+                continue
             p, dx = self._weights_again(rows, keys, seen, at)
             k = self.expanded(self.k[:, :, keys])
             dq = self.kernel.gradient_added(dq, self._seen_product(dx, seen, k))
@@ -700,8 +704,8 @@ class _BackwardPass(Pass):
         self, weights: torch.Tensor, seen: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
         def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-            found = self.kernel.product(left.flatten(0, 2), right.flatten(0, 2))
-            return found.view(*left.shape[:3], *found.shape[1:])
+            products = self.kernel.product(left.flatten(0, 2), right.flatten(0, 2))
+            return products.view(*left.shape[:3], *products.shape[1:])
 
         if self.all_finite:
             return product(weights, values)
@@ -795,6 +799,9 @@ class Ideal(Subject):
         scale_first: Whether, without a score mod, scores are multiplied by c at once, and m is
             subtracted after that; with one, nothing is rounded before the mod's result, in the
             forward. Other good kernels do either.
+        quick: Whether a large problem may be computed by ideal.cu on a GPU. A row's weights are
+            then added up in another order than in a smaller one: as a yardstick, of which nobody
+            compares the bits.
     """
 
     name = "ideal"
@@ -816,14 +823,15 @@ class Ideal(Subject):
         tf32: Literal["nearest", "truncate"] = "nearest",
         reverse_sums: bool = False,
         scale_first: bool = False,
+        quick: bool = False,
     ) -> None:
         self._tiling = tiling or Tiling(block_query=128, block_kv=64)
-        self._tf32 = tf32
+        self._tf32, self.quick = tf32, quick
         self.reverse_sums, self.scale_first = reverse_sums, scale_first
 
     @property
     def is_plain(self) -> bool:
-        """Whether it does what this file says: it has no steps nor methods of its own."""
+        """Whether it does what this file says: its class, and its steps, are none of its own."""
         return _UNCHANGED and type(self) is Ideal and self.steps is RIGHT
 
     def concerns(self, problem: Problem) -> bool:

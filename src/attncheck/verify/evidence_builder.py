@@ -198,17 +198,17 @@ class EvidenceBuilder:
 
         With ``outputs`` so much of it as a verdict on them needs: see ``allowances.settle``.
         """
-        found = self._allowance(arithmetic)
-        settle(found, self.evidence, arithmetic, outputs)
-        return found
+        allowance = self._allowance(arithmetic)
+        settle(allowance, self.evidence, arithmetic, outputs)
+        return allowance
 
     def _allowance(self, arithmetic: Arithmetic) -> Allowance:
         """Of the sampled rows, and of others what is known so far."""
         if arithmetic not in self._allowances:
-            asked = dict.fromkeys([arithmetic, *self.expected])
-            new = [each for each in asked if each not in self._allowances]
-            found = allowances(self.evidence, new, self._totals, self._sampled)
-            self._allowances.update(zip(new, found, strict=True))
+            arithmetics = dict.fromkeys([arithmetic, *self.expected])
+            new = [each for each in arithmetics if each not in self._allowances]
+            allowed = allowances(self.evidence, new, self._totals, self._sampled)
+            self._allowances.update(zip(new, allowed, strict=True))
         return self._allowances[arithmetic]
 
     @cached_property
@@ -254,7 +254,7 @@ class EvidenceBuilder:
         truncates = truncates and self.case.problem.formats.products.name == "tf32"
         key = tiling, truncates
         if key not in self._ideals:
-            kernel = Ideal(tiling, tf32="truncate" if truncates else "nearest")
+            kernel = Ideal(tiling, tf32="truncate" if truncates else "nearest", quick=True)
             self._ideals[key] = kernel.run(self.inputs.forward())
         return self._ideals[key]
 
