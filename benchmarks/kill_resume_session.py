@@ -204,5 +204,5 @@ def session(path: str, number: int, journal: str, told_to: int, *, cold: bool) -
             options={},
             journal=opened,
             workers=[WorkerPlace()] * (1 + number % 2),
-            told=told,
+            on_event=told,
         )

@@ -58,7 +58,7 @@ def told(event):
 
 with Journal.open({path!r}, {{}}, resume=True) as journal:
     ended = run_units(units, work={work!r}, options={{}}, journal=journal,
-                        workers=Nodes(address=nodes.address), told=told)
+                        workers=Nodes(address=nodes.address), on_event=told)
 print("ended", ended.why or "finished", ended.finished, ended.left)
 for unit_id, pid in acknowledged:
     print("told", unit_id, pid)

@@ -44,7 +44,7 @@ def ran(path, units, *, lanes=2, work=STUB, resume=True, options=None, disk=None
             options=options or {},
             journal=journal,
             workers=[WorkerPlace() for _ in range(lanes)],
-            told=rest.pop("told", events.append),
+            on_event=rest.pop("on_event", events.append),
             **rest,
         )
     return ended, events
@@ -107,7 +107,7 @@ def test_a_result_is_on_the_disk_before_anybody_is_told(path):
         if event.kind == "done":
             assert event.unit.id in read_journal(path).results
 
-    ran(path, [unit(f"u{n}") for n in range(5)], told=told)
+    ran(path, [unit(f"u{n}") for n in range(5)], on_event=told)
 
 
 def test_priority_decides_and_order_among_equals(path):
@@ -316,7 +316,7 @@ def test_a_journal_that_cannot_be_written_ends_the_run_and_its_lanes(path, tmp_p
     units = [unit("a", child=str(tmp_path / "child")), unit("b")]
     told = []
     with pytest.raises(JournalError, match="No space left on device"):
-        ran(path, units, lanes=1, disk=Full(), told=told.append)
+        ran(path, units, lanes=1, disk=Full(), on_event=told.append)
     assert all(event.kind == "begun" for event in told)
     assert not alive(int((tmp_path / "child").read_text()))
 
@@ -327,7 +327,7 @@ def test_what_told_raises_ends_the_run_and_its_lanes(path, tmp_path):
             raise BrokenPipeError
 
     with pytest.raises(BrokenPipeError):
-        ran(path, [unit("a", child=str(tmp_path / "child"))], told=told)
+        ran(path, [unit("a", child=str(tmp_path / "child"))], on_event=told)
     assert not alive(int((tmp_path / "child").read_text()))
     assert len(read_journal(path).results) == 1
 

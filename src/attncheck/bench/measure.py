@@ -221,12 +221,12 @@ def _verified(passes: Mapping[Pass, Inputs], subjects: Sequence[Subject], device
     parts = {name: inputs.forward() if cut else inputs for name, inputs in passes.items()}
     evidence = {}
     for name, part in parts.items():
-        inputs, asked = at.inputs(part), passes[name].problem
+        inputs, first = at.inputs(part), passes[name].problem
         evidence[name] = EvidenceBuilder(
             Case(problem=inputs.problem),
             device,
             inputs=inputs,
-            expected=own_arithmetics(applicable_subjects([asked], subjects), asked, device),
+            expected=own_arithmetics(applicable_subjects([first], subjects), first, device),
         )
     return _Verified(at=at, text=text, evidence=evidence)
 
@@ -247,10 +247,10 @@ def _verify(
             continue
         case = Case(problem=inputs.problem)
         record = new_record(entry.subject, case, device=device, variant=variant, environment="")
-        entry.records[name], given = run_on_evidence(
+        entry.records[name], execution = run_on_evidence(
             record, entry.subject, verified.evidence[name], executor, brief=True
         )
-        if given is not None:
+        if execution is not None:
             entry.seconds[name] = []
 
 

@@ -120,7 +120,7 @@ def bench_plan(  # noqa: PLR0913  # what is timed, and where
     known = VARIANTS | FURTHER
     require_known("variant", variants, known)
     require_known("dtype", dtypes, MEASURED_DTYPES)
-    asked = []
+    rows = []
     for name in () if shapes else tables:
         table = TABLES[name]
         sizes = [
@@ -128,13 +128,13 @@ def bench_plan(  # noqa: PLR0913  # what is timed, and where
             for one in itertools.product(lengths or table.lengths, dims or table.dims, table.groups)
         ]
         wanted = table.backward if backward is None else backward
-        asked.append((name, sizes, dtypes or table.dtypes, variants or table.variants, wanted))
+        rows.append((name, sizes, dtypes or table.dtypes, variants or table.variants, wanted))
     if shapes:
         sizes = list(map(Shape.parse, shapes))
         usual = ("full", "causal")
-        asked.append(("own", sizes, dtypes or ("bf16",), variants or usual, backward is not False))
+        rows.append(("own", sizes, dtypes or ("bf16",), variants or usual, backward is not False))
     plan = []
-    for name, sizes, of_dtypes, of_variants, wanted in asked:
+    for name, sizes, of_dtypes, of_variants, wanted in rows:
         for dtype, shape, variant in itertools.product(of_dtypes, sizes, of_variants):
             has = known[variant].exists(dtype, "normal", backward=True) and not DTYPES[dtype].scaled
             if known[variant].mods is None:

@@ -575,13 +575,13 @@ class FewRows:
             axes[name] = {self._plain[name]: {}}
             for value in values if name != "dtype" else ():
                 able = (each for each in others if self.takes(each | {name: value}))
-                found = (
+                choice = (
                     None
                     if value in axes[name] or value in _UNUSUAL.get(name, ())
                     else next(able, None)
                 )
-                if found is not None:
-                    axes[name][value] = found
+                if choice is not None:
+                    axes[name][value] = choice
         return axes
 
     def alone(self) -> Iterator[Row]:
@@ -691,10 +691,10 @@ def restore_lost_pairs(
         candidates = list(_candidates(axes, had, dict(pair)))
         # Those first that make up for most; where as many, the plainest.
         candidates.sort(key=lambda row: sum(each in seen for each in _pairs_of(row)))
-        found = next(filter(taken, candidates), None)
-        if found is not None:
-            seen.update(_pairs_of(found))
-            yield found
+        addition = next(filter(taken, candidates), None)
+        if addition is not None:
+            seen.update(_pairs_of(addition))
+            yield addition
 
 
 def _candidates(axes: Mapping[str, Sequence[Any]], had: Sequence[Row], pair: Row) -> Iterator[Row]:

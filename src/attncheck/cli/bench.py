@@ -302,8 +302,8 @@ def _timed(
     def cells_of(stage: Callable[[str], None]) -> Iterator[BenchCell]:
         # Not beside what is timed: what compiles calls kernels on the same GPU.
         passes = [*problems, *(one.replace(backward=False) for one in problems if one.backward)]
-        asked = zip(passes, case_subjects(passes, subjects, device), strict=True)
-        with compiling_ahead(asked, device, started) as compilers:
+        calls = zip(passes, case_subjects(passes, subjects, device), strict=True)
+        with compiling_ahead(calls, device, started) as compilers:
             for compiler in compilers:
                 stage("kernels are compiled")
                 compiler.await_end(_COMPILING)

@@ -163,9 +163,9 @@ def check(interrupts: Interrupts, options: CheckOptions) -> int:
             report = assemble_report([host.subject], (), **made)
             report = _checked(interrupts, options, report, host, questions, ahead)
     except (Died, RemoteError) as error:  # as it was loaded, or tried, or between two questions
-        asked = [one for one in questions if one.name in options.names] or questions
+        selection = [one for one in questions if one.name in options.names] or questions
         report = assemble_report((), (), **made)
-        report = _death_report(report, error, options.spec, asked, loading=host is None)
+        report = _death_report(report, error, options.spec, selection, loading=host is None)
     with interrupts.writing(options.directory):
         rendering.write_report(
             report, options.directory, "check", formats=("json", "md"), document=check_document
@@ -231,14 +231,14 @@ def _checked(
             return subject_questions(subject, questions, device=device, names=names, **typed)
         return claimed_questions(claims, subject, device=device, names=names, **typed)
 
-    asked = _known(chosen, options)
+    selection = _known(chosen, options)
     if claims is not None and (lines := tuple(claims.lines())):
         report = replace(report, claims={subject.name: lines})
     terms = None if claims is None else replace(claims.terms(**named), table=None)
     executor = executor_of(subject)
-    forms = (taken_problem(subject, one.case.problem, executor, device) for one in asked)
+    forms = (taken_problem(subject, one.case.problem, executor, device) for one in selection)
     ahead.expect([problem for problem in forms if problem is not None], terms)
-    report = _answered(interrupts, report, subject, asked, options)
+    report = _answered(interrupts, report, subject, selection, options)
     with suppress(Died, RemoteError):  # what is wrong is known without its cause
         report = _explained(report, subject, terms, device)
     return report
@@ -251,11 +251,11 @@ def _known(
 
     Raises UsageError for another name that is none.
     """
-    asked = chosen(options.names)
-    names = {one.name for one in asked}
+    questions = chosen(options.names)
+    names = {one.name for one in questions}
     gone = next((name for name in options.names if name not in names), None)
     if gone is None:
-        return asked
+        return questions
     says = f"{options.spec} has no question {gone!r}"
     if not options.last_failed:
         raise UsageError(f"{says}: leave --question out to see all.")
@@ -376,8 +376,8 @@ def _flexed(options: CheckOptions) -> tuple[list[CheckCase], dict[str, str]]:
     if "::" not in mod:
         module, _, name = mod.partition(":")
         here = Path(*module.split(".")).with_suffix(".py")
-        found = None if here.is_file() or "." in module or not module else find_spec(module)
-        origin = str(here) if here.is_file() else found and found.origin
+        spec = None if here.is_file() or "." in module or not module else find_spec(module)
+        origin = str(here) if here.is_file() else spec and spec.origin
         if not origin or not name:
             raise UsageError(f"mod {mod!r} is neither FILE.py::NAME nor MODULE:NAME.")
         mod = f"{origin}::{name}"

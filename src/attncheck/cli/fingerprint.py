@@ -39,7 +39,7 @@ def fingerprint(
     interrupts.check()  # the imports above take a while, and may have swallowed one
     for name in dtypes:
         check_measured(name)
-    asked = list(dtypes or MEASURED_DTYPES)
+    dtype_names = list(dtypes or MEASURED_DTYPES)
     device = usable_device(device)
     prepare(device)
 
@@ -48,8 +48,10 @@ def fingerprint(
     how = {"convention": convention, "device": device}
     with (
         open_host(kernel, worker, seconds=seconds, **how) as host,
-        progress(len(asked), quiet=quiet, check=interrupts.check) as advance,
+        progress(len(dtype_names), quiet=quiet, check=interrupts.check) as advance,
     ):
         subject, command = host.subject, typed_command(argument=kernel)
-        report = survey_arithmetic(subject, asked, device=device, command=command, done=advance)
+        report = survey_arithmetic(
+            subject, dtype_names, device=device, command=command, done=advance
+        )
     return show_report(report, "json" if as_json else "table")

@@ -181,7 +181,7 @@ def _time(interrupts: Interrupts, options: GateOptions, kernels: tuple[str, ...]
     from attncheck.reporting import exit_codes, rendering
     from attncheck.reporting.bench_document import bench_counts
 
-    asked = BenchOptions(
+    bench_options = BenchOptions(
         kernels=kernels,
         dtypes=options.dtypes,
         against=options.against,
@@ -192,7 +192,7 @@ def _time(interrupts: Interrupts, options: GateOptions, kernels: tuple[str, ...]
         quiet=options.quiet,
     )
     try:
-        report, _ = time_kernels(interrupts, asked, dict.fromkeys(kernels))
+        report, _ = time_kernels(interrupts, bench_options, dict.fromkeys(kernels))
     except UsageError as error:  # of an interpreted kernel, say: all else has been asked
         click.echo(f"attncheck: --bench: {one_line(str(error))}", err=True)
         return exit_codes.INCOMPLETE

@@ -180,14 +180,14 @@ def run_progress(
     """Yield what hears of every event of a run; with ``verbose`` all that is new is shown."""
     with _shown(quiet=quiet, estimates=False) as (update, say, _):
 
-        def told(event: RunEvent) -> None:
+        def on_event(event: RunEvent) -> None:
             for text in counter.hear(event):
                 if verbose:
                     say(text)
             line = counter.line(event)
             update(event.finished, event.known, line, line)
 
-        yield told
+        yield on_event
 
 
 def time_left(seconds: float) -> str:
@@ -352,8 +352,8 @@ def run_with_journal(  # one run, said once
     # The journal is opened before anything is checked that takes long: it may be another run's.
     with Journal.open(Path(directory) / JOURNAL, head, resume=resume) as journal:
         check()
-        with run_progress(counter, quiet=quiet, verbose=verbose) as told:
-            end = run_units(units, journal=journal, told=told, **how)
+        with run_progress(counter, quiet=quiet, verbose=verbose) as on_event:
+            end = run_units(units, journal=journal, on_event=on_event, **how)
         journal.end(end.why)
     return end, journal.content
 

@@ -116,13 +116,13 @@ def model(
         seed=seed,
     )
     names = names_beside(device)
-    asked = workers or dict.fromkeys(names)
-    beside: list[Subject] = [subject_named(name) for name in names if name not in asked]
-    total = len(specs) * (1 + right + len(asked) + len(beside))
+    foreign = workers or dict.fromkeys(names)
+    beside: list[Subject] = [subject_named(name) for name in names if name not in foreign]
+    total = len(specs) * (1 + right + len(foreign) + len(beside))
     seconds = parse_seconds(timeout, "--timeout") or math.inf
     records: list[ModelRecord] = []
     with (
-        open_kernels(asked, device=device, in_process=in_process, seconds=seconds) as hosts,
+        open_kernels(foreign, device=device, in_process=in_process, seconds=seconds) as hosts,
         progress(total, quiet=quiet, check=interrupts.check) as advance,
     ):
         for kernel, host in hosts.items():

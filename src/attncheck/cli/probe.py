@@ -108,8 +108,8 @@ def run_probe(
         kernel, subject = host.entry(), host.subject
 
         def called(name: str, options: ConventionOptions) -> Subject:
-            given = {each: getattr(options, each) for each in kernel.options}
-            return on_terms(subject, Terms(convention=name, **given))
+            values = {each: getattr(options, each) for each in kernel.options}
+            return on_terms(subject, Terms(convention=name, **values))
 
         with progress(_QUESTIONS, quiet=quiet, check=interrupts.check) as advance:
             detected = detect_capabilities(

@@ -99,8 +99,8 @@ def _loaded(path: Path) -> GateReport | Report | BenchReport | ModelReport:
     keys = set(data) if isinstance(data, dict) else set()
     for kind, telling in _KINDS:
         if telling <= keys:
-            found: GateReport | Report | BenchReport | ModelReport = load_report(path, kind)
-            return found
+            result: GateReport | Report | BenchReport | ModelReport = load_report(path, kind)
+            return result
     fact = "it has neither records nor the answers of a gate"
     raise UsageError(json_numbers.refusal_message(json_numbers.source_name(path), "report", fact))
 

@@ -94,8 +94,8 @@ def repro(
     else:
         with closing(host):
             # Its convention alone: a diagnosis asks problems that nobody was found to claim.
-            found = hold_to_convention(host, kernel=spec, device=device)
-            how["convention"] = found or convention
+            binding = hold_to_convention(host, kernel=spec, device=device)
+            how["convention"] = binding or convention
             record = run_again(host.subject, case, device=device)
             if script is not None and record.status != "unsupported":
                 write_script(Path(script), host.subject, case, record, kernel=spec, **how)

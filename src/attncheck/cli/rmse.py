@@ -279,7 +279,7 @@ def _with_records(
     page = LivePage.of(RowsAsMeasured(report)) if options.fmt == "table" else None
     # Not every kernel is for every cell: progress counts what will be asked.
     problems = [cell.problem for cell in cells]
-    asked = case_subjects(problems, subjects, options.device)
+    subjects_of_cells = case_subjects(problems, subjects, options.device)
     show = page.show if page else None
     for record in report.records:
         show(record) if show else None
@@ -287,10 +287,10 @@ def _with_records(
     (key,) = report.environments  # every Record of one run is of this machine
     how: dict[str, Any] = {"device": options.device, "environment_key": key}
     how |= {"applicable_only": True, "timed": True}
-    with compiling_ahead(zip(problems, asked, strict=True), options.device, compilers):
+    with compiling_ahead(zip(problems, subjects_of_cells, strict=True), options.device, compilers):
         records, stopped = collect(
             lambda stage: iter_records(subjects, cases, stage=stage, **how),
-            total=sum(map(len, asked)),
+            total=sum(map(len, subjects_of_cells)),
             what=lambda record: f"{record.kernel} {record.variant} {record.heads}",
             show=show,
             interrupts=interrupts,

@@ -41,8 +41,10 @@ def compile_kernel(
         _check(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
         _check(driver.cuFuncSetAttribute(function, _MOST_SHARED, shared))
 
-    def launch(grid: tuple[int, int, int], given: Sequence[Tensor | int | float | None]) -> None:
-        values = [_c_value(each) for each in given]
+    def launch(
+        grid: tuple[int, int, int], arguments: Sequence[Tensor | int | float | None]
+    ) -> None:
+        values = [_c_value(each) for each in arguments]
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         with torch.cuda.device(device):
             stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
@@ -53,11 +55,11 @@ def compile_kernel(
 
 
 def _c_value(
-    given: Tensor | int | float | None,
+    argument: Tensor | int | float | None,
 ) -> ctypes.c_void_p | ctypes.c_long | ctypes.c_double:
-    if given is None or isinstance(given, Tensor):
-        return ctypes.c_void_p(None if given is None else given.data_ptr())
-    return ctypes.c_long(given) if isinstance(given, int) else ctypes.c_double(given)
+    if argument is None or isinstance(argument, Tensor):
+        return ctypes.c_void_p(None if argument is None else argument.data_ptr())
+    return ctypes.c_long(argument) if isinstance(argument, int) else ctypes.c_double(argument)
 
 
 def _cubin(source: str, defines: Mapping[str, int], device: torch.device) -> bytes:

@@ -16,8 +16,8 @@ import torch
 
 from attncheck.core.errors import ProblemError
 from attncheck.diagnose.explanations import (
-    Asked,
     Forms,
+    Response,
     fitting_predictions,
     form_tiles,
     forms_of,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from attncheck.inputs.problem import Problem
     from attncheck.judge.fault_explanation import FaultPrediction
 
-    Ask = Callable[[Case], Sequence[Asked]]
+    Ask = Callable[[Case], Sequence[Response]]
     """What the kernel gives in each run of a Case; nothing where it does not take it."""
 
 _FEWEST = 7  # cases that are asked however long they take
@@ -84,7 +84,7 @@ def independent_cases(
         {"batch": 2, "heads": 4, "kv_heads": 4, "seed": seed + 6},
         {"distribution": "normal", "seed": seed + 7},
     ]
-    asked = {problem}
+    problems = {problem}
     for change in changes:
         try:
             other = problem.replace(**change)
@@ -95,10 +95,10 @@ def independent_cases(
             from attncheck.cases.strategies.problems import nearest_supported  # loads Hypothesis
 
             nearest = nearest_supported(other, takes, ())
-        if nearest is None or nearest in asked:
+        if nearest is None or nearest in problems:
             continue
         other = nearest
-        asked.add(other)
+        problems.add(other)
         yield Case(problem=other, question=case.question, parameters=case.parameters)
         if case.question != "compare" and change["seed"] == seed:
             yield Case(problem=other)
@@ -115,7 +115,7 @@ class Confirmation:
     problems: int
     # What each predicts of the cases, by their numbers, in forms that fit; and what was given.
     said: dict[str, dict[int, list[FaultPrediction]]]
-    given: dict[int, Asked]
+    responses: dict[int, Response]
 
     def are_alike(self, names: Sequence[str]) -> bool:
         """Return whether these predict the very same numbers wherever they were asked.
@@ -123,7 +123,7 @@ class Confirmation:
         There they are one fault in several words.
         """
         first, *others = (self.said[name] for name in names)
-        return all(_are_alike(first, other, self.given) for other in others)
+        return all(_are_alike(first, other, self.responses) for other in others)
 
 
 def confirm(
@@ -152,27 +152,29 @@ def confirm(
     in_part: set[str] = set()
     shares = dict.fromkeys(models, 0.0)
     said: dict[str, dict[int, list[FaultPrediction]]] = {name: {} for name in models}
-    given: dict[int, Asked] = {}
+    responses: dict[int, Response] = {}
     telling = number = 0
     end = time.monotonic() + seconds
     for other in independent_cases(case, takes):
         if not left or (number >= _FEWEST and time.monotonic() > end):
             break
-        for asked in ask(other):
+        for response in ask(other):
             number += 1
-            given[number] = asked
+            responses[number] = response
             for name, before in list(left.items()):
-                fitting = fitting_predictions(asked, FAULT_MODELS[name])
+                fitting = fitting_predictions(response, FAULT_MODELS[name])
                 now = None if fitting is None else forms_of(fitting, other.problem)
                 if fitting is not None and now is not None:
                     said[name][number] = fitting
-                    each = [asked.error.explained(one) for one in fitting if asked.error.proven]
+                    each = [
+                        response.error.explained(one) for one in fitting if response.error.proven
+                    ]
                     shares[name] = max(shares[name], *(one.share for one in each if one), 0.0)
                     left[name] = _common(before, now, other.problem.head_dim)
-                if now and asked.error.proven and _is_in_part(now, asked):
+                if now and response.error.proven and _is_in_part(now, response):
                     in_part.add(name)
             left = {name: forms for name, forms in left.items() if forms is None or forms}
-            telling += asked.error.proven and _is_telling(asked)
+            telling += response.error.proven and _is_telling(response)
     some = tuple(n for n in left if n in in_part or FAULT_MODELS[n].family != "tile")
     confirmed = bool(some and telling and number >= _ENOUGH)
     return Confirmation(
@@ -181,12 +183,12 @@ def confirm(
         confirmed=confirmed,
         problems=number,
         said=said,
-        given=given,
+        responses=responses,
     )
 
 
 def contradicted(
-    models: Collection[str], passed: Sequence[Case], asked: Asked, device: str
+    models: Collection[str], passed: Sequence[Case], response: Response, device: str
 ) -> set[str]:
     """Return those of ``models`` that say of a question which passed that it is wrong.
 
@@ -198,9 +200,9 @@ def contradicted(
         asked: The failure.
         device: Where.
     """
-    own = asked.call.problem
+    own = response.call.problem
     # The tiles of which each explains the failure: it is refuted where none of them is left.
-    tiles = {name: form_tiles(asked, FAULT_MODELS[name]) for name in models}
+    tiles = {name: form_tiles(response, FAULT_MODELS[name]) for name in models}
     left = {name: {tile for tile, fits in of.items() if fits} for name, of in tiles.items()}
     for case in passed:
         # Another mask or score mod is another argument: a flag may be lost and a tensor heeded.
@@ -209,7 +211,7 @@ def contradicted(
         if alike and case.problem.dtype == own.dtype:
             evidence = EvidenceBuilder(case, device)
             evidence.establish(reference_errors=False)
-            right = within_twice(evidence, asked.arithmetic)
+            right = within_twice(evidence, response.arithmetic)
             # Which keys a loop visits may be wrong where there is a mask alone.
             other = case.problem.mask.name != own.mask.name
             for name in models:
@@ -235,7 +237,7 @@ def _common(
 def _are_alike(
     one: dict[int, list[FaultPrediction]],
     other: dict[int, list[FaultPrediction]],
-    given: dict[int, Asked],
+    responses: dict[int, Response],
 ) -> bool:
     """Return whether a form of each predicts the same of all that a kernel gave, in every case."""
     both = [number for number in one if number in other]
@@ -246,11 +248,11 @@ def _are_alike(
             [x.tensors for x in said[number] if x.free is None and words_of(x) == its_words]
             for said, its_words in ((one, words), (other, its))
         )
-        allowed = given[number].error.allowed
+        allowed = responses[number].error.allowed
         return any(
             all(
                 name in a and name in b and _is_equal(a[name], b[name], allowed[name])
-                for name in given[number].error.got
+                for name in responses[number].error.got
                 if name in allowed
             )
             for a, b in product(of, to)
@@ -269,13 +271,13 @@ def _is_equal(one: torch.Tensor, other: torch.Tensor, allowed: torch.Tensor) -> 
     return bool(close.all())
 
 
-def _is_in_part(forms: Forms, asked: Asked) -> bool:
+def _is_in_part(forms: Forms, response: Response) -> bool:
     """Return whether a form fits that is of no tile, or of one that holds some keys of all."""
-    seen = int(asked.call.seen.any(dim=(0, 1, 2)).sum())
+    seen = int(response.call.seen.any(dim=(0, 1, 2)).sum())
     tiles = {tile for fitting in forms.values() for tile in fitting}
     return any(not isinstance(tile, int) or tile < seen for tile in tiles)
 
 
-def _is_telling(asked: Asked) -> bool:
+def _is_telling(response: Response) -> bool:
     """Return whether any of the wrong numbers is finite: NaN everywhere is what many give."""
-    return any(bool(asked.error.got[name].isfinite().any()) for name in asked.error.wrong)
+    return any(bool(response.error.got[name].isfinite().any()) for name in response.error.wrong)

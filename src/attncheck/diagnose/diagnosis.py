@@ -21,8 +21,8 @@ from attncheck.core.outputs import same_numbers
 from attncheck.diagnose.confirmation import confirm, contradicted
 from attncheck.diagnose.explanations import (
     NO_FIT,
-    Asked,
     Findings,
+    Response,
     explain,
     float64_tensors,
     observed_error,
@@ -218,20 +218,22 @@ class CauseSearch:
         What explains ``first``, one of them, is tried on the others, and what was found late on
         those before it.
         """
-        found = [*records]
+        diagnosed = [*records]
         known: dict[int, int] = {}  # causes that had been found by then
         pairs = enumerate(records)
         failed = [i for i, one in pairs if one is first or one.status in FAILED_STATUSES]
         failed.sort(key=lambda i: records[i] is not first)
         for i in failed:
-            found[i] = self.diagnose(records[i], subject, device=device)
+            diagnosed[i] = self.diagnose(records[i], subject, device=device)
             known[i] = len(self._causes)
         for i in failed:
             later = [*self._causes][known[i] :]
-            if later and not certain_explanations(found[i]):
+            if later and not certain_explanations(diagnosed[i]):
                 late = explained_by(records[i], later, subject, device=device)
-                found[i] = replace(found[i], diagnosis=late) if late is not None else found[i]
-        return tuple(found)
+                diagnosed[i] = (
+                    replace(diagnosed[i], diagnosis=late) if late is not None else diagnosed[i]
+                )
+        return tuple(diagnosed)
 
 
 def explained_by(
@@ -267,8 +269,8 @@ def diagnose_result(result: Execution, evidence: EvidenceBuilder) -> Diagnosis |
     if findings is None:
         return None
     # By these numbers alone, for there is no kernel to ask again.
-    found = _as_diagnosis(findings.ranking, findings, evidence.case.problem)
-    return found if found.tied else replace(found, level="unknown")
+    diagnosis = _as_diagnosis(findings.ranking, findings, evidence.case.problem)
+    return diagnosis if diagnosis.tied else replace(diagnosis, level="unknown")
 
 
 def _is_too_large(problem: Problem) -> bool:
@@ -341,7 +343,7 @@ class _Failure:
         alike = problem.replace(**numbers) == own
         return alike or refusal(problem) is None or refusal(own) is not None
 
-    def ask(self, case: Case) -> list[Asked]:
+    def ask(self, case: Case) -> list[Response]:
         """Return what it gives in each run of ``case``; nothing where it does not take it."""
         with _skip_unfit():
             if not self.takes(case.problem):
@@ -355,7 +357,7 @@ class _Failure:
             return runs
         return []
 
-    def call(self, inputs: Inputs) -> Asked | None:
+    def call(self, inputs: Inputs) -> Response | None:
         """Return what it gives of ``inputs``; None where it does not take them."""
         with _skip_unfit():
             evidence = EvidenceBuilder(
@@ -365,7 +367,7 @@ class _Failure:
             return self._asked(evidence)
         return None
 
-    def _asked(self, evidence: EvidenceBuilder, origin: Origin | None = None) -> Asked | None:
+    def _asked(self, evidence: EvidenceBuilder, origin: Origin | None = None) -> Response | None:
         with allocator_filled("pattern"):
             result = self.executor.run(self.subject, evidence.inputs, origin=origin)
         return observed_error(result, evidence) if isinstance(result, Execution) else None
@@ -389,7 +391,7 @@ class _Failure:
         case = self.case
         equals = ranking[: count_equals(ranking)]
         # Too far off in the mean, and no number is beyond its bound: other problems may tell.
-        if findings.asked is not None and not findings.asked.error.proven:
+        if findings.response is not None and not findings.response.error.proven:
             likely = [one for one in ranking if one.share >= _LIKELY and not one.loose]
             equals = [dataclasses.replace(one, all=True) for one in likely[:_MOST_EQUALS]]
             ranking = equals
@@ -401,36 +403,38 @@ class _Failure:
         ]
         with _skip_unfit():
             wrong = set()
-            if models and findings.asked is not None:
-                wrong = contradicted(models, passed, findings.asked, self.device)
+            if models and findings.response is not None:
+                wrong = contradicted(models, passed, findings.response, self.device)
             models = [name for name in models if name not in wrong]
-        told = confirm(models, case, self.ask, seconds=_CONFIRMING, takes=self.takes)
+        confirmation = confirm(models, case, self.ask, seconds=_CONFIRMING, takes=self.takes)
         # What is within the bound with a model, and nowhere plainly nearer than without, is not it.
         ranking = [
-            dataclasses.replace(one, share=max(one.share, told.shares.get(one.name, 0.0)))
+            dataclasses.replace(one, share=max(one.share, confirmation.shares.get(one.name, 0.0)))
             for one in ranking
         ]
         plainly = {one.name for one in ranking if one.share >= _TELLING}
-        rest = [name for name in told.left if name in plainly]
+        rest = [name for name in confirmation.left if name in plainly]
         plain = [name for name in rest if FAULT_MODELS[name].order < _FITTED]
         left, families = plain or rest, {FAULT_MODELS[name].family for name in rest}
         ranking = [one for one in ranking if one.name in left]
-        diagnosis = _as_diagnosis(ranking, findings, case.problem, problems + told.problems)
+        diagnosis = _as_diagnosis(ranking, findings, case.problem, problems + confirmation.problems)
         # Of several that predict the very same it is each of them: one fault in several words.
-        one = len(plain) == 1 or (len(plain) > 1 and len(families) == 1 and told.are_alike(plain))
-        if told.confirmed and one:
+        one = len(plain) == 1 or (
+            len(plain) > 1 and len(families) == 1 and confirmation.are_alike(plain)
+        )
+        if confirmation.confirmed and one:
             return replace(diagnosis, family=FAMILIES[FAULT_MODELS[left[0]].family])
-        if told.confirmed and len(families) == 1:
+        if confirmation.confirmed and len(families) == 1:
             return replace(diagnosis, level="family", family=FAMILIES[families.pop()])
         return replace(diagnosis, level="unknown", tied=0)
 
     def observed(self, diagnosis: Diagnosis, findings: Findings) -> Diagnosis:
         """Return ``diagnosis`` with what is seen of the failure, and the family that this tells."""
         seen = None
-        if findings.asked is not None:
+        if findings.response is not None:
             with _skip_unfit():
                 seen = observe(
-                    findings.asked,
+                    findings.response,
                     self.case,
                     self.ask,
                     self.call,

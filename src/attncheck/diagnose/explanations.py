@@ -102,7 +102,7 @@ _FEWEST_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Asked:
+class Response:
     """What a kernel gave in one call beside the exact result."""
 
     error: ObservedError
@@ -120,7 +120,7 @@ class Findings:
     # Whether all that it gave is, LSE aside. NaN and infinities say where they are, and no more:
     # several models may have them there.
     finite: bool
-    asked: Asked | None = None
+    response: Response | None = None
     varies: bool = False  # whether two calls, with other things in free memory, differ
 
     @property
@@ -133,16 +133,16 @@ Forms = dict[object, set[object]]
 """Forms of a model by their words, each with the tiles that it may be of."""
 
 
-def fitting_predictions(asked: Asked, model: FaultModel) -> list[FaultPrediction] | None:
+def fitting_predictions(response: Response, model: FaultModel) -> list[FaultPrediction] | None:
     """Return what ``model`` predicts, of its forms that predict all that a kernel gave.
 
     None where the model says nothing of it, and the kernel is right; empty where it is refuted.
     """
-    error, problem = asked.error, asked.call.problem
+    error, problem = response.error, response.call.problem
     of = "forward" if error.forward else "backward"
     if error.proven and model.of != of:
         return []
-    every = list(_predictions(asked.call, [model])) if model.applies(problem) else []
+    every = list(_predictions(response.call, [model])) if model.applies(problem) else []
     fitting = [one for one in every if error.agrees(one)]
     return None if not error.proven and len(fitting) == len(every) else fitting
 
@@ -171,17 +171,17 @@ def _tiles_alike(one: FaultPrediction, problem: Problem) -> Iterable[object]:
     return range(tile, max(tile, _MOST_KEYS) + 1, TRIED_TILES[0])
 
 
-def form_tiles(asked: Asked, model: FaultModel) -> dict[object, bool]:
+def form_tiles(response: Response, model: FaultModel) -> dict[object, bool]:
     """Return the tile of each form of ``model``, and whether that one predicts all that was given.
 
     Of a form that knows no tiles it is None. A tile that is missing predicts what is exact: one of
     which all keys are there has no tail, say.
     """
     tiles: dict[object, bool] = {}
-    forms = _predictions(asked.call, [model]) if model.applies(asked.call.problem) else ()
+    forms = _predictions(response.call, [model]) if model.applies(response.call.problem) else ()
     for one in forms:
         tile = one.parameters.get("tile")
-        tiles[tile] = tiles.get(tile, False) or asked.error.agrees(one)
+        tiles[tile] = tiles.get(tile, False) or response.error.agrees(one)
     return tiles
 
 
@@ -198,8 +198,8 @@ def explain(
         proven: Whether only what is beyond its bound is asked about.
     """
     problem = evidence.case.problem
-    asked = observed_error(result, evidence)
-    error, call = asked.error, asked.call
+    observed = observed_error(result, evidence)
+    error, call = observed.error, observed.call
     if proven and not error.proven:
         return None
     # Models of a backward need all rows at once, which a large problem is too large for.
@@ -211,19 +211,21 @@ def explain(
     tiles = tile_map(call, error.got, error) if error.forward else None
     # An LSE of −∞ is right where a row sees no key.
     finite = all(bool(x.isfinite().all()) for name, x in error.got.items() if name != "lse")
-    return Findings(ranking=ranking, tried=len(models), tiles=tiles, finite=finite, asked=asked)
+    return Findings(
+        ranking=ranking, tried=len(models), tiles=tiles, finite=finite, response=observed
+    )
 
 
-def within_twice(evidence: EvidenceBuilder, arithmetic: Arithmetic) -> Asked:
+def within_twice(evidence: EvidenceBuilder, arithmetic: Arithmetic) -> Response:
     """Return a right answer, as far as it is known: the exact one, with twice what is allowed."""
     exact = float64_tensors(evidence.truth)
     allowed = float64_tensors(deterministic_bounds(evidence.evidence, arithmetic))
     allowed = {name: 2 * bound for name, bound in allowed.items() if name in {"out", "lse"}}
     error = ObservedError({name: exact[name] for name in allowed}, exact, allowed)
-    return Asked(error=error, call=ExactAttention(evidence.inputs), arithmetic=arithmetic)
+    return Response(error=error, call=ExactAttention(evidence.inputs), arithmetic=arithmetic)
 
 
-def observed_error(result: Execution, evidence: EvidenceBuilder) -> Asked:
+def observed_error(result: Execution, evidence: EvidenceBuilder) -> Response:
     """Return the error beside the exact result and the exact call; of a large problem some rows."""
     problem = evidence.case.problem
     got, exact = float64_tensors(result.outputs), float64_tensors(evidence.truth)
@@ -242,7 +244,7 @@ def observed_error(result: Execution, evidence: EvidenceBuilder) -> Asked:
         error = ObservedError(some[0], some[1], some[2], spacing)
     tiling = result.tiling
     tile = (tiling.block_query, tiling.block_kv) if tiling else None
-    return Asked(
+    return Response(
         error=error,
         call=ExactAttention(evidence.inputs, rows=rows, tile=tile),
         arithmetic=result.arithmetic,

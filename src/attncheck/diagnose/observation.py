@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
     from attncheck.core.tensor_names import TensorName
     from attncheck.diagnose.confirmation import Ask
-    from attncheck.diagnose.explanations import Asked
+    from attncheck.diagnose.explanations import Response
     from attncheck.fault_models.exact_attention import ExactAttention
     from attncheck.fault_models.fault_model import Family
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Problem
 
-    Call = Callable[[Inputs], Asked | None]
+    Call = Callable[[Inputs], Response | None]
     """What the kernel gives of Inputs; None where it does not take them."""
 
 _INDEPENDENT = 6  # problems that are asked
@@ -62,7 +62,7 @@ class Observations:
 
 
 def observe(
-    asked: Asked,
+    response: Response,
     case: Case,
     ask: Ask,
     call: Call,
@@ -82,7 +82,7 @@ def observe(
         seconds: After which no shorter length is asked.
         takes: As of ``independent_cases``.
     """
-    facts = [_place(asked)]
+    facts = [_place(response)]
     facts += ["what it gives changes with what free memory holds"] if varies else []
     needed = set()
     for name, (words, change) in _plainer(case.problem).items():
@@ -90,14 +90,14 @@ def observe(
             wrong = any(run.error.proven for run in others)
             facts.append(f"{'wrong as well' if wrong else 'right'} {words}")
             needed |= set() if wrong else {name}
-    runs = [asked]
+    runs = [response]
     for other in itertools.islice(independent_cases(case, takes), _INDEPENDENT):
         runs += ask(other)
     runs = [run for run in runs if run.error.proven]
     # Of the failure, and of the other one with the most keys, how often each key counts.
     runs[1:] = sorted(runs[1:], key=_measured_keys, reverse=True)
     counts = [_Counts.of(run, call) for run in runs[:2]]
-    facts += next((told for one in counts if one is not None and (told := one.facts())), [])
+    facts += next((line for one in counts if one is not None and (line := one.facts())), [])
     facts.append(_shortest(case, ask, time.monotonic() + seconds))
     family = _common_family(runs, counts)
     if varies:
@@ -117,7 +117,7 @@ def observe(
     return Observations(family=family, facts=tuple(filter(None, facts)))
 
 
-def _of_cap(run: Asked, case: Case, ask: Ask, call: Call) -> Family | None:
+def _of_cap(run: Response, case: Case, ask: Ask, call: Call) -> Family | None:
     """Return whether a cap makes another function of the score than it should, or rounds it.
 
     In fp32 where the kernel takes it: there weights say most of a score.
@@ -127,16 +127,16 @@ def _of_cap(run: Asked, case: Case, ask: Ask, call: Call) -> Family | None:
     cap: Any = case.problem.score.values["cap"]
     for one in [*_asked_with(case, {"dtype": "fp32"}, ask), run]:
         counts = _Counts.of(one, call) if one.error.proven else None
-        told = None if counts is None else counts.by_score()
-        if told is not None and told[1] < _SMOOTH:
+        slopes = None if counts is None else counts.by_score()
+        if slopes is not None and slopes[1] < _SMOOTH:
             return "score"
         # By less than the roundings of one of 16 bits, and not as its neighbours.
-        if told is not None and one.call.problem.dtype == "fp32":
-            return "precision" if told[0] < _ROUNDED * cap and told[1] > 2 * _SMOOTH else None
+        if slopes is not None and one.call.problem.dtype == "fp32":
+            return "precision" if slopes[0] < _ROUNDED * cap and slopes[1] > 2 * _SMOOTH else None
     return None
 
 
-def _common_family(runs: Sequence[Asked], counts: Sequence[_Counts | None]) -> Family | None:
+def _common_family(runs: Sequence[Response], counts: Sequence[_Counts | None]) -> Family | None:
     """Return one family for all that is wrong: few numbers alone look like many."""
     every = itertools.zip_longest(runs, counts)
     families = {_own_family(run, counts=one) for run, one in every}
@@ -148,7 +148,7 @@ def _common_family(runs: Sequence[Asked], counts: Sequence[_Counts | None]) -> F
     return None if family == "empty rows" and alike else family
 
 
-def _own_family(run: Asked, *, counts: _Counts | None) -> Family | None:
+def _own_family(run: Response, *, counts: _Counts | None) -> Family | None:
     """Return the family that one run's numbers tell by themselves."""
     error, alive = run.error, run.call.parts.lse > -torch.inf
     if not error.forward:
@@ -164,12 +164,12 @@ def _own_family(run: Asked, *, counts: _Counts | None) -> Family | None:
     if _of_some_heads(run.call, rows):
         return "mapping"
     wrong = [error.got[name][off & _rows_of(off, alive)] for name, off in beyond.items()]
-    told = None if counts is None else counts.family()
+    family = None if counts is None else counts.family()
     if not all(bool(x.isfinite().all()) for x in wrong):
         # NaN that is read is another's: no input has any, and all that is wrong is it.
         alone = all(not bool(x.isfinite().any()) for x in wrong)
-        return "overflow" if alone and _is_finite(run.call) else told
-    return told or _of_row_factors(run)
+        return "overflow" if alone and _is_finite(run.call) else family
+    return family or _of_row_factors(run)
 
 
 def _of_some_heads(call: ExactAttention, rows: Tensor) -> bool:
@@ -185,7 +185,7 @@ def _of_some_heads(call: ExactAttention, rows: Tensor) -> bool:
     return bool((some == every).all()) and bool(some.any()) and not bool(some[0])
 
 
-def _of_row_factors(run: Asked) -> Family | None:
+def _of_row_factors(run: Response) -> Family | None:
     """Return the family of an output of which each row is the exact one times a number.
 
     The padding of a last tile, hidden keys and a sink have no values, and make rows smaller, too.
@@ -259,7 +259,7 @@ def _plainer(problem: Problem) -> dict[str, tuple[str, dict[str, object]]]:
     return {name: (words, change) for holds, name, words, change in table if holds}
 
 
-def _asked_with(case: Case, change: dict[str, object], ask: Ask) -> Sequence[Asked]:
+def _asked_with(case: Case, change: dict[str, object], ask: Ask) -> Sequence[Response]:
     try:
         other = case.problem.replace(**change)
         return ask(Case(problem=other, question=case.question, parameters=case.parameters))
@@ -283,11 +283,11 @@ def _shortest(case: Case, ask: Ask, end: float) -> str:
     return f"right with up to {right} keys, wrong with {problem.kv}" if right else ""
 
 
-def _place(asked: Asked) -> str:
+def _place(response: Response) -> str:
     """Return which tensors are wrong, and in which sequences, heads, rows, columns or keys."""
     parts = []
-    for name in asked.error.wrong:
-        beyond = asked.error.beyond(name)
+    for name in response.error.wrong:
+        beyond = response.error.beyond(name)
         axes = ("sequence", "head", "row" if name in {"out", "lse", "dq"} else "key", "column")
         if beyond.dim() < 3 or not bool(beyond.any()):
             continue
@@ -297,7 +297,7 @@ def _place(asked: Asked) -> str:
             along = beyond.any(dim=others) if others else beyond
             if not bool(along.all()):
                 own = along.nonzero().flatten()
-                own = asked.call.rows[own] if word == "row" and name != "dq" else own
+                own = response.call.rows[own] if word == "row" and name != "dq" else own
                 where.append(f"{word}s {_ranges(own.tolist())}")
         parts.append(f"{name} is wrong in {', '.join(where)}" if where else f"{name} is wrong")
     return "; ".join(parts)
@@ -315,7 +315,7 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join([*texts, "…"] if spans[4:] else texts)
 
 
-def _measured_keys(run: Asked) -> int:
+def _measured_keys(run: Response) -> int:
     """Return how many keys have weights that can be measured: all, or none."""
     problem = run.call.problem
     fits = problem.operation == "attention" and run.call.whole and run.error.forward
@@ -333,15 +333,15 @@ class _Counts:
     counts: Tensor
     doubt: Tensor
     seen: Tensor
-    asked: Asked
+    response: Response
     with_lse: bool  # without it a tile that is gone looks like another one that weighs more
     other_sum: bool  # whether LSE is wrong, or not there
 
     @classmethod
-    def of(cls, asked: Asked, call: Call) -> _Counts | None:
-        exact, error, problem = asked.call, asked.error, asked.call.problem
+    def of(cls, response: Response, call: Call) -> _Counts | None:
+        exact, error, problem = response.call, response.error, response.call.problem
         columns = problem.value_dim
-        if not _measured_keys(asked):
+        if not _measured_keys(response):
             return None
         inputs = exact.inputs.forward()
         weights, allowed = [], []
@@ -379,7 +379,7 @@ class _Counts:
             counts=counts,
             doubt=torch.where(there, doubt, torch.inf),
             seen=exact.seen.expand(counts.shape),
-            asked=asked,
+            response=response,
             with_lse=with_lse,
             other_sum="lse" in error.wrong or not with_lse,
         )
@@ -392,10 +392,10 @@ class _Counts:
             return None
         whole = torch.where(sure, self.counts.round(), self.seen.double()).clamp(min=0.0)
         # These counts have to give what the kernel gave of its own values.
-        call = self.asked.call
+        call = self.response.call
         parts = call.softmax(call.s + whole.log(), sink=call.sink)
         says = FaultPrediction(name="", tensors=parts.outputs.tensors())
-        return whole if self.asked.error.agrees(says) else None
+        return whole if self.response.error.agrees(says) else None
 
     def facts(self) -> list[str]:
         """Which keys count too often, and which too rarely, in words."""
@@ -441,7 +441,7 @@ class _Counts:
         if bool((wrong & ~self.seen).any()):
             return "mask"
         # What weighs less than fp16 can hold is lost where anything underflows.
-        if not bool((self.asked.call.parts.weights[wrong] >= _LEAST_OF_FP16).any()):
+        if not bool((self.response.call.parts.weights[wrong] >= _LEAST_OF_FP16).any()):
             return None
         # Of each tile either all keys that a row sees are wrong, or none.
         kept = self._tiles((self.seen & (self.doubt < _HALF) & ~wrong).double()).sum(-1) > 0
@@ -468,7 +468,7 @@ class _Counts:
         sure = self.seen & (self.counts > 2 * self.doubt)
         if not self.with_lse or int(sure.sum()) < _FEW_SCORES:
             return None
-        call = self.asked.call
+        call = self.response.call
         order = call.x.expand(sure.shape)[sure].argsort()
         off, doubt = self.counts[sure].log()[order], (self.doubt / self.counts)[sure][order]
         far = (off.abs() > 2 * doubt).double().mean()
@@ -480,7 +480,7 @@ class _Counts:
 
     def _of_one_factor(self) -> bool:
         """Return whether the weights are those of all scores times one number."""
-        call = self.asked.call
+        call = self.response.call
         sure = self.seen & (self.counts > 2 * self.doubt)
         number = sure.sum(-1, keepdim=True).clamp(min=1)
 
@@ -494,7 +494,7 @@ class _Counts:
         def fits(times: Tensor | float) -> bool:
             z = torch.where(call.seen, call.s * times, -torch.inf)
             says = call.softmax(z, sink=call.sink).outputs.tensors()
-            return self.asked.error.agrees(FaultPrediction(name="", tensors=says))
+            return self.response.error.agrees(FaultPrediction(name="", tensors=says))
 
         # Times 0 all score alike, as where one of both operands is not there.
         return call.problem.score == NONE and fits(factor) and not fits(0.0)
@@ -506,7 +506,7 @@ class _Counts:
         return padded.view(*x.shape[:-1], -1, _TILE)
 
 
-def _misplaced(runs: Sequence[Asked], call: Call) -> str:
+def _misplaced(runs: Sequence[Response], call: Call) -> str:
     """Return what shows that numbers are read, or written, elsewhere; empty where nothing does.
 
     A row changes with its own query, and with the keys and values of its own sequence and key head,
@@ -516,7 +516,7 @@ def _misplaced(runs: Sequence[Asked], call: Call) -> str:
     if not some or some[0].call.problem.operation != "attention":
         return ""
 
-    def order(run: Asked) -> tuple[bool, int]:
+    def order(run: Response) -> tuple[bool, int]:
         problem = run.call.problem
         return problem.batch * problem.kv_heads == 1, problem.query * problem.kv
 
@@ -524,18 +524,18 @@ def _misplaced(runs: Sequence[Asked], call: Call) -> str:
     plain = call(inputs)
     if plain is None or not bool(plain.error.got["out"].isfinite().any()):
         return ""
-    for told in _Dependencies(inputs, plain, call).wrong():
+    for place in _Dependencies(inputs, plain, call).wrong():
         # What changes from call to call depends on nothing.
-        again = call(inputs) if told else None
+        again = call(inputs) if place else None
         if again is not None and not bool(_changes(plain, again).any()):
-            return told
+            return place
     return ""
 
 
 class _Dependencies:
     """What a kernel's outputs depend on: parts of its inputs are negated, which rounds nothing."""
 
-    def __init__(self, inputs: Inputs, plain: Asked, call: Call) -> None:
+    def __init__(self, inputs: Inputs, plain: Response, call: Call) -> None:
         self._inputs, self._plain, self._call = inputs, plain, call
         self._problem = inputs.problem
 
@@ -614,7 +614,7 @@ class _Dependencies:
                 yield f"nothing changes with columns {first} and more of {name}"
 
 
-def _changes(one: Asked, other: Asked) -> Tensor:
+def _changes(one: Response, other: Response) -> Tensor:
     """Which numbers of two calls differ by more than rounding, out and then LSE, if there is any.
 
     ``(batch, heads, rows, value_dim + 1)``
@@ -630,7 +630,7 @@ def _changes(one: Asked, other: Asked) -> Tensor:
     return torch.cat([out, lse], -1)
 
 
-def _must_change(one: Asked, other: Asked) -> Tensor:
+def _must_change(one: Response, other: Response) -> Tensor:
     """Rows ``(batch, heads, rows)`` whose exact outputs differ plainly."""
     apart = (one.call.parts.out - other.call.parts.out).abs()
     allowed = one.error.allowed["out"] + other.error.allowed["out"]
@@ -665,7 +665,7 @@ def _by_order(problem: Problem, call: Call, takes: Callable[[Problem], bool]) ->
     q, k, _ = inputs.promoted()
     scores = (q[:, :: plain.group, :1] @ k.mT)[:, :, 0] * plain.scale
 
-    def sorted_by(*, descending: bool) -> Asked | None:
+    def sorted_by(*, descending: bool) -> Response | None:
         place = scores.argsort(-1, descending=descending)[..., None]
         k, v = (x.double().take_along_dim(place, 2).to(x.dtype) for x in (inputs.k, inputs.v))
         return call(inputs.replace(k=k, v=v))
@@ -677,5 +677,5 @@ def _by_order(problem: Problem, call: Call, takes: Callable[[Problem], bool]) ->
     if last is None or not last.error.proven:
         return ""
     off = (last.error.got["out"] - last.call.parts.out).abs() > _PLAINLY * last.error.allowed["out"]
-    told = "right where the largest score of each row comes first, wrong where it comes last"
-    return told if bool(off.any()) else ""
+    fact = "right where the largest score of each row comes first, wrong where it comes last"
+    return fact if bool(off.any()) else ""

@@ -56,10 +56,12 @@ def of_module(folder: str, module: str, names: str) -> Any:
 
 def answered(asked: dict[str, Any], run: dict[str, Any], kernel: Any, names: dict[str, Any]) -> Any:
     """Return (out, LSE or None) of one run; raises ValueError for what is no output."""
-    given = {n: tensor(asked["memory"], data, asked["device"]) for n, data in run["inputs"].items()}
-    names.update(given)  # a mask, descales and sinks are read as globals
+    tensors = {
+        n: tensor(asked["memory"], data, asked["device"]) for n, data in run["inputs"].items()
+    }
+    names.update(tensors)  # a mask, descales and sinks are read as globals
     with torch.no_grad():
-        out, lse = run["call"](kernel, given["q"], given["k"], given["v"])
+        out, lse = run["call"](kernel, tensors["q"], tensors["k"], tensors["v"])
     for name, got in (("out", out), ("lse", lse)):
         shape = tuple(run[name]["exact"]["shape"])
         if got is not None and tuple(got.shape) != shape:

@@ -359,10 +359,10 @@ def _accumulator_bits(rows: _AllowedRows, exposed: int) -> int:
     scores = None if rows.slope is None else _steps(rows.known.q, rows.known.k.mT)
 
     def shown(tried: Sequence[int]) -> dict[int, bool]:
-        found = rows.exposed(_cut_sums(products, tried), rows.known.lse)
-        if scores is not None and not bool(found.all()):
-            found = found | _exposed_by_scores(rows, _cut_sums(scores, tried))
-        return dict(zip(tried, found.tolist(), strict=True))
+        exposed_sums = rows.exposed(_cut_sums(products, tried), rows.known.lse)
+        if scores is not None and not bool(exposed_sums.all()):
+            exposed_sums = exposed_sums | _exposed_by_scores(rows, _cut_sums(scores, tried))
+        return dict(zip(tried, exposed_sums.tolist(), strict=True))
 
     # Bits that show the fault are below all that hide it: halving finds the border.
     hidden = MOST_BITS

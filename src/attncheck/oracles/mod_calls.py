@@ -101,16 +101,16 @@ def call_score_mod_with_slope(
     """
 
     def broadcast() -> Tensor:
-        return _four_axes(score_mod(given, *indices.axes), indices)
+        return _four_axes(score_mod(copy, *indices.axes), indices)
 
     def mapped() -> Tensor:
         axes = (axis.flatten() for axis in indices.axes)
-        return _over_all_axes(score_mod, 1)(given, *axes)
+        return _over_all_axes(score_mod, 1)(copy, *axes)
 
     with torch.enable_grad():
         variable = scores.detach().requires_grad_()
         # A leaf must not be written to; its copy may.
-        given = variable.clone()  # a score mod may write to what it is given
+        copy = variable.clone()  # a score mod may write to what it is given
         after = _first_that_works(broadcast, mapped)
         if not after.requires_grad:
             return _whole(after, scores), torch.zeros_like(scores)

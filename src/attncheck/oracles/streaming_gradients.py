@@ -225,8 +225,8 @@ class _Bounded(_Rows):
             shape = (*self.q.shape[:2], len(run.keys))
             weights, dx = sums.buffer(0, shape), sums.buffer(1, shape)
             values, seen = v[:, :, : sums.problem.value_dim], self.seen(run)
-            given = self.q, k, self.loss, values
-            fused_tiles.fill_tiles((weights, dx), *given, scale=scale, seen=seen)
+            operands = self.q, k, self.loss, values
+            fused_tiles.fill_tiles((weights, dx), *operands, scale=scale, seen=seen)
         else:
             weights = sums.product(0, self.q, k, scale).exp_()
             if run.partial:

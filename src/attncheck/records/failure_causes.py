@@ -53,22 +53,22 @@ class CauseGroup:
 
 def certain_explanations(record: Record) -> tuple[Explanation, ...]:
     """Return the faults of which each explains all of a failure; none where nobody knows one."""
-    found = record.diagnosis
-    if not isinstance(found, Diagnosis) or not found.ranked:
+    diagnosis = record.diagnosis
+    if not isinstance(diagnosis, Diagnosis) or not diagnosis.ranked:
         return ()
-    if found.level != "named":
+    if diagnosis.level != "named":
         return ()
-    if not found.tried:  # the failure says it by itself
-        return found.ranked[:1]
-    return found.ranked[: max(1, found.tied)] if found.ranked[0].explains_all else ()
+    if not diagnosis.tried:  # the failure says it by itself
+        return diagnosis.ranked[:1]
+    return diagnosis.ranked[: max(1, diagnosis.tied)] if diagnosis.ranked[0].explains_all else ()
 
 
 def _doubtful_explanations(record: Record) -> tuple[Explanation, ...]:
     """Return the faults of which each would explain all of a failure, and none was confirmed."""
-    found = record.diagnosis
-    if not isinstance(found, Diagnosis) or found.level == "named":
+    diagnosis = record.diagnosis
+    if not isinstance(diagnosis, Diagnosis) or diagnosis.level == "named":
         return ()
-    return tuple(one for one in found.ranked if one.explains_all)
+    return tuple(one for one in diagnosis.ranked if one.explains_all)
 
 
 def fault_text(explanation: Explanation) -> str:
@@ -258,13 +258,13 @@ def _certain_models(record: Record) -> dict[Key, Explanation]:
 
 def _models(explanations: Iterable[Explanation]) -> dict[Key, Explanation]:
     """Explanations by model and by what tells one fault of it from another."""
-    found = {}
+    models = {}
     for one in explanations:
         # Which tensor it is of tells faults apart. Numbers go with the sizes of the Problem, and so
         # do those in brackets, of a mask that is named.
         words = (v.partition("(")[0] for v in one.parameters.values() if isinstance(v, str))
-        found[(one.model, *words)] = one
-    return found
+        models[(one.model, *words)] = one
+    return models
 
 
 def _with_alike_signs(records: list[Record]) -> list[dict[Key, Explanation]]:
@@ -275,13 +275,13 @@ def _with_alike_signs(records: list[Record]) -> list[dict[Key, Explanation]]:
     """
     models = [_certain_models(record) for record in records]
     # With its parameters: they say which tensor a relation is about.
-    asked = [
+    keys = [
         (*(str(record.case.get(name)) for name in ("question", "parameters")), *symptom(record))
         for record in records
     ]
     causes: dict[Key, dict[Key, Explanation]] = {}
     proven = set()
-    for key, record, own in zip(asked, records, models, strict=True):
+    for key, record, own in zip(keys, records, models, strict=True):
         causes.setdefault(key, {}).update(own)
         if own and isinstance(record.diagnosis, Diagnosis) and not record.diagnosis.tried:
             proven.add(key)
@@ -289,7 +289,7 @@ def _with_alike_signs(records: list[Record]) -> list[dict[Key, Explanation]]:
         causes[key]
         if key in proven and len(causes[key]) == 1 and not isinstance(record.diagnosis, Diagnosis)
         else own
-        for key, record, own in zip(asked, records, models, strict=True)
+        for key, record, own in zip(keys, records, models, strict=True)
     ]
 
 

@@ -113,13 +113,13 @@ class Excerpt:
         Args:
             problem: The excerpt as a Problem, with or without a backward.
         """
-        given, h, of_keys = whole.tensors(), slice(problem.heads), slice(problem.kv_heads)
+        tensors, h, of_keys = whole.tensors(), slice(problem.heads), slice(problem.kv_heads)
         b, rows = (slice(r.start, r.stop) for r in (self.sequences, self.rows))
         parts: dict[TensorName, torch.Tensor] = {}
-        for name in given.keys() & {"out", "lse"}:
-            parts[name] = given[name][b, h, rows]
+        for name in tensors.keys() & {"out", "lse"}:
+            parts[name] = tensors[name][b, h, rows]
         if problem.backward:
-            parts |= {n: given[n] for n in given.keys() - parts.keys()}
+            parts |= {n: tensors[n] for n in tensors.keys() - parts.keys()}
             for name in parts.keys() & {"dq", "dk", "dv"}:
                 parts[name] = parts[name][b, h if name == "dq" else of_keys]
             if "dsink" in parts:

@@ -320,8 +320,8 @@ def _other_layouts(problem: Problem) -> Allowed:
     columns = dict.fromkeys(("q", "k"), problem.head_dim)
     columns |= dict.fromkeys(("v", "dout"), problem.value_dim)
     # Pages lie where the page table says.
-    asked = ("q",) if problem.paging else STRIDED_TENSORS[: 3 + problem.backward]
-    able = (name for name in asked if min(rows[name], columns[name]) > 1)
+    names = ("q",) if problem.paging else STRIDED_TENSORS[: 3 + problem.backward]
+    able = (name for name in names if min(rows[name], columns[name]) > 1)
     return {"tensor": [STRIDED_TENSORS.index(name) for name in able]}
 
 

@@ -121,7 +121,7 @@ def gate_verdict(report: GateReport) -> Verdict:
     failing = failing_statuses(answers, policy)
     count = Counter(answer.record.status for answer in answers)
     failed = sum(count[status] for status in failing)
-    asked = plural(count.total() - count["unsupported"], "question")
+    number = plural(count.total() - count["unsupported"], "question")
     changed, untested = len(failing_changes(report, policy)), len(untested_kernels(report))
     parts = {
         f"{changed:,} not as the baseline": changed,
@@ -141,7 +141,7 @@ def gate_verdict(report: GateReport) -> Verdict:
     word, look = words[code]
     if code == UNTESTED and _TESTED & count.keys():
         word = "NOT ALL TESTED"
-    first = f"{failed:,} of {asked} failed" if failed else asked
+    first = f"{failed:,} of {number} failed" if failed else number
     return Verdict(word, ", ".join([first, *(text for text, n in parts.items() if n)]), look)
 
 

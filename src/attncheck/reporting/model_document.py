@@ -42,17 +42,17 @@ def model_document(report: ModelReport) -> Document:
         records = [record for record in report.records if record.model == name]
         sections.append(Section(f"{name} · {what}", (_summary(records, report),), name=name))
         sections += [_layers(one) for one in records if one.calls]
-    asked = [record for record in report.records if not record.beside]
+    judged_records = [record for record in report.records if not record.beside]
     return Document(
         title="Kernels in a whole model",
-        verdict=_verdict(asked),
+        verdict=_verdict(judged_records),
         command=report.command,
         facts=model_facts(report),
         sections=tuple(sections),
         notes=tuple(map(Note, _notes(report))),
         closing=tuple(
             Note(f"attncheck repro {one.fault.id}", "plain", whole=True)
-            for one in asked
+            for one in judged_records
             if one.fault is not None
         ),
     )
@@ -61,10 +61,10 @@ def model_document(report: ModelReport) -> Document:
 def model_facts(report: ModelReport) -> tuple[str, str]:
     """Machine and versions, and what the models were given."""
     prompts = number_text.plural(report.batch, "prompt")
-    given = f"{report.dtype} · {prompts} of {report.length} tokens"
+    tokens = f"{report.dtype} · {prompts} of {report.length} tokens"
     return (
         environment_facts(report.environment, transformers=report.transformers),
-        f"{given}, {report.steps} decoded after {'it' if report.batch == 1 else 'them'}",
+        f"{tokens}, {report.steps} decoded after {'it' if report.batch == 1 else 'them'}",
     )
 
 

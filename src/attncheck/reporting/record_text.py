@@ -111,8 +111,8 @@ def reason_sections(
         Note(f"{superscript(number)} {status}: {reason}", looks.get(status, "plain"))
         for (status, reason), number in notes.items()
     ]
-    for kernel, found in claims.items() if isinstance(claims, dict) else ():
-        lines += [Note(f"{kernel}: {line}") for line in found]
+    for kernel, claim_lines in claims.items() if isinstance(claims, dict) else ():
+        lines += [Note(f"{kernel}: {line}") for line in claim_lines]
     lines += [Note(f"{kernel} is absent: {reason}") for kernel, reason in absent.items()]
     return [Section("", tuple(lines))] if lines else []
 

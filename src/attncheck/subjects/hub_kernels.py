@@ -158,7 +158,7 @@ def _like_flash_attn(
             layer_idx=0,
             num_key_value_groups=q.shape[2] // k.shape[2],
         )
-        given = {
+        options = {
             "sliding_window": left + 1 if left >= 0 else None,
             "softcap": softcap or None,
             "s_aux": sinks,
@@ -170,7 +170,7 @@ def _like_flash_attn(
             key_padding_mask,
             scaling=q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale,
             dropout=0.0,
-            **{name: value for name, value in given.items() if name in parameters},
+            **{name: value for name, value in options.items() if name in parameters},
         )
         out: Tensor = result[0] if isinstance(result, tuple) else result
         return out

@@ -121,7 +121,11 @@ class Outcomes:
         if self.error:
             terminalreporter.line(f"ERROR: {self.error}", red=True)
         lines = list(summary_lines(self.outcomes, self.untaken, self.seconds))
-        lines += [f"{kernel} {line}" for kernel, found in self.claims.items() for line in found]
+        lines += [
+            f"{kernel} {line}"
+            for kernel, claim_lines in self.claims.items()
+            for line in claim_lines
+        ]
         if lines:
             terminalreporter.section("attncheck")
             for line in lines:

@@ -182,8 +182,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """Tell the process that talks to the user what was found out while tests were collected."""
     config, outcomes = session.config, _outcomes(session.config)
     if _SESSION in config.stash:
-        found = config.stash[_SESSION]
-        outcomes.add_collected(untaken=found.untaken, claims=found.claims)
+        of_session = config.stash[_SESSION]
+        outcomes.add_collected(untaken=of_session.untaken, claims=of_session.claims)
     if hasattr(config, "workeroutput"):
         config.workeroutput[WORKER_OUTPUT] = outcomes.collected()
 

@@ -77,11 +77,11 @@ def check(
     if problem is None or isinstance(kernel, str):  # which keeps what was found
         claims = find_claims(subject, kernel=name, device=device)
     if claims is not None and not claims.timeout:
-        asked = [case.problem for case in cases if problem is not None]
+        problems = [case.problem for case in cases if problem is not None]
         named = () if problem is not None else _names(dtypes)
         # The one dtype that is asked where nobody says is claimed only where it is right.
         named = () if named == _USUAL else named
-        subject = on_terms(subject, claims.terms(named, problems=asked))
+        subject = on_terms(subject, claims.terms(named, problems=problems))
         if problem is None:
             how: dict[str, Any] = {"device": device, "dtypes": named, "calls": False}
             cases = [each.case for each in claimed_questions(claims, subject, **how)]

@@ -138,8 +138,8 @@ class UnderTest(KernelSupport):
         if not models or record.case_id == self._first.case_id:
             return False
         if record.case_id not in self._alike:
-            told = explained_by(record, models, self.subject, **how)
-            self._alike[record.case_id] = told is not None
+            explanation = explained_by(record, models, self.subject, **how)
+            self._alike[record.case_id] = explanation is not None
         return not self._alike[record.case_id]
 
     def skip(self) -> NoReturn:

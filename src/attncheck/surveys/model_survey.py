@@ -232,15 +232,15 @@ Distances = dict[tuple["Phase", str], float]
 
 def _distances(run: ModelRun, exact: ModelRun) -> Distances:
     """How far a run is from the exact one, by phase and place."""
-    found: Distances = {}
+    distances: Distances = {}
     for phase, states in run.states.items():
         known, logits = cast("Phase", phase), len(states) - 1
         for place, (one, true) in enumerate(zip(states, exact.states[phase], strict=True)):
             where = "logits" if place == logits else f"layer {place}"
-            found[known, where] = float((one - true).norm() / true.norm())
-        found[known, "KL"] = _divergence(states[logits], exact.states[phase][logits])
+            distances[known, where] = float((one - true).norm() / true.norm())
+        distances[known, "KL"] = _divergence(states[logits], exact.states[phase][logits])
     if not run.gradients:
-        return found
+        return distances
     squares: dict[str, list[float]] = {}
     for name, true in exact.gradients.items():
         layer = layer_of(name)
@@ -249,8 +249,8 @@ def _distances(run: ModelRun, exact: ModelRun) -> Distances:
             sums = squares.setdefault(where, [0.0, 0.0])
             sums[0] += float(error)
             sums[1] += float(size)
-    found |= {("training", where): math.sqrt(a / b) for where, (a, b) in squares.items() if b}
-    return found
+    distances |= {("training", where): math.sqrt(a / b) for where, (a, b) in squares.items() if b}
+    return distances
 
 
 def _divergence(logits: torch.Tensor, exact: torch.Tensor) -> float:

@@ -269,8 +269,8 @@ class _Attention(torch.autograd.Function):
         swap, place, problem = ctx.called
         place = CallPlace(layer=place.layer, module=place.module, step=place.step, backward=True)
         tensors = ctx.saved_tensors
-        given = swap.outputs(place, problem.replace(backward=True), tensors, dout)
-        of_each = (given.dq, given.dk, given.dv, given.dsink)[: len(tensors)]
+        outputs = swap.outputs(place, problem.replace(backward=True), tensors, dout)
+        of_each = (outputs.dq, outputs.dk, outputs.dv, outputs.dsink)[: len(tensors)]
         gradients = (one.to(tensor.dtype) for one, tensor in zip(of_each, tensors, strict=True))
         return None, None, None, *gradients
 
@@ -427,5 +427,5 @@ def _states(out: Any) -> list[Tensor]:
 
 def layer_of(parameter: str) -> int | None:
     """Return the layer that a parameter is of, by its name; None of what is no layer's."""
-    found = re.search(r"\.(\d+)\.", parameter)
-    return None if found is None else int(found[1])
+    number = re.search(r"\.(\d+)\.", parameter)
+    return None if number is None else int(number[1])

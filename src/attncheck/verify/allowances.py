@@ -134,19 +134,21 @@ def totals_of_rows(evidence: Evidence) -> RowTotals | None:
 
 
 def settle(
-    found: Allowance, evidence: Evidence, arithmetic: Arithmetic, outputs: Outputs | None = None
+    allowance: Allowance, evidence: Evidence, arithmetic: Arithmetic, outputs: Outputs | None = None
 ) -> None:
-    """Give the rows of ``found`` their bound in which a verdict on ``outputs`` could tell.
+    """Give the rows of ``allowance`` their bound in which a verdict on ``outputs`` could tell.
 
     Those are all with an error beyond its floor, and by falling share of it as many as may have the
     largest share of the bound: how many elements are beyond it, and which is so most, is what it
     would be with the bound of every row. Without ``outputs`` every row is given its own.
     """
-    if found.exact is None:
+    if allowance.exact is None:
         return
-    exact, alive = (rows.flatten(0, 1) for rows in (found.exact, evidence.alive))
-    shape = (found.lse.shape[0], found.lse.shape[1])
-    collected = _Bounds(found.out.flatten(0, 1), found.lse.flatten(0, 1), shape, exact=exact)
+    exact, alive = (rows.flatten(0, 1) for rows in (allowance.exact, evidence.alive))
+    shape = (allowance.lse.shape[0], allowance.lse.shape[1])
+    collected = _Bounds(
+        allowance.out.flatten(0, 1), allowance.lse.flatten(0, 1), shape, exact=exact
+    )
     sides = [] if outputs is None else _sides(outputs, evidence, collected)
     most = _FEWEST_SETTLED
     while bool((wanted := _wanted(sides, alive, exact)).any()):

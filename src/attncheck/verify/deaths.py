@@ -45,12 +45,12 @@ def confirm_death(
     died = first.status in DEATHS and (slow or first.status != "timeout")
     if not died or not isinstance(subject, RemoteSubject):
         return first, 1
-    asked, device = tuple(subject.connection.asked), subject.connection.device
+    problems, device = tuple(subject.connection.problems), subject.connection.device
     # In a new process, since an earlier call may have left the first one broken.
     subject.fresh()
     crowded = first.status == "oom" and others_hold_memory(device)
-    if found := _with_wild_write(first, subject, asked):
-        return found, 2
+    if culprit := _with_wild_write(first, subject, problems):
+        return culprit, 2
     second = ask()
     if second.status == first.status:
         return second, 2
@@ -64,7 +64,7 @@ def confirm_death(
 
 
 def _with_wild_write(
-    record: Record, subject: RemoteSubject, asked: tuple[Problem, ...]
+    record: Record, subject: RemoteSubject, problems: tuple[Problem, ...]
 ) -> Record | None:
     """Return the Record of a crash as a failure of the call that wrote past its tensors.
 
@@ -72,7 +72,7 @@ def _with_wild_write(
     the process in whatever comes later: problems are asked that the process had been asked before.
 
     Args:
-        asked: Problems that its process had been asked, the first ones first.
+        problems: Those that its process had been asked, the first ones first.
     """
     # A GPU has no heap of the host's; and a kernel may leave, or be killed, with all its memory in
     # order.
@@ -81,7 +81,7 @@ def _with_wild_write(
     if isinstance(subject.executor, IsolatedExecutor):
         subject.executor.expect(subject, None)  # without guard bands it would break this process
     own = Case.from_json(record.case).problem
-    for problem in dict.fromkeys((own, *asked[:_MOST_ASKED])):
+    for problem in dict.fromkeys((own, *problems[:_MOST_ASKED])):
         case = Case(problem=problem, question="guards")
         judgement = judge_call(subject, case, subject.executor, device="cpu")
         if isinstance(judgement, Failure) and judgement.kind == "crash":

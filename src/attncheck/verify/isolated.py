@@ -152,7 +152,7 @@ class IsolatedExecutor:
         data = b""
         if "case" not in words:
             words["inputs"], data = pack_inputs(inputs)
-        self._connection.asked[inputs.problem] = None
+        self._connection.problems[inputs.problem] = None
         seconds, limit = self._seconds(subject, inputs, calls=calls)
         try:
             most = output_bytes(inputs)
@@ -194,7 +194,7 @@ class IsolatedExecutor:
             self._answers[self._connection.pid, subject, what, case.problem] = answer
             if answer not in (True, None):
                 return
-        self._connection.asked[case.problem] = None
+        self._connection.problems[case.problem] = None
         words = _run_words(subject, Origin(case=case), judged_conditions(case))
         self._connection.send("run", words, seconds=self._connection.deadlines.call)
 

@@ -342,13 +342,13 @@ class GuardBands(QuietMode):  # type: ignore[no-untyped-call]  # torch's
         if traced or getattr(func, "namespace", "") != "aten":
             return made
         several = isinstance(made, tuple | list)
-        given = list(made) if several else [made]
-        if any(map(self._ours, given)):
+        tensors = list(made) if several else [made]
+        if any(map(self._ours, tensors)):
             read = {_memory_of(each) for each in tree_leaves((args, kwargs))}
-            for i, each in enumerate(given):
+            for i, each in enumerate(tensors):
                 if self._ours(each) and _memory_of(each) not in read:  # else it is no new memory
-                    given[i] = self._guarded(each, func)
-        return type(made)(given) if several else given[0]
+                    tensors[i] = self._guarded(each, func)
+        return type(made)(tensors) if several else tensors[0]
 
     def copied(self, inputs: Inputs) -> Inputs:
         """The same numbers between guard bands, laid out alike: strides, gaps and all."""

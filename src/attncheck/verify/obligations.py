@@ -112,10 +112,10 @@ def _tensor_error(
     return ""
 
 
-def written_input(given: Inputs, inputs: Inputs) -> str:
+def written_input(copies: Inputs, inputs: Inputs) -> str:
     """Return which of its inputs a kernel changed; empty when none."""
     for name, mine in inputs.tensors().items():
-        its = given.tensors()[name]
+        its = copies.tensors()[name]
         # It may lie among other numbers, so that its memory is larger; but where it has none it may
         # not be read any more.
         last = sum((n - 1) * stride for n, stride in zip(its.shape, its.stride(), strict=True))
@@ -139,10 +139,10 @@ def arithmetic_error(arithmetic: object, inputs: Inputs) -> str:
     return ""
 
 
-def aliased_input(outputs: Outputs, given: Inputs) -> str:
+def aliased_input(outputs: Outputs, copies: Inputs) -> str:
     """Return which of ``outputs`` lies in the memory of which input; empty when none does."""
     for name, tensor in outputs.tensors().items():
-        for read, its in given.tensors().items():
+        for read, its in copies.tensors().items():
             if _share(tensor, its):
                 return f"{name} lies in the memory of its input {read}."
     return ""

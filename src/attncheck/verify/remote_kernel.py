@@ -111,7 +111,7 @@ class KernelConnection:
 
     Attributes:
         description: What the process says of the kernel.
-        asked: Problems that the process has been asked, the first ones first.
+        problems: Problems that the process has been asked, the first ones first.
         started: Processes so far.
 
     Raises:
@@ -142,7 +142,7 @@ class KernelConnection:
         self._ahead, self._echo = worker, worker is not None and worker.echoes
         self._sent: tuple[Worker, str, dict[str, Any]] | None = None
         self.started, self._cases, self._memory_at_first = 0, 0, 0
-        self.asked: dict[Problem, None] = {}
+        self.problems: dict[Problem, None] = {}
         self.description = self._start()
 
     @property
@@ -250,7 +250,7 @@ class KernelConnection:
             paths=self._paths,
             echo=self._echo,
         )
-        self.started, self._cases, self.asked = self.started + 1, 0, {}
+        self.started, self._cases, self.problems = self.started + 1, 0, {}
         try:
             self._exchange("start", {}, self.deadlines.start)
         except Died as error:  # before anything of the kernel's runs: the machine's fault, or ours

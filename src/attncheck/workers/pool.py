@@ -163,7 +163,7 @@ class _Run:
     limits: Limits
     seconds: float | None
     stop: Callable[[Done], bool]
-    told: Callable[[RunEvent], None]
+    on_event: Callable[[RunEvent], None]
     began: float = field(default_factory=time.monotonic)
     running: dict[int, tuple[Unit, float]] = field(default_factory=dict)
     now_done: int = 0
@@ -283,7 +283,7 @@ class _Run:
     ) -> None:
         seconds = time.monotonic() - self.began
         rest = self.schedule.known - self.finished
-        self.told(
+        self.on_event(
             RunEvent(
                 kind=kind,
                 unit=unit,
@@ -321,14 +321,14 @@ def run_units(  # noqa: PLR0913  # one run, said once
     workers: Sequence[WorkerPlace] | Cluster,
     seconds: float | None = None,
     stop: Callable[[Done], bool] = lambda _: False,
-    told: Callable[[RunEvent], None] = lambda _: None,
+    on_event: Callable[[RunEvent], None] = lambda _: None,
     priority: Callable[[Unit], tuple[Any, ...]] = lambda _: (),
     mine: Callable[[Unit], bool] = lambda _: True,
     limits: Limits | None = None,
 ) -> RunEnd:
     """Do ``units`` and what follows from them, each once; what the journal has is not done again.
 
-    A result is in the journal, on the disk, before ``told`` hears of it. A worker that dies, or
+    A result is in the journal, on the disk, before ``on_event`` hears of it. A worker that dies, or
     whose Work raises, is replaced; its unit is done once more when nothing else is, in a new
     worker, and given up when that is lost too. Interrupts: the first ends it when the running units
     are done, the second at once; SIGTERM is as the first. No process is left when it returns or
@@ -344,7 +344,7 @@ def run_units(  # noqa: PLR0913  # one run, said once
         seconds: No unit is begun after so long; running ones have ``limits.grace`` more.
         stop: Whether a result ends the run, as the first interrupt does. Not asked of results that
             the journal had.
-        told: Hears of everything, in this thread.
+        on_event: Hears of everything, in this thread.
         priority: Of a unit; least first.
         mine: Whether this run does a unit, or another shard.
 
@@ -352,7 +352,7 @@ def run_units(  # noqa: PLR0913  # one run, said once
         How it ended; the journal says so too, and is left open.
 
     Raises:
-        JournalError: where the journal cannot be written. What ``told`` heard of is safe.
+        JournalError: where the journal cannot be written. What ``on_event`` heard of is safe.
         UsageError: where the factory raises one; where there is no such cluster, or no Ray.
         WorkerError: where no worker can be started.
     """
@@ -368,7 +368,7 @@ def run_units(  # noqa: PLR0913  # one run, said once
             limits=limits,
             seconds=seconds,
             stop=stop,
-            told=told,
+            on_event=on_event,
         )
         return run.loop(units, interruptions)
 
