@@ -218,22 +218,20 @@ class CauseSearch:
         What explains ``first``, one of them, is tried on the others, and what was found late on
         those before it.
         """
-        diagnosed = [*records]
+        results = [*records]
         known: dict[int, int] = {}  # causes that had been found by then
         pairs = enumerate(records)
         failed = [i for i, one in pairs if one is first or one.status in FAILED_STATUSES]
         failed.sort(key=lambda i: records[i] is not first)
         for i in failed:
-            diagnosed[i] = self.diagnose(records[i], subject, device=device)
+            results[i] = self.diagnose(records[i], subject, device=device)
             known[i] = len(self._causes)
         for i in failed:
             later = [*self._causes][known[i] :]
-            if later and not certain_explanations(diagnosed[i]):
+            if later and not certain_explanations(results[i]):
                 late = explained_by(records[i], later, subject, device=device)
-                diagnosed[i] = (
-                    replace(diagnosed[i], diagnosis=late) if late is not None else diagnosed[i]
-                )
-        return tuple(diagnosed)
+                results[i] = replace(results[i], diagnosis=late) if late is not None else results[i]
+        return tuple(results)
 
 
 def explained_by(

@@ -198,8 +198,8 @@ def explain(
         proven: Whether only what is beyond its bound is asked about.
     """
     problem = evidence.case.problem
-    observed = observed_error(result, evidence)
-    error, call = observed.error, observed.call
+    response = observed_error(result, evidence)
+    error, call = response.error, response.call
     if proven and not error.proven:
         return None
     # Models of a backward need all rows at once, which a large problem is too large for.
@@ -212,7 +212,7 @@ def explain(
     # An LSE of −∞ is right where a row sees no key.
     finite = all(bool(x.isfinite().all()) for name, x in error.got.items() if name != "lse")
     return Findings(
-        ranking=ranking, tried=len(models), tiles=tiles, finite=finite, response=observed
+        ranking=ranking, tried=len(models), tiles=tiles, finite=finite, response=response
     )
 
 

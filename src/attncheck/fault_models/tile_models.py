@@ -417,7 +417,7 @@ def mask_within_the_tile(call: ExactAttention) -> Iterator[Form]:
             yield call.exact, {"tile": size}
             continue
         count = padded_keys(call, size)
-        shown = call.visible(call.mask)[..., torch.arange(kv + count) % size]
+        visible = call.visible(call.mask)[..., torch.arange(kv + count) % size]
         s = torch.cat([call.s, _score_behind(call, count).expand(*shape[:3], count)], -1)
         # All tiles, or those in which a block of rows sees anything.
         blocks = (tile_visibility(call, rows, size)[0] for rows in TRIED_TILES)
@@ -425,7 +425,7 @@ def mask_within_the_tile(call: ExactAttention) -> Iterator[Form]:
             there = torch.cat([visited, visited[..., -1:].expand(*shape[:3], count)], -1)
             # The end of the keys may hide what it has to.
             for end in (kv, kv + count) if count else (kv,):
-                seen = shown & there & (torch.arange(kv + count) < end)
+                seen = visible & there & (torch.arange(kv + count) < end)
                 z = torch.where(seen, s, -math.inf)
                 yield call.with_keys_behind(z[..., kv:], z[..., :kv]), {"tile": size}
 

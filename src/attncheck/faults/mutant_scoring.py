@@ -460,7 +460,7 @@ def _identical(subject: Subject, right: Subject, problems: Sequence[Problem]) ->
     """
     executor = InProcess()
     every = dict.fromkeys(_reference_problems(problems))
-    compared = 0
+    count = 0
     for problem in every:
         if executor.refusal(right, problem, "cpu") is not None:
             continue
@@ -469,11 +469,11 @@ def _identical(subject: Subject, right: Subject, problems: Sequence[Problem]) ->
             if isinstance(one, Execution) is not isinstance(other, Execution):
                 return False
             continue
-        compared += 1
+        count += 1
         mine, its = one.outputs.tensors(), other.outputs.tensors()
         if mine.keys() != its.keys() or not all(map(_same_bits, mine.values(), its.values())):
             return False
-    return compared > 0
+    return count > 0
 
 
 def _reference_problems(problems: Sequence[Problem]) -> Iterator[Problem]:

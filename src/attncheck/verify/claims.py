@@ -244,8 +244,8 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             name = f"{trial.aspect}-{trial.what}".replace(" ", "-").replace("<", "below")
             name = name.replace(">", "above").replace(",", "")
             # Slopes of one more axis than it has it may well read as those of its heads.
-            broken = one and ((one.verdict == "wrong" and one.aspect != "slopes") or one.fatal)
-            if broken or name in named or (one and claimed and one.verdict == "raises"):
+            wrong = one and ((one.verdict == "wrong" and one.aspect != "slopes") or one.fatal)
+            if wrong or name in named or (one and claimed and one.verdict == "raises"):
                 question = CheckCase(
                     name=name,
                     summary=f"{trial.aspect} {trial.what}, which it was not found to take",
@@ -404,21 +404,21 @@ def find_claims(
     if base is not None:
         right = first.verdict == "takes"
         others = detection.others_right_on(base, subject.conventions) if right else ()
-        detected = detection.result(base)
-        trials = _trials(base, detected.convention, device)
-        terms = Terms(convention=detected.convention, lse=detected.options.lse)
+        result = detection.result(base)
+        trials = _trials(base, result.convention, device)
+        terms = Terms(convention=result.convention, lse=result.options.lse)
         expect([trial.of(base) for trial in trials], terms)
         _try_unclaimed(detection, base, device)
-        detected = detection.result(base)
+        result = detection.result(base)
         claims = Claims(
             conventions=subject.conventions,
-            convention=detected.convention,
+            convention=result.convention,
             others=others,
-            lse=detected.options.lse,
-            causal=detected.options.causal,
+            lse=result.options.lse,
+            causal=result.options.causal,
             base=base.to_json(),
             right=right,
-            tried=tuple(one for one in detected.tried if one.aspect != "convention"),
+            tried=tuple(one for one in result.tried if one.aspect != "convention"),
         )
     tried = [one for one in detection.result(base).tried if one.aspect == "convention"]
     if base is not None and not claims.right and len(tried) > 1:
@@ -435,18 +435,18 @@ def _try_unclaimed(detection: Detection, base: Problem, device: str) -> None:
     trials = [*_trials(base, detection.result(base).convention, device)]
     for trial, following in itertools.zip_longest(trials, trials[1:]):
         problem = trial.of(base)
-        detected = detection.result(base)
+        result = detection.result(base)
         # One row is a length of 1, which may be no multiple of what it takes.
-        if trial.what == "one query" and not detected.takes("lengths", "1"):
+        if trial.what == "one query" and not result.takes("lengths", "1"):
             continue
         # Nothing is new in it where lengths must be equal, or the mask is wrong where they are.
         if trial.aspect == "causal" and not (
-            detected.takes("rectangular")
+            result.takes("rectangular")
             and detection.verdict(problem.replace(kv=base.kv)) == "takes"
         ):
             continue
         # Of who has no gradients nobody asks for those of another layout.
-        if trial.aspect == "strides" and problem.backward and not detected.takes("backward"):
+        if trial.aspect == "strides" and problem.backward and not result.takes("backward"):
             continue
         # What of these is asked next does not hang on the answers.
         if following and trial.aspect == following.aspect in {"dtypes", "head_dims", "lengths"}:
