@@ -217,7 +217,7 @@ class Counted(RemoteSubject):
     started = 0
 
     def __init__(self):
-        self.connection = SimpleNamespace(asked=(), device="cpu")
+        self.connection = SimpleNamespace(problems=(), device="cpu")
 
     def fresh(self):
         self.started += 1
