@@ -112,6 +112,13 @@ def test_what_cannot_be_loaded_is_said(monkeypatch):
     assert (answer.kind, answer.words) == ("failed", {"reason": "ModuleNotFoundError"})
 
 
+def printed_by(program: str) -> str:
+    """What a fresh process prints that runs ``program``."""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+    return done.stdout
+
+
 def test_the_first_kernels_do_not_wait_for_torchs_compiler():
     program = (
         "import sys; from importlib import import_module; "
@@ -119,14 +126,12 @@ def test_the_first_kernels_do_not_wait_for_torchs_compiler():
         "[import_module(name) for name in compile_ahead._MODULES]; "
         "print('triton' in sys.modules, 'torch._dynamo' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout == "True False\n", done.stderr
+    assert printed_by(program) == "True False\n"
 
 
 def test_who_starts_them_has_not_imported_torch():
     program = "import sys; import attncheck.verify.compile_ahead; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout == "False\n", done.stderr
+    assert printed_by(program) == "False\n"
 
 
 @pytest.mark.usefixtures("_driver")
