@@ -197,7 +197,7 @@ def contradicted(
     Args:
         models: What explains a failure.
         passed: Comparisons and probes that the same kernel answered rightly.
-        asked: The failure.
+        response: The failure.
         device: Where.
     """
     own = response.call.problem

@@ -74,7 +74,7 @@ def observe(
     """Return where and when a kernel is wrong, and the family of faults that this tells.
 
     Args:
-        asked: What it gave.
+        response: What it gave.
         case: For it.
         ask: Calls the kernel.
         call: Calls it with other numbers.
@@ -524,11 +524,11 @@ def _misplaced(runs: Sequence[Response], call: Call) -> str:
     plain = call(inputs)
     if plain is None or not bool(plain.error.got["out"].isfinite().any()):
         return ""
-    for place in _Dependencies(inputs, plain, call).wrong():
+    for finding in _Dependencies(inputs, plain, call).wrong():
         # What changes from call to call depends on nothing.
-        again = call(inputs) if place else None
+        again = call(inputs) if finding else None
         if again is not None and not bool(_changes(plain, again).any()):
-            return place
+            return finding
     return ""
 
 
