@@ -27,11 +27,12 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import traceback
 import types
 from collections.abc import Mapping
 from pathlib import Path
+
+from attncheck.core.own_process import end_process
 
 _KEPT = Path(__file__).with_name("kept_evidence.py")
 # What Python reads when it starts, or a module when it is imported: servers differ in it.
@@ -271,10 +272,9 @@ class Forked(subprocess.Popen):
             stream = os.fdopen(number, "w", 1 if number == 2 else -1, **kind)
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
-        code = _exit_code([*how["args"][1:]])
-        if "pytest" in sys.modules:  # whose folders and plugins are to stay
-            os._exit(code)
-        _end(code)
+        if "pytest" in sys.modules:
+            atexit._clear()  # what it has registered is for its own end
+        end_process(_exit_code([*how["args"][1:]]))
 
 
 def _run(words: list[str]) -> None:
@@ -307,15 +307,6 @@ def _exit_code(words: list[str]) -> int:
     return 0
 
 
-def _end(code: int) -> None:
-    """As Python does, but nothing is taken down: that takes longer than most commands."""
-    threading._shutdown()
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
 if __name__ == "__main__":
     sys.path.pop(0)  # this folder
     for _name in sys.argv[2:]:
@@ -344,4 +335,4 @@ if __name__ == "__main__":
         subprocess.Popen = Forked
     if _kept and not _request["keeps"]:
         _kept[0].steps_down()
-    _end(_exit_code(_request["words"]))
+    end_process(_exit_code(_request["words"]))

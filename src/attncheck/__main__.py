@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
-__all__ = ["main"]
+__all__ = ["main", "run"]
 
 _INTERRUPTED = 130
 
@@ -17,13 +17,25 @@ def main() -> None:
         if ours:
             # At once: what is half imported may make another error of a KeyboardInterrupt.
             signal.signal(signal.SIGINT, _end)
-        from attncheck.cli import main as run
+        from attncheck.cli import main as run_command_line
 
         if ours:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        run()
+        run_command_line()
     except KeyboardInterrupt:  # between two lines of these
         _end()
+
+
+def run() -> None:
+    """Do the same as a process of its own, which ends with it."""
+    try:
+        main()
+    except SystemExit as end:
+        if isinstance(end.code, int):
+            from attncheck.core.own_process import end_process
+
+            end_process(end.code)
+        raise
 
 
 def _end(*_: object) -> None:
@@ -32,4 +44,4 @@ def _end(*_: object) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run()

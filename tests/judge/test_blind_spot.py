@@ -8,6 +8,7 @@ import torch
 
 from attncheck.core.conditions import Conditions, Rows
 from attncheck.core.judgement import BlindSpot
+from attncheck.judge import blind_spot as blind_spots
 from attncheck.judge.allowance import Allowance, Sample
 from attncheck.judge.blind_spot import blind_spot, cut, first_bits
 
@@ -382,6 +383,29 @@ def test_a_softmax_is_attention_to_one_hot_values(allowed):
     assert found.scale == pytest.approx(other.scale, rel=ROUNDINGS)
     assert (found.half, found.zeros) == (other.half, other.zeros)
     assert found.accumulator_bits == 0
+
+
+def test_sums_are_cut_once_for_many_allowances_and_show_what_they_show_alone(monkeypatch):
+    tried = []
+    cut_sums = blind_spots._cut_sums
+
+    def noting(steps, bits):
+        tried.append((steps.shape, *bits))
+        return cut_sums(steps, bits)
+
+    monkeypatch.setattr(blind_spots, "_cut_sums", noting)
+    # With few sums at once every number of bits is tried at once.
+    monkeypatch.setattr(blind_spots, "_FEW", 0)
+    known, kept = random(4, 40, 3), {}
+    for out in (2.0**-10, 2.0**-16, 2.0**-10, math.inf):
+        each = allowance(known, out, 2.0**-14)
+        how = {"generic": False, "exposes_lse": True}
+        alone = blind_spot([(known, None)], each, **how)
+        count = len(tried)
+        assert blind_spot([(known, None)], each, **how, cut_sums=kept) == alone
+        del tried[:count]
+    assert tried
+    assert len(tried) == len({*tried})
 
 
 # Many rows

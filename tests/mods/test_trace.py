@@ -1,7 +1,6 @@
 """The trace of a mod says what the mod says; what cannot be traced says why."""
 
 import dataclasses
-import gc
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from attncheck.core.errors import TraceError
 from attncheck.core.formats import fp32
 from attncheck.core.mod_spec import Dimensions, Spec
 from attncheck.inputs.problem import Problem
-from attncheck.mods import masks, scores, torch_tracer, trace
+from attncheck.mods import masks, scores, trace
 from attncheck.mods.expression import Expression
 from attncheck.mods.library import build_mask, build_score
 from attncheck.mods.trace import count_disagreements, trace_derivative, trace_mask, trace_score
@@ -43,18 +42,6 @@ def test_what_everything_is_seen_by_needs_no_tracer_which_says_the_same(monkeypa
     monkeypatch.setattr(trace, "_trace", None)
     known = trace_mask(build_mask(Spec.of("full"), DIMENSIONS))
     assert (known.structure, known.captured) == (traced.structure, traced.captured)
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_a_compiler_is_imported_without_a_collector_that_is_then_as_it_was(enabled, monkeypatch):
-    seen = []
-    monkeypatch.setattr("importlib.import_module", lambda name: seen.append(gc.isenabled()))
-    (gc.enable if enabled else gc.disable)()
-    try:
-        torch_tracer.import_compiler("torch._dynamo", "torch._inductor")
-        assert (seen, gc.isenabled()) == ([False, False], enabled)
-    finally:
-        gc.enable()
 
 
 READABLE = {

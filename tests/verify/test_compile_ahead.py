@@ -10,7 +10,6 @@ import torch
 from attncheck.inputs import input_tensors
 from attncheck.inputs.input_tensors import draw_inputs, zero_inputs
 from attncheck.inputs.problem import Case, Problem
-from attncheck.mods import torch_tracer
 from attncheck.oracles import fused_tiles
 from attncheck.subjects import torch_kernels
 from attncheck.subjects.capabilities.named_kernels import BUILTIN, subject_named
@@ -222,12 +221,13 @@ def test_a_thread_loads_what_is_asked_for_on_a_gpu(kernels, monkeypatch):
     takes = lambda *asked, backward: loaded.append((*asked, backward))  # noqa: E731
     monkeypatch.setattr(fused_tiles, "takes", takes)
     monkeypatch.setattr(torch_kernels, "load_cudnn", loaded.append)
+    monkeypatch.setattr(compile_ahead, "_hash_triton", lambda: loaded.append("triton"))
     assert load_ahead([SMALL], kernels, "cpu") is None
     both = SMALL.replace(backward=True)
     load_ahead([SMALL, both], kernels, "cuda").join()
     place = torch.device("cuda:1")
     first = [(SMALL, place, False), (both, place, False), (both, place, True)]
-    assert loaded == [*first, *[place] * ("sdpa-cudnn" in kernels)]
+    assert loaded == [*first, *[place] * ("sdpa-cudnn" in kernels), "triton"]
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_torchs_compiler_is_imported_where_a_kernel_on_a_gpu_waits_for_it(
     kernels, device, imports, monkeypatch
 ):
     modules = []
-    monkeypatch.setattr(torch_tracer, "import_compiler", lambda *names: modules.extend(names))
+    monkeypatch.setattr(compile_ahead, "import_module", modules.append)
     load_compilers([subject_named(name) for name in kernels], device)
     assert modules == imports
 

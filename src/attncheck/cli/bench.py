@@ -124,13 +124,12 @@ def bench(interrupts: Interrupts, options: BenchOptions) -> int:
     """
     workers = {each: start_worker(each, in_process=options.in_process) for each in options.kernels}
     compilers = start_compilers(options.kernels, options.device)
-    from attncheck.reporting import rendering
-    from attncheck.reporting.image_files import check_plots, write_plots
-
+    with interrupts.importing():
+        from attncheck.reporting import rendering
+        from attncheck.reporting.image_files import check_plots, write_plots
     rendering.check_format(options.fmt)
     check_plots(options.plots)
     rendering.check_writable(options.directory, "bench")
-    interrupts.check()  # the imports above take a while, and may have swallowed one
     report, page = time_kernels(interrupts, options, workers, compilers)
     how_far = f", {report.incomplete}" if report.incomplete else ""
     with interrupts.writing(options.directory, f"the report is written{how_far}"):

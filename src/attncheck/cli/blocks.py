@@ -44,10 +44,9 @@ def blocks(
     A kernel with a block mask, FlexAttention's or ours, skips the empty tiles, and applies the mask
     in the partial ones.
     """
-    from attncheck.reporting import rendering
-    from attncheck.surveys.block_survey import blocks_of, mask_of, survey_blocks
-
-    interrupts.check()  # the imports above take a while, and may have swallowed one
+    with interrupts.importing():
+        from attncheck.reporting import rendering
+        from attncheck.surveys.block_survey import blocks_of, mask_of, survey_blocks
     wanted = [blocks_of(size) for size in sizes or (DEFAULT_BLOCK,)]
     report = survey_blocks(
         mask_of(mask),

@@ -123,17 +123,16 @@ def check(interrupts: Interrupts, options: CheckOptions) -> int:
     if options.last_failed:
         options = dataclasses.replace(options, names=_failed_names(options))
     worker = start_worker(options.spec, in_process=options.in_process)
-    from attncheck.reporting import rendering
-    from attncheck.reporting.check_document import check_document, check_summary
-    from attncheck.verify.calls_ahead import CallsAhead, processes_ahead
-    from attncheck.verify.environment import prepare, usable_device
-    from attncheck.verify.kernel_hosts import open_kernel
-    from attncheck.verify.kernel_messages import RemoteError
-    from attncheck.verify.remote_kernel import Deadlines
-    from attncheck.verify.verify import assemble_report
-    from attncheck.workers.process import Died
-
-    interrupts.check()  # the imports above take a while, and may have swallowed one
+    with interrupts.importing():
+        from attncheck.reporting import rendering
+        from attncheck.reporting.check_document import check_document, check_summary
+        from attncheck.verify.calls_ahead import CallsAhead, processes_ahead
+        from attncheck.verify.environment import prepare, usable_device
+        from attncheck.verify.kernel_hosts import open_kernel
+        from attncheck.verify.kernel_messages import RemoteError
+        from attncheck.verify.remote_kernel import Deadlines
+        from attncheck.verify.verify import assemble_report
+        from attncheck.workers.process import Died
     rendering.check_format(options.fmt)
     options = dataclasses.replace(options, device=usable_device(options.device))
     questions, mods = _asked(options)

@@ -89,10 +89,9 @@ def demo(
     if kernel_file is not None:
         return _copy(Path(kernel_file))
     few_threads(small=True)
-    from attncheck.subjects.load import load_subject
-    from attncheck.verify.environment import prepare, usable_device
-
-    interrupts.check()  # the imports above take a while, and may have swallowed one
+    with interrupts.importing():
+        from attncheck.subjects.load import load_subject
+        from attncheck.verify.environment import prepare, usable_device
     start = time.monotonic()
     device = usable_device(device)
     prepare(device)  # before Triton is imported

@@ -33,10 +33,9 @@ def fingerprint(
     few_threads(small=False)
     seconds = parse_seconds(timeout, "--timeout")
     worker = start_worker(kernel, in_process=False)
-    from attncheck.cases.variants import check_measured
-    from attncheck.verify.environment import prepare, usable_device
-
-    interrupts.check()  # the imports above take a while, and may have swallowed one
+    with interrupts.importing():
+        from attncheck.cases.variants import check_measured
+        from attncheck.verify.environment import prepare, usable_device
     for name in dtypes:
         check_measured(name)
     dtype_names = list(dtypes or MEASURED_DTYPES)

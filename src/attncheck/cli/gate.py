@@ -148,9 +148,8 @@ def gate(interrupts: Interrupts, options: GateOptions) -> int:
     when nothing was tested, 130 when it was interrupted.
     """
     few_threads(small=False)
-    from attncheck.reporting.rendering import GATE_FORMATS, check_format
-
-    interrupts.check()  # the imports above take a while, and may have swallowed one
+    with interrupts.importing():
+        from attncheck.reporting.rendering import GATE_FORMATS, check_format
     check_format(options.fmt, GATE_FORMATS)
     parse_seconds(options.max_time, "--max-time")
     parse_seconds(options.timeout, "--timeout")

@@ -88,11 +88,10 @@ def model(
     Exit code 1 when a call failed or a kernel raised; 5 when no kernel takes the model.
     """
     workers = {each: start_worker(each, in_process=in_process) for each in kernels}
-    from attncheck.reporting import exit_codes, rendering
-    from attncheck.reporting.image_files import check_plots, write_plots
-    from attncheck.surveys.swapped_model import ModelSize, describe_model, transformers_version
-
-    interrupts.check()  # the imports above take a while, and may have swallowed one
+    with interrupts.importing():
+        from attncheck.reporting import exit_codes, rendering
+        from attncheck.reporting.image_files import check_plots, write_plots
+        from attncheck.surveys.swapped_model import ModelSize, describe_model, transformers_version
     rendering.check_format(fmt)
     check_plots(plots)
     from attncheck.subjects.capabilities.named_kernels import subject_named

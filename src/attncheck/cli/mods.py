@@ -50,12 +50,11 @@ def mods(
     # The file is loaded there first: what ends that process does not end this one.
     trial = start_worker(file, in_process=False, echo=False)
     workers = {each: start_worker(each, in_process=False) for each in kernels}
-    from attncheck.reporting import rendering
-    from attncheck.surveys.mod_survey import dimensions_of, mods_of_file, survey_mods
-    from attncheck.verify.environment import prepare, usable_device
-    from attncheck.verify.kernel_hosts import try_mods
-
-    interrupts.check()  # the imports above take a while, and may have swallowed one
+    with interrupts.importing():
+        from attncheck.reporting import rendering
+        from attncheck.surveys.mod_survey import dimensions_of, mods_of_file, survey_mods
+        from attncheck.verify.environment import prepare, usable_device
+        from attncheck.verify.kernel_hosts import try_mods
     rendering.check_format(fmt)
     device = usable_device(device)
     dimensions = dimensions_of(shape)

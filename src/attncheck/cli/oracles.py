@@ -85,15 +85,15 @@ def oracles(
     if certify and digits is not None:
         raise UsageError(f"--digits {digits} has no meaning with --certify: balls have bits.")
     survey: Callable[..., OracleReport | CertificateReport]
-    if certify:
-        from attncheck.surveys.oracle_certificates import certify_oracles
+    with interrupts.importing():
+        if certify:
+            from attncheck.surveys.oracle_certificates import certify_oracles
 
-        name, survey = "certificates", certify_oracles
-    else:
-        from attncheck.surveys.oracle_survey import survey_oracles
+            name, survey = "certificates", certify_oracles
+        else:
+            from attncheck.surveys.oracle_survey import survey_oracles
 
-        name, survey = "oracles", partial(survey_oracles, digits=digits or DEFAULT_DIGITS)
-    interrupts.check()  # the imports above take a while, and may have swallowed one
+            name, survey = "oracles", partial(survey_oracles, digits=digits or DEFAULT_DIGITS)
     rendering.check_format(fmt)
     cells = oracle_plan(
         variants=variants,

@@ -73,13 +73,12 @@ def repro(
     seconds = parse_seconds(timeout, "--timeout")
     spec, convention = kernel or kept.kernel, convention or kept.convention
     worker = start_worker(spec, in_process=in_process) if spec else None
-    from attncheck.diagnose.reproduce import run_again
-    from attncheck.verify.claims import hold_to_convention
-    from attncheck.verify.deaths import death_record
-    from attncheck.verify.environment import prepare
-    from attncheck.workers.process import Died
-
-    interrupts.check()  # the imports above take a while, and may have swallowed one
+    with interrupts.importing():
+        from attncheck.diagnose.reproduce import run_again
+        from attncheck.verify.claims import hold_to_convention
+        from attncheck.verify.deaths import death_record
+        from attncheck.verify.environment import prepare
+        from attncheck.workers.process import Died
     device = _device(device, kept)
     mods = _recording(recording, kept)
     case = _case(kept, device)

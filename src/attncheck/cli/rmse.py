@@ -134,8 +134,9 @@ def rmse(interrupts: Interrupts, options: RmseOptions) -> int:
     # One cell is compiled no sooner elsewhere.
     few = options.sources or options.explained is not None
     compilers = [] if few else start_compilers(options.kernels, options.device)
-    from attncheck.reporting import exit_codes, rendering
-    from attncheck.reporting.image_files import check_plots
+    with interrupts.importing():
+        from attncheck.reporting import exit_codes, rendering
+        from attncheck.reporting.image_files import check_plots
 
     rendering.check_format(options.fmt)
     check_plots(options.plots)
@@ -147,7 +148,6 @@ def rmse(interrupts: Interrupts, options: RmseOptions) -> int:
     else:
         if options.backward:
             _refuse_with("--backward", ("plots",), "gives gradients, which a plot does not show")
-        interrupts.check()  # the imports above take a while, and may have swallowed one
         report, page = _measured(interrupts, options, workers, compilers)
         if options.explained is not None:
             return exit_codes.exit_code(report)
@@ -176,10 +176,11 @@ def _measured(
     Returns:
         The Report, and the page where its rows have been shown.
     """
-    from attncheck.mods.mod_files import is_mod_reference
-    from attncheck.subjects.capabilities import named_kernels
-    from attncheck.verify.environment import prepare, usable_device
-    from attncheck.verify.kernel_hosts import try_mods
+    with interrupts.importing():
+        from attncheck.mods.mod_files import is_mod_reference
+        from attncheck.subjects.capabilities import named_kernels
+        from attncheck.verify.environment import prepare, usable_device
+        from attncheck.verify.kernel_hosts import try_mods
 
     parse_seconds(options.max_time, "--max-time")
     # Whatever is not given one may take hours: it is measured, and not searched for hangs.

@@ -18,6 +18,7 @@ import click
 import msgspec
 
 from attncheck.core.errors import AttncheckError, UsageError
+from attncheck.core.own_process import no_garbage_collection
 from attncheck.core.source_files import DivertedOutput, error_line
 from attncheck.reporting.document import LiveRows
 from attncheck.reporting.exit_codes import INTERRUPTED, exit_code
@@ -216,6 +217,16 @@ class Interrupts:
         """Raises KeyboardInterrupt where one was raised before and did not arrive."""
         if self.raised:
             raise KeyboardInterrupt
+
+    @contextmanager
+    def importing(self) -> Iterator[None]:
+        """Within, a verb imports what it needs, which takes a while and may swallow an interrupt.
+
+        Raises KeyboardInterrupt after it where one was raised.
+        """
+        with no_garbage_collection():
+            yield
+        self.check()
 
     @contextmanager
     def writing(self, directory: str, said: str = "the report is written") -> Iterator[None]:

@@ -39,6 +39,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -57,6 +58,9 @@ _FEW = 2**17  # sums in every number of bits that are made at once
 
 MOST_BITS = 24  # significant bits of fp32: an accumulator of no fewer is no fault
 
+CutSums = dict[tuple[int, str], dict[int, Tensor]]
+"""Sums that were cut, by block of rows and product, and by bits: the same for every allowance."""
+
 _UNIT = 2.0**-52  # twice float64's unit roundoff: a sum of n terms is off by n times half of it
 _LEAST = torch.finfo(torch.float64).tiny  # in place of no allowance at all: 0 ÷ 0 is no share
 
@@ -67,6 +71,7 @@ def blind_spot(
     *,
     generic: bool,
     exposes_lse: bool,
+    cut_sums: CutSums | None = None,
 ) -> BlindSpot | None:
     """Find the smallest faults that the sampled rows of a problem would have exposed.
 
@@ -76,17 +81,19 @@ def blind_spot(
             derivative, errors of scores are not examined; without a mod None will do.
         generic: Whether the inputs are drawn without structure, so that the probabilistic bound
             was applied beside the deterministic one.
+        cut_sums: Those that were made of the same rows for another allowance; new ones are added.
 
     None where no row sees a key and has a finite allowance.
     """
-    exposed = _Exposed()
-    for (known, slope), sample in zip(rows, allowance.samples, strict=True):
+    exposed, kept = _Exposed(), {} if cut_sums is None else cut_sums
+    for number, ((known, slope), sample) in enumerate(zip(rows, allowance.samples, strict=True)):
         out, lse = at_rows(sample.rows, allowance.out), at_rows(sample.rows, allowance.lse)
         if generic:
             out = torch.minimum(out, sample.probable_out)
             lse = torch.minimum(lse, sample.probable_lse)
         some = _AllowedRows.of(known, out, lse if exposes_lse else None, slope)
-        exposed.add(some, EXAMINED // len(allowance.samples))
+        sums = tuple(kept.setdefault((number, product), {}) for product in ("pv", "qk"))
+        exposed.add(some, EXAMINED // len(allowance.samples), sums)
     return exposed.summary()
 
 
@@ -106,7 +113,9 @@ class _Exposed:
     elements: int = 0
     judges_lse: bool = False
 
-    def add(self, rows: _AllowedRows, examined: int) -> None:
+    def add(
+        self, rows: _AllowedRows, examined: int, cut_sums: tuple[dict[int, Tensor], ...]
+    ) -> None:
         bounded = rows.out_allowance.isfinite()
         out = rows.known.out[bounded].abs()
         allowed = rows.out_allowance[bounded]
@@ -124,7 +133,7 @@ class _Exposed:
         self.smallest = min(self.smallest, smallest)
         self.dropped += dropped
         self.pairs += pairs
-        self.bits = _accumulator_bits(some, self.bits)
+        self.bits = _accumulator_bits(some, self.bits, *cut_sums)
 
     def summary(self) -> BlindSpot | None:
         if not self.elements and not self.judges_lse:
@@ -344,24 +353,28 @@ def _smallest_change(weights: Tensor, farthest: Tensor, allowance: Tensor) -> Te
     return torch.where(too_small < 1, too_small, too_large)
 
 
-def _accumulator_bits(rows: _AllowedRows, exposed: int) -> int:
+def _accumulator_bits(
+    rows: _AllowedRows, exposed: int, of_values: dict[int, Tensor], of_scores: dict[int, Tensor]
+) -> int:
     """Largest number of bits below fp32's at which a cut sum is beyond an allowance of ``rows``.
 
     Args:
         rows: Where to look.
         exposed: A number of bits that is exposed already; nothing smaller is looked for.
+        of_values: Sums of P·V by the bits to which they were cut; new ones are added.
+        of_scores: The same of q·k.
 
     0 where none is. By halving: fewer bits lose more.
     """
     if rows.known.given_scores:
         return exposed  # nothing is multiplied
-    products = _steps(rows.weights, rows.known.v)
-    scores = None if rows.slope is None else _steps(rows.known.q, rows.known.k.mT)
+    values = _Sums(rows.weights, rows.known.v, of_values)
+    scores = None if rows.slope is None else _Sums(rows.known.q, rows.known.k.mT, of_scores)
 
     def shown(tried: Sequence[int]) -> dict[int, bool]:
-        exposed_sums = rows.exposed(_cut_sums(products, tried), rows.known.lse)
+        exposed_sums = rows.exposed(values.cut(tried), rows.known.lse)
         if scores is not None and not bool(exposed_sums.all()):
-            exposed_sums = exposed_sums | _exposed_by_scores(rows, _cut_sums(scores, tried))
+            exposed_sums = exposed_sums | _exposed_by_scores(rows, scores.cut(tried))
         return dict(zip(tried, exposed_sums.tolist(), strict=True))
 
     # Bits that show the fault are below all that hide it: halving finds the border.
@@ -390,6 +403,25 @@ def cut(values: Tensor, kept: int | Tensor) -> Tensor:
     Normal numbers; the sign is apart from the significand, so that clearing bits lessens the size.
     """
     return (values.contiguous().view(torch.int64) & kept).view(torch.float64)
+
+
+@dataclass(eq=False)
+class _Sums:
+    """A product of two matrices whose sums are cut; the same ones are asked for many allowances."""
+
+    left: Tensor
+    right: Tensor
+    kept: dict[int, Tensor]  # by the bits to which they were cut
+
+    @cached_property
+    def steps(self) -> Tensor:
+        return _steps(self.left, self.right)
+
+    def cut(self, bits: Sequence[int]) -> Tensor:
+        """Return the sums, cut to so many significant bits after every step: one for each."""
+        if new := [each for each in bits if each not in self.kept]:
+            self.kept.update(zip(new, _cut_sums(self.steps, new).unbind(), strict=True))
+        return torch.stack([self.kept[each] for each in bits])
 
 
 def _steps(left: Tensor, right: Tensor) -> Tensor:

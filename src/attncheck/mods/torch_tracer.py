@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import gc
-import importlib
 import inspect
 import linecache
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from attncheck.core.errors import TraceError
+from attncheck.core.own_process import no_garbage_collection
 from attncheck.core.source_files import error_line
 
 PLACE = "attncheck_place"
@@ -151,25 +151,11 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
     return dict(table.items())  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
-def import_compiler(*modules: str) -> None:
-    """Import modules of torch's compiler, without a garbage collector.
-
-    It would look through what is being imported over and over, and be a quarter of two seconds.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        for name in modules:
-            importlib.import_module(name)
-    finally:
-        if enabled:
-            gc.enable()
-
-
 @functools.cache
 def _fakes() -> FakeTensorMode:
     """One mode for all: torch would make one for every operation, each with a stack trace."""
-    import_compiler("torch._dynamo")  # which the mode would import
+    with no_garbage_collection():
+        import_module("torch._dynamo")  # which the mode would import
     return FakeTensorMode(allow_fallback_kernels=True)
 
 

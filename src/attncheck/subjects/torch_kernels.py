@@ -9,6 +9,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -20,13 +21,13 @@ from attncheck.core.declared_arithmetic import Arithmetic
 from attncheck.core.formats import FORMATS, Format
 from attncheck.core.mod_spec import FULL, NONE
 from attncheck.core.outputs import Outputs
+from attncheck.core.own_process import no_garbage_collection
 from attncheck.core.source_files import error_line
 from attncheck.inputs.input_tensors import Inputs
 from attncheck.inputs.problem import Problem
 from attncheck.mods import library
 from attncheck.mods.captured_gradients import captured_tensors
 from attncheck.mods.signatures import ScoreMod
-from attncheck.mods.torch_tracer import import_compiler
 from attncheck.subjects.capabilities.subject import (
     Call,
     CompilerName,
@@ -368,7 +369,8 @@ class Flex(Subject):
         # Seeds and values compile to the same function.
         structure = problem.replace(seed=0, distribution="normal")
         if device.type != "cpu":
-            import_compiler("torch._inductor.compile_fx")
+            with no_garbage_collection():
+                import_module("torch._inductor.compile_fx")
         function = _eager if device.type == "cpu" else _compiled(structure)
         products: torch_arithmetic.Products = "tf32" if problem.dtype == "tf32" else "ieee"
         tensors = (inputs.q, inputs.k, inputs.v)

@@ -20,6 +20,7 @@ from itertools import cycle
 from typing import TYPE_CHECKING
 
 from attncheck.core.errors import HostError
+from attncheck.core.own_process import no_garbage_collection
 from attncheck.subjects.capabilities.named_kernels import BUILTIN, subject_named
 from attncheck.verify.environment import prepare
 from attncheck.workers.process import Worker
@@ -63,8 +64,10 @@ class Compiler:
         if request.kind == "load":
             try:
                 prepare("cuda")
-                for module in _MODULES:
-                    import_module(module)
+                with no_garbage_collection():
+                    for module in _MODULES:
+                        import_module(module)
+                _hash_triton()
             except Exception as error:  # noqa: BLE001  # who compiles says so again
                 return Frame(kind="failed", words={"reason": type(error).__name__})
             return Frame(kind="done", words={})
@@ -183,8 +186,9 @@ def load_ahead(
 ) -> threading.Thread | None:
     """Load in a thread what ``problems`` and ``kernels`` of ours will need here; on a GPU.
 
-    The oracle's kernel and cuDNN: half a second each and more, outside Python's lock. No modules,
-    for which whoever launches kernels would wait. What fails here is loaded by who needs it.
+    The oracle's kernel, cuDNN and Triton's hash of itself: half a second each and more, outside
+    Python's lock. No modules, for which whoever launches kernels would wait. What fails here is
+    loaded by who needs it.
 
     Returns:
         The thread; None on a CPU.
@@ -194,6 +198,8 @@ def load_ahead(
     # Here, because two threads that import packages beside each other may wait for one another.
     import torch
 
+    with suppress(ImportError):  # there may be none: its kernels are absent then
+        import_module("triton.runtime")
     from attncheck.oracles.fused_tiles import takes
     from attncheck.subjects.torch_kernels import load_cudnn
 
@@ -205,10 +211,21 @@ def load_ahead(
                     takes(problem, place, backward=backward)
             if "sdpa-cudnn" in kernels:
                 load_cudnn(place)
+            _hash_triton()
 
     thread = threading.Thread(target=load)
     thread.start()
     return thread
+
+
+def _hash_triton() -> None:
+    """Compute the part of every key of Triton's cache that is a hash of its 400 MB library.
+
+    Triton keeps it in the process, where the first kernel would wait for it.
+    """
+    from triton.runtime.cache import triton_key
+
+    triton_key()
 
 
 def load_compilers(subjects: Iterable[Subject], device: str) -> None:
@@ -220,10 +237,8 @@ def load_compilers(subjects: Iterable[Subject], device: str) -> None:
     if device == "cuda" and any(
         each.compiler == "torch" and each.name in BUILTIN for each in subjects
     ):
-        from attncheck.mods.torch_tracer import import_compiler
-
-        with suppress(Exception):  # who compiles says so again
-            import_compiler("torch._inductor.compile_fx")
+        with suppress(Exception), no_garbage_collection():  # who compiles says so again
+            import_module("torch._inductor.compile_fx")
 
 
 def free_places(device: str) -> int:

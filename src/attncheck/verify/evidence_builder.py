@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from attncheck.inputs.input_tensors import Inputs
     from attncheck.inputs.problem import Case, Problem
     from attncheck.judge.allowance import Allowance
+    from attncheck.judge.blind_spot import CutSums
 
 # Of a lazy maximum, in log2 units: FlashAttention-4's.
 _LAZY = 8.0
@@ -84,6 +85,7 @@ class EvidenceBuilder:
         # Kept by what they depend on: kernels of one arithmetic or tiling share them.
         self._allowances: dict[Arithmetic, Allowance] = {}
         self._blind_spots: dict[tuple[Arithmetic, bool], BlindSpot | None] = {}
+        self._cut_sums: CutSums = {}
         self._ideals: dict[tuple[Tiling, bool], Outputs] = {}
         self._ideal_rmse: dict[Tiling, float] = {}
         self._ideal_gradients: dict[Tiling, dict[TensorName, float]] = {}
@@ -106,6 +108,8 @@ class EvidenceBuilder:
         if reference_errors and self.device == "cuda":
             for tiling in self.tilings:
                 self.ideal_outputs(tiling)
+            for arithmetic in self.expected:
+                self._allowance(arithmetic)
         self._meanwhile()
 
     @cached_property
@@ -229,6 +233,7 @@ class EvidenceBuilder:
                 self._allowance(arithmetic),
                 generic=self.evidence.generic,
                 exposes_lse=exposes_lse,
+                cut_sums=self._cut_sums,
             )
         return self._blind_spots[key]
 

@@ -43,7 +43,7 @@ _LONGEST_LINE = 300  # characters
 _OURS = f"{Path(__file__).parents[1]}{os.sep}"
 
 # The worker finds modules where this process does, and not in the folder that it is in.
-_CODE = "import sys; sys.path[:] = {path!r}; from attncheck.workers.worker_main import main; main()"
+_CODE = "import sys; sys.path[:] = {path!r}; from attncheck.workers.worker_main import run; run()"
 
 
 class Died(HostError):

@@ -1,6 +1,6 @@
 """The inside of a worker: it makes a server, and gives its answers to what is asked.
 
-``main`` is what ``process.Worker`` starts. It speaks by frames on two descriptors of its own, which
+``run`` is what ``process.Worker`` starts. It speaks by frames on two descriptors of its own, which
 no process that it starts inherits; what somebody's code prints goes where nobody parses it.
 """
 
@@ -19,8 +19,9 @@ import sys
 import threading
 import time
 from importlib import import_module
-from typing import Protocol
+from typing import NoReturn, Protocol
 
+from attncheck.core.own_process import end_process, no_garbage_collection
 from attncheck.workers.transport import KEY, BrokenFrame, Closed, Frame, Receiver, Sender
 
 _HIGH = 200  # descriptors from here on: nobody guesses them, nor closes them by counting up
@@ -58,8 +59,16 @@ def main() -> None:
     )
     listener.start()
     # It may import torch: whoever waits may be gone by then, which the listener hears.
-    server: Server = getattr(import_module(module), function)()
+    with no_garbage_collection():
+        imported = import_module(module)
+    server: Server = getattr(imported, function)()
     serve(waiting, Sender(replies, key), server)
+
+
+def run() -> NoReturn:
+    """Do the same as a process of its own, which ends with it."""
+    main()
+    end_process(0)
 
 
 def serve(waiting: queue.SimpleQueue[Frame | None], sender: Sender, server: Server) -> None:
