@@ -1,8 +1,10 @@
 """Processes that compile ahead: they call our kernels once, and nothing that they do matters."""
 
+import ctypes
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -131,6 +133,20 @@ def test_the_first_kernels_do_not_wait_for_torchs_compiler():
 def test_who_starts_them_has_not_imported_torch():
     program = "import sys; import attncheck.verify.compile_ahead; print('torch' in sys.modules)"
     assert printed_by(program) == "False\n"
+
+
+@pytest.mark.parametrize(("fails", "count"), [(None, 3), ("cuInit", 1), ("cuDeviceGet", 2)])
+def test_the_driver_makes_a_context_of_the_first_gpu_where_there_is_one(fails, count):
+    calls = []
+
+    def function(name):
+        return lambda *values: calls.append((name, *values)) or int(name == fails)
+
+    names = ("cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain")
+    compile_ahead._make_context(SimpleNamespace(**{name: function(name) for name in names}))
+    assert [name for name, *_ in calls] == [*names[:count]]
+    assert calls[0][1:] == (0,)
+    compile_ahead._make_context(ctypes.CDLL(None))  # no driver
 
 
 @pytest.mark.usefixtures("_driver")

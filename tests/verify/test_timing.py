@@ -79,6 +79,23 @@ def test_what_cannot_be_captured_is_timed_by_events(cuda, monkeypatch):
     assert "replay" in cuda
 
 
+@pytest.mark.parametrize(
+    ("taken", "count", "median"),
+    [
+        ([1e-3] * 9, 5, 1e-3),
+        ([9e-3, 1e-3, 1e-3, 1e-3, 1e-3, 1e-3], 5, 1e-3),  # the largest is not of the middle half
+        ([9e-3, 9e-3, 1e-3, 1e-3, 1e-3, 1e-3, 1e-3, 1e-3, 1e-3], 9, 1e-3),
+        ([1e-3 * (1 + i % 2 / 10) for i in range(40)], 20, 1.05e-3),  # never alike
+        ([30e-3] * 9, 2, 30e-3),  # no longer than they may take
+    ],
+)
+def test_a_median_is_of_as_many_calls_as_it_needs(taken, count, median, monkeypatch):
+    left = iter(taken)
+    monkeypatch.setattr(Stopwatch, "seconds", lambda _: next(left))
+    assert Stopwatch(lambda: None, torch.device("cpu")).median() == pytest.approx(median)
+    assert len(list(left)) == len(taken) - count
+
+
 def test_calls_take_turns(monkeypatch):
     order, ticks = [], itertools.count()
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(ticks)))

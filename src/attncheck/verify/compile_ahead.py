@@ -5,8 +5,9 @@ share. While one cell is judged, other processes make what the next cells will a
 nothing, and what becomes of them is no matter of a measurement's. Somebody's own kernel is never
 called so: it would run where nobody watches it.
 
-They import what compilers need while this process imports torch too (``start_compilers``). What
-each process has to load for itself, a thread of this one loads, or this one while a GPU is at work.
+They import what compilers need while this process imports torch too (``start_compilers``), and the
+driver makes its context. What each process has to load for itself, a thread of this one loads, or
+this one while a GPU is at work.
 """
 
 from __future__ import annotations
@@ -110,11 +111,23 @@ def start_compilers(kernels: Collection[str], device: str | None) -> list[Worker
     workers: list[Worker] = []
     # There may be no driver, and then nothing is compiled; or no process to be had.
     with suppress(HostError, OSError):
-        ctypes.CDLL(_DRIVER)
+        driver = ctypes.CDLL(_DRIVER)
+        threading.Thread(target=_make_context, args=(driver,)).start()
         for _ in range(_places_on_cores()):
             workers.append(_new_compiler())
             workers[-1].send(Frame(kind="load", words={}), seconds=_SECONDS)
     return workers
+
+
+def _make_context(driver: ctypes.CDLL) -> None:
+    """Have the driver make this process's context on the first GPU, while torch is imported.
+
+    Torch takes it as its own, and would wait for it: a quarter of a second.
+    """
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    with suppress(AttributeError):  # it is no driver
+        if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), 0) == 0:
+            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
 
 
 def _new_compiler() -> Worker:

@@ -25,6 +25,9 @@ Clock = Literal["cpu", "events", "graph"]
 _FLUSHED = 1 << 28
 _BUDGET = 0.05  # seconds in which a call's median is found
 _MOST_REPEATS = 20
+# So many calls are enough where the middle half of them lies within this part of the median.
+_FEWEST_REPEATS = 5
+_ALIKE = 0.01
 _WARM_UPS = 3  # calls before one is captured: allocators and libraries set themselves up
 
 
@@ -64,11 +67,19 @@ class Stopwatch:
         return float(start_event.elapsed_time(end_event)) / 1e3
 
     def median(self) -> float:
-        """Median seconds of up to 20 calls in a twentieth of a second."""
+        """Median seconds of up to 20 calls in a twentieth of a second; of five that are alike."""
         seconds: list[float] = []
-        while len(seconds) < _MOST_REPEATS and sum(seconds) < _BUDGET:
+        while len(seconds) < _MOST_REPEATS and sum(seconds) < _BUDGET and not _alike(seconds):
             seconds.append(self.seconds())
         return statistics.median(seconds)
+
+
+def _alike(seconds: list[float]) -> bool:
+    """Return whether more calls would say no more of their median."""
+    if len(seconds) < _FEWEST_REPEATS:
+        return False
+    first, median, third = statistics.quantiles(seconds, n=4, method="inclusive")
+    return third - first <= _ALIKE * median
 
 
 def medians(
