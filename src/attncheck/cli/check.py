@@ -135,7 +135,7 @@ def check(interrupts: Interrupts, options: CheckOptions) -> int:
         from attncheck.workers.process import Died
     rendering.check_format(options.fmt)
     options = dataclasses.replace(options, device=usable_device(options.device))
-    questions, mods = _asked(options)
+    questions, mods = _questions_and_mods(options)
     # Those processes draw what they are asked: they have no recording, and no mods.
     none = options.in_process or mods
     how: dict[str, Any] = {"convention": options.convention, "device": options.device}
@@ -331,7 +331,7 @@ def _asked_kernel(options: CheckOptions) -> str:
     return "flex" if options.spec is None else options.spec
 
 
-def _asked(options: CheckOptions) -> tuple[list[CheckCase], dict[str, str]]:
+def _questions_and_mods(options: CheckOptions) -> tuple[list[CheckCase], dict[str, str]]:
     """The questions, and what a kernel's process must load to know their Problems.
 
     Raises UnknownName for a name that no question has.

@@ -496,8 +496,8 @@ def _kind(unit: Unit) -> str:
 def _failure_line(answer: Answer) -> str:
     record = answer.record
     question = str(record.case.get("question", ""))
-    said = f"{record.kernel} {answer.stage} {question} {record.variant}: {record.status}: "
-    return shortened(one_line(said + reason_of(record)))
+    heading = f"{record.kernel} {answer.stage} {question} {record.variant}: {record.status}: "
+    return shortened(one_line(heading + reason_of(record)))
 
 
 def _finish(

@@ -40,8 +40,8 @@ def list_(
         from attncheck.subjects.capabilities import named_kernels
 
         subjects = {n: named_kernels.subject_named(n) for n in named_kernels.builtin_names()}
-        taken = {name: _support(subject, device) for name, subject in subjects.items()}
-        catalogue = {"device": device, **catalogue, "support": taken}
+        supported = {name: _support(subject, device) for name, subject in subjects.items()}
+        catalogue = {"device": device, **catalogue, "support": supported}
     with standard_output():
         if as_json:
             click.echo(json.dumps(catalogue, indent=2))
@@ -128,7 +128,7 @@ def _support(subject: Any, device: str) -> dict[str, Any]:
             if subject.concerns(cell.problem):
                 reason = subject.unsupported(cell.problem, device)
                 support[dtype][f"{cell.variant} {_arrangement(cell.problem)}"] = reason or True
-    return {dtype: taken for dtype, taken in support.items() if taken}
+    return {dtype: supported for dtype, supported in support.items() if supported}
 
 
 def _arrangement(problem: Any) -> str:

@@ -152,12 +152,12 @@ def claimed(
     *,
     quiet: bool,
     check: Callable[[], None],
-    **asked: Any,
+    **options: Any,
 ) -> dict[str, tuple[str, ...]]:
     """Hold plain functions to what they take; lines on it by kernel.
 
     Args:
-        asked: What was typed, and is asked all the same (``Claims.terms``).
+        options: What was typed, and is asked all the same (``Claims.terms``).
     """
     lines = {}
     for kernel, host in hosts.items():
@@ -167,9 +167,9 @@ def claimed(
         from attncheck.verify.claims import CLAIM_TRIALS, hold_to_claims
 
         with progress(CLAIM_TRIALS, quiet=quiet, check=check) as advance:
-            claims = hold_to_claims(host, kernel=kernel, device=device, advance=advance, **asked)
-        if claims is not None and (said := tuple(claims.lines())):
-            lines[host.subject.name] = said
+            claims = hold_to_claims(host, kernel=kernel, device=device, advance=advance, **options)
+        if claims is not None and (claim_lines := tuple(claims.lines())):
+            lines[host.subject.name] = claim_lines
     return lines
 
 
@@ -233,8 +233,8 @@ def _bar(console: Any, *, estimates: bool) -> Iterator[tuple[Update, Callable[[s
         task = bar.add_task("starting", total=None)
 
         def update(finished: int, known: int, what: str, _: str) -> None:
-            said = what.replace("[", "\\[")  # a kernel's name is no markup
-            bar.update(task, total=known, completed=finished, description=said)
+            description = what.replace("[", "\\[")  # a kernel's name is no markup
+            bar.update(task, total=known, completed=finished, description=description)
 
         yield update, lambda text: bar.console.print(text, markup=False, highlight=False), bar
 

@@ -176,9 +176,9 @@ def open_kernels(
                 continue
             stack.callback(host.close)
             # Rows of a report are told apart by this name.
-            taken = host.subject.name
-            if any(each.subject.name == taken for each in hosts.values()):
-                raise UsageError(f"kernel {kernel!r}: another one is called {taken!r} too.")
+            name = host.subject.name
+            if any(each.subject.name == name for each in hosts.values()):
+                raise UsageError(f"kernel {kernel!r}: another one is called {name!r} too.")
             hosts[kernel] = host
         yield hosts
 

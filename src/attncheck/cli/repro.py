@@ -224,7 +224,7 @@ def _show(record: Record, kept: Reproduction, *, kernel: str, device: str) -> No
     from attncheck.reporting.terminal import print_text
     from attncheck.verify.question_fit import question_summary
 
-    said = diagnosis_text(
+    text = diagnosis_text(
         record,
         kernel=kernel,
         device=device,
@@ -233,6 +233,6 @@ def _show(record: Record, kept: Reproduction, *, kernel: str, device: str) -> No
     )
     same = kept.test and kernel == kept.kernel
     if same and record.status not in FAILED_STATUSES | {"unsupported"}:
-        said += f"\n{_HOLDS_NOW}"
+        text += f"\n{_HOLDS_NOW}"
     with standard_output():
-        print_text(f"{said}\n", sys.stdout)
+        print_text(f"{text}\n", sys.stdout)

@@ -241,12 +241,15 @@ def _are_alike(
 ) -> bool:
     """Return whether a form of each predicts the same of all that a kernel gave, in every case."""
     both = [number for number in one if number in other]
-    forms = [{words_of(each) for of in said.values() for each in of} for said in (one, other)]
+    forms = [
+        {words_of(each) for of in predictions.values() for each in of}
+        for predictions in (one, other)
+    ]
 
     def same(number: int, words: object, its: object) -> bool:
         of, to = (
-            [x.tensors for x in said[number] if x.free is None and words_of(x) == its_words]
-            for said, its_words in ((one, words), (other, its))
+            [x.tensors for x in predictions[number] if x.free is None and words_of(x) == its_words]
+            for predictions, its_words in ((one, words), (other, its))
         )
         allowed = responses[number].error.allowed
         return any(

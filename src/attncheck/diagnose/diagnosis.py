@@ -348,7 +348,7 @@ class _Failure:
                 return []
             runs = []
             for number, evidence in self._runs(case):
-                run = self._asked(evidence, Origin(case=case, run=number))
+                run = self._response(evidence, Origin(case=case, run=number))
                 if run is None:
                     return []
                 runs.append(run)
@@ -362,10 +362,10 @@ class _Failure:
                 Case(problem=inputs.problem), self.device, inputs.to(self.device)
             )
             evidence.establish(reference_errors=False)
-            return self._asked(evidence)
+            return self._response(evidence)
         return None
 
-    def _asked(self, evidence: EvidenceBuilder, origin: Origin | None = None) -> Response | None:
+    def _response(self, evidence: EvidenceBuilder, origin: Origin | None = None) -> Response | None:
         with allocator_filled("pattern"):
             result = self.executor.run(self.subject, evidence.inputs, origin=origin)
         return observed_error(result, evidence) if isinstance(result, Execution) else None

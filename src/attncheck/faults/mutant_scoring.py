@@ -350,9 +350,9 @@ class _Job:
         reasons = []
         for problem in (_FIRST, _FIRST.replace(backward=True)):
             executor = InProcess()
-            taken = taken_problem(subject, problem, executor, "cpu")
-            if taken is not None:
-                result = executor.run(subject, draw_inputs(taken, "cpu"))
+            accepted = taken_problem(subject, problem, executor, "cpu")
+            if accepted is not None:
+                result = executor.run(subject, draw_inputs(accepted, "cpu"))
                 # Who writes to its inputs gives an answer, which is there to be caught.
                 raised = isinstance(result, Failure) and result.kind in {"error", "oom"}
                 reasons.append(result.message if raised else "")  # type: ignore[union-attr]
@@ -428,15 +428,15 @@ class _Job:
         began = time.perf_counter()
         record = search.diagnose(failed, subject, device="cpu")
         diagnosis = record.diagnosis
-        said: dict[str, Any] = {"level": "unknown"}
+        labels: dict[str, Any] = {"level": "unknown"}
         if isinstance(diagnosis, Diagnosis):
             proven = diagnosis.level == "named" and bool(diagnosis.ranked) and not diagnosis.tried
             kinds = [name for name, words in FAMILIES.items() if words == diagnosis.family]
-            said["level"] = "proven" if proven else diagnosis.level
-            said["kind"] = kinds[0] if kinds else ""
-            said["models"] = [one.model for one in diagnosis.ranked]
+            labels["level"] = "proven" if proven else diagnosis.level
+            labels["kind"] = kinds[0] if kinds else ""
+            labels["models"] = [one.model for one in diagnosis.ranked]
         seconds = round(time.perf_counter() - began, 3)
-        tell(certain=len(certain_explanations(record)), naming=seconds, **said)
+        tell(certain=len(certain_explanations(record)), naming=seconds, **labels)
 
     def _gate(self, kernel: str, tell: Callable[..., None]) -> None:
         unit = Unit(kind="fault", stage="contract", kernel=kernel, device="cpu", tier=self._tool)

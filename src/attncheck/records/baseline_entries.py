@@ -236,18 +236,18 @@ def _check(baseline: Baseline) -> None:
         if environment.id != name:
             raise ValueError(f"environment {name!r} has been changed by hand, or is damaged")
     for entry in baseline.entries:
-        said = f"the entry of kernel {entry.kernel!r}, case {entry.case!r}, {entry.device!r}"
+        subject = f"the entry of kernel {entry.kernel!r}, case {entry.case!r}, {entry.device!r}"
         if entry.key in seen:
-            raise ValueError(f"{said} is there twice: delete one of the two lines")
+            raise ValueError(f"{subject} is there twice: delete one of the two lines")
         seen.add(entry.key)
         if entry.checked().check != entry.check:
-            raise ValueError(f"{said} has been changed by hand, or is damaged")
+            raise ValueError(f"{subject} has been changed by hand, or is damaged")
         if entry.versions not in baseline.environments:
-            raise ValueError(f"{said} names an environment that is not there")
+            raise ValueError(f"{subject} names an environment that is not there")
         if entry.asked and not _is_asked(entry):
-            raise ValueError(f"{said} has another Case than its id says")
+            raise ValueError(f"{subject} has another Case than its id says")
         if not _possible(entry):
-            raise ValueError(f"{said} has a number or digest that cannot be")
+            raise ValueError(f"{subject} has a number or digest that cannot be")
 
 
 def _is_asked(entry: Entry) -> bool:

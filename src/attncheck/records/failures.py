@@ -253,5 +253,5 @@ def _unknown(wanted: str, reports: Path, files: list[Path], broken: list[str]) -
     looked = f"{where} holds {kept} kept failures and {len(files) - kept} other JSON files"
     if not reports.is_dir():
         looked = f"there is no folder {where}"
-    said = f"; {broken[0].rstrip('.')}" if broken else ""
-    return f"nothing is known of {wanted!r}: {looked}{said}. Name another folder with --reports."
+    reason = f"; {broken[0].rstrip('.')}" if broken else ""
+    return f"nothing is known of {wanted!r}: {looked}{reason}. Name another folder with --reports."

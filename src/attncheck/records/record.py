@@ -241,8 +241,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def __str__(self) -> str:
         """``mine.py::f causal: fail: bound: out[0, 3] = 0.41, but …``."""
-        said = self.judgement or ": ".join(filter(None, (self.status, self.reason)))
-        return one_line(f"{' '.join(filter(None, (self.kernel, self.variant)))}: {said}")
+        verdict = self.judgement or ": ".join(filter(None, (self.status, self.reason)))
+        return one_line(f"{' '.join(filter(None, (self.kernel, self.variant)))}: {verdict}")
 
     def _repr_pretty_(self, printer: Any, _cycle: bool) -> None:  # noqa: FBT001  (IPython's)
         printer.text(str(self))

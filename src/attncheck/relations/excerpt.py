@@ -209,10 +209,10 @@ def _prefix(mask: Spec, at: Excerpt) -> Spec:
 
 def _padding(mask: Spec, at: Excerpt) -> Spec:
     lengths = cast("tuple[int, ...]", mask.values["lengths"])
-    taken = lengths[at.sequences.start : at.sequences.stop]
+    own_lengths = lengths[at.sequences.start : at.sequences.stop]
     return Spec.of(
         "padding",
-        lengths=[max(0, min(length - at.keys.start, len(at.keys))) for length in taken],
+        lengths=[max(0, min(length - at.keys.start, len(at.keys))) for length in own_lengths],
     )
 
 

@@ -278,9 +278,9 @@ def _changes(report: BenchReport) -> Section:
 def bench_counts(report: BenchReport) -> str:
     """``16 cells in 20 rounds: 70 pass, 2 unsupported; beside main: 8 same.``."""
     count = Counter(row.record.status for cell in report.cells for row in cell.rows)
-    said = ", ".join(f"{count[s]} {s}" for s in record_text.STATUS_LOOKS if count[s])
+    statuses = ", ".join(f"{count[s]} {s}" for s in record_text.STATUS_LOOKS if count[s])
     counts = Counter(change.finding for change in report.changes)
     beside = ", ".join(f"{counts[one]} {one}" for one in _LOOKS if counts[one])
     cells = number_text.plural(len(report.cells), "cell")
-    text = f"{cells} in {number_text.plural(report.rounds, 'round')}: {said or 'no row'}"
+    text = f"{cells} in {number_text.plural(report.rounds, 'round')}: {statuses or 'no row'}"
     return f"{text}; beside {report.against}: {beside}." if beside else f"{text}."

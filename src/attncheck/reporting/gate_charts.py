@@ -45,13 +45,13 @@ def _result(
     if not total:
         return document.Cell("", "dim", "not asked")
     answered = total - count["unsupported"]
-    for sign, look, statuses, said in (
+    for sign, look, statuses, outcome in (
         ("✗", "bad", failing, "failed"),
         ("!", "notable", doubtful, "are doubtful"),
     ):
         number = sum(count[status] for status in statuses)
         if number:
-            words = f"{number} of {answered} {said}"
+            words = f"{number} of {answered} {outcome}"
             return document.Cell(f"{sign} {number}/{answered}", look, words)  # type: ignore[arg-type]  # of a tuple
     if answered:
         return document.Cell(f"✓ {answered}", "good", f"all {answered} passed")

@@ -484,7 +484,7 @@ def _compile_now(call: Call) -> None:
         except InductorError as error:
             if _READ_TWICE in str(error):
                 raise Refused("torch adds no gradients up of a tensor read twice") from error
-            if any(said in str(error) for said in _NO_TILES):
+            if any(message in str(error) for message in _NO_TILES):
                 raise Refused(
                     f"torch's compiler finds no tiles for it: {error_line(error)}"
                 ) from error

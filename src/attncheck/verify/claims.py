@@ -143,7 +143,7 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def within(self, problem: Problem) -> bool:
         """Return whether it was right on such a loss and such slopes, if there are any."""
-        taken = {(one.aspect, one.what) for one in self.tried if one.verdict == "takes"}
+        accepted = {(one.aspect, one.what) for one in self.tried if one.verdict == "takes"}
         needed = set()
         if problem.backward:
             needed.add(("backward", "out and LSE" if problem.dlse else "out"))
@@ -151,7 +151,7 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             needed.add(("backward", "sinks"))
         if any(part.name == "alibi_by_sequence" for part in problem.score.walk()):
             needed.add(("slopes", "2 sequences"))
-        return needed <= taken
+        return needed <= accepted
 
     def head_dims(self) -> tuple[int, ...]:
         """Return the head_dims of keys and values alike that it is right in; empty for any."""
@@ -201,10 +201,12 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 f"{self.conventions[0]} says otherwise"
             )
         if self.readings:
-            said = "; ".join(f"as {one.what} {one.verdict}: {one.reason}" for one in self.readings)
+            readings = "; ".join(
+                f"as {one.what} {one.verdict}: {one.reason}" for one in self.readings
+            )
             other = next(name for name in self.conventions if name != self.convention)
             lines.append(
-                f"right by no convention ({said}): asked as {self.convention}; --convention "
+                f"right by no convention ({readings}): asked as {self.convention}; --convention "
                 f"{other} says otherwise"
             )
         if self.causal:
@@ -324,7 +326,7 @@ def hold_to_claims(
     advance: Callable[[str], None] = lambda _: None,
     expect: Callable[[Sequence[Problem], Terms], None] = lambda *_: None,
     asks_beyond: bool = False,
-    **asked: Any,
+    **options: Any,
 ) -> Claims | None:
     """Try a host's kernel where it is a plain function; it is asked within what it takes then.
 
@@ -336,14 +338,14 @@ def hold_to_claims(
         expect: Called with what will be tried, and on which terms.
         asks_beyond: Whether what it gets wrong beyond its claims is asked, and reported. Who does
             not ask it holds a kernel that has any to nothing: else it would pass in silence.
-        asked: What is asked for by name, as of ``Claims.terms``.
+        options: What is asked for by name, as of ``Claims.terms``.
     """
     claims = find_claims(host.subject, kernel=kernel, device=device, advance=advance, expect=expect)
     # Who did not answer would not answer this either.
     if claims is not None and not claims.timeout:
         if not asks_beyond and next(claims.unclaimed(), None) is not None:
             claims = replace(claims, base=None, tried=())
-        host.subject = on_terms(host.subject, claims.terms(**asked))
+        host.subject = on_terms(host.subject, claims.terms(**options))
     return claims
 
 

@@ -136,14 +136,14 @@ def _new_compiler() -> Worker:
 
 @contextmanager
 def compiling_ahead(
-    asked: Iterable[tuple[Problem, Sequence[Subject]]],
+    cells: Iterable[tuple[Problem, Sequence[Subject]]],
     device: str,
     started: Sequence[Worker] = (),
 ) -> Iterator[list[Worker]]:
     """Compile in other processes what is asked within; on a GPU, where there is room for them.
 
     Args:
-        asked: Problems in their order, each with the kernels that it concerns.
+        cells: Problems in their order, each with the kernels that it concerns.
         device: ``cpu`` or ``cuda``.
         started: Of ``start_compilers``; those for which there is no room or no work end.
 
@@ -155,7 +155,7 @@ def compiling_ahead(
     # Seeds and distributions compile to the same.
     calls: dict[tuple[str, Problem], CompilerName] = {
         (subject.name, problem.replace(seed=0, distribution="normal")): subject.compiler
-        for problem, subjects in asked
+        for problem, subjects in cells
         for subject in subjects
         if subject.compiler and subject.name in BUILTIN
     }

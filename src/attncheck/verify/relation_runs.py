@@ -169,8 +169,8 @@ def _run_each(
         if isinstance(result, Failure):
             return result
         if result.notes.wrong:
-            said = f"call {run + 1} of {len(inputs)}: {result.notes.wrong}"
-            return Failure(kind=result.notes.rule, message=said)
+            message = f"call {run + 1} of {len(inputs)}: {result.notes.wrong}"
+            return Failure(kind=result.notes.rule, message=message)
         executions.append(result)
     return executions
 

@@ -87,8 +87,10 @@ def medians(
 ) -> dict[str, float]:
     """Median seconds of each call over rounds in which they take turns, after one not kept."""
     watches = {name: Stopwatch(c, torch.device(device), graph=graph) for name, c in calls.items()}
-    taken = [{name: watch.seconds() for name, watch in watches.items()} for _ in range(rounds + 1)]
-    return {name: statistics.median(one[name] for one in taken[1:]) for name in calls}
+    measured_rounds = [
+        {name: watch.seconds() for name, watch in watches.items()} for _ in range(rounds + 1)
+    ]
+    return {name: statistics.median(one[name] for one in measured_rounds[1:]) for name in calls}
 
 
 @functools.cache

@@ -349,8 +349,8 @@ class Worker:
         deadline = time.monotonic() + seconds
         while self.ended is None and time.monotonic() < deadline:
             ready, _, _ = select.select(list(self._printed), [], [], _PAUSE)
-            taken = [self._read_printed(printed) for printed in ready]
-            if not any(taken):
+            parts = [self._read_printed(printed) for printed in ready]
+            if not any(parts):
                 time.sleep(_PAUSE)  # at their end: there is nothing to wait for
         return self.ended
 
