@@ -4,6 +4,7 @@ import ctypes
 import os
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -136,16 +137,22 @@ def test_who_starts_them_has_not_imported_torch():
 
 
 @pytest.mark.parametrize(("fails", "count"), [(None, 3), ("cuInit", 1), ("cuDeviceGet", 2)])
-def test_the_driver_makes_a_context_of_the_first_gpu_where_there_is_one(fails, count):
+def test_the_driver_makes_a_context_of_the_first_gpu_where_there_is_one(fails, count, monkeypatch):
     calls = []
 
     def function(name):
         return lambda *values: calls.append((name, *values)) or int(name == fails)
 
+    monkeypatch.delenv("CUDA_MODULE_LOADING", raising=False)
     names = ("cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain")
     compile_ahead._make_context(SimpleNamespace(**{name: function(name) for name in names}))
     assert [name for name, *_ in calls] == [*names[:count]]
     assert calls[0][1:] == (0,)
+    for _, target, number in calls[1:2]:  # where to write it, and which GPU
+        assert (type(target._obj), number) == (ctypes.c_int, 0)
+    for _, target, device in calls[2:]:
+        assert (type(target._obj), device) == (ctypes.c_void_p, calls[1][1]._obj)
+    assert os.environ["CUDA_MODULE_LOADING"] == "LAZY"
     compile_ahead._make_context(ctypes.CDLL(None))  # no driver
 
 
@@ -218,6 +225,24 @@ def test_what_compiles_is_known_before_it_is_imported():
     }
 
 
+def test_a_driver_makes_it_while_compilers_start(monkeypatch):
+    """It may take its time: whoever is refused a word does not wait for it."""
+    made, waits = [], threading.Event()
+    monkeypatch.setattr(compile_ahead, "_DRIVER", None)
+    monkeypatch.setattr(compile_ahead, "_places_on_cores", lambda: 0)
+    monkeypatch.setattr(
+        compile_ahead, "_make_context", lambda each: (made.append(each), waits.wait())
+    )
+    assert start_compilers([], None) == []
+    try:
+        assert [type(each) for each in made] == [ctypes.CDLL]
+        assert all(each.daemon for each in threading.enumerate() if each.name != "MainThread")
+    finally:
+        waits.set()
+    assert start_compilers([], "cpu") == []
+    assert len(made) == 1
+
+
 @pytest.mark.usefixtures("_driver")
 def test_on_a_cpu_and_for_kernels_of_others_none_are_started():
     assert start_compilers([], "cpu") == []
@@ -242,8 +267,9 @@ def test_a_thread_loads_what_is_asked_for_on_a_gpu(kernels, monkeypatch):
     both = SMALL.replace(backward=True)
     load_ahead([SMALL, both], kernels, "cuda").join()
     place = torch.device("cuda:1")
+    hashed = ["triton"] * ("triton-flash2" in kernels)
     first = [(SMALL, place, False), (both, place, False), (both, place, True)]
-    assert loaded == [*first, *[place] * ("sdpa-cudnn" in kernels), "triton"]
+    assert loaded == [*first, *[place] * ("sdpa-cudnn" in kernels), *hashed]
 
 
 @pytest.mark.parametrize(
@@ -288,15 +314,26 @@ def test_it_is_imported_when_the_ideal_kernels_are_at_work(monkeypatch):
             return super().prepare(inputs)
 
     monkeypatch.setattr(evidence_builder, "Ideal", Noting)
+    arithmetic = Ideal().arithmetic(SMALL, "cpu")
+    allowances = evidence_builder.allowances
+
+    def noting(*what):
+        order.append("allowances")
+        return allowances(*what)
+
+    monkeypatch.setattr(evidence_builder, "allowances", noting)
     evidence = EvidenceBuilder(
         Case(problem=SMALL),
         "cuda",
+        expected=[arithmetic],
         tilings=[Tiling(block_query=16, block_kv=n) for n in (16, 32)],
         place="cpu",
         meanwhile=lambda: order.append("compilers"),
     )
     evidence.establish()
-    assert order == ["ideal 16", "ideal 32", "compilers"]
+    assert order == ["ideal 16", "ideal 32", "allowances", "compilers"]
+    evidence.allowance(arithmetic)  # which is known by then
+    assert order.count("allowances") == 1
 
 
 def test_what_cannot_be_loaded_ahead_is_nobodys_error(monkeypatch, recwarn):

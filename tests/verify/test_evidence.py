@@ -11,6 +11,7 @@ from attncheck.core.mod_spec import Spec
 from attncheck.inputs.distributions import DISTRIBUTIONS
 from attncheck.inputs.input_tensors import Inputs, draw_inputs
 from attncheck.inputs.problem import Case, Problem
+from attncheck.judge import blind_spot as blind_spots
 from attncheck.oracles import row_conditions as conditions_room
 from attncheck.subjects.capabilities.subject import Tiling
 from attncheck.subjects.ideal import Ideal
@@ -248,3 +249,21 @@ def test_a_gpu_runs_ideal_kernels_before_the_first_kernel_and_a_verdict_alone_no
     ahead.establish()
     assert [of for of, _ in ahead._ideals] == [tiling]
     assert torch.equal(ahead.ideal_outputs(tiling).out, Ideal(tiling).run(ahead.inputs).out)
+
+
+def test_sums_are_cut_once_for_all_kernels(monkeypatch):
+    """What accumulators of few bits would give hangs on the inputs alone."""
+    shapes = []
+    cut_sums = blind_spots._cut_sums
+
+    def noting(steps, bits):
+        shapes.append(tuple(steps.shape))
+        return cut_sums(steps, bits)
+
+    monkeypatch.setattr(blind_spots, "_cut_sums", noting)
+    known = evidence(attention(kv=64))
+    declared = Ideal().arithmetic(known.case.problem, "cpu")
+    for each in (declared, dataclasses.replace(declared, exp2_ulps=9.0)):
+        assert known.blind_spot(each, exposes_lse=True) is not None
+    of_values = [shape for shape in shapes if shape[0] == 64 // blind_spots.STEP]
+    assert len(of_values) == 1

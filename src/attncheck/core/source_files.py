@@ -20,6 +20,7 @@ from typing import Any, TextIO
 from zlib import crc32
 
 from attncheck.core.errors import UsageError, did_you_mean
+from attncheck.core.own_process import FOREIGN_CODE
 from attncheck.core.sanitize_text import LONGEST
 
 _MOST_HELD = 2**16  # characters; more are no usage message
@@ -72,6 +73,7 @@ def import_file(path: Path, what: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     # Dataclasses and Triton look their module up by name.
     sys.modules[spec.name] = module
+    FOREIGN_CODE.set()
     try:
         with _streams_of_its_own(), _defaults_of_its_own():
             linecache.checkcache(str(path))
@@ -110,6 +112,7 @@ def load_module_member(text: str, what: str) -> Any:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)  # as for ``python -m``; what it imports later is found too
+    FOREIGN_CODE.set()
     try:
         with _streams_of_its_own(), _defaults_of_its_own():
             member: Any = importlib.import_module(module)

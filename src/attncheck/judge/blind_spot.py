@@ -58,8 +58,8 @@ _FEW = 2**17  # sums in every number of bits that are made at once
 
 MOST_BITS = 24  # significant bits of fp32: an accumulator of no fewer is no fault
 
-CutSums = dict[tuple[int, str], dict[int, Tensor]]
-"""Sums that were cut, by block of rows and product, and by bits: the same for every allowance."""
+CutSums = dict[int, dict[int, Tensor]]
+"""Sums of P·V by block of rows and by the bits to which they were cut: whatever is allowed."""
 
 _UNIT = 2.0**-52  # twice float64's unit roundoff: a sum of n terms is off by n times half of it
 _LEAST = torch.finfo(torch.float64).tiny  # in place of no allowance at all: 0 ÷ 0 is no share
@@ -92,8 +92,7 @@ def blind_spot(
             out = torch.minimum(out, sample.probable_out)
             lse = torch.minimum(lse, sample.probable_lse)
         some = _AllowedRows.of(known, out, lse if exposes_lse else None, slope)
-        sums = tuple(kept.setdefault((number, product), {}) for product in ("pv", "qk"))
-        exposed.add(some, EXAMINED // len(allowance.samples), sums)
+        exposed.add(some, EXAMINED // len(allowance.samples), kept.setdefault(number, {}))
     return exposed.summary()
 
 
@@ -113,9 +112,7 @@ class _Exposed:
     elements: int = 0
     judges_lse: bool = False
 
-    def add(
-        self, rows: _AllowedRows, examined: int, cut_sums: tuple[dict[int, Tensor], ...]
-    ) -> None:
+    def add(self, rows: _AllowedRows, examined: int, cut_sums: dict[int, Tensor]) -> None:
         bounded = rows.out_allowance.isfinite()
         out = rows.known.out[bounded].abs()
         allowed = rows.out_allowance[bounded]
@@ -133,7 +130,7 @@ class _Exposed:
         self.smallest = min(self.smallest, smallest)
         self.dropped += dropped
         self.pairs += pairs
-        self.bits = _accumulator_bits(some, self.bits, *cut_sums)
+        self.bits = _accumulator_bits(some, self.bits, cut_sums)
 
     def summary(self) -> BlindSpot | None:
         if not self.elements and not self.judges_lse:
@@ -353,23 +350,21 @@ def _smallest_change(weights: Tensor, farthest: Tensor, allowance: Tensor) -> Te
     return torch.where(too_small < 1, too_small, too_large)
 
 
-def _accumulator_bits(
-    rows: _AllowedRows, exposed: int, of_values: dict[int, Tensor], of_scores: dict[int, Tensor]
-) -> int:
+def _accumulator_bits(rows: _AllowedRows, exposed: int, cut_sums: dict[int, Tensor]) -> int:
     """Largest number of bits below fp32's at which a cut sum is beyond an allowance of ``rows``.
 
     Args:
         rows: Where to look.
         exposed: A number of bits that is exposed already; nothing smaller is looked for.
-        of_values: Sums of P·V by the bits to which they were cut; new ones are added.
-        of_scores: The same of q·k.
+        cut_sums: Sums of P·V by the bits to which they were cut; new ones are added.
 
     0 where none is. By halving: fewer bits lose more.
     """
     if rows.known.given_scores:
         return exposed  # nothing is multiplied
-    values = _Sums(rows.weights, rows.known.v, of_values)
-    scores = None if rows.slope is None else _Sums(rows.known.q, rows.known.k.mT, of_scores)
+    values = _Sums(rows.weights, rows.known.v, cut_sums)
+    # Those of q·k are as many as pairs, and of few steps: they are not kept.
+    scores = None if rows.slope is None else _Sums(rows.known.q, rows.known.k.mT, {})
 
     def shown(tried: Sequence[int]) -> dict[int, bool]:
         exposed_sums = rows.exposed(values.cut(tried), rows.known.lse)

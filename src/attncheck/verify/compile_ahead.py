@@ -51,6 +51,7 @@ _MODULES = (
     "attncheck.kernels.flash3_forward",
     "attncheck.subjects.triton_flash",
 )
+_BY_TRITON = ("triton", "torch")  # compilers whose kernels Triton compiles
 _OF_TORCH = 4  # one process in as many compiles what torch does, and nothing else
 
 
@@ -109,10 +110,10 @@ def start_compilers(kernels: Collection[str], device: str | None) -> list[Worker
     if device == "cpu" or not any(BUILTIN[name].compiler for name in ours):
         return []
     workers: list[Worker] = []
-    # There may be no driver, and then nothing is compiled; or no process to be had.
-    with suppress(HostError, OSError):
+    # There may be no driver, and then nothing is compiled; or no thread or process to be had.
+    with suppress(HostError, OSError, RuntimeError):
         driver = ctypes.CDLL(_DRIVER)
-        threading.Thread(target=_make_context, args=(driver,)).start()
+        threading.Thread(target=_make_context, args=(driver,), daemon=True).start()
         for _ in range(_places_on_cores()):
             workers.append(_new_compiler())
             workers[-1].send(Frame(kind="load", words={}), seconds=_SECONDS)
@@ -122,8 +123,10 @@ def start_compilers(kernels: Collection[str], device: str | None) -> list[Worker
 def _make_context(driver: ctypes.CDLL) -> None:
     """Have the driver make this process's context on the first GPU, while torch is imported.
 
-    Torch takes it as its own, and would wait for it: a quarter of a second.
+    Torch takes it as its own, and would wait for it: a quarter of a second. Of code it loads what
+    is called, as torch would have it.
     """
+    os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
     device, context = ctypes.c_int(), ctypes.c_void_p()
     with suppress(AttributeError):  # it is no driver
         if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), 0) == 0:
@@ -224,7 +227,8 @@ def load_ahead(
                     takes(problem, place, backward=backward)
             if "sdpa-cudnn" in kernels:
                 load_cudnn(place)
-            _hash_triton()
+            if any(BUILTIN[each].compiler in _BY_TRITON for each in BUILTIN.keys() & kernels):
+                _hash_triton()
 
     thread = threading.Thread(target=load)
     thread.start()

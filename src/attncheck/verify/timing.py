@@ -67,7 +67,7 @@ class Stopwatch:
         return float(start_event.elapsed_time(end_event)) / 1e3
 
     def median(self) -> float:
-        """Median seconds of up to 20 calls in a twentieth of a second; of five that are alike."""
+        """Median seconds of up to 20 calls in a twentieth of a second, or of the first alike."""
         seconds: list[float] = []
         while len(seconds) < _MOST_REPEATS and sum(seconds) < _BUDGET and not _alike(seconds):
             seconds.append(self.seconds())
