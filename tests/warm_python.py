@@ -32,7 +32,7 @@ import types
 from collections.abc import Mapping
 from pathlib import Path
 
-from attncheck.core.own_process import end_process
+from attncheck.core.own_process import FOREIGN_CODE, end_process
 
 _KEPT = Path(__file__).with_name("kept_evidence.py")
 # What Python reads when it starts, or a module when it is imported: servers differ in it.
@@ -274,7 +274,7 @@ class Forked(subprocess.Popen):
             setattr(sys, f"__{name}__", stream)
         if "pytest" in sys.modules:
             atexit._clear()  # what it has registered is for its own end
-        end_process(_exit_code([*how["args"][1:]]))
+        _end(_exit_code([*how["args"][1:]]))
 
 
 def _run(words: list[str]) -> None:
@@ -307,6 +307,15 @@ def _exit_code(words: list[str]) -> int:
     return 0
 
 
+def _end(code: int) -> None:
+    """Take nothing down, whoever's it is: what a fork shares is most of what is there."""
+    FOREIGN_CODE.clear()
+    try:
+        end_process(code)
+    finally:
+        os._exit(code)
+
+
 if __name__ == "__main__":
     sys.path.pop(0)  # this folder
     for _name in sys.argv[2:]:
@@ -335,4 +344,4 @@ if __name__ == "__main__":
         subprocess.Popen = Forked
     if _kept and not _request["keeps"]:
         _kept[0].steps_down()
-    end_process(_exit_code(_request["words"]))
+    _end(_exit_code(_request["words"]))
