@@ -31,10 +31,10 @@ def test_an_interrupt_that_an_import_swallowed_is_raised_after_it():
     assert gc.isenabled()
 
 
-def ended(program, *words):
+def ended(program):
     """How a process of this program ends, with Python's own buffers."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    command = [sys.executable, *words, "-c", program]
+    command = [sys.executable, "-c", program]
     return subprocess.run(command, capture_output=True, text=True, env=env)
 
 

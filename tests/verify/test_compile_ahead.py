@@ -143,7 +143,8 @@ def test_the_driver_makes_a_context_of_the_first_gpu_where_there_is_one(fails, c
     def function(name):
         return lambda *values: calls.append((name, *values)) or int(name == fails)
 
-    monkeypatch.delenv("CUDA_MODULE_LOADING", raising=False)
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "")  # so that it is as before in the end
+    monkeypatch.delenv("CUDA_MODULE_LOADING")
     names = ("cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain")
     compile_ahead._make_context(SimpleNamespace(**{name: function(name) for name in names}))
     assert [name for name, *_ in calls] == [*names[:count]]

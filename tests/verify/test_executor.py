@@ -260,7 +260,7 @@ def test_the_first_call_is_not_timed(monkeypatch):
 
 @pytest.mark.parametrize(
     ("ticks", "seconds", "times"),
-    # Until an eighth of a second, or until five are alike.
+    # Until their time is up, or five are alike.
     [([1, 2, 6], 2 / 64, 3), ([8], 8 / 64, 1), ([0], 0.0, 5)],
     ids=["uneven", "slow", "quick"],
 )
