@@ -1,6 +1,7 @@
 """What is asked: the same every time, each property, and by parts each question once."""
 
 from collections import Counter
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -11,9 +12,17 @@ from attncheck.cases.covering import DIMS, EXCLUSIONS, HEADS, SHAPES, row_proble
 from attncheck.cases.mask_samples import SOFTMAX
 from attncheck.cases.tier import TIERS
 from attncheck.core.errors import UnknownName, UsageError
+from attncheck.core.mod_spec import Spec
 from attncheck.core.outputs import Outputs
 from attncheck.gate.bound_stage import AGAIN, axes_of, bound_units
-from attncheck.gate.plan import describe_units, plan_kernel, priority
+from attncheck.gate.gate_worker import GateWorker
+from attncheck.gate.plan import (
+    covering_units,
+    describe_units,
+    kernel_key,
+    plan_kernel,
+    priority,
+)
 from attncheck.gate.planning import BaselineCases, CachingExecutor, Planning, parse_stages
 from attncheck.gate.property_stage import KnownFailures, choose_pairs, drawn_units
 from attncheck.inputs.problem import Case, Problem
@@ -25,7 +34,7 @@ from attncheck.suite.property_spec import properties
 from attncheck.verify.environment import environment
 from attncheck.verify.executor import Failure, InProcess
 from attncheck.verify.run_case import new_record, run_case
-from attncheck.workers.units import Shard
+from attncheck.workers.units import Shard, Unit
 
 PLAIN = {
     "extent": "",
@@ -46,13 +55,47 @@ def planning(kernel="ideal", **options):
     return Planning(unit, load_subject(kernel), InProcess(), choices(**options))
 
 
+def plan(found):
+    """All of a plan, what is drawn later in its place too."""
+    units = plan_kernel(found)
+    return [unit for unit in units if unit.kind != "draw" or unit.test] + covering_units(found)
+
+
 @pytest.fixture(scope="module")
 def whole():
-    return plan_kernel(planning())
+    return plan(planning())
 
 
 def test_the_plan_is_the_same_every_time(whole):
-    assert [unit.id for unit in plan_kernel(planning())] == [unit.id for unit in whole]
+    assert [unit.id for unit in plan(planning())] == [unit.id for unit in whole]
+
+
+def test_what_takes_seconds_to_choose_is_drawn_while_others_are_asked():
+    found = planning(stages="probes,bounds,baseline")
+    *probes, drawn = plan_kernel(found)
+    assert {unit.stage for unit in probes} == {"probes"}
+    assert (drawn.kind, drawn.stage, drawn.test, found.bounds) == ("draw", "bounds", "", None)
+    with closing(GateWorker(choices(stages="probes,bounds,baseline", dtypes="fp32,bf16"))) as gate:
+        units = gate.do(drawn).units
+    assert list(units) == covering_units(found)
+    assert {unit.stage for unit in units} == {"bounds", "baseline"}
+    assert plan_kernel(planning(stages="baseline"))[0].stage == "baseline"
+
+
+def test_questions_of_one_kernel_key_are_told_on_a_gpu():
+    def key(device="cuda", **fields):
+        case = Case(problem=Problem(**{"query": 64} | fields))
+        unit = Unit(kind="ask", stage="bounds", kernel="x", device=device, case=case.to_json())
+        return kernel_key(unit)
+
+    window = Spec.of("sliding_window", window=5)
+    assert key() == key(query=7, heads=4, seed=3, distribution="uniform")
+    assert key(mask=window) == key(mask=Spec.of("sliding_window", window=6))
+    others = {"dtype": "fp16"}, {"mask": window}, {"head_dim": 32}, {"backward": True}
+    assert len({key(), *(key(**fields) for fields in others)}) == 5
+    assert key("cpu") == ""
+    (describe,) = describe_units(["x"], device="cuda", tier="pr", convention="")
+    assert kernel_key(describe) == ""
 
 
 def test_every_stage_asks_something(whole):
@@ -82,12 +125,12 @@ def test_what_is_drawn_is_the_same_every_time(whole):
 
 
 def test_a_question_that_needs_more_than_a_layout_is_asked_in_every_plan():
-    cases = [Case.from_json(unit.case) for unit in plan_kernel(planning(stages="memory"))]
+    cases = [Case.from_json(unit.case) for unit in plan(planning(stages="memory"))]
     (found,) = (c for c in cases if c.question == "hidden_keys_nan" and c.problem.backward)
     assert (found.problem.score.name, found.problem.mask.name) == ("softcap", "causal")
     far = [c for c in cases if c.question == "strides_far"]
     assert [c.parameters["tensor"] for c in far] == [0, 1, 2, 3][: 3 + far[0].problem.backward]
-    without = plan_kernel(restricted(lambda problem: not problem.backward, stages="memory"))
+    without = plan(restricted(lambda problem: not problem.backward, stages="memory"))
     assert not any(Case.from_json(unit.case).problem.backward for unit in without)
 
 
@@ -95,7 +138,7 @@ def test_more_sequences_than_a_grid_holds_are_asked_where_there_are_grids():
     def many(device):
         (unit,) = describe_units(["mine"], device=device, tier="smoke", convention="")
         found = Planning(unit, Elsewhere(), InProcess(), choices(stages="contract"))
-        cases = [Case.from_json(each.case) for each in plan_kernel(found)]
+        cases = [Case.from_json(each.case) for each in plan(found)]
         return [case for case in cases if case.problem.batch * case.problem.heads > 65_535]
 
     assert many("cpu") == []
@@ -145,17 +188,17 @@ def test_shards_share_the_questions_among_them(whole):
 
 
 def test_another_seed_draws_other_numbers(whole):
-    other = {unit.id for unit in plan_kernel(planning(seed=5)) if unit.stage == "bounds"}
+    other = {unit.id for unit in plan(planning(seed=5)) if unit.stage == "bounds"}
     assert not other & {unit.id for unit in whole if unit.stage == "bounds"}
 
 
 def test_a_stage_that_is_left_out_asks_nothing():
-    assert {unit.stage for unit in plan_kernel(planning(stages="probes"))} == {"probes"}
+    assert {unit.stage for unit in plan(planning(stages="probes"))} == {"probes"}
 
 
 def test_what_a_kernel_refuses_is_kept_and_said():
     found = planning(named("right"), stages="bounds")
-    asked = [Case.from_json(unit.case).problem for unit in plan_kernel(found)]
+    asked = [Case.from_json(unit.case).problem for unit in plan(found)]
     assert {problem.mask.name for problem in asked} == {"full", "causal", "causal_bottom_right"}
     assert {answer.record.variant for answer in found.refused} >= {"sliding_window", "alibi"}
     assert all(answer.record.reason for answer in found.refused)
@@ -189,7 +232,7 @@ def plainly(problem, *masks):
 
 
 def test_a_baseline_is_asked_what_it_was_made_of_whatever_the_plan_is_now():
-    before = plan_kernel(restricted(plainly, dtypes="bf16"))
+    before = plan(restricted(plainly, dtypes="bf16"))
     here = environment("cpu")
     records = [
         new_record(
@@ -205,10 +248,10 @@ def test_a_baseline_is_asked_what_it_was_made_of_whatever_the_plan_is_now():
         make_baseline(baseline_entries(records, {"e": here}), {here.id: here}, "0")
     )
     after = restricted(lambda problem: plainly(problem, "sliding_window"), dtypes="bf16")
-    cases = [Case.from_json(unit.case).id for unit in plan_kernel(after)]
+    cases = [Case.from_json(unit.case).id for unit in plan(after)]
     assert not {Case.from_json(unit.case).id for unit in before} <= set(cases)
     after.choices = replace(after.choices, held=held)
-    found = [Case.from_json(unit.case).id for unit in plan_kernel(after)]
+    found = [Case.from_json(unit.case).id for unit in plan(after)]
     assert {*cases, *(Case.from_json(unit.case).id for unit in before)} == set(found)
     assert len(found) == len(set(found))
     assert after.choices.plan()["baseline"] == held.digest
@@ -237,19 +280,19 @@ def on_a_gpu(tier, **options):
 
 def test_on_a_gpu_what_is_compiled_anyway_is_asked_again():
     found = on_a_gpu("pr")
-    units = plan_kernel(found)
+    units = plan(found)
     bounds = [unit for unit in units if unit.stage == "bounds"]
     again = [unit for unit in bounds if unit.variant.endswith(AGAIN)]
     assert len(bounds) > TIERS["pr"].threes_gpu > len(again) > len(bounds) / 2
     # Of two stages that need them they are planned, and refusals said, once.
     assert [unit for unit in bounds if unit.variant != SOFTMAX][-1] in found.bounds
     assert len(found.refused) == len({answer.record.case_id for answer in found.refused})
-    on_cpu = plan_kernel(planning(tier="pr", stages="bounds"))
+    on_cpu = plan(planning(tier="pr", stages="bounds"))
     assert not any(unit.variant.endswith(AGAIN) for unit in on_cpu)
 
 
 def test_tier_pr_has_every_problem_of_smoke():
-    smoke, pr = (plan_kernel(on_a_gpu(tier, stages="bounds")) for tier in ("smoke", "pr"))
+    smoke, pr = (plan(on_a_gpu(tier, stages="bounds")) for tier in ("smoke", "pr"))
     cases = {Case.from_json(unit.case).id for unit in pr}
     missing = [unit for unit in smoke if Case.from_json(unit.case).id not in cases]
     assert not missing
@@ -278,7 +321,7 @@ def test_a_known_failure_is_asked_in_place_of_a_search():
     found = planning(entry.kernel, dtypes=entry.dtypes[0], stages="properties")
     unit = next(
         each
-        for each in plan_kernel(found)
+        for each in plan(found)
         if known.of_draw(each) is not None and not known.of_draw(each).depends_on
     )
     (asked,) = drawn_units(unit, found, known)

@@ -117,6 +117,36 @@ def test_priority_decides_and_order_among_equals(path):
     assert begun == ["b", "d", "c", "a"]
 
 
+def begun(path, *units, lanes=2):
+    """The names of units in the order in which they were begun; of each the product it makes."""
+    ended, events = ran(path, units, lanes=lanes, product=lambda one: one.case.get("makes", ""))
+    assert (ended.why, ended.left) == ("", 0)
+    return [event.unit.case["name"] for event in events if event.kind == "begun"]
+
+
+def test_what_a_running_unit_makes_is_waited_for_while_there_is_something_else(path, tmp_path):
+    file = str(tmp_path / "file")
+    maker = unit("a", makes="kernel", wait_for=file)
+    rest = [unit("b", makes="kernel"), unit("c", touch=file), unit("d", makes="kernel")]
+    assert begun(path, maker, *rest) == ["a", "c", "b", "d"]
+
+
+def test_nobody_waits_for_what_is_made_where_there_is_nothing_else(path, tmp_path):
+    file = str(tmp_path / "file")
+    maker = unit("a", makes="kernel", wait_for=file)
+    assert begun(path, maker, unit("b", makes="kernel", touch=file)) == ["a", "b"]
+
+
+def test_what_was_lost_or_is_made_is_no_longer_waited_for(path, tmp_path):
+    file, lost = str(tmp_path / "file"), tmp_path / "lost"
+    lost.mkdir()
+    dies = unit("a", makes="kernel", die=signal.SIGKILL, times=1, folder=str(lost))
+    waits = unit("b", wait_for=file)
+    # While b waits the other lane does them: d is begun though c, which makes the same, ran before.
+    rest = [unit("c", makes="kernel"), unit("d", makes="kernel", touch=file)]
+    assert begun(path, dies, waits, *rest)[:4] == ["a", "b", "c", "d"]
+
+
 def test_a_lane_makes_its_work_once_and_closes_it(path, tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()

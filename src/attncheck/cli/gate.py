@@ -1,4 +1,4 @@
-"""``attncheck gate``: everything that a change of a kernel needs, with one exit code."""
+"""``attncheck gate``: all checks that a change of a kernel needs, with one exit code."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from attncheck.cli.bench import BenchOptions, time_kernels
 from attncheck.cli.long_runs import (
     JOURNAL,
     existing_journal,
+    print_run_end,
     resumable,
     run_with_journal,
-    say_how_it_ended,
     started_now,
     time_left,
     worker_places,
@@ -49,17 +49,17 @@ if TYPE_CHECKING:
     from attncheck.workers.pool import RunEnd, RunEvent
     from attncheck.workers.units import Done, Unit
 
-FAILURES = "reports/failures"  # the folder of failures, in which attncheck repro looks for them
+FAILURES = "reports/failures"  # the folder of kept failures, where attncheck repro looks for them
 
-_PER_RUN = {"seed", "started", "typed"}  # of a journal's header: no part of the plan
-_OF_SOURCES = frozenset({"sources", "started", "seed", "typed"})
-_SCRIPTS, _SCRIPT_SECONDS = 5, 120
-_FEWEST, _LEAST = 10, 0.05  # results, and the share of all, from which the rest is estimated
+_PER_RUN = {"seed", "started", "typed"}  # keys of a journal's header that are no part of the plan
+_SOURCE_KEYS = frozenset({"sources", "started", "seed", "typed"})
+_SCRIPTS, _SCRIPT_SECONDS = 5, 120  # number of scripts, and seconds that each may take
+_FEWEST, _LEAST = 10, 0.05  # results, and their share of all units, needed to estimate the rest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateOptions:
-    """Options as typed."""
+    """Options of ``attncheck gate``, as typed."""
 
     kernels: tuple[str, ...] = verb.argument("[KERNEL]…", nargs=-1)
     tier: str | None = verb.option(
@@ -128,12 +128,12 @@ class GateOptions:
 class GateRun:
     """One run of the gate."""
 
-    kernels: tuple[str, ...]  # as asked for
+    kernels: tuple[str, ...]  # as typed or configured
     device: str
     choices: Choices
-    shard: str  # ``2/4``; empty for the whole
+    shard: str  # ``2/4``; empty for a whole run
     head: dict[str, Any]
-    units: tuple[Unit, ...]  # the first work
+    units: tuple[Unit, ...]  # the units of work to begin with
 
 
 @verb.command
@@ -159,24 +159,24 @@ def gate(interrupts: Interrupts, options: GateOptions) -> int:
     if options.changed_since is not None:
         from attncheck.gate.sources import changed_kernels
 
-        # An empty gate passes: nothing that it could judge is another.
+        # Without a changed kernel there is nothing to judge, and the gate passes.
         kernels = changed_kernels(kernels, options.changed_since)
         if not kernels:
             unchanged = f"no kernel has changed since {options.changed_since}"
             click.echo(f"attncheck: {unchanged}.", err=True)
             return 0
     check_names(options.directory, [JOURNAL, "gate.json"])
-    # The files of the other commit are there as long as something may be asked of them.
+    # The files of the other commit exist until the end of this block.
     with _other_commit(options, kernels) as tree:
         run = plan_run(options, kernels, tree=tree, baseline=baseline[1] if baseline else None)
         end, content = run_gate(run, options)
     code = _finish(interrupts, options, end, content, baseline)
-    # A broken gate says more than a time, and who has interrupted wants the end.
+    # A failed gate matters more than times, and an interrupted one must end at once.
     return code or _time(interrupts, options, kernels) if options.timed and not end.why else code
 
 
 def _time(interrupts: Interrupts, options: GateOptions, kernels: tuple[str, ...]) -> int:
-    """Time the kernels, with nobody else at work; writes that report too, returns its exit code."""
+    """Time the kernels, with no workers running; write that report and return its exit code."""
     from attncheck.reporting import exit_codes, rendering
     from attncheck.reporting.bench_document import bench_counts
 
@@ -192,7 +192,7 @@ def _time(interrupts: Interrupts, options: GateOptions, kernels: tuple[str, ...]
     )
     try:
         report, _ = time_kernels(interrupts, bench_options, dict.fromkeys(kernels))
-    except UsageError as error:  # of an interpreted kernel, say: all else has been asked
+    except UsageError as error:  # for example an interpreted kernel; the gate itself is done
         click.echo(f"attncheck: --bench: {one_line(str(error))}", err=True)
         return exit_codes.INCOMPLETE
     with interrupts.writing(options.directory):
@@ -208,11 +208,11 @@ def plan_run(
     tree: CommitTree | None = None,
     baseline: Baseline | None = None,
 ) -> GateRun:
-    """Plan what is to be done; raises UsageError for what cannot be.
+    """Return the plan of a run; raise UsageError for options that cannot be met.
 
-    With a baseline or a tree the stage baseline has to be part of it: something is to be compared.
+    With a ``baseline`` or a ``tree`` the plan must have the stage baseline, which compares them.
     """
-    # Extras of the package: most verbs need neither.
+    # Hypothesis and pytest are extras of the package, which most commands do not need.
     if missing := [name for name in ("hypothesis", "pytest") if find_spec(name) is None]:
         raise UsageError(f"a gate needs {missing[0]}: pip install 'attncheck[properties]'.")
     from attncheck.cases.tier import default_tier, tier_named
@@ -224,13 +224,13 @@ def plan_run(
     from attncheck.verify.environment import usable_device
     from attncheck.workers.units import Shard
 
-    # A misspelt name is said now, and not by every worker.
+    # Report a misspelt name here, not in every worker.
     if options.convention:
         convention_named(options.convention)
     shard = str(Shard.parse(options.shard))
     device = usable_device(options.device)
     tier = tier_named(options.tier or default_tier(device))
-    # Such a tier looks at other problems every night; a seed repeats one.
+    # A random tier draws other problems in each run, unless a seed is given.
     draws_anew = tier.random and options.seed is None
     if shard and draws_anew:
         raise UsageError(
@@ -265,13 +265,13 @@ def plan_run(
         shard=shard,
         typed=_typed_command(kernels),
     )
-    # A run that goes on draws what its first part drew: else its units would be others.
+    # A resumed run keeps the seed of its first part, or its units would differ.
     if draws_anew:
         head["seed"] = _seed_of(head, existing_journal(options.directory, fresh=options.fresh))
         choices = replace(choices, seed=head["seed"])
     common = {"device": device, "tier": tier.name, "convention": options.convention}
     units = describe_units(kernels, **common)
-    if not shard:  # else: what failed on this machine is unknown to the other parts
+    if not shard:  # a shard cannot replay: other parts may not have this machine's failures
         units += replay_units(
             kernels, FAILURES, stages=choices.stages, dtypes=choices.dtypes, **common
         )
@@ -286,32 +286,32 @@ def plan_run(
 
 
 def run_gate(run: GateRun, options: GateOptions) -> tuple[RunEnd, JournalContent]:
-    """Do what is planned; return how it ended, and what the journal says then.
+    """Run the plan; return how it ended, and the content of the journal.
 
     Raises:
-        JournalError: where the journal holds another run that is not finished.
-        UsageError: for a kernel that cannot be loaded.
+        JournalError: if the journal holds another, unfinished run.
+        UsageError: if a kernel cannot be loaded.
     """
-    from attncheck.gate.plan import priority
+    from attncheck.gate.plan import kernel_key, priority
     from attncheck.workers.units import Shard
     from attncheck.workers.worker_pool import Cluster
 
     if not run.choices.isolated:
         click.echo("attncheck: --in-process: the kernel can end or alter the judge.", err=True)
-    before, resume = resumable(options.directory, run.head, _changed, fresh=options.fresh)
+    before, resume = resumable(options.directory, run.head, _change_since, fresh=options.fresh)
     units = [unit for unit in run.units if not (resume and _is_replayed(unit, before))]
-    # Units of another commit come from the plan, from the journal and from describing a kernel.
-    known = [*units, *(before.units.values() if resume and before else ())]
-    of_other_commit = {unit.id for unit in known if unit.commit}
-    usage: list[str] = []
+    # Units of another commit come from the plan, the journal and descriptions of kernels.
+    known_units = [*units, *(before.units.values() if resume and before else ())]
+    of_other_commit = {unit.id for unit in known_units if unit.commit}
+    usage_errors: list[str] = []
 
-    # Called for each finished unit: whether the rest is still wanted.
+    # Called for each finished unit; returns whether to stop the run.
     def stop(done: Done) -> bool:
         of_other_commit.update(unit.id for unit in done.units if unit.commit)
         if "usage" in done.facts:
-            usage.append(str(done.facts["usage"]))
+            usage_errors.append(str(done.facts["usage"]))
             return True
-        if not options.exitfirst or done.unit in of_other_commit:  # of that one nothing fails
+        if not options.exitfirst or done.unit in of_other_commit:  # those cannot fail the gate
             return False
         return any(answer.record.status in FAILED_STATUSES for answer in done.answers)
 
@@ -327,30 +327,31 @@ def run_gate(run: GateRun, options: GateOptions) -> tuple[RunEnd, JournalContent
         quiet=options.quiet,
         verbose=options.verbose,
         work="attncheck.gate.gate_worker:work",
-        options=run.choices.options() | _ahead(run),
+        options=run.choices.options() | _preload_options(run),
         seconds=parse_seconds(options.max_time, "--max-time"),
         stop=stop,
         priority=priority,
+        product=kernel_key,
         mine=Shard.parse(run.shard).has,
         workers=workers,
     )
-    if usage:
-        raise UsageError(usage[0])
+    if usage_errors:
+        raise UsageError(usage_errors[0])
     return ended
 
 
-def _ahead(run: GateRun) -> dict[str, Any]:
-    """What has each worker load the kernel while one of them plans: on a GPU that takes seconds."""
+def _preload_options(run: GateRun) -> dict[str, Any]:
+    """Return the option that has workers load a single kernel on a GPU during planning."""
     if run.device == "cpu" or len(run.kernels) > 1:
         return {}
     unit = next(unit for unit in run.units if unit.kind == "describe")
     return {"ahead": msgspec.json.encode(unit).decode()}
 
 
-def _changed(before: JournalContent, differs: set[str]) -> str | None:
-    """What has changed since a run, whose answers then say nothing of the kernels that are here."""
-    # Of equal sources another seed was typed: that is another run, not another kernel.
-    if differs - _OF_SOURCES or ("seed" in differs and "sources" not in differs):
+def _change_since(before: JournalContent, differs: set[str]) -> str | None:
+    """Return the change of sources since a run, "" for none; None if it was another run."""
+    # With equal sources and another seed it is another run, not a changed kernel.
+    if differs - _SOURCE_KEYS or ("seed" in differs and "sources" not in differs):
         return None
     from attncheck.gate.sources import changed_source
 
@@ -359,10 +360,10 @@ def _changed(before: JournalContent, differs: set[str]) -> str | None:
 
 @contextmanager
 def _other_commit(options: GateOptions, kernels: tuple[str, ...]) -> Iterator[CommitTree | None]:
-    """The files of the commit --against, until the end of the block; None where there is none.
+    """Yield the files of the commit --against, deleted after the block; None without --against.
 
     Raises:
-        UsageError: for a commit that is not here, or a kernel that is no part of any.
+        UsageError: if the commit does not exist, or a kernel is not part of a commit.
     """
     if options.against is None:
         yield None
@@ -372,35 +373,35 @@ def _other_commit(options: GateOptions, kernels: tuple[str, ...]) -> Iterator[Co
     if options.cluster is not None:
         raise UsageError("--against has the files of the commit here alone: leave --cluster out.")
     with commit_tree(options.against) as tree:
-        # Asked for now, so that a kernel outside the commit is said at once.
+        # Check now, so that a kernel outside the commit is reported at once.
         for kernel in kernels:
             tree.kernel(kernel)
         yield tree
 
 
 def _kernels_of(words: tuple[str, ...]) -> tuple[str, ...]:
-    """The kernels: those typed, each once; else those that the project names.
+    """Return the typed kernels, each once, or without any the kernels of the configuration.
 
     No kernel is imported.
 
     Raises:
-        UsageError: where there is none, or a name that nobody knows.
+        UsageError: if there is no kernel, or one is unknown.
     """
     from attncheck.subjects.capabilities.configuration import read_configuration
     from attncheck.subjects.hub_kernels import is_hub_folder
     from attncheck.subjects.load import is_reference, kernel_names
 
     if not words:
-        named = tuple(read_configuration().kernels)
-        if not named:
+        configured = tuple(read_configuration().kernels)
+        if not configured:
             raise UsageError(
                 "no kernel is named: give one, or name yours in [tool.attncheck.kernels] "
                 "(attncheck init)."
             )
-        return named
+        return configured
     for kernel in words:
         file, colons, _ = kernel.partition("::")
-        # Said here in a line: each worker would fail to import it.
+        # Report a missing file here in one line, since each worker would fail to import it.
         if colons and not Path(file).is_file() and not is_hub_folder(file):
             raise UsageError(f"kernel {kernel!r}: there is no file {file!r}.")
         if not is_reference(kernel) and kernel not in kernel_names():
@@ -409,17 +410,17 @@ def _kernels_of(words: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _seed_of(head: dict[str, Any], journal: JournalContent | None) -> int:
-    """Return the draw: that of the journal where it is of the same plan, else another one."""
+    """Return the seed of the journal if it is of the same plan, else a random one."""
     if journal is not None:
         plan = {k: v for k, v in journal.head.items() if k not in _PER_RUN}
         if plan == {k: v for k, v in head.items() if k not in _PER_RUN}:
             return int(journal.head.get("seed", 0))
-    # Short enough to be typed after --seed.
+    # Few digits, so that it is easily typed after --seed.
     return secrets.randbelow(10**6)
 
 
 def _is_replayed(unit: Any, before: JournalContent | None) -> bool:
-    """Return whether a failure of before is of this very run."""
+    """Return whether a replayed failure comes from the run of the journal ``before`` itself."""
     if unit.kind != "ask" or before is None or unit.id in before.units:
         return False
     records = (a.record for done in before.results.values() for a in done.answers)
@@ -428,42 +429,42 @@ def _is_replayed(unit: Any, before: JournalContent | None) -> bool:
 
 
 class GateProgress:
-    """The progress of a gate, as far as has been heard."""
+    """The progress of a gate, counted from its events."""
 
     def __init__(self) -> None:
         self.failed = 0
         self.stage = "starting"
         self._known: dict[str, str] = {}  # kind of each unit, by its id
-        self._over: set[str] = set()
-        self._took: dict[str, list[float]] = {}
+        self._finished_ids: set[str] = set()
+        self._durations: dict[str, list[float]] = {}
         self._most = 1
 
     def hear(self, event: RunEvent) -> list[str]:
-        """Count; return the failures that are new, a line each."""
+        """Count an event; return its new failures, a line each."""
         self._learn(event)
-        if event.unit.commit:  # of another commit nothing fails
+        if event.unit.commit:  # another commit's answers cannot fail the gate
             return []
         if event.kind == "begun":
             self.stage = "smaller failures" if event.unit.kind == "shrink" else event.unit.stage
         answers = event.done.answers if event.done else ()
-        # A smaller case of a known failure is no further failure.
+        # A smaller case of a known failure is not a new failure.
         wrong = [a for a in answers if a.record.status in FAILED_STATUSES and not a.smallest_of]
         self.failed += len(wrong)
         return [_failure_line(answer) for answer in wrong] if event.kind == "done" else []
 
     def left(self, event: RunEvent) -> float | None:
-        """Seconds that the known rest takes, each unit as long as those of its stage have taken.
+        """Return the estimated seconds of the remaining known units; None before enough are done.
 
-        Of a stage that has not begun, as long as all have. None as long as too little is done.
+        A unit is estimated by the mean of its kind, or of all units if none of its kind is done.
         """
-        took = [seconds for each in self._took.values() for seconds in each]
-        if len(took) < max(_FEWEST, event.known * _LEAST):
+        times = [seconds for each in self._durations.values() for seconds in each]
+        if len(times) < max(_FEWEST, event.known * _LEAST):
             return None
-        rest = Counter(kind for id_, kind in self._known.items() if id_ not in self._over)
+        rest = Counter(kind for id_, kind in self._known.items() if id_ not in self._finished_ids)
         if not rest:
             return 0.0
-        work = sum(fmean(self._took.get(kind, took)) * count for kind, count in rest.items())
-        # Some of those are another shard's, and some nobody has told us of.
+        work = sum(fmean(self._durations.get(kind, times)) * count for kind, count in rest.items())
+        # Scaled to the run's own count, as some units are another shard's and some not known here.
         return work / rest.total() * (event.known - event.finished) / self._most
 
     def _learn(self, event: RunEvent) -> None:
@@ -472,15 +473,15 @@ class GateProgress:
         self._most = max(self._most, event.running)
         if done is None:
             return
-        self._over.add(unit.id)
+        self._finished_ids.add(unit.id)
         for each in done.units:
             self._known.setdefault(each.id, _kind(each))
-        # Describing a kernel imports it: that says nothing of how long questions take.
+        # Describing a kernel imports it, which takes another time than questions.
         if event.kind == "done" and unit.kind != "describe":
-            self._took.setdefault(_kind(unit), []).append(done.seconds)
+            self._durations.setdefault(_kind(unit), []).append(done.seconds)
 
     def line(self, event: RunEvent) -> str:
-        """``bounds 120/243, 2 failed, about 35 s left``."""
+        """Return ``bounds 120/243, 2 failed, about 35 s left``."""
         parts = [f"{self.stage} {event.finished}/{event.known}"]
         parts += [f"{self.failed} failed"] if self.failed else []
         left = self.left(event)
@@ -489,7 +490,7 @@ class GateProgress:
 
 
 def _kind(unit: Unit) -> str:
-    """Units of one kind take about as long."""
+    """Return the kind of a unit; units of a kind take about the same time."""
     return unit.stage if unit.kind == "ask" else f"{unit.kind} {unit.stage}"
 
 
@@ -507,13 +508,13 @@ def _finish(
     content: JournalContent,
     baseline: tuple[str, Baseline] | None,
 ) -> int:
-    """Write the files, show the summary; return the exit code."""
+    """Write the files and show the summary; return the exit code."""
     from attncheck.gate.gate_report import build_report
     from attncheck.reporting.rendering import show, write_gate
 
     command = _typed_command(content.head.get("kernels", ()))
     report = build_report(content, command=command, baseline=baseline)
-    # Whoever interrupts wants the end, and scripts take seconds each.
+    # An interrupted run must end soon, and scripts take seconds each.
     scripts = {} if end.why == "interrupted" else _failure_scripts(report, options.directory)
     with interrupts.writing(options.directory):
         write_gate(report, options.directory, scripts)
@@ -522,38 +523,38 @@ def _finish(
     policy = Policy(
         strict=options.strict, strict_baseline=options.strict_baseline, flaky=options.flaky
     )
-    return say_how_it_ended(end, gate_exit_code(report, policy))
+    return print_run_end(end, gate_exit_code(report, policy))
 
 
 def _typed_command(kernels: Iterable[str]) -> str:
-    """The command line, with files without their folders: a report may be read elsewhere."""
+    """Return the command line with files without their folders, for a report read elsewhere."""
     command = typed_command(files={"--baseline"})
     for kernel in kernels:
         file, colons, name = str(kernel).partition("::")
         if colons:
-            shown = f"{Path(file).name}{colons}{name}"
-            command = command.replace(shlex.quote(str(kernel)), shlex.quote(shown))
+            without_folder = f"{Path(file).name}{colons}{name}"
+            command = command.replace(shlex.quote(str(kernel)), shlex.quote(without_folder))
     return command
 
 
 def _failure_scripts(report: GateReport, directory: str) -> dict[str, str]:
-    """Standalone scripts of the worst failures, each written by a process of its own."""
+    """Return standalone scripts of the worst failures, each written by its own process."""
     scripts: dict[str, str] = {}
-    # As deep as they will lie: a script finds its kernel from where it is. Where the folder cannot
-    # be written to, the report will say so.
+    # A script finds its kernel relative to its own path, so the temporary folder is as deep as the
+    # final one. If the folder cannot be written to, writing the report will raise.
     with (
         suppress(OSError),
         tempfile.TemporaryDirectory(dir=directory, prefix=".scripts-") as folder,
     ):
         for group in failure_groups(report)[:_SCRIPTS]:
-            # A crash or a timeout of a kernel would be one of the script, too.
+            # The script of a kernel that crashes or hangs would do so too.
             if not group.shown.failure or group.shown.record.status not in {"fail", "error"}:
                 continue
             path = Path(folder) / f"{group.id}.py"
-            # A process each: a script imports the kernel's file, which may do anything.
+            # Its own process, since writing a script imports the kernel's file.
             words = [sys.executable, "-m", "attncheck", "repro", group.id, "--script", str(path)]
             try:
-                subprocess.run(  # noqa: S603  # our own
+                subprocess.run(  # noqa: S603  # attncheck itself
                     [*words, "--reports", str(Path(FAILURES).parent)],
                     capture_output=True,
                     check=False,
@@ -562,5 +563,5 @@ def _failure_scripts(report: GateReport, directory: str) -> dict[str, str]:
                 )
                 scripts[group.id] = path.read_text(encoding="utf-8")
             except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError):
-                continue  # of attncheck's own kernels there is none
+                continue  # attncheck's own kernels have no scripts
     return scripts

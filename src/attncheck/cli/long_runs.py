@@ -1,4 +1,4 @@
-"""Progress of long runs, and the journal from which the same command goes on."""
+"""Progress of long runs, and the journal from which the same command resumes."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_SECONDS_BETWEEN_LINES = 10.0
+_SECONDS_BETWEEN_LINES = 10.0  # between lines of progress where there is no terminal
 
 
 class RunCounter(Protocol):
-    """Totals that a run's progress is counted by."""
+    """Counts of a run's progress."""
 
     def hear(self, event: RunEvent) -> list[str]:
-        """Count ``event``; return what is new, in lines."""
+        """Count ``event``; return a line for each new result to report."""
 
     def line(self, event: RunEvent) -> str:
-        """Return how far the run is."""
+        """Return the progress of the run in a line."""
 
 
 @contextmanager
@@ -48,12 +48,12 @@ def progress(
 ) -> Iterator[Callable[..., None]]:
     """Yield ``advance(what, show)``, to be called once for each of ``total`` pieces of work.
 
-    Called with ``done=False`` it says what is being done now, and counts nothing. Everything goes
-    to standard error, so that standard output is the report alone. What ``show`` writes, if
-    anything, stands above the bar. Each call begins with ``check``, which may raise.
+    With ``done=False`` it only shows the current work and counts nothing. Everything goes to
+    standard error, so that standard output has only the report. Output of ``show`` goes above the
+    bar. Each call begins with ``check``, which may raise.
     """
     start, count = time.monotonic(), 0
-    with _shown(quiet=quiet, estimates=True) as (update, _, bar):
+    with _meter(quiet=quiet, estimates=True) as (update, _, bar):
 
         def advance(
             what: str, show: Callable[[], None] | None = None, *, done: bool = True
@@ -65,13 +65,13 @@ def progress(
                 return
             count += 1
             if show is not None:
-                # Both may be one terminal: the bar goes away, and comes back below.
+                # Both may go to one terminal: remove the bar, and draw it again below.
                 if bar is not None:
                     bar.stop()
                 show()
                 if bar is not None:
                     bar.start()
-            known = max(count, total)  # ``total`` may be no more than about right
+            known = max(count, total)  # ``total`` may be an estimate
             left = (time.monotonic() - start) / count * (known - count)
             update(count, known, what, f"{count}/{known} cells, {time_left(left)} ({what})")
 
@@ -91,45 +91,45 @@ def collect(
     quiet: bool,
     max_time: str | None,
 ) -> tuple[list[T], str]:
-    """Return what ``make(stage)`` yields, and why the run was stopped before all of it was there.
+    """Return the results that ``make(stage)`` yields, and why the run stopped early, if it did.
 
     Args:
-        make: Makes one thing after the other; ``stage`` is called with what is done next.
-        total: How many there will be.
-        what: What one of them is called beside the bar.
-        show: Shows one as soon as it is there.
-        max_time: As typed.
+        make: Yields the results; it calls ``stage`` with a description of the current work.
+        total: Number of results.
+        what: Returns the name of a result beside the bar.
+        show: Shows a result as soon as it is measured.
+        max_time: --max-time as typed.
     """
-    stopped, things = "", []
+    reason, results = "", []
     try:
         with (
             progress(total, quiet=quiet, check=interrupts.check) as advance,
             _time_limit(parse_seconds(max_time, "--max-time")) as is_up,
         ):
             for one in make(partial(advance, done=False)):
-                if is_up():  # what it ended may have become a failure of the kernel's
-                    raise _TimeIsUp  # noqa: TRY301  # as where it came
-                things.append(one)
+                if is_up():  # the interrupted call may look like a failure of the kernel
+                    raise _TimeIsUp  # noqa: TRY301  # as by the signal
+                results.append(one)
                 advance(what(one), partial(show, one) if show else None)
     except _TimeIsUp:
-        if len(things) < total:
-            stopped = f"stopped by --max-time {max_time}"
+        if len(results) < total:
+            reason = f"stopped by --max-time {max_time}"
     except BaseException as error:
-        # What an interrupt became may be another error.
-        if not things or not (interrupts.raised or isinstance(error, KeyboardInterrupt)):
+        # An interrupt may have become another error.
+        if not results or not (interrupts.raised or isinstance(error, KeyboardInterrupt)):
             raise
         interrupts.take()
-        stopped = BY_HAND
-    return things, f"{stopped} after {len(things)} of {total} cells" if stopped else ""
+        reason = BY_HAND
+    return results, f"{reason} after {len(results)} of {total} cells" if reason else ""
 
 
 class _TimeIsUp(BaseException):
-    """As an interrupt is: nobody's ``except Exception`` is to hold it."""
+    """The time is up; no Exception, so that no ``except Exception`` catches it."""
 
 
 @contextmanager
 def _time_limit(seconds: float | None) -> Iterator[Callable[[], bool]]:
-    """Within, ``_TimeIsUp`` is raised after so many seconds; yields whether it was."""
+    """Raise ``_TimeIsUp`` in the block after ``seconds``; yield a test whether it was raised."""
     up = False
 
     def ring(*_: object) -> None:
@@ -154,16 +154,16 @@ def claimed(
     check: Callable[[], None],
     **options: Any,
 ) -> dict[str, tuple[str, ...]]:
-    """Hold plain functions to what they take; lines on it by kernel.
+    """Restrict plain functions to the problems that they support; return lines on it by kernel.
 
     Args:
-        options: What was typed, and is asked all the same (``Claims.terms``).
+        options: Typed choices, which are asked in any case (``Claims.terms``).
     """
     lines = {}
     for kernel, host in hosts.items():
         if not host.subject.conventions:
             continue
-        # Not before: all trials come with it.
+        # Imported late, since all trials come with it.
         from attncheck.verify.claims import CLAIM_TRIALS, hold_to_claims
 
         with progress(CLAIM_TRIALS, quiet=quiet, check=check) as advance:
@@ -177,8 +177,8 @@ def claimed(
 def run_progress(
     counter: RunCounter, *, quiet: bool, verbose: bool
 ) -> Iterator[Callable[[RunEvent], None]]:
-    """Yield what hears of every event of a run; with ``verbose`` all that is new is shown."""
-    with _shown(quiet=quiet, estimates=False) as (update, say, _):
+    """Yield a callback for every event of a run; ``verbose`` also shows the counter's lines."""
+    with _meter(quiet=quiet, estimates=False) as (update, say, _):
 
         def on_event(event: RunEvent) -> None:
             for text in counter.hear(event):
@@ -191,26 +191,26 @@ def run_progress(
 
 
 def time_left(seconds: float) -> str:
-    """``about 35 s left``."""
+    """Return ``about 35 s left``."""
     text = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
     return f"about {text} left"
 
 
 Update = Callable[[int, int, str, str], None]
-"""Finished, known, what stands beside the bar, and the line elsewhere."""
+"""Shows progress: finished and known units, the text beside the bar, and the line without one."""
 
 
 @contextmanager
-def _shown(*, quiet: bool, estimates: bool) -> Iterator[tuple[Update, Callable[[str], None], Any]]:
-    """Yield what shows how far a run is, what shows a line of its own, and the bar, if any."""
+def _meter(*, quiet: bool, estimates: bool) -> Iterator[tuple[Update, Callable[[str], None], Any]]:
+    """Yield a function that updates the progress, one that shows a line, and the bar if any."""
     from rich.console import Console
 
     console = Console(stderr=True)
     if quiet:
         yield lambda *_: None, lambda _: None, None
     elif console.is_terminal:
-        with _bar(console, estimates=estimates) as shown:
-            yield shown
+        with _bar(console, estimates=estimates) as display:
+            yield display
     else:
         last = time.monotonic()
 
@@ -233,57 +233,57 @@ def _bar(console: Any, *, estimates: bool) -> Iterator[tuple[Update, Callable[[s
         task = bar.add_task("starting", total=None)
 
         def update(finished: int, known: int, what: str, _: str) -> None:
-            description = what.replace("[", "\\[")  # a kernel's name is no markup
+            description = what.replace("[", "\\[")  # [ in a kernel's name is no markup
             bar.update(task, total=known, completed=finished, description=description)
 
         yield update, lambda text: bar.console.print(text, markup=False, highlight=False), bar
 
 
 def _say(text: str) -> None:
-    with suppress(OSError):  # nobody follows: no reason to end the run
+    with suppress(OSError):  # an unread standard error does not end the run
         click.echo(text, err=True)
 
 
 JOURNAL = "results.jsonl"
 
-# Workers that are started unless somebody asks for more: of a CPU, and of a GPU that has memory.
+# Most workers without --jobs: on a CPU, and on a GPU with enough memory.
 _MOST_WORKERS, _MOST_OF_A_GPU = 4, 16
-_GPU_MEMORY = 5 << 30  # bytes for a worker and its kernel's process
+_GPU_MEMORY = 5 << 30  # bytes of a GPU for a worker and its kernel's process
 
 
 def started_now() -> str:
-    """Now, UTC, as a journal says when its run began."""
+    """Return the current time in UTC, as a journal's header has it."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def usable_cores() -> int:
-    """Return on how many cores this process may run."""
+    """Return the number of cores on which this process may run."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 
 
 def worker_places(jobs: int | None, device: str) -> list[WorkerPlace]:
-    """Return the devices of the units: each GPU in turn, or the CPU with a thread each."""
+    """Return the places of workers: each GPU in turn, or the CPU with one thread each."""
     from attncheck.workers.worker_pool import WorkerPlace
 
     cores = usable_cores()
     if device == "cpu":
         return [WorkerPlace(threads=1)] * (jobs or min(cores, _MOST_WORKERS))
-    # Those that this process may use, by the names that CUDA_VISIBLE_DEVICES takes.
+    # GPUs that this process may use, by their names in CUDA_VISIBLE_DEVICES.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     import torch
 
     gpus = [name.strip() for name in visible if name.strip()]
     gpus = gpus or [str(number) for number in range(max(1, torch.cuda.device_count()))]
-    # Most of a worker's time a compiler works, on a core: the GPU has time for many.
+    # A worker mostly waits for a compiler on a core, so a GPU has time for many workers.
     if jobs is None:
         memory = torch.cuda.get_device_properties(0).total_memory
-        of_each = max(_MOST_WORKERS, min(_MOST_OF_A_GPU, memory // _GPU_MEMORY))
-        jobs = max(1, min(cores, of_each * len(gpus)))
+        per_gpu = max(_MOST_WORKERS, min(_MOST_OF_A_GPU, round(memory / _GPU_MEMORY)))
+        jobs = max(1, min(cores, per_gpu * len(gpus)))
     return [WorkerPlace(gpu=gpus[number % len(gpus)], threads=1) for number in range(jobs)]
 
 
 def existing_journal(directory: str, *, fresh: bool) -> JournalContent | None:
-    """Read the journal of a folder; None where there is none, or it is to be forgotten."""
+    """Return the journal of a folder; None if there is none or ``fresh`` is set."""
     from attncheck.workers.journal_format import JournalError, read_journal
 
     path = Path(directory) / JOURNAL
@@ -291,7 +291,7 @@ def existing_journal(directory: str, *, fresh: bool) -> JournalContent | None:
         return None
     try:
         return read_journal(path)
-    except JournalError:  # who opens it says what is wrong with it
+    except JournalError:  # opening it later reports the error
         return None
 
 
@@ -302,29 +302,29 @@ def resumable(
     *,
     fresh: bool,
 ) -> tuple[JournalContent | None, bool]:
-    """Return the journal of a folder, and whether it is gone on with; that is said.
+    """Return the journal of a folder, and whether this run resumes it; print which.
 
-    That of a finished run is forgotten, and one in which something else was asked.
+    A journal of a finished run is not resumed, nor one whose sources have changed.
 
     Args:
-        head: What the journal of this run begins with.
-        changed: (journal, keys of ``head`` that differ) → what has changed since then, in words;
-            None where it is another run altogether, which whoever opens the journal says.
+        head: Header of this run's journal.
+        changed: Takes a journal and the keys of ``head`` that differ; returns the change since then
+            in words, "" for none, or None for another run, which opening the journal refuses.
     """
     before, path = existing_journal(directory, fresh=fresh), Path(directory) / JOURNAL
     if before is None or not before.unfinished:
         return before, before is None and not fresh
     differs = {key for key in {*before.head, *head} if before.head.get(key) != head.get(key)}
-    what = changed(before, differs)
-    if what:
-        click.echo(f"attncheck: {one_line(what)} since {path}: all is asked anew.", err=True)
-    elif what is not None:
-        done = f"{len(before.results)} of {len(before.results) + len(before.unfinished)}"
-        click.echo(f"attncheck: goes on with {path}, {done} done (--fresh begins anew).", err=True)
-    return before, not what
+    change = changed(before, differs)
+    if change:
+        click.echo(f"attncheck: {one_line(change)} since {path}: all is asked anew.", err=True)
+    elif change is not None:
+        share = f"{len(before.results)} of {len(before.results) + len(before.unfinished)}"
+        click.echo(f"attncheck: goes on with {path}, {share} done (--fresh begins anew).", err=True)
+    return before, not change
 
 
-def run_with_journal(  # one run, said once
+def run_with_journal(  # all arguments of one run
     units: Sequence[Unit],
     head: Mapping[str, Any],
     counter: RunCounter,
@@ -334,33 +334,33 @@ def run_with_journal(  # one run, said once
     quiet: bool,
     verbose: bool,
     check: Callable[[], None] = lambda: None,
-    **how: Any,
+    **run_options: Any,
 ) -> tuple[RunEnd, JournalContent]:
-    """Do ``units``; return how that ended, and what the journal says then.
+    """Run ``units``; return how the run ended, and the content of the journal.
 
     Args:
-        units: What is to be done; what the journal has is not done again.
-        check: Raises UsageError where nothing can be done; called once it is known that the journal
-            is this run's.
+        units: The units of work; those with a result in the journal are not repeated.
+        check: Raises UsageError if nothing can be run; called after the journal was opened and is
+            known to be this run's.
 
     Raises:
-        JournalError: where the journal holds another run that is not finished.
+        JournalError: if the journal holds another, unfinished run.
     """
     from attncheck.workers.journal import Journal
     from attncheck.workers.pool import run_units
 
-    # The journal is opened before anything is checked that takes long: it may be another run's.
+    # Open the journal before slow checks, since it may belong to another run.
     with Journal.open(Path(directory) / JOURNAL, head, resume=resume) as journal:
         check()
         with run_progress(counter, quiet=quiet, verbose=verbose) as on_event:
-            end = run_units(units, journal=journal, on_event=on_event, **how)
+            end = run_units(units, journal=journal, on_event=on_event, **run_options)
         journal.end(end.why)
     return end, journal.content
 
 
-def say_how_it_ended(end: RunEnd, code: int) -> int:
-    """Say where a run stopped; return ``code``, or 130 where it was interrupted."""
+def print_run_end(end: RunEnd, code: int) -> int:
+    """Print where a run stopped; return ``code``, or 130 if it was interrupted."""
     if end.why:
-        done = f"{end.finished} of {end.finished + end.left}"
-        click.echo(f"attncheck: {end.why} at {done}: the same command goes on.", err=True)
+        share = f"{end.finished} of {end.finished + end.left}"
+        click.echo(f"attncheck: {end.why} at {share}: the same command goes on.", err=True)
     return INTERRUPTED if end.why == "interrupted" else code

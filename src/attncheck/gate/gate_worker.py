@@ -1,6 +1,6 @@
-"""The worker of a gate: it describes a kernel, draws and asks cases, and shrinks failures.
+"""The worker of a gate, which describes a kernel, draws and asks cases, and shrinks failures.
 
-It is a trusted process: the kernel itself runs in another one.
+The worker is a trusted process; the kernel itself runs in another one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from attncheck.core.mod_spec import Spec
 from attncheck.core.strided_alloc import release_cached_memory, release_scarce_memory
 from attncheck.gate.bound_stage import AGAIN
 from attncheck.gate.gate_failures import SHRUNK_STATUSES, FailureLog
-from attncheck.gate.plan import plan_kernel
+from attncheck.gate.plan import covering_units, plan_kernel
 from attncheck.gate.planning import CachingExecutor, Choices, Planning
 from attncheck.gate.property_stage import KnownFailures, drawn_units
 from attncheck.gate.sources import file_hashes
@@ -40,24 +40,24 @@ from attncheck.verify.run_case import run_case
 from attncheck.workers.process import Died
 from attncheck.workers.units import Done, Unit
 
-# (row, key) of all heads up to which a kernel's answer is judged on a CPU: a core does that sooner
-# than a GPU that a dozen processes share, each with thousands of small operations. On an H100 and
-# fifteen of its cores 0.07 s of the smallest, not 0.28; but of four times as many 0.45, not 0.22.
+# Number of (row, key) pairs over all heads up to which answers are judged on a CPU. For small
+# problems a core is faster than a GPU that a dozen processes share: on an H100 with fifteen cores,
+# the smallest took 0.07 s instead of 0.28 s, but four times as many pairs 0.45 s instead of 0.22 s.
 _MOST_PAIRS_ON_CPU = 1 << 16
-# The same where a GPU has no memory for the judge: half a minute of a core.
-_MOST_PAIRS_IN_NEED = 1 << 24
-# Seconds in which neighbours on a GPU end their questions, and give back what those took.
+# The limit if the GPU has no memory for the judge; this takes half a minute on a core.
+_MOST_PAIRS_AS_FALLBACK = 1 << 24
+# Seconds to wait, in turn, until other processes on a GPU free memory.
 _WAITS = (0.5, 2.0, 8.0)
-_READS = Spec.of("relative_bias", distance=1, seed=0)  # a score mod that reads a tensor
-_UNCLAIMED = "not refused: "  # before the name of a question beyond a kernel's claims
+_READING_MOD = Spec.of("relative_bias", distance=1, seed=0)  # A score mod that reads a tensor.
+_UNCLAIMED = "not refused: "  # Prefix of the variant of a question beyond a kernel's claims.
 
 
 def work(*, ahead: str = "", **options: Any) -> GateWorker:
-    """Return the worker of a gate; raises UsageError for options that are none of a gate's.
+    """Return the worker of a gate; raise UsageError for invalid options.
 
     Args:
-        ahead: JSON of a unit whose kernel is loaded before anything is asked; empty for none.
-        options: Those of ``Choices``.
+        ahead: JSON of a unit whose kernel is loaded in advance; empty for none.
+        options: The fields of ``Choices``.
     """
     worker = GateWorker(Choices.of(options))
     if ahead:
@@ -69,8 +69,8 @@ class GateWorker:
     """Does the units of a gate, one after the other.
 
     Args:
-        known: Known failures; those beside the properties unless told.
-        here: Makes what calls a kernel that has no process of its own: for who listens to it.
+        known: Known failures; by default those in the folder of the properties.
+        here: Factory of the executor of kernels that run in this process.
     """
 
     def __init__(
@@ -95,22 +95,22 @@ class GateWorker:
         self._hosts.close()
 
     def load(self, unit: Unit) -> None:
-        """Load the kernel of ``unit``; what that breaks is said when something is asked."""
+        """Load the kernel of ``unit`` in advance; errors are ignored, since asking repeats them."""
         with suppress(Exception):
             self._prepare_device(unit.device)
             host = self._hosts.of(unit)
-            # To trace a mod imports half of torch, in this process and in the kernel's.
-            problem = Problem(query=1, score=_READS, backward=True, dcaptured=True)
+            # Tracing a mod imports large parts of torch, in this process and the kernel's.
+            problem = Problem(query=1, score=_READING_MOD, backward=True, dcaptured=True)
             host.executor.concerns(host.subject, problem)
 
     def do(self, unit: Unit) -> Done:
-        """Do ``unit``; what a kernel does to its own process raises nothing here."""
+        """Do ``unit``; the death of the kernel's process is a result and raises nothing."""
         start = time.perf_counter()
         try:
             done = self._do_with_retry(unit)
         except MissingKernelError as error:
             done = Done(unit=unit.id, facts={"missing": str(error)})
-        except UsageError as error:  # of its Case, not of what was typed
+        except UsageError as error:  # an error in the Case, not on the command line
             done = Done(unit=unit.id, harness=f"{unit.kind} of {unit.kernel}: {error}")
         except HostError as error:
             self._hosts.end(unit.commit)
@@ -122,9 +122,10 @@ class GateWorker:
         )
 
     def _environment_facts(self, unit: Unit, done: Done) -> dict[str, Any]:
-        """Return the environment that its Records name: workers may be on several machines.
+        """Return the environment of the unit's Records, since workers may be on several machines.
 
-        Of what several shards do always, so that they say the same of it; else once a worker.
+        Units that every shard does always include it, so that their results agree; other units
+        include it once per worker.
         """
         shared = unit.kind in {"describe", "draw"}
         if not done.answers or (self._reported == self._key and not shared):
@@ -133,15 +134,16 @@ class GateWorker:
         return {"environment": msgspec.to_builtins(environment(unit.device))}
 
     def _do_with_retry(self, unit: Unit) -> Done:
-        """Do a unit, once more in a new process where the kernel's process dies in a Case.
+        """Do a unit, and repeat it in a new process if the kernel's process dies.
 
-        An answer that is right then is flaky. Of what several shards do they say the same.
+        An ``ask`` that is right the second time is flaky; other units, which every shard may do,
+        are not marked, so that shards agree.
         """
         try:
             return self._load_and_do(unit)
         except Died as error:
             first = error
-        # A process may end for what an earlier case left behind: only a new one can tell.
+        # An earlier case may be the cause of the death, so it is repeated in a new process.
         self._hosts.end(unit.commit)
         try:
             done = self._load_and_do(unit)
@@ -164,7 +166,9 @@ class GateWorker:
             return self._describe(unit, host)
         if unit.kind == "draw":
             planning = self._planning(unit, host)
-            units = drawn_units(unit, planning, self._known)
+            units = (
+                drawn_units(unit, planning, self._known) if unit.test else covering_units(planning)
+            )
             return Done(unit=unit.id, units=tuple(units), answers=tuple(planning.refused))
         if unit.kind == "shrink":
             return self._shrink(unit, host)
@@ -173,17 +177,17 @@ class GateWorker:
         return self._ask_case(unit, host)
 
     def _prepare_device(self, device: str) -> None:
-        """Prepare once: what kernels on the device need, and what Records say of where."""
+        """Prepare ``device`` for kernels on the first call, and determine its environment."""
         if self._device == device:
             return
         import torch
 
-        torch.set_num_threads(1)  # at these sizes more mostly wait for each other
+        torch.set_num_threads(1)  # more threads do not pay at these sizes
         prepare(device)
         self._device, self._key = device, environment(device).id
 
     def _planning(self, unit: Unit, host: KernelHost) -> Planning:
-        # Kept as long as the kernel's process is: a new one may answer otherwise.
+        # Cached as long as the kernel's process lives; a new one may give other answers.
         if self._cached_executor is None or self._cached_executor[0] is not host:
             self._cached_executor = (host, CachingExecutor(host.executor))
         return Planning(unit, host.subject, self._cached_executor[1], self._choices, self._key)
@@ -196,7 +200,7 @@ class GateWorker:
             "absent": host.executor.absence(host.subject, unit.device) or "",
             "environment": msgspec.to_builtins(environment(unit.device)),
         }
-        # Only a process of its own tells which files it loaded; another commit's never change.
+        # Only a separate process knows its loaded files; those of another commit never change.
         if isinstance(host, IsolatedKernel) and not unit.commit:
             facts |= file_hashes(host.files())
         if facts["absent"]:
@@ -208,12 +212,12 @@ class GateWorker:
             facts["summary"] = "; ".join((facts["summary"], *claims.lines()))
             units += self._unclaimed_units(planning, claims)
             if claims.convention != claims.conventions[0]:
-                # Who asks again asks by the convention that was found, and does not look for it.
+                # Further units use the convention that was found instead of searching again.
                 units = [replace(each, convention=claims.convention) for each in units]
         return Done(unit=unit.id, facts=facts, units=tuple(units), answers=tuple(planning.refused))
 
     def _unclaimed_units(self, planning: Planning, claims: Claims) -> Iterator[Unit]:
-        """Yield what it got wrong beyond its claims, to be asked once, where any case is asked."""
+        """Yield units that repeat the questions that the kernel failed beyond its claims."""
         stages, dtypes = self._choices.stages, self._choices.dtypes
         for question in claims.unclaimed() if "contract" in stages else ():
             if not dtypes or question.case.problem.dtype in dtypes:
@@ -221,24 +225,24 @@ class GateWorker:
 
     def _ask_case(self, unit: Unit, host: KernelHost) -> Done:
         case, start = Case.from_json(unit.case), time.perf_counter()
-        compiled = _compiling(host)
+        compiled = _compile_seconds(host)
         record, attempts = self._run_case(unit, host, case)
         record = self._known.excuse(record, unit, case)
         claims = None if unit.commit else self._hosts.claims
-        apart = claims is not None and unit.variant.startswith(_UNCLAIMED)
-        if apart:
+        is_unclaimed = claims is not None and unit.variant.startswith(_UNCLAIMED)
+        if is_unclaimed:
             assert claims is not None
             name = unit.variant.removeprefix(_UNCLAIMED)
             question = next(each for each in claims.unclaimed([name]) if each.name == name)
             record = replace(record, unclaimed=question.unclaimed or msgspec.UNSET)
-        before = bool(unit.commit)  # what it did is measured: nobody mends it
-        if not before:
+        is_other_commit = bool(unit.commit)  # only measured: its failures are not of interest
+        if not is_other_commit:
             terms = claims.terms(dtypes=self._choices.dtypes) if claims is not None else None
-            # What is wrong beyond its claims is confirmed there too.
-            if apart and terms is not None:
+            # A failure beyond the claims has to be diagnosed beyond them, too.
+            if is_unclaimed and terms is not None:
                 host.subject = on_terms(host.subject, replace(terms, table=None))
             record = self._failures.diagnose(record, unit, host)
-            if apart and terms is not None:
+            if is_unclaimed and terms is not None:
                 host.subject = on_terms(host.subject, terms)
         answer = Answer(
             unit=unit.id,
@@ -246,12 +250,12 @@ class GateWorker:
             record=record,
             test=unit.test,
             seconds=round(time.perf_counter() - start, 3),
-            compiling=round(_compiling(host) - compiled, 3),
+            compiling=round(_compile_seconds(host) - compiled, 3),
             attempts=attempts,
-            failure="" if before else self._failures.keep(record, unit),
+            failure="" if is_other_commit else self._failures.keep(record, unit),
         )
-        # A unit of its own: other questions come first, and another worker may do it.
-        shrinks = record.status in SHRUNK_STATUSES and not before and not apart
+        # Shrinking is a separate unit, so that other questions come first.
+        shrinks = record.status in SHRUNK_STATUSES and not is_other_commit and not is_unclaimed
         units = (replace(unit, kind="shrink"),) if shrinks else ()
         return Done(unit=unit.id, answers=(answer,), units=units, attempts=1)
 
@@ -269,15 +273,15 @@ class GateWorker:
             }
             if unit.stage == "baseline":
                 return measure_accuracy(host.subject, case, **how)
-            # Errors beside their reference errors where they are to be read; elsewhere the verdict.
+            # Error measures are needed only in the stage bounds; elsewhere the verdict is enough.
             brief = unit.stage != "bounds" or unit.variant.endswith(AGAIN)
             return run_case(host.subject, case, brief=brief, **how)
 
         def ask() -> Record:
-            """Ask, again later or judged on a CPU where this process has no memory to judge."""
+            """Ask; if this process lacks memory to judge, retry later and finally on a CPU."""
             isolated = self._choices.isolated
             usual = "cpu" if isolated and pairs <= _MOST_PAIRS_ON_CPU else ""
-            last = "cpu" if isolated and pairs <= _MOST_PAIRS_IN_NEED else usual
+            last = "cpu" if isolated and pairs <= _MOST_PAIRS_AS_FALLBACK else usual
             record = ask_at(usual)
             for wait, place in (*((wait, usual) for wait in _WAITS), (0, last)):
                 if not _judge_lacked_memory(record):
@@ -286,7 +290,7 @@ class GateWorker:
                 release_cached_memory(unit.device)
                 time.sleep(wait)
                 record = ask_at(place)
-            if _judge_lacked_memory(record):  # which is nothing that the kernel did
+            if _judge_lacked_memory(record):  # not the kernel's fault
                 reason = f"this machine is too small for it: {record.reason}"
                 return replace(record, status="unsupported", reason=reason)
             return record
@@ -294,7 +298,7 @@ class GateWorker:
         return confirm_death(host.subject, ask, slow=True)
 
     def _shrink(self, unit: Unit, host: KernelHost) -> Done:
-        """Find a smaller Case that fails alike; of many such failures the first few are shrunk."""
+        """Shrink a failure to a smaller Case, except if similar ones have been shrunk already."""
         start = time.perf_counter()
         shrunk = self._failures.shrink(
             unit,
@@ -317,9 +321,9 @@ class GateWorker:
         return Done(unit=unit.id, answers=(answer,))
 
     def _report_death(self, unit: Unit, error: Died) -> Done:
-        """Return what comes of a process that died at the import, or when asked what it takes."""
+        """Return the result of a unit whose kernel died during import or planning."""
         self._hosts.end(unit.commit)
-        # A Record needs some Case; a kernel that dies while it is described was asked none.
+        # A Record needs some Case, but a kernel that dies while it is described was asked none.
         case = Case.from_json(unit.case) if unit.case else Case(problem=Problem(query=1))
         record = death_record(
             error,
@@ -334,63 +338,63 @@ class GateWorker:
         facts: dict[str, Any] = {}
         if unit.kind == "describe":
             where = msgspec.to_builtins(environment(unit.device))
-            # It died before it could say its name: what was typed stands in for that.
+            # It died before it could state its name, so the user's name of it is used.
             names = {"kernel": unit.kernel, "name": unit.kernel}
             facts = {**names, "summary": "", "environment": where}
         return Done(unit=unit.id, answers=(answer,), facts=facts)
 
 
 class MissingKernelError(AttncheckError):
-    """The kernel of another commit that is not there."""
+    """The kernel does not exist in the other commit."""
 
 
 class _KernelHosts:
-    """One kernel of each commit at a time: its process ends when another kernel is asked for.
+    """The hosts of the current kernel at each commit; requesting another kernel ends the old one.
 
     Args:
         choices: Whether kernels have processes of their own, and how long a call may take.
-        here: Makes what calls kernels that have none.
+        here: Factory of the executor of kernels that run in this process.
     """
 
     def __init__(self, choices: Choices, here: Callable[[], InProcess]) -> None:
         self._choices = choices
         self._executor = here
         self._hosts: dict[str, tuple[tuple[str, str, str], KernelHost]] = {}
-        # Of the kernel that was started last, where it is a plain function; else None.
+        # Claims of the kernel that was started last if it is a plain function; else None.
         self.claims: Claims | None = None
 
     def of(self, unit: Unit) -> KernelHost:
         """Return the host of a unit's kernel.
 
         Raises:
-            MissingKernelError: where another commit has no such kernel.
-            UsageError: where there is no such kernel here, or that commit's is not the one that is
-                found there.
-            HostError: where its process cannot be had.
+            MissingKernelError: if the other commit has no such kernel.
+            UsageError: if there is no such kernel here, or the other commit's kernel was loaded
+                from files outside of that commit's tree.
+            HostError: if its process cannot be started.
         """
         key = (unit.kernel, unit.convention, unit.device)
-        known, host = self._hosts.get(unit.commit, (None, None))
-        if host is not None and key == known:
+        current_key, host = self._hosts.get(unit.commit, (None, None))
+        if host is not None and key == current_key:
             return host
-        # Ended before the next begins: two kernels need not fit the GPU's memory together.
+        # Ended before the next one starts, since both may not fit into the GPU's memory.
         self.end(unit.commit)
         host = self._start_other(unit) if unit.commit else self._start_on_claims(unit)
         self._hosts[unit.commit] = key, host
         return host
 
     def end(self, commit: str) -> None:
-        """End the process of a commit's kernel, where there is one."""
+        """End the process of a commit's kernel, if there is one."""
         _, host = self._hosts.pop(commit, (None, None))
         if host is not None:
             host.close()
 
     def close(self) -> None:
-        """End the processes that there are."""
+        """End all processes."""
         for commit in tuple(self._hosts):
             self.end(commit)
 
     def _start_on_claims(self, unit: Unit) -> KernelHost:
-        """Start a kernel; a plain function is asked within what it is found to take."""
+        """Start a kernel; for a plain function, find the problems that it takes, its claims."""
         host = self._start(unit)
         try:
             self.claims = hold_to_claims(
@@ -414,7 +418,7 @@ class _KernelHosts:
         )
 
     def _start_other(self, unit: Unit) -> KernelHost:
-        """Start the kernel of another commit; in a process, since two of one name share none."""
+        """Start another commit's kernel, in a process of its own since module names are equal."""
         tree = self._choices.tree
         if tree is None or tree.commit != unit.commit:
             raise MissingKernelError(f"commit {unit.commit} is not part of this run.")
@@ -427,7 +431,7 @@ class _KernelHosts:
             )
         except UsageError as error:
             raise MissingKernelError(f"{tree.ref}: {error}") from None
-        # Else today's files would be compared with themselves, and nothing would seem to change.
+        # Otherwise the working tree would be compared with itself.
         if strayed := tree.strayed(host.files()):
             host.close()
             raise UsageError(f"--against {tree.ref}: {strayed}.")
@@ -442,13 +446,13 @@ def _judge_lacked_memory(record: Record) -> bool:
     return record.status == "error" and record.reason.startswith(LACKED)
 
 
-def _compiling(host: KernelHost) -> float:
-    """Return seconds so far; of kernels in this process nobody listens."""
+def _compile_seconds(host: KernelHost) -> float:
+    """Return the seconds that compilers took so far; 0 for kernels in this process."""
     return host.executor.compiling if isinstance(host.executor, IsolatedExecutor) else 0.0
 
 
 def _as_flaky(answer: Answer, first: Died) -> Answer:
-    """Return an answer as flaky, since the first process died before the question was asked."""
+    """Return a right answer as flaky, since the kernel's process died in the first attempt."""
     record = answer.record
     if record.status not in FAILED_STATUSES:
         reason = f"{first.kind}: {first}; asked once more, in a new process: {record.status}"

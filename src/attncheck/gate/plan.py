@@ -1,10 +1,13 @@
-"""Everything that one kernel is asked, stage by stage, and in which order."""
+"""The plan of one kernel: all questions, stage by stage, and their order."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from attncheck.core.errors import UsageError
 from attncheck.gate.bound_stage import baseline_units, bound_units
@@ -12,12 +15,12 @@ from attncheck.gate.planning import Planning
 from attncheck.gate.property_stage import property_units
 from attncheck.gate.stages import contract_units, probe_units, surrounding_units
 from attncheck.inputs.problem import Case, check_parameters
-from attncheck.records.failures import MOST_KEPT, KeptFailure, is_id, load_failure
+from attncheck.records.failures import MAX_STORED, StoredFailure, is_id, load_failure
 from attncheck.records.run_reports import STAGES, Stage
 from attncheck.verify.question_fit import COMPARE, allowed_parameters, is_probe, unfit_reason
 from attncheck.workers.units import Unit
 
-REPLAYED = "failed before"  # variant of a Case that failed in an earlier run
+REPLAYED = "failed before"  # Variant of a Case that failed in an earlier run.
 
 _UNITS: Mapping[Stage, Callable[[Planning], Iterator[Unit]]] = {
     "contract": contract_units,
@@ -28,20 +31,37 @@ _UNITS: Mapping[Stage, Callable[[Planning], Iterator[Unit]]] = {
     "determinism": lambda planning: surrounding_units(planning, "determinism"),
     "baseline": baseline_units,
 }
-# What is done first: nothing can be asked before a kernel is described.
+# Stages of covering arrays. They take seconds to compute, so a unit of its own does that.
+_COVERING: tuple[Stage, ...] = ("bounds", "baseline")
+# Kinds of units in the order of their priority.
 _KINDS = ("describe", "draw", "ask", "shrink")
+# Fields of a Problem that seldom or never change the compiled kernel.
+_RUNTIME_FIELDS = {"batch", "heads", "kv_heads", "query", "kv", "scale", "distribution", "seed"}
 
 
 def plan_kernel(planning: Planning) -> list[Unit]:
-    """Return the work, each unit once; it follows from the kernel, the choices and nothing else."""
-    units = chain.from_iterable(_UNITS[stage](planning) for stage in planning.choices.stages)
+    """Return the distinct units of a kernel, which depend only on the kernel and the choices."""
+    stages = planning.choices.stages
+    covering = [stage for stage in stages if stage in _COVERING]
+    units = _units_of(planning, [stage for stage in stages if stage not in _COVERING])
+    # One unit draws both stages, because they share their cases.
+    return units + [replace(planning.unit, kind="draw", stage=stage) for stage in covering[:1]]
+
+
+def covering_units(planning: Planning) -> list[Unit]:
+    """Return the distinct units of the stages ``bounds`` and ``baseline``."""
+    return _units_of(planning, [each for each in planning.choices.stages if each in _COVERING])
+
+
+def _units_of(planning: Planning, stages: Sequence[Stage]) -> list[Unit]:
+    units = chain.from_iterable(_UNITS[stage](planning) for stage in stages)
     return list({unit.id: unit for unit in units}.values())
 
 
 def describe_units(
     kernels: Sequence[str], *, device: str, tier: str, convention: str
 ) -> list[Unit]:
-    """Return the first work of a gate: what each kernel is."""
+    """Return the first units of a gate, which describe the kernels."""
     return [
         Unit(
             kind="describe",
@@ -56,11 +76,24 @@ def describe_units(
 
 
 def priority(unit: Unit) -> tuple[int, ...]:
-    """Order units: what a kernel is, then stage by stage, smaller failures last."""
+    """Return a unit's sort key: ``describe`` first, then stage by stage, ``shrink`` last."""
     kind = _KINDS.index(unit.kind)
-    # A case that failed before most likely fails again, and its author waits for that answer.
-    again = unit.kind == "ask" and unit.variant == REPLAYED
-    return (kind if kind in {0, 3} else 1, not again, STAGES.index(unit.stage), kind)
+    # Cases that failed before come first, since they are the most likely ones to fail.
+    is_replayed = unit.kind == "ask" and unit.variant == REPLAYED
+    return (kind if kind in {0, 3} else 1, not is_replayed, STAGES.index(unit.stage), kind)
+
+
+def kernel_key(unit: Unit) -> str:
+    """Return a key that is equal for questions that most likely run the same compiled kernels.
+
+    It is empty where nothing is compiled.
+    """
+    if unit.device == "cpu" or unit.kind != "ask":
+        return ""
+    fields = {k: v for k, v in unit.case["problem"].items() if k not in _RUNTIME_FIELDS}
+    # The arguments of masks and score mods are passed when a kernel is launched.
+    names = {part: fields.pop(part)["name"] for part in ("mask", "score") if part in fields}
+    return json.dumps([unit.kernel, unit.commit, names, fields], sort_keys=True)
 
 
 # ------------------------------------------------------------ failures of earlier runs
@@ -76,16 +109,15 @@ def replay_units(
     stages: Collection[Stage],
     dtypes: Collection[str] = (),
 ) -> list[Unit]:
-    """Return the cases that these kernels failed before, each once; newest first.
+    """Return units for the distinct cases that these kernels failed in earlier runs, newest first.
 
-    A file that cannot be read, or that holds a Case that another version asked and this one cannot,
-    is no reason to stop.
+    Files that cannot be read, and Cases of other versions that cannot be asked, are skipped.
 
     Args:
-        folder: Where ``attncheck repro`` finds failures.
-        device: Only those that failed there.
-        stages: Only those that belong to these.
-        dtypes: Only these; empty for all.
+        folder: Folder of stored failures.
+        device: Only failures on this device.
+        stages: Only failures that belong to these stages.
+        dtypes: Only failures in these dtypes; empty for all.
     """
     units: dict[str, Unit] = {}
     for failure in _kept_failures(Path(folder)):
@@ -109,25 +141,25 @@ def replay_units(
     return list(units.values())
 
 
-def _kept_failures(folder: Path) -> Iterator[KeptFailure]:
+def _kept_failures(folder: Path) -> Iterator[StoredFailure]:
     def age(path: Path) -> tuple[float, str]:
         try:
             return -path.stat().st_mtime, path.name
-        # Another run may have removed the file meanwhile.
+        # Another run may have removed the file.
         except OSError:
             return 0.0, path.name
 
-    for path in sorted((p for p in folder.glob("*.json") if is_id(p.stem)), key=age)[:MOST_KEPT]:
+    for path in sorted((p for p in folder.glob("*.json") if is_id(p.stem)), key=age)[:MAX_STORED]:
         try:
             yield load_failure(path)
         except UsageError:
             continue
 
 
-def _askable_case(failure: KeptFailure) -> Case | None:
+def _askable_case(failure: StoredFailure) -> Case | None:
     try:
         case = Case.from_json(failure.record.case)
-        # Another version may have kept it, which asked other questions.
+        # Another version with different questions may have stored it.
         question, problem = case.question, case.problem
         if unfit_reason(question, problem) is not None:
             return None
@@ -137,17 +169,17 @@ def _askable_case(failure: KeptFailure) -> Case | None:
     return case
 
 
-def _stage_of(failure: KeptFailure) -> Stage:
+def _stage_of(failure: StoredFailure) -> Stage:
     question = str(failure.record.case.get("question"))
     if failure.test:
         return "properties"
     if is_probe(question):
         return "probes"
-    # Two stages ask relations; a kept failure does not say which of them it was.
+    # Two stages ask relations, and a stored failure does not name its stage.
     return "bounds" if question == COMPARE else "memory"
 
 
 def _test_name(nodeid: str) -> str:
-    """Return ``test_causal.py::test_x`` of ``properties/test_causal.py::test_x[ideal-bf16]``."""
+    """Return ``test_causal.py::test_x`` for ``properties/test_causal.py::test_x[ideal-bf16]``."""
     path, separator, name = nodeid.partition("::")
     return f"{Path(path).name}{separator}{name.partition('[')[0]}" if separator else ""

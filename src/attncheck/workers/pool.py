@@ -1,4 +1,4 @@
-"""Units to workers, results to the journal: the loop of a run.
+"""The main loop of a run: give units to workers, and write their results to the journal.
 
 ```python
 with Journal.open(path, header, resume=True) as journal:
@@ -20,7 +20,7 @@ from typing import Any, Literal
 import msgspec
 
 from attncheck.workers.interruptions import Interruptions
-from attncheck.workers.journal import MOST_LOST, Journal
+from attncheck.workers.journal import MAX_LOSSES, Journal
 from attncheck.workers.reaper import Guard, new_mark
 from attncheck.workers.units import Done, Unit
 from attncheck.workers.worker_pool import (
@@ -33,14 +33,18 @@ from attncheck.workers.worker_pool import (
     WorkerSetup,
 )
 
+# Priority, order of addition, product and unit.
+_QueueItem = tuple[tuple[Any, ...], int, str, Unit]
+
 
 class Schedule:
-    """The work of a run that is known and waits; it does none, and starts no process.
+    """Queues of the units that wait to be done.
 
-    A unit that the journal has a result of is not done again; what follows from it is queued. One
-    that was lost once waits until nothing else is left and is done while nothing else is, so that
-    what brings a process or a machine down is told from its neighbours. One that was lost
-    ``MOST_LOST`` times is ``hopeless``.
+    A unit with a result in the journal is not done again, but the units that follow from it are
+    queued. A unit whose worker was lost once is done last, and alone, so that a unit that crashes
+    processes or the machine is not confused with those beside it. After ``MAX_LOSSES`` losses a
+    unit is ``hopeless``. A unit is held back while another one produces what it needs too, as long
+    as other units wait.
     """
 
     def __init__(
@@ -49,32 +53,38 @@ class Schedule:
         *,
         priority: Callable[[Unit], tuple[Any, ...]],
         mine: Callable[[Unit], bool],
+        product: Callable[[Unit], str],
     ) -> None:
-        """Nothing waits.
+        """Create empty queues.
 
         Args:
-            priority: Least first; equal ones in the order in which they became known.
-            mine: Whether this run does a unit: another shard's is left out.
+            priority: Sort key of a unit, smallest first; ties are resolved by order of addition.
+            mine: Whether a unit belongs to this shard.
+            product: Key of what a unit leaves behind for others to use; empty for nothing.
         """
         self._journal, self._priority, self._mine = journal, priority, mine
+        self._product = product
         self._seen: set[str] = set()
         self._count = itertools.count()
-        self._waiting: list[tuple[tuple[Any, ...], int, Unit]] = []
-        self._suspects: list[tuple[tuple[Any, ...], int, Unit]] = []
-        self.known = self.elsewhere = 0  # units that are another shard's
-        self.hopeless: list[Unit] = []  # units to be given up
+        self._waiting: list[_QueueItem] = []
+        self._suspects: list[_QueueItem] = []
+        self._held_back: list[_QueueItem] = []
+        # Products that exist, and those that a running unit is the first to make.
+        self._products, self._products_in_progress = {""}, set[str]()
+        self.known = self.elsewhere = 0  # Number of units of this shard, and of other shards.
+        self.hopeless: list[Unit] = []  # Units to be given up.
 
     def __len__(self) -> int:
         """Return how many units wait."""
-        return len(self._waiting) + len(self._suspects)
+        return len(self._waiting) + len(self._held_back) + len(self._suspects)
 
     def add(self, units: Iterable[Unit]) -> list[tuple[Unit, Done]]:
-        """Queue those that are new, and what follows from those that are done.
+        """Queue new units, and the units that follow from those that are done.
 
         Returns:
-            Those of which the journal has a result, with it.
+            The units that have a result in the journal, each with its result.
         """
-        # Reversed, because pop takes from the end and the order is to stay.
+        # Reversed, since pop takes units from the end of the list.
         done, todo = [], list(units)[::-1]
         while todo:
             unit = todo.pop()
@@ -94,46 +104,69 @@ class Schedule:
         return done
 
     def peek(self, running: int) -> Unit | None:
-        """The unit that is next where so many are running; None where none may be begun now."""
+        """Return the next unit while ``running`` units are running; None if none may be begun."""
+        while self._waiting and self._waiting[0][2] in self._products_in_progress:
+            self._held_back.append(heapq.heappop(self._waiting))
+        if not self._waiting and self._held_back:
+            # To make a product twice is better than an idle worker.
+            self._products_in_progress.clear()
+            self._release()
         if self._waiting:
             return self._waiting[0][-1]
         return self._suspects[0][-1] if self._suspects and not running else None
 
     def take(self) -> Unit:
-        """The unit that ``peek`` showed: it waits no longer."""
-        return heapq.heappop(self._waiting or self._suspects)[-1]
+        """Remove and return the unit that ``peek`` returned."""
+        *_, product, unit = heapq.heappop(self._waiting or self._suspects)
+        if product not in self._products:
+            self._products_in_progress.add(product)
+        return unit
+
+    def end(self, unit: Unit) -> None:
+        """Release the units that were held back for the product of ``unit``, which has ended."""
+        product = self._product(unit)
+        self._products.add(product)
+        if product in self._products_in_progress:
+            self._products_in_progress.remove(product)
+            self._release()
+
+    def _release(self) -> None:
+        for item in self._held_back:
+            heapq.heappush(self._waiting, item)
+        self._held_back.clear()
 
     def queue(self, unit: Unit) -> None:
-        """Have ``unit`` wait for its turn, which comes late where it was begun and lost."""
+        """Add ``unit`` to the queue, or to the suspects if it was lost before."""
         lost = self._journal.lost(unit)
-        if lost >= MOST_LOST:
+        if lost >= MAX_LOSSES:
             self.hopeless.append(unit)
             return
         if lost:
-            # In processes of its own: nothing before it can be what brings it down again.
+            # In a new process, so that no earlier unit can be the cause of another loss.
             unit = msgspec.structs.replace(unit, alone=True)
         queue = self._suspects if lost else self._waiting
-        # The count decides between equals: heaps compare, and units have no order.
-        heapq.heappush(queue, (self._priority(unit), next(self._count), unit))
+        # The count resolves ties, since units cannot be compared.
+        item = self._priority(unit), next(self._count), self._product(unit), unit
+        heapq.heappush(queue, item)
 
 
 Why = Literal["", "interrupted", "time is up", "stopped early"]
 
-_MANY = 1 << 16  # workers: as many as there may be
-_LONGEST_WAIT = 0.5  # seconds between two looks at the clocks
+_MANY = 1 << 16  # Requests as many workers as are allowed.
+_LONGEST_WAIT = 0.5  # Seconds between two checks of the deadlines.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEvent:
-    """Something happened; of ``done``, the journal has it on the disk."""
+    """A unit was begun, was done, or had a result already; results are in the journal by then."""
 
     kind: Literal["recalled", "begun", "done"]  # ``recalled``: the journal had its result
-    unit: Unit  # of which unit
-    done: Done | None  # its result; None of one that begins
-    finished: int  # units that have a result
-    known: int  # all units that this run has heard of: more may follow
-    running: int  # units that workers are doing
-    # Seconds that the known rest will take at the pace so far; None before a first result.
+    unit: Unit
+    done: Done | None  # The result; None for a unit that begins.
+    finished: int  # Number of units that have a result.
+    known: int  # Number of units known so far; more may follow.
+    running: int  # Number of units that workers are doing.
+    # Estimated seconds for the known remaining units; None before the first result.
     left: float | None
 
 
@@ -141,15 +174,15 @@ class RunEvent:
 class RunEnd:
     """The end of a run."""
 
-    why: Why  # Why before everything was done; empty where everything is. It can be resumed.
-    at_once: bool  # whether running units were ended too: by a second interrupt, or after the grace
-    finished: int  # units that have a result
-    left: int  # known units that have none
-    elsewhere: int  # units of other shards
+    why: Why  # Why the run, which can be resumed, ended early; empty if everything is done.
+    at_once: bool  # Whether running units were aborted, on a second interrupt or after the grace.
+    finished: int  # Number of units that have a result.
+    left: int  # Number of known units that have none.
+    elsewhere: int  # Number of units of other shards.
 
 
 def _lost_result(unit: Unit, reason: str) -> Done:
-    """Return what comes of a unit that was lost too often."""
+    """Return a harness error as the result of a unit that was lost too often."""
     return Done(unit=unit.id, harness=f"{unit.kind} of {unit.kernel}: {reason}")
 
 
@@ -173,7 +206,7 @@ class _Run:
     making_room: bool = False
 
     def loop(self, units: Sequence[Unit], interruptions: Interruptions) -> RunEnd:
-        """Do ``units`` and what follows from them; the caller closes the pool."""
+        """Do ``units`` and the units that follow; the caller closes the pool."""
         self.journal.queued(units)
         self.add(units)
         while not self.at_once:
@@ -183,15 +216,15 @@ class _Run:
             if not self.running and (self.why or not waiting):
                 break
             for news in self.pool.news(_LONGEST_WAIT, interruptions):
-                self.hear(news)
+                self.handle(news)
             self.check_clocks(interruptions)
         for worker in self.running:
             self.pool.drop(worker)
-        # We ended them: that is not to count as their having been lost.
+        # Aborted units do not count as lost.
         self.journal.abandoned(unit.id for unit, _ in self.running.values())
         left = self.schedule.known - self.finished
         end = RunEnd(
-            # An interrupt after the last result has cut nothing short.
+            # After the last result an interrupt has no effect.
             why=self.why if left else "",
             at_once=self.at_once,
             finished=self.finished,
@@ -204,7 +237,7 @@ class _Run:
     def add(self, units: Sequence[Unit]) -> None:
         for unit, done in self.schedule.add(units):
             self.finished += 1
-            self.tell("recalled", unit, done)
+            self.announce("recalled", unit, done)
 
     def give_up(self) -> None:
         while self.schedule.hopeless and not self.why:
@@ -217,7 +250,7 @@ class _Run:
         if self.why:
             return
         wanted = len(self.schedule) + len(self.running)
-        # What describes a kernel is followed by more than there are workers, which start meanwhile.
+        # Describing a kernel yields many units: start all workers meanwhile.
         nearest = [self.schedule.peek(0), *(unit for unit, _ in self.running.values())]
         if any(unit is not None and unit.kind == "describe" for unit in nearest):
             wanted = _MANY
@@ -227,14 +260,14 @@ class _Run:
             if unit is None or (unit.alone and not self.is_fresh(worker)):
                 return
             self.schedule.take()
-            # Written first: should it bring this process down too, the journal names the suspect.
+            # Written first, so that the journal names the unit even if it crashes this machine.
             self.journal.begun(unit)
             self.running[worker] = (unit, time.monotonic())
             self.pool.give(worker, unit)
-            self.tell("begun", unit, None)
+            self.announce("begun", unit, None)
 
     def is_fresh(self, worker: int) -> bool:
-        """Return whether a unit that is to be alone can have it; if not, make room for another."""
+        """Return whether ``worker`` is unused; if not, drop it once to make room for a new one."""
         if not self.pool.used(worker):
             self.making_room = False
             return True
@@ -243,16 +276,17 @@ class _Run:
             self.pool.drop(worker)
         return False
 
-    def hear(self, news: WorkerNews) -> None:
+    def handle(self, news: WorkerNews) -> None:
         unit, _ = self.running.pop(news.worker, (None, 0.0))
-        # Of a worker that had nothing to do nothing is lost.
+        # An idle worker was lost, but no unit.
         if unit is None:
             return
+        self.schedule.end(unit)
         done = news.done
         if done is None or done.unit != unit.id:
-            self.lose(unit, news.lost or f"its process gave the result of {done!r}")
+            self.handle_loss(unit, news.lost or f"its process gave the result of {done!r}")
         elif "usage" in done.facts:
-            # What cannot be asked ends the run, and is asked again when it is mended: no result.
+            # A usage error ends the run without a result; the unit is repeated once it is fixed.
             self.journal.abandoned([unit.id])
             self.stop(done)
             self.why = self.why or "stopped early"
@@ -260,25 +294,25 @@ class _Run:
             attempts = max(done.attempts, self.journal.lost(unit))
             self.settle(unit, msgspec.structs.replace(done, attempts=attempts))
 
-    def lose(self, unit: Unit, reason: str) -> None:
+    def handle_loss(self, unit: Unit, reason: str) -> None:
         times = self.journal.lost(unit)
-        if times < MOST_LOST:
+        if times < MAX_LOSSES:
             self.schedule.queue(unit)
         else:
             done = _lost_result(unit, f"{reason}, {times} times")
             self.settle(unit, msgspec.structs.replace(done, attempts=times), quarantined=True)
 
     def settle(self, unit: Unit, done: Done, *, quarantined: bool = False) -> None:
-        """Write the result to the disk; only then the rest hears of it."""
+        """Write a result to the journal, then queue what follows and announce it."""
         self.journal.done(done, quarantined=quarantined)
         self.finished += 1
         self.now_done += 1
         self.add(done.units)
-        self.tell("done", unit, done)
+        self.announce("done", unit, done)
         if self.stop(done) and not self.why:
             self.why = "stopped early"
 
-    def tell(
+    def announce(
         self, kind: Literal["recalled", "begun", "done"], unit: Unit, done: Done | None
     ) -> None:
         seconds = time.monotonic() - self.began
@@ -309,10 +343,11 @@ class _Run:
             if now - begun > limits.unit:
                 del self.running[worker]
                 self.pool.drop(worker)
-                self.lose(unit, f"its process did not come back within {limits.unit:g} s")
+                self.schedule.end(unit)
+                self.handle_loss(unit, f"its process did not come back within {limits.unit:g} s")
 
 
-def run_units(  # noqa: PLR0913  # one run, said once
+def run_units(  # noqa: PLR0913  # all parameters of a run
     units: Sequence[Unit],
     *,
     work: str,
@@ -324,46 +359,48 @@ def run_units(  # noqa: PLR0913  # one run, said once
     on_event: Callable[[RunEvent], None] = lambda _: None,
     priority: Callable[[Unit], tuple[Any, ...]] = lambda _: (),
     mine: Callable[[Unit], bool] = lambda _: True,
+    product: Callable[[Unit], str] = lambda _: "",
     limits: Limits | None = None,
 ) -> RunEnd:
-    """Do ``units`` and what follows from them, each once; what the journal has is not done again.
+    """Do ``units`` and the units that follow from them, except those with a result in the journal.
 
-    A result is in the journal, on the disk, before ``on_event`` hears of it. A worker that dies, or
-    whose Work raises, is replaced; its unit is done once more when nothing else is, in a new
-    worker, and given up when that is lost too. Interrupts: the first ends it when the running units
-    are done, the second at once; SIGTERM is as the first. No process is left when it returns or
-    raises, nor when this process is killed.
+    A result is synced to the journal before ``on_event`` is called. A worker that dies, or whose
+    Work raises, is replaced; its unit is repeated at the end, alone in a new worker, and given up
+    when that is lost too. The first interrupt, or SIGTERM, ends the run when the running units are
+    done, a second interrupt ends it at once. No worker process remains when this function returns
+    or raises, or when this process is killed.
 
     Args:
-        units: What is known from the outset; ``Done.units`` follow.
+        units: The units that are known from the outset; ``Done.units`` follow.
         work: Factory of the workers' Work, ``module:function``, called with ``options`` by name.
-        options: See there.
-        journal: Open for writing.
-        workers: Where each process of this machine works; they are started when there is something
-            to do. Or a cluster, each node of which must find the same attncheck and kernels.
-        seconds: No unit is begun after so long; running ones have ``limits.grace`` more.
-        stop: Whether a result ends the run, as the first interrupt does. Not asked of results that
-            the journal had.
-        on_event: Hears of everything, in this thread.
-        priority: Of a unit; least first.
-        mine: Whether this run does a unit, or another shard.
+        options: Keyword arguments of the factory.
+        journal: A journal that is open for writing.
+        workers: Places of the processes on this machine, which are started on demand; or a
+            cluster, each node of which must have the same attncheck and kernels.
+        seconds: Time after which no unit is begun; running ones have ``limits.grace`` more.
+        stop: Whether a new result ends the run like a first interrupt.
+        on_event: Called in this thread for every event.
+        priority: Sort key of a unit, smallest first.
+        mine: Whether a unit belongs to this shard.
+        product: Key of what a unit leaves behind for others, such as a compiled kernel; units that
+            use it are held back while the first one makes it. Empty for nothing.
 
     Returns:
-        How it ended; the journal says so too, and is left open.
+        How the run ended, which the journal records too. The journal is left open.
 
     Raises:
-        JournalError: where the journal cannot be written. What ``on_event`` heard of is safe.
-        UsageError: where the factory raises one; where there is no such cluster, or no Ray.
-        WorkerError: where no worker can be started.
+        JournalError: if the journal cannot be written. Announced results are safe.
+        UsageError: if the factory raises one, the cluster does not exist, or Ray is missing.
+        WorkerError: if no worker can be started.
     """
     limits = limits or Limits()
     setup = WorkerSetup(work=work, options=dict(options))
     with contextlib.ExitStack() as stack:
-        # Left last, so that an interrupt while workers are ended does not leave some alive.
+        # Exited last, so that an interrupt during cleanup does not leave workers alive.
         interruptions = stack.enter_context(Interruptions())
         run = _Run(
             journal=journal,
-            schedule=Schedule(journal, priority=priority, mine=mine),
+            schedule=Schedule(journal, priority=priority, mine=mine, product=product),
             pool=stack.enter_context(_pool(workers, setup, limits)),
             limits=limits,
             seconds=seconds,
@@ -377,7 +414,7 @@ def run_units(  # noqa: PLR0913  # one run, said once
 def _pool(
     workers: Sequence[WorkerPlace] | Cluster, setup: WorkerSetup, limits: Limits
 ) -> Iterator[WorkerPool[Any]]:
-    """Within, workers of a run; none of their processes outlives it."""
+    """Yield the pool of workers of a run, and end all of their processes on exit."""
     if isinstance(workers, Cluster):
         from attncheck.workers.ray_pool import RayPool, joined_cluster
 
@@ -388,6 +425,6 @@ def _pool(
             yield actors
         return
     mark = new_mark()
-    # The guard is another process, and does its work also where this one is killed.
+    # The guard is another process, and so works even if this process is killed.
     with Guard(mark), contextlib.closing(LocalPool(workers, setup, mark, limits)) as processes:
         yield processes
