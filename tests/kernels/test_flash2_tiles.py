@@ -173,7 +173,7 @@ def test_each_block_of_each_head_is_started_once(together, beside):
 @triton.jit
 def counted(again_ptr, out_ptr, every):
     mine = tl.program_id(0)
-    tl.store(out_ptr + mine, tile.turns_of(again_ptr, mine, every))
+    tl.store(out_ptr + mine, tile.count_flagged_blocks(again_ptr, mine, every))
 
 
 @pytest.mark.parametrize("flagged", [None, 0, 2, 767, 768, 799])
@@ -196,7 +196,7 @@ def test_few_careful_programs_do_all_blocks(programs, monkeypatch):
     poisoned = inputs.replace(v=v)
     wanted = Flash2((32, 16)).run(poisoned)
     assert 0 < int(wanted.out.isfinite().sum()) < wanted.out.numel()
-    monkeypatch.setattr(flash2_forward_room, "_CAREFUL", programs)
+    monkeypatch.setattr(flash2_forward_room, "_CAREFUL_PROGRAMS", programs)
     found = Flash2((32, 16)).run(poisoned)
     assert torch.equal(found.out.nan_to_num(7.0), wanted.out.nan_to_num(7.0))
     assert torch.equal(found.lse, wanted.lse)

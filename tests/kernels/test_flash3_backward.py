@@ -20,7 +20,7 @@ if not torch.cuda.is_available():
 
 from attncheck.kernels import flash3_backward, tile
 
-CALLEES = ("walk_rows", "turn_of", "place_in_tile", "_copy", "_take_turns", "_hand_on", "_step",
+CALLEES = ("walk_rows", "turn_of", "place_in_tile", "_copy", "_await_turns", "_pass_turns", "_step",
            "_differentiate")  # fmt: skip
 CAUSAL, WINDOW = Spec.of("causal"), Spec.of("sliding_window", window=130)
 SHAPES = [

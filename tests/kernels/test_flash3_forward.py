@@ -188,7 +188,7 @@ def test_fp8_values_are_turned_in_the_order_of_their_weights(kv):
     keys = (torch.arange(wide).view(-1, 16)[:, order]).flatten()
     whole[:, kv:] = 0
     expected = whole.to(torch.float8_e4m3fn).float()[:, keys].permute(0, 2, 3, 1)
-    turned = flash3_forward._by_columns(v, 128)
+    turned = flash3_forward._transposed_descriptor(v, 128)
     assert turned.block_shape == [1, 1, 64, 128]
     assert torch.equal(turned.base.float(), expected)
 
@@ -241,9 +241,10 @@ def test_a_window_s_tiles_come_in_no_order_that_is_declared():
     assert str(Flash3().tiling(problem_of(mask=beyond), "cuda")) == "192×128 reverse"
 
 
-CALLEES = ("walk", "tile_of", "_write", "_read", "_work", "_tell", "_told", "_copy", "_listed_tile",
-           "_modified", "_hidden", "_multiplied", "_advanced", "_largest", "_sums", "_scaled",
-           "_base", "_rounded", "_values", "_attend")  # fmt: skip
+CALLEES = ("walk", "tile_of", "_write_slot", "_read_slot", "_find_block", "_publish_block",
+           "_await_block", "_copy", "_listed_tile", "_apply_score_mod", "_apply_mask",
+           "_scale_scores", "_update_softmax", "_row_maxima", "_row_sums", "_scale_max", "_base",
+           "_round_weights", "_value_tile", "_attend")  # fmt: skip
 OF_TILES = ("place", "number_of", "listed", "run_of")
 
 

@@ -91,9 +91,9 @@ def test_fma_rounding_twice_would_be_noticed():
     one, tiny = np.float32(1 + 2.0**-12), np.float32(2.0**-80)
     # (1 + 2^-12)^2 = 1 + 2^-11 + 2^-24 is a tie in fp32; only 2^-80 more decides it.
     a = torch.full((4,), float(one))
-    from attncheck.kernels.interpreter.gpu_arithmetic import _fused
+    from attncheck.kernels.interpreter.gpu_arithmetic import _fused_sum
 
-    fused = _fused(a.numpy(), a.numpy(), np.full(4, tiny, np.float32)).astype(np.float32)
+    fused = _fused_sum(a.numpy(), a.numpy(), np.full(4, tiny, np.float32)).astype(np.float32)
     twice = (np.float64(one) * np.float64(one) + np.float64(tiny)).astype(np.float32)
     assert fused[0] == np.nextafter(twice, np.float32(2.0))
 

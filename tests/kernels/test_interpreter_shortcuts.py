@@ -187,7 +187,7 @@ def test_a_launch_of_what_was_launched_keeps_no_more():
 
 
 def test_too_many_types_are_forgotten_with_their_plans(monkeypatch):
-    monkeypatch.setattr(speedups, "_MOST", 0)
+    monkeypatch.setattr(speedups, "_MOST_BLOCKS", 0)
     copy_kernel[(1,)](torch.arange(4.0), torch.zeros(4), 3, 4)
     assert not speedups._BLOCKS
     assert not any(speedups._PLANS)

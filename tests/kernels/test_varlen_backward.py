@@ -199,7 +199,7 @@ def test_planted_faults_are_noticed(fault, tmp_path):
 
 
 def test_a_careless_kernel_lets_hidden_keys_through(tmp_path):
-    careless = with_a_fault(tmp_path, "_by_rows", "needs_careful_launch(again)", "False")
+    careless = with_a_fault(tmp_path, "_by_rows", "needs_careful_launch(flags)", "False")
     asked = poisoned(asked_of("top_left"), [BEFORE + 10], math.nan)  # hidden from 3 rows
     assert run(asked, backward=careless)[2]["dq"].isnan().any()
     assert not run(asked)[2]["dq"].isnan().any()

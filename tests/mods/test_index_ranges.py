@@ -45,7 +45,7 @@ def test_it_is_exact(at_a_time, query, kv, data):
     except IndexError:
         inside = False
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(index_ranges, "_AT_A_TIME", at_a_time)
+        patch.setattr(index_ranges, "_CHUNK", at_a_time)
         try:
             check_index_ranges(trace_mask(mod), dimensions)
             said_inside = True

@@ -1,15 +1,15 @@
-"""Compilation of our Triton kernels: compiled or interpreted, and by which ptxas.
+"""Whether our Triton kernels are compiled or interpreted, and which ptxas assembles them.
 
-On Hopper that is not the ptxas of CUDA 12.8, Triton 3.6's default. It may give a wgmma whose
-operand B is in shared memory a wrong descriptor. Its high half is a constant; ptxas adds it to the
-low half in 64 bits and takes the carry's zero from a uniform register that holds the warp's number
-instead. Seen in the machine code of ``flash2_forward`` at value dims up to 16
-(``UIADD3.X UR7, UR4, -0x3ffffff0`` behind ``R2UR UR4, <thread / 32>``), and on an H200: wrong
+On Hopper the ptxas of CUDA 12.8, Triton 3.6's default, is replaced. It may give a wgmma whose
+operand B is in shared memory a wrong descriptor. The descriptor's high half is a constant; ptxas
+adds it to the low half in 64 bits, but takes the zero for the carry from a uniform register that
+holds the warp's number. This was seen in the machine code of ``flash2_forward`` at value dims up to
+16 (``UIADD3.X UR7, UR4, -0x3ffffff0`` behind ``R2UR UR4, <thread / 32>``), and on an H200: wrong
 numbers that differ from run to run, and reads beyond shared memory (compute-sanitizer names that
-instruction). The ptxas of CUDA 12.9, which Triton 3.6 carries for Blackwell, and 13.4 make right
-code of the same PTX.
+instruction). The ptxas of CUDA 12.9, which Triton 3.6 carries for Blackwell, and 13.4 assemble the
+same PTX correctly.
 
-Other kernels of the process are assembled as ever: what attncheck judges is what its author runs.
+Other kernels of the process keep Triton's choice: attncheck judges them as their author runs them.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from typing import TYPE_CHECKING
 
 from attncheck.core.errors import InterpreterUnavailable
 
-# Triton is imported inside functions: it must not be there before ``prepare_triton``.
+# Triton is imported inside functions: it must not be imported before ``prepare_triton``.
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import torch
     from triton import knobs
 
-_ON = {"1", "true", "on", "yes", "y"}  # as Triton reads its switches
+_ON = {"1", "true", "on", "yes", "y"}  # Values that Triton reads as true in the environment.
 
 
 def prepare_triton(device: str) -> None:
     """Make Triton ready for kernels on ``device`` (``cpu`` or ``cuda``).
 
-    Triton decides when a function is decorated whether it is compiled or interpreted, so one
-    process does one of the two. Call this before anything imports triton.
+    Triton decides when a function is decorated whether it is compiled or interpreted, so a
+    process can only do one of the two. Call this before anything imports triton.
 
     Raises:
-        InterpreterUnavailable: when this process already does the other one.
+        InterpreterUnavailable: if this process already does the other one.
     """
     from attncheck.kernels import interpreter
 
@@ -53,7 +53,7 @@ def prepare_triton(device: str) -> None:
 
 @cache
 def on_hopper(device: torch.device) -> bool:
-    """Return whether ``device`` is a GPU of that generation, and there."""
+    """Return whether ``device`` is an available GPU of the Hopper generation."""
     import torch
 
     return (
@@ -66,7 +66,7 @@ def on_hopper(device: torch.device) -> bool:
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """Return how many a GPU has; the interpreter has one."""
+    """Return the number of multiprocessors of a GPU; 1 for the interpreter."""
     import torch
 
     if device.type == "cpu":
@@ -74,15 +74,15 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-_HOPPER = 9
-_SOUND = (12, 9)
+_HOPPER = 9  # Major compute capability.
+_SOUND = (12, 9)  # First CUDA version whose ptxas does not have the bug.
 
 
 def sound_assembler(device: str) -> AbstractContextManager[None]:
-    """Compile kernels for ``device`` (``cpu`` or ``cuda``) by a ptxas without that bug, within it.
+    """Compile kernels for ``device`` (``cpu`` or ``cuda``) by a ptxas without the bug while active.
 
-    Changes nothing where the default is sound, where no other ptxas came with Triton, and where
-    somebody chose one (``TRITON_PTXAS_PATH``).
+    Changes nothing where the default is sound, where Triton came with no other ptxas, and where the
+    user chose one (``TRITON_PTXAS_PATH``).
     """
     path = replacement_assembler() if device == "cuda" else None
     return _use_assembler(path) if path else nullcontext()
@@ -92,23 +92,23 @@ def sound_assembler(device: str) -> AbstractContextManager[None]:
 def _use_assembler(path: str) -> Iterator[None]:
     from triton import knobs
 
-    # Not by Triton's own ``scope``: it reads and writes each variable of the environment that it
-    # knows, which took longer than the launch of a compiled kernel.
+    # Triton's own ``scope`` is not used: it reads and writes each of its environment variables,
+    # which took longer than the launch of a compiled kernel.
     choices = vars(knobs.nvidia)
-    before = dict(choices)
+    saved = dict(choices)
     choices["ptxas"] = path
     try:
         yield
     finally:
         choices.clear()
-        choices.update(before)
+        choices.update(saved)
 
 
 @cache
 def replacement_assembler() -> str | None:
-    """Return the ptxas that our kernels get on this machine's GPU; None where the default is sound.
+    """Return the path of the ptxas for our kernels on this machine's GPU; None keeps the default.
 
-    None as well where there is no other, and where somebody chose one.
+    That is so where the default is sound, where there is no other, and where the user chose one.
     """
     from triton import knobs
     from triton.compiler import make_backend
@@ -118,11 +118,11 @@ def replacement_assembler() -> str | None:
     hopper = target.backend == "cuda" and target.arch // 10 == _HOPPER
     if not hopper or "TRITON_PTXAS_PATH" in os.environ:
         return None
-    # Triton asks once a process which ptxas there is, for the names of its cache: of everybody's.
+    # Let Triton hash its default ptxas first: its cache keys, read once, hold for all kernels.
     make_backend(target).hash()
     try:
         return choose_assembler(knobs.nvidia.ptxas, knobs.nvidia.ptxas_blackwell)
-    except RuntimeError:  # Triton's own word for a tool that it did not bring
+    except RuntimeError:  # Triton raises it for a tool that it did not bring
         return None
 
 

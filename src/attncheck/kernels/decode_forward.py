@@ -3,12 +3,12 @@
 Flash-Decoding (Dao et al. 2023): the keys are cut into splits, so that one sequence fills a GPU. A
 program takes the rows of all query heads that read one kv head, so that each key is loaded once for
 all of them, and walks over a split's keys as FlashAttention-2 does (Dao 2023, arXiv:2307.08691,
-Algorithm 1). Neighbouring splits are added up, some together, as two blocks of keys are: maximum,
-row sum and Σ weight · v. A second launch merges what they give by LSE: out = Σ e^LSE_i out_i /
-Σ e^LSE_i, LSE = ln Σ e^LSE_i.
+Algorithm 1). Groups of neighbouring splits are added up like blocks of keys: maximum, row sum and
+Σ weight · v. A second launch merges the groups by LSE: out = Σ e^LSE_i out_i / Σ e^LSE_i,
+LSE = ln Σ e^LSE_i.
 
-Of few sequences each split is a program's, and the merge adds them up; of many one program does all
-that are added up, and writes a part of the memory. Either gives the same bits: ``added``.
+With few sequences each program does one split, and the merge adds the splits up; with many, one
+program does all splits of a group, and stores one result. Both give the same bits: see ``added``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from attncheck.inputs.input_tensors import Descale
 from attncheck.kernels.compilation import multiprocessors, on_hopper, sound_assembler
 from attncheck.kernels.launch import COUNTS, LOG2E, KernelPages, Launch, block_dim, scales
 from attncheck.kernels.tile import (
-    advanced,
     all_finite,
     factor_of,
     hidden,
@@ -36,13 +35,14 @@ from attncheck.kernels.tile import (
     power,
     scores,
     started,
+    update_softmax,
     visible,
     with_values,
 )
 from attncheck.mods.to_triton import TritonMod
 
-_MERGED = 1024  # values at a time, of one row, by one warp
-_SMALLEST_PAGE: tl.constexpr = tl.constexpr(16)  # of which a block's are asked for one by one
+_MERGED_VALUES = 1024  # Most values of a row that one warp merges at a time.
+_SMALLEST_PAGE: tl.constexpr = tl.constexpr(16)  # Keys of the smallest page looked up by a scalar.
 
 
 def decode_forward(
@@ -61,28 +61,27 @@ def decode_forward(
     kv: int | None = None,
     whole: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of ``q`` over ``k`` and ``v``, and its log-sum-exp.
+    """Return attention of ``q`` over ``k`` and ``v``, and its log-sum-exp.
 
     The query·group rows that read a kv head are packed: row r is query r // group of head
     kv_head · group + r % group. Split s of S, of which there are at most as many as key blocks,
-    has those from blocks·s // S to before blocks·(s + 1) // S.
+    has the blocks from blocks·s // S to before blocks·(s + 1) // S.
 
-    Between the launches what programs give is in memory, in fp32: out
+    Between the launches the programs' results are in memory, in fp32: out
     ``(parts, batch, heads, query, value_dim)`` and natural LSE ``(parts, batch, heads, query)``;
-    where splits are added up Σ weight · v, and maxima (in the units of ``tile.scores``) and row
-    sums.
+    or, where splits are added up, Σ weight · v, maxima (in units of ``tile.scores``) and row sums.
 
-    What is not said of an argument here is as of ``flash2_forward``.
+    Other arguments are as in ``flash2_forward``.
 
     Args:
         v: ``(batch, kv_heads, kv, value_dim)``, or as k with ``pages``.
-        launch: ``splits``, how many are added up ``together``, tile sizes and the like.
-            ``block_query`` counts packed rows, a block of them a program; ``causal`` has no effect.
-        whole: How many keys, from the first on, the mask shows to every row: it is not asked there.
+        launch: Compile-time choices, with ``splits`` and ``together``. ``block_query`` counts
+            packed rows, one block per program; ``causal`` has no effect.
+        whole: Number of keys, from the first on, that every row sees: there no mask is evaluated.
 
     Returns:
-        As ``flash2_forward``. A row that sees an infinite value may be NaN also where a much larger
-        score of another split makes the weight of what it was summed with 0.
+        As ``flash2_forward``. A row that sees an infinite value may also be NaN where a much larger
+        score of another split makes the weight of the infinite sum 0.
     """
     batch, heads, query, head_dim = q.shape
     kv_heads, kv = k.shape[1], k.shape[2] if kv is None else kv
@@ -91,7 +90,7 @@ def decode_forward(
     splits = min(launch.splits, triton.cdiv(kv, launch.block_kv))  # none is empty
     blocks = batch * triton.cdiv(query * group, launch.block_query)
     programs = kv_heads * triton.cdiv(splits, launch.together) * blocks
-    # A split is a program's where otherwise half of the multiprocessors had none.
+    # One split per program where otherwise half of the multiprocessors would be idle.
     together = launch.together if 2 * programs > multiprocessors(q.device) else 1
     parts = triton.cdiv(splits, together)
     merged, columns = (
@@ -104,9 +103,9 @@ def decode_forward(
     out = torch.empty((*shape, value_dim), dtype=out_dtype or q.dtype, device=q.device)
     lse = torch.empty(shape, **fp32)
     identity = score is None
-    # A program of the merge is started while the last splits are at work, and waits for them.
+    # Programs of the merge start while the last splits run, and wait for them (PDL).
     early = {"launch_pdl": True} if on_hopper(q.device) else {}
-    # Heads first: in a page their keys lie side by side.
+    # Heads vary fastest: a page holds their keys side by side.
     grid = (kv_heads * parts, batch, triton.cdiv(query * group, launch.block_query))
     # fmt: off
     with sound_assembler(q.device.type):
@@ -123,22 +122,22 @@ def decode_forward(
             BLOCK_V=block_dim(value_dim, v.dtype), PRECISION=launch.precision,
             IMPRECISE=launch.max_num_imprecise_acc, ADDED=launch.together > 1, EARLY=bool(early),
             num_warps=launch.warps, num_stages=launch.stages,
-            # Where nothing is selected between a product and a difference they would be one
-            # operation: what is done again with care, or masked, had other bits.
+            # Fusion would turn the product and difference of unmasked scores into an FMA, but not
+            # those of masked or careful ones, whose bits would then differ.
             enable_fp_fusion=False,
         )
         _merge[(rows,)](
             part, part_m, part_total, out, lse, () if sink is None else (sink,), parts, rows, heads,
             query, value_dim, IDENTITY=identity, SINK=sink is not None,
             ADDED=launch.together > 1, TOGETHER=launch.together // together,
-            BLOCK_S=min(merged, max(1, _MERGED // columns)), BLOCK_V=columns, EARLY=bool(early),
-            num_warps=1, **early,
+            BLOCK_S=min(merged, max(1, _MERGED_VALUES // columns)), BLOCK_V=columns,
+            EARLY=bool(early), num_warps=1, **early,
         )
     # fmt: on
     return out, lse
 
 
-# A column of forty names says less than five lines of them.
+# Forty parameters are easier to read on five lines than in a column.
 # fmt: off
 @triton.jit(do_not_specialize=("whole", "together", *COUNTS))
 def _split(
@@ -154,46 +153,46 @@ def _split(
         gdc_launch_dependents()
     b = tl.program_id(1)
     b64 = b.to(tl.int64)
-    own = tl.program_id(0) % kv_heads
-    kv_head = own.to(tl.int64)
+    kv_head = tl.program_id(0) % kv_heads
+    kv_head64 = kv_head.to(tl.int64)
     packed = tl.program_id(2) * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    here = packed < query * group
+    row_inside = packed < query * group
     rows = packed // group
-    heads = own * group + packed % group
+    heads = kv_head * group + packed % group
     cols = tl.arange(0, BLOCK_D)
     q_at = heads.to(tl.int64) * q_head + rows.to(tl.int64) * q_row
     q_block = tl.load(
         q_ptr + b64 * q_batch + q_at[:, None] + cols[None, :].to(tl.int64) * q_col,
-        mask=here[:, None] & (cols[None, :] < head_dim),
+        mask=row_inside[:, None] & (cols[None, :] < head_dim),
         other=0.0,
     )
-    k_ptr += kv_head * k_head
-    v_ptr += kv_head * v_head
+    k_ptr += kv_head64 * k_head
+    v_ptr += kv_head64 * v_head
     table = k_ptr  # without pages it is not read
     if PAGE == 0:
         k_ptr += b64 * k_batch
         v_ptr += b64 * v_batch
     else:
         table = pages[0] + b64 * pages[1]
-    factor = factor_of(factor, descale, b * kv_heads + own, SCALED)
+    factor = factor_of(factor, descale, b * kv_heads + kv_head, SCALED)
 
     blocks = tl.cdiv(kv, BLOCK_K)
     program = (tl.program_id(0) // kv_heads).to(tl.int64)
     split = program * together
-    behind = tl.minimum(split + together, splits)
+    end_split = tl.minimum(split + together, splits)
     first = (split * blocks // splits).to(tl.int32)
-    last = (behind * blocks // splits).to(tl.int32)
+    last = (end_split * blocks // splits).to(tl.int32)
     end = ((split + 1) * blocks // splits).to(tl.int32)
     whole = tl.maximum(first, tl.minimum(last, whole // BLOCK_K))
     value_factor = 1.0
     if SCALED:
-        value_factor = tl.load(descale[2] + b * kv_heads + own) / WEIGHTS_SCALE
-    # Of the splits before this one; the sink is merged, once.
+        value_factor = tl.load(descale[2] + b * kv_heads + kv_head) / WEIGHTS_SCALE
+    # Sums over the splits before this one. The sink enters once, in the merge.
     part_m, part_total = started(q_ptr, heads, False, IDENTITY, BLOCK_Q)
     part = tl.zeros([BLOCK_Q, BLOCK_V], tl.float32)
     m, total = started(q_ptr, heads, False, IDENTITY, BLOCK_Q)
     acc = tl.zeros([BLOCK_Q, BLOCK_V], tl.float32)
-    # One loop over all splits, or their loads would not overlap; one where no mask is asked.
+    # One loop over all splits, so that their loads overlap; but unmasked blocks have their own.
     for MASKED in tl.static_range(2):
         begin = whole if MASKED else first
         beyond = last if MASKED else whole
@@ -215,17 +214,17 @@ def _split(
                     end = ((split + 1) * blocks // splits).to(tl.int32)
     if not ADDED:
         part_m, part_total, part = m, total, acc * value_factor
-    # A value that is not finite reaches every row's sum, of rows that do not see it too, and stays:
-    # then all is done again with care.
+    # A non-finite value makes every row's sum non-finite for good, also of rows that do not see it:
+    # then the program computes everything again with care.
     if not FREE:  # noqa: SIM102  (this one is decided when it is compiled)
         if not all_finite(part):
             part_m, part_total = started(q_ptr, heads, False, IDENTITY, BLOCK_Q)
             part = tl.zeros([BLOCK_Q, BLOCK_V], tl.float32)
-            for again in range(program * together, behind):
+            for careful_split in range(program * together, end_split):
                 m, total = started(q_ptr, heads, False, IDENTITY, BLOCK_Q)
                 acc = tl.zeros([BLOCK_Q, BLOCK_V], tl.float32)
-                first = (again * blocks // splits).to(tl.int32)
-                last = ((again + 1) * blocks // splits).to(tl.int32)
+                first = (careful_split * blocks // splits).to(tl.int32)
+                last = ((careful_split + 1) * blocks // splits).to(tl.int32)
                 for block in tl.range(first, last, num_stages=1):
                     m, total, acc = _step(
                         block, q_block, k_ptr, v_ptr, k_batch, k_row, k_col, v_batch, v_row, v_col,
@@ -241,22 +240,22 @@ def _split(
         part = normalised(part, part_total)
         part_m = log_sum(part_m, part_total, IDENTITY)
     value_cols = tl.arange(0, BLOCK_V)
-    # (batch, heads, query) in a row, of this program.
+    # The rows' indices into this program's contiguous (batch, heads, query).
     row_at = program * rows_of_all + (b64 * kv_heads * group + heads) * query + rows
     tl.store(
         out_ptr + row_at[:, None] * value_dim + value_cols[None, :],
         part,
-        mask=here[:, None] & (value_cols[None, :] < value_dim),
+        mask=row_inside[:, None] & (value_cols[None, :] < value_dim),
     )
-    tl.store(m_ptr + row_at, part_m, mask=here)
-    tl.store(total_ptr + row_at, part_total, mask=here)
+    tl.store(m_ptr + row_at, part_m, mask=row_inside)
+    tl.store(total_ptr + row_at, part_total, mask=row_inside)
 
 
 @triton.jit
 def added(m, total, acc, m_of, total_of, acc_of, IDENTITY: tl.constexpr):
-    """What two parts of the keys give together: maximum, row sum, and sum of values.
+    """Return maximum, row sum and sum of values of two parts of the keys together.
 
-    Where a part was calculated changes no bit: only by ``fma`` is it said what is rounded.
+    Explicit ``fma`` fixes what is rounded, so that bits do not depend on where a part was computed.
     """
     m_new = tl.maximum(m, m_of)
     # A row that has seen nothing keeps m = −inf; 0 stands in so that −inf − −inf never happens.
@@ -275,16 +274,16 @@ def _step(
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     PRECISION: tl.constexpr, IMPRECISE: tl.constexpr,
 ):
-    """One block of keys: scores, running maximum (in their units), rescale, P·V.
+    """Add one block of keys: scores, running maximum (in their units), rescaling, P·V.
 
-    CAREFUL keeps out of P·V what is not finite in values that some row does not see.
+    CAREFUL leaves non-finite values that some row does not see out of P·V.
     """
     start = block * BLOCK_K
     places = tl.arange(0, BLOCK_K)
     keys = start + places
-    k_at = _rows_of(start, places, kv, k_row, k_page, table, PAGE, BLOCK_K)
+    k_at = _block_key_rows(start, places, kv, k_row, k_page, table, PAGE, BLOCK_K)
     k_block = loaded_keys(k_ptr, k_at, k_col, keys, kv, head_dim, BLOCK_D)
-    v_at = _rows_of(start, places, kv, v_row, v_page, table, PAGE, BLOCK_K)
+    v_at = _block_key_rows(start, places, kv, v_row, v_page, table, PAGE, BLOCK_K)
     v_block = loaded_values(v_ptr, v_at, v_col, keys, kv, value_dim, BLOCK_V)
     h = heads[:, None]
     s = scores(
@@ -295,7 +294,7 @@ def _step(
     if MASKED:
         seen = visible(b, h, rows, keys, kv, mask_captured, MASK, BLOCK_Q, BLOCK_K)
         s = hidden(s, seen)
-    p, alpha, m, total = advanced(s, m, total, IDENTITY)
+    p, alpha, m, total = update_softmax(s, m, total, IDENTITY)
     acc = with_values(
         p, v_block, seen, acc * alpha[:, None], CAREFUL, WEIGHTS_SCALE, PRECISION, IMPRECISE
     )
@@ -303,13 +302,13 @@ def _step(
 
 
 @triton.jit
-def _rows_of(
+def _block_key_rows(
     start, places, kv, row_stride, page_stride, table, PAGE: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """Return ``tile.key_rows`` of a block: one number goes from block to block, the rest stays.
+    """Return ``tile.key_rows`` of a block; only one number of it varies from block to block.
 
-    A page that holds a block, or of which a block holds some, is asked for by a scalar: by every
-    key its number would be loaded, and moved to the threads that load the key.
+    A page that holds the block, or a part of it, is looked up by a scalar load. Looked up per key,
+    the page number would be loaded for each key and moved to the threads that load this key.
     """
     if PAGE == 0:
         at = tl.cast(start, tl.int64) * row_stride + places.to(tl.int64) * row_stride
@@ -317,8 +316,8 @@ def _rows_of(
         number = start // PAGE
         page = tl.load(table + number)
         for i in tl.static_range(1, BLOCK_K // PAGE):
-            further = tl.load(table + number + i, mask=start + i * PAGE < kv, other=0)
-            page = tl.where(places >= i * PAGE, further, page)
+            next_page = tl.load(table + number + i, mask=start + i * PAGE < kv, other=0)
+            page = tl.where(places >= i * PAGE, next_page, page)
         at = page.to(tl.int64) * page_stride + tl.cast(start % PAGE, tl.int64) * row_stride
         at += (places % PAGE).to(tl.int64) * row_stride
     else:
@@ -327,15 +326,15 @@ def _rows_of(
 
 
 @triton.jit
-def _given(part_ptr, m_ptr, total_ptr, numbers, parts, row, rows, cols, value_dim):
-    """What programs of these numbers gave of a row; of those that there are not, no key."""
-    there = numbers < parts
+def _load_parts(part_ptr, m_ptr, total_ptr, numbers, parts, row, rows, cols, value_dim):
+    """Return a row's partial results of these programs; those beyond ``parts`` have seen no key."""
+    exists = numbers < parts
     at = numbers.to(tl.int64) * rows + row
-    m = tl.load(m_ptr + at, mask=there, other=float("-inf"))
-    total = tl.load(total_ptr + at, mask=there, other=0.0)
+    m = tl.load(m_ptr + at, mask=exists, other=float("-inf"))
+    total = tl.load(total_ptr + at, mask=exists, other=0.0)
     part = tl.load(
         part_ptr + at[:, None] * value_dim + cols[None, :],
-        mask=there[:, None] & (cols < value_dim)[None, :],
+        mask=exists[:, None] & (cols < value_dim)[None, :],
         other=0.0,
     )
     return m, total, part
@@ -347,9 +346,9 @@ def _merge(
     IDENTITY: tl.constexpr, SINK: tl.constexpr, ADDED: tl.constexpr, TOGETHER: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr, EARLY: tl.constexpr,
 ):
-    """Out and LSE of a row from what programs gave, so many together added up before their LSE.
+    """Store out and LSE of a row, merged by LSE from groups of TOGETHER added partial results.
 
-    They have weight e^(LSE_i − largest). Those of which a row sees nothing have LSE −inf and out 0.
+    Weights are e^(LSE_i − largest). Where a row sees no key, LSE_i is −inf and out_i 0.
     """
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK_V)
@@ -362,11 +361,11 @@ def _merge(
         gdc_wait()
     for first in range(0, parts, BLOCK_S * TOGETHER):
         numbers = first + tl.arange(0, BLOCK_S) * TOGETHER
-        m, sums, part = _given(
+        m, sums, part = _load_parts(
             part_ptr, m_ptr, total_ptr, numbers, parts, row, rows, cols, value_dim
         )
         for i in tl.static_range(1, TOGETHER):
-            m_of, sums_of, part_of = _given(
+            m_of, sums_of, part_of = _load_parts(
                 part_ptr, m_ptr, total_ptr, numbers + i, parts, row, rows, cols, value_dim
             )
             m, sums, part = added(m, sums, part, m_of, sums_of, part_of, IDENTITY)
@@ -374,7 +373,7 @@ def _merge(
         if ADDED:
             lse = log_sum(m, sums, IDENTITY)
             part = normalised(part, sums)
-        weight, alpha, largest, total = advanced(lse[None, :], largest, total, False)
+        weight, alpha, largest, total = update_softmax(lse[None, :], largest, total, False)
         acc = acc * alpha[:, None] + tl.sum(tl.trans(weight) * part, 0)[None, :]
     tl.store(
         out_ptr + row * value_dim + cols[None, :],

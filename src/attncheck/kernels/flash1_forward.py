@@ -1,8 +1,9 @@
 """FlashAttention-1 forward in Triton, for any mask and score mod.
 
-The recurrence is Dao et al. 2022 (arXiv:2205.14135), Algorithm 1: key blocks outermost. One launch
-a key block; one program of it owns a block of query rows, reads their O, l and m from memory,
-brings them forward by that block of keys, and writes them back. O is normalised after each step.
+The recurrence is Dao et al. 2022 (arXiv:2205.14135), Algorithm 1: key blocks outermost. There is
+one launch per key block. Each of its programs owns a block of query rows, reads their O, l and m
+from memory, updates them by the block of keys, and writes them back. O is normalised after each
+step.
 """
 
 from __future__ import annotations
@@ -43,22 +44,22 @@ def flash1_forward(
     out_dtype: torch.dtype | None = None,
     sink: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of ``q`` over ``k`` and ``v``, and its log-sum-exp.
+    """Return attention of ``q`` over ``k`` and ``v``, and its log-sum-exp.
 
-    Between its launches O ``(batch, heads, query, value_dim)``, l and m ``(batch, heads, query)``
+    Between the launches O ``(batch, heads, query, value_dim)``, l and m ``(batch, heads, query)``
     are in memory, in fp32; m in log2 units, or natural with a score mod, and O in units of
     weights_scale / v's descale.
 
-    What is not said of an argument here is as of ``flash2_forward``.
+    Other arguments are as in ``flash2_forward``.
 
     Args:
         k: ``(batch, kv_heads, kv, head_dim)``; kv_heads divides heads.
         v: ``(batch, kv_heads, kv, value_dim)``.
-        launch: Tile sizes and the like; ``free`` has no effect.
+        launch: Compile-time choices; ``free`` has no effect.
 
     Returns:
-        As ``flash2_forward``. A row that sees an infinite value may be NaN also where a much larger
-        score of another block makes its block's weight 0.
+        As ``flash2_forward``. A row that sees an infinite value may also be NaN where a much larger
+        score of another block makes the weight of its block 0.
     """
     batch, heads, query, head_dim = q.shape
     kv_heads, kv = k.shape[1], k.shape[2]
@@ -68,7 +69,7 @@ def flash1_forward(
     lse = torch.empty(shape[:3], dtype=torch.float32, device=q.device)
     state = torch.zeros(shape, dtype=torch.float32, device=q.device)
     identity = score is None
-    m, total = _started(shape[:3], sink, LOG2E if identity else 1.0, q.device)
+    m, total = _initial_state(shape[:3], sink, LOG2E if identity else 1.0, q.device)
     grid = (triton.cdiv(query, launch.block_query), batch * heads)
     for start in range(0, kv, launch.block_kv):
         # fmt: off
@@ -90,10 +91,10 @@ def flash1_forward(
     return out, lse
 
 
-def _started(
+def _initial_state(
     shape: tuple[int, ...], sink: torch.Tensor | None, unit: float, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Maximum and sum ``(batch, heads, query)`` of rows that have seen no key but the sink."""
+    """Return maximum and sum ``(batch, heads, query)`` of rows that have seen only the sink."""
     total = torch.full(shape, 0.0 if sink is None else 1.0, dtype=torch.float32, device=device)
     m = torch.full(shape, float("-inf"), dtype=torch.float32, device=device)
     if sink is not None:
@@ -101,7 +102,7 @@ def _started(
     return m, total
 
 
-# A column of forty names says less than five lines of them.
+# Forty parameters are easier to read on five lines than in a column.
 # fmt: off
 @triton.jit(do_not_specialize=COUNTS)
 def _step(
@@ -159,12 +160,12 @@ def _step(
         # Line 11: the new maximum and sum; line 12: O, normalised.
         m_new = tl.maximum(m, m_block)
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-        before = total * power(m - shift, IDENTITY)
+        old_total = total * power(m - shift, IDENTITY)
         beta = power(m_block - shift, IDENTITY)
-        total = before + beta * tl.sum(p, 1)
+        total = old_total + beta * tl.sum(p, 1)
         divisor = tl.where(total == 0.0, 1.0, total)[:, None]
         state = tl.load(state_ptr + at, mask=inside, other=0.0)
-        state = (before[:, None] * state + beta[:, None] * product) / divisor
+        state = (old_total[:, None] * state + beta[:, None] * product) / divisor
         m = m_new
         tl.store(m_ptr + row_at, m, mask=here)
         tl.store(total_ptr + row_at, total, mask=here)

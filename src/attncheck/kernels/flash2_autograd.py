@@ -1,4 +1,4 @@
-"""Our FlashAttention-2 as a function that torch differentiates: its forward and its backward."""
+"""Our FlashAttention-2 forward and backward as a function that torch differentiates."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from attncheck.mods.to_triton import TritonMod
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Plan:
-    """Arguments of both passes besides tensors: see ``flash2_forward`` and ``flash2_backward``."""
+    """Arguments of both passes but tensors: see ``flash2_forward`` and ``flash2_backward``."""
 
     scale: float  # factor of q·k, an fp32 number
     mask: TritonMod
     launch: Launch  # of the forward
     score: TritonMod | None = None  # the traced score mod; None leaves scores as they are
     slope: TritonMod | None = None  # its derivative with respect to the score
-    # Which numbers it reads from tensors, of which it is differentiable too; None: it is not. The
-    # kernels read an fp32 tensor of several numbers that is contiguous where it lies; another,
-    # and a single number, as it was when the mod was made for them: a learnt one needs a plan for
-    # every step.
+    # The numbers that the score mod reads from tensors, if it is to be differentiated with respect
+    # to them. The kernels read a contiguous fp32 tensor of several numbers in place. Of another
+    # tensor, and of a single number, they use the value at the time of the mod's translation: a
+    # learnt one needs a new plan for every step.
     captured: CapturedReads | None = None
     by_rows: Launch | None = None  # launch of dQ (default: the forward's)
-    by_keys: Launch | None = None  # of dK and dV (default: that of dQ)
-    tiles: VisitList | None = None  # the tiles that the forward visits; None visits all, as below
-    tiles_by_rows: VisitList | None = None  # those of dQ
-    tiles_by_keys: VisitList | None = None  # those of dK and dV
-    atomic: bool = False  # whether dQ is added up in memory, in whatever order
+    by_keys: Launch | None = None  # launch of dK and dV (default: that of dQ)
+    tiles: VisitList | None = None  # tiles that the forward visits; None visits all, as below
+    tiles_by_rows: VisitList | None = None  # tiles that dQ visits
+    tiles_by_keys: VisitList | None = None  # tiles that dK and dV visit
+    atomic: bool = False  # whether dQ is added up in memory, in no fixed order
 
 
 def attention(
@@ -48,24 +48,23 @@ def attention(
     sink: torch.Tensor | None = None,
     captured: Sequence[torch.Tensor] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of ``q`` over ``k`` and ``v``, and its log-sum-exp; once differentiable in all.
+    """Return attention of ``q`` over ``k`` and ``v``, and its log-sum-exp; once differentiable.
 
     Args:
         q: ``(batch, heads, query, head_dim)``, any strides, as k and v.
         k: ``(batch, kv_heads, kv, head_dim)``; kv_heads divides heads.
         v: ``(batch, kv_heads, kv, value_dim)``.
         sink: fp32 ``(heads,)``, natural, or None.
-        captured: The float tensors that the score mod reads, as ``plan.captured`` counts their
-            numbers: where one requires a gradient it gets one. Their numbers reach the kernels
-            through the plan alone.
+        captured: The float tensors that the score mod reads, in the order of ``plan.captured``.
+            Those that require a gradient get one. The kernels read their values through the plan.
 
     Returns:
         out ``(batch, heads, query, value_dim)`` and LSE ``(batch, heads, query)`` in fp32, natural
         log; rows that see no key give 0 and −∞, and no gradient.
 
     Raises:
-        UsageError: if the tensors captured have not as many numbers as the plan counts; and in the
-            backward, if the plan has a score mod and no slope.
+        UsageError: if the tensors captured have not as many numbers as ``plan.captured``; and in
+            the backward, if the plan has a score mod and no slope.
     """
     numbers = sum(tensor.numel() for tensor in captured)
     counted = 0 if plan.captured is None else plan.captured.numbers
@@ -91,10 +90,10 @@ class _Attention(torch.autograd.Function):
             q, k, v, scale=plan.scale, mask=plan.mask, score=plan.score, launch=plan.launch,
             sink=sink, tiles=plan.tiles,
         )  # fmt: skip
-        # Captured ones are saved so that torch notices where one is written to meanwhile.
+        # Captured tensors are saved so that torch notices if one is modified before the backward.
         ctx.save_for_backward(q, k, v, sink, out, lse, *captured)
         ctx.plan = plan
-        ctx.set_materialize_grads(False)  # a loss without LSE has no gradient of it to read
+        ctx.set_materialize_grads(False)  # dlse stays None if the loss does not use LSE
         return out, lse
 
     @staticmethod
@@ -113,13 +112,13 @@ class _Attention(torch.autograd.Function):
             sink=sink, tiles=plan.tiles_by_rows, by_keys=plan.tiles_by_keys, atomic=plan.atomic,
             captured=plan.captured if differentiated else None,
         )  # fmt: skip
-        return dq, dk, dv, dsink, None, *_apart(dcaptured, captured)
+        return dq, dk, dv, dsink, None, *_split_gradients(dcaptured, captured)
 
 
-def _apart(
+def _split_gradients(
     gradients: torch.Tensor | None, captured: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor | None, ...]:
-    """The numbers' gradients, each tensor's in its shape and dtype."""
+    """Return the gradients of captured numbers as one tensor each, in its shape and dtype."""
     if gradients is None:
         return (None,) * len(captured)
     parts = torch.split(gradients, [tensor.numel() for tensor in captured])

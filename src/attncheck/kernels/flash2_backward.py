@@ -1,14 +1,14 @@
 """FlashAttention-2 backward in Triton, for any mask and score mod.
 
-Dao 2023 (arXiv:2307.08691), Algorithm 2, in three launches: what is known of a row before it meets
-a key (``delta``); dQ, whose program owns a block of query rows and walks over keys; dK and dV,
-whose program owns a block of keys of one key head and walks over the query rows of every head that
-shares it, so that their sum is in fp32 registers and has one order. P is computed again from LSE;
-for dV it is rounded to dO's format, and dX, the gradient of the scaled products, to K's and Q's.
+Dao 2023 (arXiv:2307.08691), Algorithm 2, in three launches: ``delta`` of each row, which needs no
+keys; dQ, where a program owns a block of query rows and walks over keys; dK and dV, where a program
+owns a block of keys of one key head and walks over the query rows of every head that shares it, so
+that their sums are in fp32 registers and in a fixed order. P is computed again from LSE; for dV it
+is rounded to dO's format, and dX, the gradient of the scaled products, to K's and Q's.
 
-dK and dV hold their scores transposed, keys by rows: Triton 3.4 to 3.7.0 may multiply a transposed
-result of a product wrongly on Hopper. With ``atomic`` the third launch adds to dQ as well, and the
-second is left out.
+The launch of dK and dV computes scores transposed, keys by rows, since Triton 3.4 to 3.7.0 may
+multiply a transposed result of a product wrongly on Hopper. With ``atomic`` the third launch adds
+to dQ as well, and the second is left out.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -43,7 +43,7 @@ from attncheck.kernels.tile import (
 )
 from attncheck.mods.to_triton import TritonMod
 
-# A column of forty names says less than five lines of them.
+# Forty parameters are easier to read on five lines than in a column.
 # fmt: off
 
 
@@ -57,14 +57,14 @@ def by_rows_kernel(
     FREE: tl.constexpr, CAREFUL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Stores dQ of a block of rows; CAREFUL, only of one that was not finite without it.
+    """Store dQ of a block of rows; CAREFUL, only if the block is flagged as not finite.
 
-    ``TERMS``, of ``CapturedReads``, adds what each tile gives the numbers that the score mod reads;
-    None adds nothing.
+    ``TERMS``, of ``CapturedReads``, adds each tile's part of the gradients of the numbers that the
+    score mod reads; None adds nothing.
     """
-    again = again_ptr + tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    flag_ptr = again_ptr + tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     if CAREFUL:  # noqa: SIM102  # of constants ``and`` skips nothing
-        if tl.load(again) == 0:
+        if tl.load(flag_ptr) == 0:
             return
     # The last block first: under a causal mask it is the longest, and the short ones fill the end.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -91,10 +91,10 @@ def by_rows_kernel(
     ragged = (block + 1) * BLOCK_Q > query
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     for run in range(runs):
-        first_tile, beyond, of_run = run_of(visits, run, tl.cdiv(kv, BLOCK_K), LISTED)
+        first_tile, beyond, run_partial = run_of(visits, run, tl.cdiv(kv, BLOCK_K), LISTED)
         for tile in range(first_tile, beyond):
             start = tile * BLOCK_K
-            partial = may_hide(of_run, start, kv, ragged, LISTED, FREE, BLOCK_K)
+            partial = may_hide(run_partial, start, kv, ragged, LISTED, FREE, BLOCK_K)
             keys = start + tl.arange(0, BLOCK_K)
             k_at = key_rows(keys, kv, k_row, 0, k_ptr, 0)
             k_block = loaded_keys(k_ptr, k_at, k_col, keys, kv, head_dim, BLOCK_D)
@@ -114,14 +114,11 @@ def by_rows_kernel(
                 TERMS(x, p, dp, delta[:, None], b, h, rows[:, None], keys[None, :], terms)
             acc = row_gradients(dx, k_block, acc, CAREFUL, PRECISION)
     if not FREE and not CAREFUL:
-        tl.store(again, 1 - all_finite(acc).to(tl.int32))
-    # Rows lie one after the other in dQ.
+        tl.store(flag_ptr, 1 - all_finite(acc).to(tl.int32))
+    # dQ is contiguous.
     at = (first + rows[:, None].to(tl.int64)) * head_dim + cols[None, :]
-    kept = (rows[:, None] < query) & (cols[None, :] < head_dim)
-    tl.store(dq_ptr + at, (acc * scale).to(dq_ptr.dtype.element_ty), mask=kept)
-
-
-# A column of forty names says less than five lines of them.
+    inside = (rows[:, None] < query) & (cols[None, :] < head_dim)
+    tl.store(dq_ptr + at, (acc * scale).to(dq_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -134,7 +131,7 @@ def by_keys_kernel(
     ATOMIC: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Stores dK and dV of a block of keys; adds to ``dq``, if ATOMIC, what they give its rows."""
+    """Store dK and dV of a block of keys; if ATOMIC, add the block's dX·K to ``dq``."""
     block = tl.program_id(0)
     b = tl.program_id(1) // (heads // group)
     kv_head = tl.program_id(1) % (heads // group)
@@ -154,25 +151,25 @@ def by_keys_kernel(
         h = kv_head * group + member
         h64 = h.to(tl.int64)
         first = (b64 * heads + h64) * query
-        of_head = q_ptr + b64 * q_batch + h64 * q_head
-        dout_of_head = dout_ptr + b64 * dout_batch + h64 * dout_head
+        head_ptr = q_ptr + b64 * q_batch + h64 * q_head
+        dout_head_ptr = dout_ptr + b64 * dout_batch + h64 * dout_head
         visits = q_ptr
         runs = 1
         if LISTED:
             visits, runs = listed(tiles, b, h, block)
         for run in range(runs):
-            first_tile, beyond, of_run = run_of(visits, run, tl.cdiv(query, BLOCK_Q), LISTED)
+            first_tile, beyond, run_partial = run_of(visits, run, tl.cdiv(query, BLOCK_Q), LISTED)
             for tile in range(first_tile, beyond):
                 start = tile * BLOCK_Q
-                partial = may_hide(of_run, start, query, ragged, LISTED, FREE, BLOCK_Q)
+                partial = may_hide(run_partial, start, query, ragged, LISTED, FREE, BLOCK_Q)
                 rows = start + tl.arange(0, BLOCK_Q)
-                q_block = loaded(of_head, rows, cols, q_row, q_col, query, head_dim)
+                q_block = loaded(head_ptr, rows, cols, q_row, q_col, query, head_dim)
                 dout = loaded(
-                    dout_of_head, rows, value_cols, dout_row, dout_col, query, value_dim
+                    dout_head_ptr, rows, value_cols, dout_row, dout_col, query, value_dim
                 )
                 lse = loaded_lse(lse_ptr + first, rows, query, IDENTITY)
                 delta = loaded_rows(delta_ptr + first, rows, query)
-                # All of a tile is keys by rows, so that no product's result is transposed.
+                # Tiles are keys by rows, so that no product's result is transposed.
                 x = tl.dot(k_block, tl.trans(q_block), input_precision=PRECISION) * factor
                 p = weights(
                     x, partial, b, h, rows[None, :], keys[:, None], query, kv, lse[None, :],
@@ -186,13 +183,13 @@ def by_keys_kernel(
                 ).to(q_block.dtype)
                 dk = tl.dot(dx, q_block, dk, input_precision=PRECISION)
                 if ATOMIC:
-                    # Transposed too, for the same reason; fp32, rows one after the other.
-                    of_rows = tl.dot(tl.trans(k_block), dx, input_precision=PRECISION)
+                    # This product is transposed too, for the same reason; dq is fp32, contiguous.
+                    dq_part = tl.dot(tl.trans(k_block), dx, input_precision=PRECISION)
                     at = (first + rows[None, :].to(tl.int64)) * head_dim + cols[:, None]
-                    there = (rows[None, :] < query) & (cols[:, None] < head_dim)
-                    tl.atomic_add(dq[0] + at, of_rows, mask=there, sem="relaxed")
+                    dq_inside = (rows[None, :] < query) & (cols[:, None] < head_dim)
+                    tl.atomic_add(dq[0] + at, dq_part, mask=dq_inside, sem="relaxed")
 
-    # Keys lie one after the other in dK and dV.
+    # dK and dV are contiguous.
     at = tl.program_id(1).to(tl.int64) * kv + keys[:, None].to(tl.int64)
     inside = keys[:, None] < kv
     tl.store(
@@ -236,42 +233,41 @@ def flash2_backward(
     atomic: bool = False,
     captured: CapturedReads | None = None,
 ) -> Gradients:
-    """Gradients of a loss with respect to q, k, v and more, from those of out and LSE.
+    """Return the gradients of a loss with respect to q, k, v and more, from those of out and LSE.
 
     Args:
         q: ``(batch, heads, query, head_dim)``, any strides, as all others with four axes.
         k: ``(batch, kv_heads, kv, head_dim)``; kv_heads divides heads.
         v: ``(batch, kv_heads, kv, value_dim)``.
-        out: ``(batch, heads, query, value_dim)``: what the forward gave.
-        lse: ``(batch, heads, query)``, fp32, natural log: likewise.
+        out: ``(batch, heads, query, value_dim)``, from the forward.
+        lse: ``(batch, heads, query)``, fp32, natural log, from the forward.
         dout: The loss's gradient with respect to out, as out; strides may be 0.
-        dlse: With respect to LSE, as lse; None for 0.
-        slope: Its derivative with respect to the score, a function of the same arguments.
-        launch: Tile sizes and the like of dQ; ``causal`` has no effect.
-        launch_by_keys: Of dK and dV (default: the same); ``block_kv`` keys are a program's.
+        dlse: The loss's gradient with respect to LSE, as lse; None for 0.
+        slope: The score mod's derivative with respect to the score, a function of its arguments.
+        launch: Compile-time choices for dQ; ``causal`` has no effect.
+        launch_by_keys: Those for dK and dV (default: ``launch``); a program owns ``block_kv`` keys.
         sink: As in the forward.
         tiles: The tiles that dQ visits, as in the forward; None visits all.
-        by_keys: Those that dK and dV visit: of each block of keys runs of query blocks. In the
+        by_keys: The tiles that dK and dV visit: runs of query blocks for each block of keys, in the
             blocks of ``launch_by_keys``.
-        atomic: Whether dQ is added up in memory by the programs of dK and dV, in an order that no
-            two runs share: ``launch``, but for the deltas and dcaptured, and ``tiles`` have no
-            effect then.
-        captured: Which numbers the score mod reads from tensors; None asks nothing of them.
+        atomic: Whether dQ is added up in memory by the programs of dK and dV, in an order that
+            differs from run to run. ``launch`` is then used only for deltas and dcaptured, and
+            ``tiles`` has no effect.
+        captured: The numbers that the score mod reads from tensors; None computes no dcaptured.
 
     Returns:
         dq, dk and dv, each like q, k and v in shape and dtype; dsink, fp32 ``(heads,)`` or None;
-        and dcaptured, fp32 ``(numbers,)`` or None, whose sums no two runs need have in the same
-        order; 0 of a number that is read for hidden keys alone. Rows whose LSE is −∞ have a dq of 0
-        and no part in anything else, unless their q or dout is not finite; with a sink no LSE is,
-        and dlse of a row without keys is the sink's.
-        Keys that no row sees have a dk and dv of 0. What keys and values hold that the mask hides
-        from a row, NaN included, does not reach its dq; with ``atomic`` it does if it is a key that
-        is not finite. It never reaches dcaptured.
+        and dcaptured, fp32 ``(numbers,)`` or None, added up in an order that may differ from run to
+        run; 0 for a number that is read only for hidden keys. Rows whose LSE is −∞ have a dq of 0
+        and add nothing to other gradients, unless their q or dout is not finite. With a sink no
+        LSE is −∞, and a row without keys passes its dlse to the sink.
+        Keys that no row sees have a dk and dv of 0. Keys and values that the mask hides from a row,
+        NaN included, do not affect its dq; except that with ``atomic`` a non-finite key does. They
+        never affect dcaptured.
 
     Raises:
-        UsageError: if one of score and slope is given without the other, or a list is of other
-            blocks than its launch or has a tile beyond the last, or if ``captured`` is given
-            without a score mod.
+        UsageError: if only one of score and slope is given, if a list has other blocks than its
+            launch or a tile beyond the last, or if ``captured`` is given without a score mod.
     """
     if (score is None) != (slope is None):
         raise UsageError("a score mod needs its slope, and a slope its score mod: give both.")
@@ -290,21 +286,21 @@ def flash2_backward(
             out, dout, lse, dlse, block=by_rows.block_query, warps=by_rows.warps
         )  # fmt: skip
         call = _Call(q, k, v, dout, lse, delta, scale, mask, score, slope)
-        dq32 = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if atomic else None
-        dk, dv = _by_keys(call, keys, by_keys, dq32)
+        dq_sums = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if atomic else None
+        dk, dv = _by_keys(call, keys, by_keys, dq_sums)
         dcaptured = None if captured is None else lse.new_zeros(captured.numbers)
         dq = q.new_empty(0)
-        if dq32 is None or dcaptured is not None:
+        if dq_sums is None or dcaptured is not None:
             dq = _by_rows(call, by_rows, tiles, captured, dcaptured)
-        if dq32 is not None:
-            dq = (dq32 * scale).to(q.dtype)
+        if dq_sums is not None:
+            dq = (dq_sums * scale).to(q.dtype)
         dsink = None if sink is None else sink_gradient(sink, lse, delta)
     return dq, dk, dv, dsink, dcaptured
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call:
-    """What both launches read."""
+    """The arguments that both launches share."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -318,11 +314,10 @@ class _Call:
     slope: TritonMod | None
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """In the order of the kernels' pointers."""
+        """Return the tensors in the order of the kernels' pointers."""
         return self.q, self.k, self.v, self.dout, self.lse, self.delta
 
     def numbers(self) -> tuple[int | float, ...]:
-        """Strides, sizes and factors."""
         strides = (*self.q.stride(), *self.k.stride(), *self.v.stride(), *self.dout.stride())
         heads, query, head_dim = self.q.shape[1:]
         kv, value_dim = self.v.shape[2:]
@@ -331,11 +326,11 @@ class _Call:
         return (*strides, heads, group, query, kv, head_dim, value_dim, factor, self.scale)
 
     def captured(self) -> tuple[tuple[object, ...], ...]:
-        """Of mask, score mod and slope."""
+        """Return the captured arguments of mask, score mod and slope."""
         return tuple(() if mod is None else mod.captured for mod in self._mods())
 
     def constants(self, launch: Launch, tiles: VisitList | None) -> dict[str, object]:
-        """Return what the kernels are compiled for."""
+        """Return the kernels' compile-time arguments."""
         mask, score, slope = (mod or self.mask for mod in self._mods())  # an identity is not called
         return {
             "MASK": mask.function, "SCORE": score.function, "SLOPE": slope.function,
@@ -357,18 +352,18 @@ def _by_rows(
     captured: CapturedReads | None,
     dcaptured: torch.Tensor | None,
 ) -> torch.Tensor:
-    """dQ; blocks of rows that are not finite once more, without the keys that are not.
+    """Return dQ; blocks of rows that are not finite are computed again, non-finite keys left out.
 
-    To ``dcaptured``, if it is given, is added what belongs there: the first time alone. A hidden
-    key has no term in it, and so none that is not finite.
+    Terms of captured numbers are added to ``dcaptured``, if given, by the first launch alone:
+    hidden keys have no terms, so these need no careful launch.
     """
     q = call.q
     grid = (triton.cdiv(q.shape[2], launch.block_query), q.shape[0] * q.shape[1])
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    again = torch.empty(grid, dtype=torch.int32, device=q.device)
-    visited = () if tiles is None else tiles.arguments()
+    flags = torch.empty(grid, dtype=torch.int32, device=q.device)
+    tile_arguments = () if tiles is None else tiles.arguments()
     run = partial(
-        by_rows_kernel[grid], *call.tensors(), dq, again, *call.numbers(), visited,
+        by_rows_kernel[grid], *call.tensors(), dq, flags, *call.numbers(), tile_arguments,
         *call.captured(), **call.constants(launch, tiles),
     )  # fmt: skip
     if captured is None or dcaptured is None:
@@ -376,13 +371,13 @@ def _by_rows(
     else:
         terms = captured.arguments(dcaptured)
         run(terms, TERMS=captured.function(), CAREFUL=False, num_stages=launch.stages)
-    if not launch.free and needs_careful_launch(again):
+    if not launch.free and needs_careful_launch(flags):
         run((), TERMS=None, CAREFUL=True, num_stages=1)
     return dq
 
 
 def redo_rows(*tensors: torch.Tensor, scale: float, mask: TritonMod, launch: Launch) -> None:
-    """Do the blocks of rows that ``again`` names once more, without the keys that are not finite.
+    """Compute dQ of the blocks of rows flagged in ``again`` once more, non-finite keys left out.
 
     Args:
         tensors: q, k, v, dout, lse and delta; dq, contiguous; again, int32 ``(batch · heads,
@@ -399,13 +394,13 @@ def redo_rows(*tensors: torch.Tensor, scale: float, mask: TritonMod, launch: Lau
 def _by_keys(
     call: _Call, launch: Launch, tiles: VisitList | None, dq: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """DK and dV; to ``dq``, fp32, dX·K is added if it is given."""
+    """Return dK and dV; add dX·K to ``dq``, fp32, if it is given."""
     k, v = call.k, call.v
     grid = (triton.cdiv(k.shape[2], launch.block_kv), k.shape[0] * k.shape[1])
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
-    visited = () if tiles is None else tiles.arguments()
+    tile_arguments = () if tiles is None else tiles.arguments()
     by_keys_kernel[grid](
-        *call.tensors(), dk, dv, () if dq is None else (dq,), *call.numbers(), visited,
+        *call.tensors(), dk, dv, () if dq is None else (dq,), *call.numbers(), tile_arguments,
         *call.captured(), **call.constants(launch, tiles), ATOMIC=dq is not None,
         num_stages=launch.stages,
     )  # fmt: skip

@@ -1,16 +1,16 @@
 """FlashAttention-2 forward in Triton, for any mask and score mod.
 
 The recurrence is Dao 2023 (arXiv:2307.08691), Algorithm 1: one program owns a block of query rows
-and walks over blocks of keys with a running maximum m, a running sum l and an unnormalised O. Which
-blocks those are a list may say, as FlexAttention's block mask does (Dong et al. 2024,
-arXiv:2412.05496): what the mask hides wholly is not visited, what it leaves whole is not masked. It
-is of runs of blocks, so that the inner loop's addresses follow from one another, as without a list:
-loads of later blocks do not wait for what the list says.
+and walks over blocks of keys with a running maximum m, a running sum l and an unnormalised O. The
+blocks may be listed, as in FlexAttention's block mask (Dong et al. 2024, arXiv:2412.05496): wholly
+hidden blocks are not visited, and wholly visible ones not masked. The list holds runs of blocks, so
+that the inner loop computes each address from the last, as without a list: loads of later blocks do
+not wait for reads of the list.
 
-A value that is not finite shows in the sums of every row of its tile, and stays: 0 · NaN is NaN.
-Where a row of a tile may not see a value, a second launch does those blocks of rows again, with
-care: see ``tile.with_values``. In the first that would cost registers, and so the second program
-on a processor, even where all is finite.
+A non-finite value makes the sums of every row of its tile non-finite for good: 0 · NaN is NaN.
+Where the mask may hide such a value from a row, a second launch computes those blocks of rows again
+with care: see ``tile.with_values``. In the first launch that would cost registers, and so the
+second program on a multiprocessor, even where all values are finite.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from attncheck.kernels.launch import (
     scales,
 )
 from attncheck.kernels.tile import (
-    advanced,
     all_finite,
+    count_flagged_blocks,
     factor_of,
     hidden,
     is_due,
@@ -50,16 +50,16 @@ from attncheck.kernels.tile import (
     run_of,
     scores,
     started,
-    turns_of,
+    update_softmax,
     visible,
     with_values,
 )
 from attncheck.mods.to_triton import TritonMod
 
-# Programs that look for blocks of rows to do again: about one for each multiprocessor of an H200.
-# They take most of its registers, so that one for every block cost 3 % of a window's time there.
-_CAREFUL = 128
-_HOISTED_DIM = 128
+# Programs of the careful launch, which check blocks' flags: about one per multiprocessor of an
+# H200. They take most of its registers: one per block took 3 % of the time of a windowed forward.
+_CAREFUL_PROGRAMS = 128
+_HOISTED_DIM = 128  # Largest head dim at which offsets are hoisted: see ``hoists_offsets``.
 
 
 def flash2_forward(
@@ -79,42 +79,41 @@ def flash2_forward(
     kv: int | None = None,
     redo: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of ``q`` over ``k`` and ``v``, and its log-sum-exp.
+    """Return attention of ``q`` over ``k`` and ``v``, and its log-sum-exp.
 
     Args:
         q: ``(batch, heads, query, head_dim)``, any strides.
         k: ``(batch, kv_heads, kv, head_dim)``; kv_heads divides heads. With ``pages``
             ``(pages, kv_heads, size, head_dim)``.
-        v: ``(batch, kv_heads, kv, value_dim)``, or as k with ``pages``; in fp8 it may well be a
-            view of memory that holds the keys of a column in a row, which is how a tensor core
-            wants it.
+        v: ``(batch, kv_heads, kv, value_dim)``, or as k with ``pages``; in fp8 it may be a view of
+            transposed memory, with the keys of a column contiguous, as tensor cores need them.
         scale: Factor of q·k, an fp32 number.
         score: The traced score mod; None leaves scores as they are.
-        launch: Tile sizes and the like; ``causal`` has no effect.
-        descale: In fp8, what the stored numbers are to be multiplied by.
-        out_dtype: Of out (default: q's dtype).
+        launch: Compile-time choices; ``causal`` has no effect.
+        descale: In fp8, the factors of the stored numbers.
+        out_dtype: The dtype of out (default: q's).
         sink: fp32 ``(heads,)``, natural: one more key of value 0 with this score, which every row
             sees and no mod changes.
-        tiles: The tiles to visit, which must hold all that the mask shows; None visits all.
-        pages: Where keys and values are, if not one after the other.
-        kv: How many keys there are, with ``pages``.
-        redo: out and LSE of another kernel, contiguous, and by the ``tile.number_of`` each block
-            which ones to do again, with care, int32; no more is done then.
+        tiles: The tiles to visit, which must hold all visible keys; None visits all.
+        pages: The page table, if keys and values are paged.
+        kv: The number of keys, with ``pages``.
+        redo: Contiguous out and LSE of another kernel, and int32 flags by ``tile.number_of`` of
+            the blocks to compute again; only the careful launch runs.
 
     Returns:
         out ``(batch, heads, query, value_dim)`` and LSE ``(batch, heads, query)`` in fp32, natural
-        log. Rows that see no key: 0 and −inf, or the sink. What the keys and values hold that the
-        mask hides from a row, NaN included, does not reach it. A score mod's −inf hides nothing:
-        the key has weight 0, and its value, if not finite, reaches the row all the same. A row that
-        sees an infinite value gets it; or NaN where it sees both signs, where the value's weight
-        underflows to 0, and where a later, much larger score makes the weight of everything before
-        it 0. Scores may be as large as fp32 allows with a score mod, and up to 2.36e38 (that
-        divided by log2 e) without one: beyond, a row is not right.
+        log. Rows that see no key: 0 and −inf, or the sink. Keys and values that the mask hides from
+        a row, NaN included, do not affect it. A score mod's −inf hides nothing: the key has weight
+        0, but its value, if not finite, still reaches the row. A row that sees an infinite value
+        gets it; or NaN where it sees both signs, where the value's weight underflows to 0, and
+        where a later, much larger score makes the weight of everything before it 0. With a score
+        mod scores may be as large as fp32 allows; without one, up to 2.36e38 (fp32's largest
+        divided by log2 e). Rows with larger scores are wrong.
 
     To record calls in a CUDA graph, see ``launch.needs_careful_launch``.
 
     Raises:
-        UsageError: if ``tiles`` is of other blocks than ``launch`` or has one beyond the last key.
+        UsageError: if ``tiles`` has other blocks than ``launch`` or a tile beyond the last key.
     """
     batch, heads, query, head_dim = q.shape
     kv_heads, kv = k.shape[1], k.shape[2] if kv is None else kv
@@ -126,12 +125,12 @@ def flash2_forward(
         tiles.check("tiles", (query, launch.block_query), (kv, launch.block_kv))
     identity = score is None
     grid = (triton.cdiv(query, launch.block_query), batch * heads)
-    again = torch.empty(grid, dtype=torch.int32, device=q.device)
+    flags = torch.empty(grid, dtype=torch.int32, device=q.device)
     if redo is not None:
-        out, lse, again = redo
+        out, lse, flags = redo
     # fmt: off
     arguments = (
-        q, k, v, out, lse, again, *q.stride(), *k.stride(), *v.stride(), *out.stride(), *grid,
+        q, k, v, out, lse, flags, *q.stride(), *k.stride(), *v.stride(), *out.stride(), *grid,
         heads, heads // kv_heads, query, kv, head_dim, value_dim,
         scale * LOG2E if identity else scale, scales(descale), () if sink is None else (sink,),
         () if tiles is None else tiles.arguments(), () if pages is None else pages.arguments(),
@@ -149,21 +148,21 @@ def flash2_forward(
         "num_warps": launch.warps,
     }
     # fmt: on
-    most = {} if launch.registers is None else {"maxnreg": launch.registers}
+    limits = {} if launch.registers is None else {"maxnreg": launch.registers}
     with sound_assembler(q.device.type):
         if redo is None:
-            _forward[grid](*arguments, **options, CAREFUL=False, num_stages=launch.stages, **most)
-        if not launch.free and needs_careful_launch(again):
-            few = (min(_CAREFUL, again.numel()),)
-            _forward[few](*arguments, **options, CAREFUL=True, num_stages=1)
+            _forward[grid](*arguments, **options, CAREFUL=False, num_stages=launch.stages, **limits)
+        if not launch.free and needs_careful_launch(flags):
+            careful_grid = (min(_CAREFUL_PROGRAMS, flags.numel()),)
+            _forward[careful_grid](*arguments, **options, CAREFUL=True, num_stages=1)
     return out, lse
 
 
 def hoists_offsets(k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Return whether 64-bit offsets within a tile of keys are made before the loop and kept.
+    """Return whether 64-bit offsets within a tile of keys are computed once, before the loop.
 
-    In 16 bits alone, where it was timed. Not where loads themselves need registers, since Triton
-    does not know rows of whole 16 bytes, and not at wide head dims: there kernels would spill.
+    Only in 16 bits, where it was timed; and neither where row strides are not multiples of 16,
+    since loads need more registers then, nor at wide head dims: kernels would spill.
     """
     return all(
         x.element_size() == 2 and x.stride(2) % 16 == 0 and x.shape[3] <= _HOISTED_DIM
@@ -171,7 +170,7 @@ def hoists_offsets(k: torch.Tensor, v: torch.Tensor) -> bool:
     )
 
 
-# A column of forty names says less than five lines of them.
+# Forty parameters are easier to read on five lines than in a column.
 # fmt: off
 @triton.jit(do_not_specialize=("blocks", "together", *COUNTS))
 def _forward(
@@ -184,13 +183,13 @@ def _forward(
     WEIGHTS_SCALE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, IMPRECISE: tl.constexpr,
 ):
-    """Stores a program's block of rows; CAREFUL, all of its share that were not finite without."""
-    mine = tl.program_id(1) * blocks + tl.program_id(0)
+    """Compute a program's block of rows; CAREFUL, those blocks of its share that are flagged."""
+    program = tl.program_id(1) * blocks + tl.program_id(0)
     turns = 1
     if CAREFUL:
-        turns = turns_of(again_ptr, mine, blocks * together)
+        turns = count_flagged_blocks(again_ptr, program, blocks * together)
     for turn in range(turns):
-        number = mine + turn * tl.num_programs(0)
+        number = program + turn * tl.num_programs(0)
         if is_due(again_ptr, number, CAREFUL):
             block, bh = place(number, blocks, together)
             _block(
@@ -205,7 +204,7 @@ def _forward(
 
 @triton.jit
 def _block(
-    block, bh, again, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_batch, q_head, q_row, q_col, k_batch,
+    block, bh, flag, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_batch, q_head, q_row, q_col, k_batch,
     k_head, k_row, k_col, v_batch, v_head, v_row, v_col, out_batch, out_head, out_row, out_col,
     heads, group, query, kv, head_dim, value_dim, factor, descale, sink, tiles, pages,
     mask_captured, score_captured, MASK: tl.constexpr, SCORE: tl.constexpr, IDENTITY: tl.constexpr,
@@ -214,7 +213,7 @@ def _block(
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     PRECISION: tl.constexpr, IMPRECISE: tl.constexpr,
 ):
-    """A block of rows over the blocks of keys that it sees."""
+    """Compute out and LSE of a block of rows from the blocks of keys that it sees."""
     b = bh // heads
     h = bh % heads
     rows = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
@@ -244,10 +243,10 @@ def _block(
     m, total = started(sink_ptr, h, SINK, IDENTITY, BLOCK_Q)
     acc = tl.zeros([BLOCK_Q, BLOCK_V], tl.float32)
     for run in range(runs):
-        first, beyond, of_run = run_of(visits, run, tl.cdiv(kv, BLOCK_K), LISTED)
+        first, beyond, run_partial = run_of(visits, run, tl.cdiv(kv, BLOCK_K), LISTED)
         for tile in range(first, beyond):
             start = tile * BLOCK_K
-            partial = _may_hide(of_run, start, kv, LISTED, FREE, BLOCK_K)
+            partial = _may_hide(run_partial, start, kv, LISTED, FREE, BLOCK_K)
             m, total, acc = _step(
                 start, partial, q_block, k_ptr, v_ptr, k_batch, k_row, k_col, v_batch, v_row,
                 v_col, table, m, total, acc, b, h, rows, kv, head_dim, value_dim, factor,
@@ -255,7 +254,7 @@ def _block(
                 WEIGHTS_SCALE, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_V, PRECISION, IMPRECISE,
             )
     if not FREE and not CAREFUL:
-        tl.store(again, 1 - all_finite(acc).to(tl.int32))
+        tl.store(flag, 1 - all_finite(acc).to(tl.int32))
     out = normalised(acc, total)
     if SCALED:
         out = out * (tl.load(descale[2] + kv_head) / WEIGHTS_SCALE)
@@ -279,7 +278,7 @@ def _block(
 def _may_hide(
     partial, start, kv, LISTED: tl.constexpr, FREE: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """Return whether a tile from key ``start`` on may hide something; of its run, if LISTED."""
+    """Return whether a tile from key ``start`` on needs masking; LISTED, its run says so."""
     if not LISTED:
         partial = not FREE or start + BLOCK_K > kv
     return partial
@@ -294,14 +293,14 @@ def _step(
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     PRECISION: tl.constexpr, IMPRECISE: tl.constexpr,
 ):
-    """One tile: scores, running maximum (in their units), rescale, P·V.
+    """Add one tile: its scores, the new running maximum (in their units), rescaling, P·V.
 
-    CAREFUL keeps out of P·V what is not finite in values that some row does not see.
+    CAREFUL leaves non-finite values that some row does not see out of P·V.
     """
     places = tl.arange(0, BLOCK_K)
     keys = start + places
     if HOISTED and not CAREFUL:
-        # One number goes from tile to tile; what is added to it stays.
+        # Only ``first`` changes from tile to tile; the offsets within a tile are loop-invariant.
         first = tl.cast(start, tl.int64)
         k_at = key_rows(places, kv, k_row, k_page, table, PAGE)
         k_block = loaded_keys(
@@ -327,7 +326,7 @@ def _step(
         s = hidden(s, seen)
     elif partial:
         s = hidden(s, visible(b, h, rows, keys, kv, mask_captured, MASK, BLOCK_Q, BLOCK_K))
-    p, alpha, m, total = advanced(s, m, total, IDENTITY)
+    p, alpha, m, total = update_softmax(s, m, total, IDENTITY)
     acc = with_values(
         p, v_block, seen, acc * alpha[:, None], CAREFUL, WEIGHTS_SCALE, PRECISION, IMPRECISE
     )

@@ -1,8 +1,8 @@
-"""Gradients beside those of q, k and v: row deltas, the sink, tensors that a score mod reads.
+"""Gradients besides those of q, k and v: row deltas, the sink, tensors that a score mod reads.
 
-For the last a function is printed for a list of reads, as score mods are, and a kernel takes it as
-a ``tl.constexpr`` argument: it calls the slopes and places of the reads by name, so that Triton
-sees the text of each.
+For captured tensors a function is printed for a list of reads, as score mods are. A kernel takes it
+as a ``tl.constexpr`` argument. It calls the slopes and places of the reads by name, so that Triton
+sees the source of each.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -20,11 +20,11 @@ import torch
 import triton
 import triton.language as tl
 
-from attncheck.kernels.launch import ALIGNED, aligned, block_dim
+from attncheck.kernels.launch import ALIGNMENT, aligned, block_dim
 from attncheck.kernels.tile import loaded, loaded_rows, power, score_gradients
 from attncheck.mods.to_triton import TritonMod
 
-_ROWS = 1024  # of a program that adds up rows, at a time
+_ROWS = 1024  # Rows that a program of ``_sink_gradient`` adds up at a time.
 
 
 def row_deltas(
@@ -36,27 +36,27 @@ def row_deltas(
     block: int,
     warps: int = 4,
 ) -> torch.Tensor:
-    """Return what is taken off dP in each row: Σ dO·O, less dLSE (Dao 2023, Algorithm 2).
+    """Return the delta that is subtracted from dP in each row: Σ dO·O − dLSE (Dao 2023, Alg. 2).
 
     LSE's gradient with respect to a score is the weight P, so that dLSE joins dP as −Σ dO·O does.
 
     Args:
         out: ``(batch, heads, query, value_dim)``, any strides.
-        dout: The same, any strides, 0 among them.
+        dout: Like out; strides may be 0.
         lse: fp32 ``(batch, heads, query)``, contiguous.
-        dlse: Its gradient, the same; None for 0.
-        block: Rows of a program, a power of two.
+        dlse: The gradient of LSE, like lse; None for 0.
+        block: Rows per program, a power of two.
 
     Returns:
         fp32 ``(batch, heads, query)``; 0 for a row whose LSE is −∞, whatever its gradients are.
     """
     batch, heads, query, value_dim = out.shape
     delta = torch.empty_like(lse)
-    out, dout, strides, ahead = in_steps(out, dout)
+    out, dout, strides, unit = in_steps(out, dout)
     # fmt: off
     _row_deltas[triton.cdiv(query, block), batch * heads](
         out, dout, lse, delta, () if dlse is None else (dlse,), *strides, heads, query, value_dim,
-        DLSE=dlse is not None, AHEAD=ahead, BLOCK_Q=block,
+        DLSE=dlse is not None, AHEAD=unit, BLOCK_Q=block,
         BLOCK_V=block_dim(value_dim, out.dtype), num_warps=warps,
     )
     # fmt: on
@@ -66,26 +66,26 @@ def row_deltas(
 def in_steps(
     out: torch.Tensor, dout: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...], int]:
-    """Return O and dO, copied if they must be, their strides, and what those count in.
+    """Return O and dO, copied if they must be, their strides, and the unit of the strides.
 
-    In the numbers of ``ALIGNED`` bytes where a row is whole so many: loads are that wide then. It
-    goes by the shape alone: how wide loads are may decide in which order a row is added up.
+    The unit is ``ALIGNMENT`` bytes where a row is a multiple of that, so that loads are that wide.
+    It depends on the shape alone, since the width of loads may decide the order of a row's sum.
     """
-    ahead = ALIGNED // out.element_size()
-    if out.shape[3] % ahead:
+    unit = ALIGNMENT // out.element_size()
+    if out.shape[3] % unit:
         return out, dout, (*out.stride(), *dout.stride()), 1
     out, dout = aligned(out), aligned(dout)
-    strides = (step // ahead for x in (out, dout) for step in x.stride())
-    return out, dout, tuple(strides), ahead
+    strides = (step // unit for x in (out, dout) for step in x.stride())
+    return out, dout, tuple(strides), unit
 
 
 def sink_gradient(sink: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """Σ P·(0 − delta) of the key of value 0 whose score is the sink, over a head's rows.
+    """Return Σ P·(0 − delta) over each head's rows, P the weight of a key whose score is the sink.
 
     Args:
         sink: fp32 ``(heads,)``, natural.
         lse: fp32 ``(batch, heads, query)``, contiguous.
-        delta: As of ``row_deltas``.
+        delta: From ``row_deltas``.
 
     Returns:
         fp32 ``(heads,)``.
@@ -96,15 +96,15 @@ def sink_gradient(sink: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) ->
     return dsink
 
 
-# What is known of strides and alignment would decide how wide loads are, and with that in which
-# order a row is added up: the same numbers laid out otherwise would give other bits.
+# Specialised on strides and alignment, loads would differ in width, and so row sums in order: the
+# same numbers in another memory layout would give other bits.
 _STRIDES = tuple(
     f"{name}_{axis}" for name in ("out", "dout") for axis in ("batch", "head", "row", "col")
 )
 _POINTERS = ("out_ptr", "dout_ptr", "lse_ptr", "delta_ptr", "dlse")
 
 
-# A column of names says less than a line of them.
+# Parameters are easier to read in lines than in a column.
 # fmt: off
 @triton.jit(do_not_specialize=_STRIDES, do_not_specialize_on_alignment=_POINTERS)
 def _row_deltas(
@@ -156,25 +156,26 @@ def _sink_gradient(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CapturedReads:
-    """What a score mod reads from float tensors, as ``mods.captured_reads.trace_reads`` has it."""
+    """The reads of a score mod from float tensors, from ``mods.captured_reads.trace_reads``."""
 
-    # Of each read the derivative of the score mod with respect to the number read; which number
-    # of its tensor that is; and where that tensor's numbers begin among all.
+    # Per read: the score mod's derivative with respect to the number read; the index of the number
+    # in its tensor; and the index of that tensor's first number among those of all tensors.
     reads: tuple[tuple[TritonMod, TritonMod, int], ...]
-    numbers: int  # how many there are of all tensors
+    numbers: int  # count over all tensors
 
     def function(self) -> Any:
-        """Return what a kernel calls for a tile: a ``@triton.jit`` function.
+        """Return the ``@triton.jit`` function that adds a tile's terms to the gradients.
 
-        ``(x, p, dp, delta, b, h, rows, keys, arguments)``, as ``score_gradients`` has them, adds to
-        the gradients; the same object for reads of the same structures.
+        Its arguments ``(x, p, dp, delta, b, h, rows, keys, arguments)`` are those of
+        ``score_gradients``. Reads of the same structure get the same function object.
         """
         return _function(tuple((slope.function, place.function) for slope, place, _ in self.reads))
 
     def arguments(self, gradients: torch.Tensor) -> tuple[Any, ...]:
-        """The last argument of ``function``: of each read its numbers' gradients, and its mods'.
+        """Return the last argument of ``function``, a tuple per read.
 
-        ``gradients``: fp32 ``(numbers,)``.
+        It holds the read's part of ``gradients``, fp32 ``(numbers,)``, and the captured arguments
+        of its slope and place.
         """
         return tuple(
             (gradients[start:], slope.captured, place.captured)
@@ -184,10 +185,10 @@ class CapturedReads:
 
 @triton.jit
 def added(terms, place, gradients):
-    """Adds ``terms``, a tile, to ``gradients`` at ``place``, which broadcasts to it.
+    """Add ``terms``, a tile, to ``gradients`` at ``place``, which broadcasts to it.
 
-    Those of one place along an axis are summed before: an addition in memory is slow, and of
-    numbers that lie in one place they wait for one another.
+    Terms along an axis of which all have one place are summed first: atomic additions are slow, and
+    those to one address wait for one another.
     """
     if len(place.shape) == 0:
         terms = tl.sum(tl.sum(terms, 1), 0)
@@ -201,7 +202,7 @@ def added(terms, place, gradients):
 
 @cache
 def _function(mods: tuple[tuple[Any, Any], ...]) -> Any:
-    """The function that adds each of ``mods``, pairs of a slope and a place."""
+    """Return a function that adds the terms of each of ``mods``, pairs of a slope and a place."""
     lines = ["def captured_terms(x, p, dp, delta, b, h, rows, keys, arguments):"]
     scope: dict[str, Any] = {
         "tl": tl, "__name__": __name__, "added": added, "score_gradients": score_gradients,
@@ -217,12 +218,12 @@ def _function(mods: tuple[tuple[Any, Any], ...]) -> Any:
             "    added(terms, place + tl.zeros((), tl.int32), gradients)",
         ]
     source = "\n".join([*lines, ""])
-    named = "\n".join([source, *(mod.fn.__qualname__ for pair in mods for mod in pair)])
+    hashed = "\n".join([source, *(mod.fn.__qualname__ for pair in mods for mod in pair)])
     # Triton and inspect read a function's text through linecache; no file is needed.
-    digest = hashlib.sha256(named.encode()).hexdigest()[:16]
+    digest = hashlib.sha256(hashed.encode()).hexdigest()[:16]
     file = f"<attncheck captured_terms {digest}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     exec(compile(source, file, "exec"), scope)  # noqa: S102  (our own printed text)
     function = scope["captured_terms"]
-    function.__qualname__ = f"captured_terms_{digest}"  # as to_triton does, and why
+    function.__qualname__ = f"captured_terms_{digest}"  # for the reason given in to_triton
     return triton.jit(function)

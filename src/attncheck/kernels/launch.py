@@ -12,11 +12,11 @@ from attncheck.core.errors import UsageError
 from attncheck.inputs.input_tensors import Descale
 
 LOG2E = 1.4426950408889634
-# Whether one of these is 1, or a multiple of 16, changes no load of a forward, and each would be
-# compiled anew for it, which takes far longer than a small problem. Backwards load LSE and delta by
-# these lengths: without what is known of them they took 1.04 to 1.3 times as long on an H200.
+# Arguments that forwards are not specialised on. Triton would compile a kernel anew where one is 1
+# or a multiple of 16, which takes far longer than a small problem and improves no load. Backwards
+# load LSE and delta by these lengths: unspecialised they took 1.04 to 1.3 times as long on an H200.
 COUNTS = ("heads", "kv_heads", "group", "query", "kv", "total_query", "rows_of_all", "splits")
-ALIGNED = 16  # bytes: what TMA and the widest loads take addresses and strides by
+ALIGNMENT = 16  # Bytes that TMA and the widest loads need addresses and strides to be multiples of.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,50 +30,49 @@ class Launch:
     # warps, stages: warps per program and depth of the load pipeline.
     warps: int = 4
     stages: int = 2
-    # At most so many a thread, so that several programs share a multiprocessor; None leaves it to
-    # the assembler. Of the forward alone, and of no effect in the interpreter.
+    # Most registers per thread, so that several programs share a multiprocessor; None leaves it to
+    # the assembler. Only forwards use it, and the interpreter ignores it.
     registers: int | None = None
     precision: str = "ieee"  # ``input_precision`` of fp32 products: ``ieee`` or ``tf32``
-    # Keys after a row's own index are never visible: FlashAttention-1 skips their tiles. Others
-    # have a ``VisitList``.
+    # Keys after a row's own index are never visible: FlashAttention-1 skips their tiles. The other
+    # kernels use a ``VisitList``.
     causal: bool = False
     free: bool = False  # the mask hides nothing: tiles that lie wholly inside need no mask
     # How many products of fp8 operands may be added up in the accumulator of Hopper's fp8
-    # instructions (QGMMA), which keeps about 13 bits, before the sum goes to an fp32 register. 0:
-    # none. Triton 3.6 to 3.9 then widens fp8 to fp16, which holds every number of it, for
-    # instructions that add up in fp32 (HMMA; read from the SASS that benchmarks/spills.py
-    # counts). None: Triton's default, on Hopper all of them. Of no effect on other operands, on
-    # other GPUs and in the interpreter.
+    # instructions (QGMMA), which keeps about 13 bits, before the sum goes to an fp32 register. With
+    # 0 Triton 3.6 to 3.9 widens fp8 to fp16, which represents it exactly, for instructions that
+    # add up in fp32 (HMMA; seen in the SASS that benchmarks/spills.py counts). None: Triton's
+    # default, on Hopper all products. No effect on other operands or GPUs, or if interpreted.
     max_num_imprecise_acc: int | None = 0
-    # What P is multiplied by before it is rounded to v's format: a power of two.
+    # Factor of P before it is rounded to v's format: a power of two.
     weights_scale: float = 1.0
-    splits: int = 1  # into how many parts the keys are cut: of decoding alone
-    together: int = 1  # how many neighbours of them are added up before they are merged by LSE
+    splits: int = 1  # parts that the keys are cut into; only for decoding
+    together: int = 1  # neighbouring splits that are added up before they are merged by LSE
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VisitList:
-    """Which tiles each block of query rows has to visit, in order; what is not listed is hidden.
+    """The tiles that each block of query rows has to visit, in order; all others are hidden.
 
-    They are listed by runs, consecutive tiles of one kind: where the next tile is follows from the
-    last, so that its loads may be on their way before anything of a list is read.
+    They are listed in runs of consecutive tiles of one kind: the next tile follows from the last
+    one, so that its loads can start before anything of the list is read.
 
-    Batch and heads may be 1, for all of them. Blocks are those of the launch.
+    Batch and heads may be 1, and then hold for all. Blocks are those of the launch.
     """
 
     # int32 ``(batch, heads, query_blocks, most, 2)``: 2 · the first tile's key block, plus 1
-    # where each tile lies wholly inside and every row of it sees every key; and how many tiles.
-    # Ascending, then zeros.
+    # where each tile lies wholly inside and every row of it sees every key; and the number of
+    # tiles. Ascending, padded by zeros.
     runs: torch.Tensor
-    counts: torch.Tensor  # int32 ``(batch, heads, query_blocks)``: how many runs are there
+    counts: torch.Tensor  # int32 ``(batch, heads, query_blocks)``: number of runs
     # The key block behind the last one that is listed for any block.
     beyond: int = field(init=False)
-    # int32 ``(batch, heads, query_blocks)``: how many tiles its runs hold.
+    # int32 ``(batch, heads, query_blocks)``: number of tiles in a block's runs.
     totals: torch.Tensor = field(init=False)
-    order: torch.Tensor = field(init=False)  # likewise: blocks, those of most tiles last
+    order: torch.Tensor = field(init=False)  # same shape: blocks by ascending number of tiles
 
     def __post_init__(self) -> None:
-        """Look once, since a GPU that is asked is waited for."""
+        """Compute the derived fields once, since reading them from a GPU synchronises with it."""
         ends = (self.runs[..., 0] >> 1) + self.runs[..., 1]
         object.__setattr__(self, "beyond", int(ends.max()))
         totals = self.runs[..., 1].sum(-1, dtype=torch.int32)
@@ -82,12 +81,12 @@ class VisitList:
         object.__setattr__(self, "order", order.contiguous())
 
     def check(self, name: str, own: tuple[int, int], across: tuple[int, int]) -> None:
-        """Refuse a list that is not of these lengths in these blocks: its own axis, and the other.
+        """Raise unless the list fits (length, block) of its ``own`` axis and of the one ``across``.
 
-        A kernel would read beyond a list of fewer blocks, and walk over tiles that are elsewhere.
+        Otherwise a kernel would read beyond the list, or visit the wrong tiles.
 
         Raises:
-            UsageError: for one that has other blocks, or a tile that is not there.
+            UsageError: if the list has another number of blocks, or a tile beyond the last.
         """
         blocks, tiles = (triton.cdiv(length, block) for length, block in (own, across))
         if self.counts.shape[2] != blocks:
@@ -102,11 +101,11 @@ class VisitList:
             )
 
     def visited(self) -> int:
-        """Return how many tiles are listed, each once for all batches and heads that share it."""
+        """Return the number of listed tiles, each once for all batches and heads that share it."""
         return int(self.totals.sum())
 
     def arguments(self) -> tuple[torch.Tensor | int, ...]:
-        """Both tensors and their strides along batch, heads and blocks, 0 where one is for all."""
+        """Return both tensors and their strides along batch, heads and blocks, 0 if shared."""
         counts = self.counts.contiguous()
         runs = self.runs.contiguous()
         return (runs, counts, *_strides(runs), *_strides(counts))
@@ -114,22 +113,22 @@ class VisitList:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KernelPages:
-    """Where the pages of a paged cache are."""
+    """The page table of a paged cache."""
 
     # int32 ``(batch, most_pages)``: the numbers of each sequence's pages in order. Key j of
-    # sequence b is in slot j % size of page ``table[b, j // size]``; what comes after a
-    # sequence's last page may be read, and masked: it must be the number of some page.
+    # sequence b is in slot j % size of page ``table[b, j // size]``. Entries after a sequence's
+    # last page must be valid page numbers too: they may be read, and are then masked.
     table: torch.Tensor
     size: int  # keys in a page
 
     def arguments(self) -> tuple[torch.Tensor | int, ...]:
-        """The table and its stride along the batch."""
+        """Return the table and its stride along the batch."""
         table = self.table.contiguous()
         return (table, table.stride(0))
 
 
 def _strides(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """Along the first three axes; 0 along batch and heads of size 1."""
+    """Return the strides of the first three axes; 0 along batch and heads of size 1."""
     batch, heads, blocks = (tensor.stride(axis) for axis in range(3))
     return (
         batch if tensor.shape[0] > 1 else 0,
@@ -141,10 +140,10 @@ def _strides(tensor: torch.Tensor) -> tuple[int, int, int]:
 def needs_careful_launch(again: torch.Tensor) -> bool:
     """Return whether to launch the careful kernel: a block of rows was not finite without care.
 
-    The GPU is waited for: the kernel is then mostly not compiled either, which takes far longer.
-    While a CUDA graph is recorded nothing can be waited for. Then it is launched, and its programs
-    look for themselves; it must have been compiled before, by a call with the same shapes, strides
-    and dtypes and a v of NaN throughout.
+    This waits for the GPU: usually the careful kernel need not be compiled then, which would take
+    far longer. While a CUDA graph is recorded, waiting is impossible: the kernel is always launched
+    then, and its programs check the flags. It must have been compiled before, by a call with the
+    same shapes, strides and dtypes and a v of NaN throughout.
     """
     if again.is_cuda and torch.cuda.is_current_stream_capturing():
         return True
@@ -152,29 +151,29 @@ def needs_careful_launch(again: torch.Tensor) -> bool:
 
 
 def block_dim(dim: int, dtype: torch.dtype) -> int:
-    """The power of two that covers ``dim`` columns: tl.dot contracts over 16 or, in fp8, 32."""
+    """Return the power of two that covers ``dim``: tl.dot contracts over 16 or, in fp8, 32."""
     return max(16 if dtype.itemsize > 1 else 32, int(triton.next_power_of_2(dim)))
 
 
 def scales(descale: Descale | None) -> tuple[torch.Tensor, ...]:
-    """Return a kernel's arguments of ``descale``: q's, k's, v's, ``(batch, kv_heads)`` each."""
+    """Return a kernel's arguments for ``descale``: of q, k and v, ``(batch, kv_heads)`` each."""
     if descale is None:
         return ()
     return tuple(tensor.contiguous() for tensor in (descale.q, descale.k, descale.v))
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """Return ``x`` ``(batch, heads, rows, columns)``, or a copy if a row begins off ``ALIGNED``.
+    """Return ``x`` ``(batch, heads, rows, columns)``, or a copy if a row begins off ``ALIGNMENT``.
 
-    Or if its columns are apart, or its rows overlap.
+    It is copied too if its columns are not contiguous, or its rows overlap.
     """
     if not _is_aligned(x.shape, x.stride(), x.element_size()):
         x = x.contiguous()
-    return x.clone(memory_format=torch.contiguous_format) if x.data_ptr() % ALIGNED else x
+    return x.clone(memory_format=torch.contiguous_format) if x.data_ptr() % ALIGNMENT else x
 
 
 @lru_cache(maxsize=256)
 def _is_aligned(shape: torch.Size, strides: tuple[int, ...], size: int) -> bool:
-    ahead = ALIGNED // size
+    vector = ALIGNMENT // size
     steps = [step for step, length in zip(strides, shape, strict=True) if length > 1]
-    return strides[3] == 1 and all(step > 0 and step % ahead == 0 for step in steps if step != 1)
+    return strides[3] == 1 and all(step > 0 and step % vector == 0 for step in steps if step != 1)

@@ -2,7 +2,7 @@
 
 Safe is the three-pass softmax (maximum, sum, write), online the one with a running maximum and sum
 (Milakov and Gimelshein 2018, arXiv:1805.02867, Algorithm 3). A row that fits one block is read once
-and stays in registers; there only naive differs, for nothing is left to rescale.
+and stays in registers; then all kinds but naive are the same, since nothing needs rescaling.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
-# Where a running maximum starts. Finite, so that −inf − m is −inf also where nothing is above −inf.
+# The start of a running maximum: finite, so that −inf − m is −inf even in a row of −inf alone.
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
-_VECTOR = 16  # bytes of the widest load and store of a thread
+_VECTOR = 16  # Bytes of a thread's widest load and store.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,19 +27,19 @@ class Launch:
     block_rows: int = 1
     block_columns: int
     warps: int = 4
-    # Tiles of a row that are on their way at once, through shared memory; 1: only the one at
-    # hand, through registers and the first-level cache.
+    # Tiles of a row in flight at once, through shared memory; with 1 a tile is loaded when it is
+    # needed, through registers and the first-level cache.
     stages: int = 1
-    # Rows that do not start on a 16-byte boundary are read and written from their first boundary
-    # to their last one in vectors, and their two ends apart.
+    # Whether rows that do not start on a 16-byte boundary are read and written in vectors from
+    # their first boundary to their last one, and their two ends separately.
     aligned: bool = True
 
 
 def softmax(x: torch.Tensor, kind: str, launch: Launch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax of ``x`` over its last axis, and its log-sum-exp.
+    """Return the softmax of ``x`` over its last axis, and its log-sum-exp.
 
-    Arithmetic in fp32: exp(x − m), summed unrounded, times the reciprocal of the sum; naive is
-    exp(x) divided by the sum.
+    Arithmetic is in fp32: exp(x − m), summed before it is rounded to x's dtype, times the
+    reciprocal of the sum; naive is exp(x) divided by the sum.
 
     Args:
         x: ``(rows, columns)`` or ``(batch, heads, query, kv)`` in fp32, fp16 or bf16, any strides.
@@ -47,10 +47,10 @@ def softmax(x: torch.Tensor, kind: str, launch: Launch) -> tuple[torch.Tensor, t
 
     Returns:
         out, contiguous, of x's shape and dtype, and the natural-log LSE of each row in fp32. A row
-        that is −inf throughout gives 0 and −inf; one with a NaN or a +inf is NaN throughout, LSE
-        included. Naive differs: NaN (0/0) and −inf for the first, and where exp overflows, from
-        logits of 88.7 on, it gives NaN there, 0 elsewhere and an LSE of inf; where only the sum
-        does, 0 throughout and inf. Below −87.3 exp is subnormal, which is 0 on a GPU.
+        of −inf alone gives 0 and −inf; a row with a NaN or +inf is NaN throughout, LSE included.
+        Naive differs: a row of −inf alone gives NaN (0/0) and −inf. Logits from 88.7 on overflow
+        exp and give NaN, 0 elsewhere in the row and an LSE of inf; where only the sum overflows,
+        out is 0 throughout and LSE inf. Below −87.3 exp is subnormal, which is 0 on a GPU.
     """
     rows = x if x.dim() == 4 else x[None, None]
     batch, heads, query, columns = rows.shape
@@ -71,15 +71,15 @@ def softmax(x: torch.Tensor, kind: str, launch: Launch) -> tuple[torch.Tensor, t
 
 
 def _is_flat(x: torch.Tensor) -> bool:
-    """Return whether the rows lie one after another at one stride."""
+    """Return whether one stride leads from each row to the next."""
     (_, heads, query, _), (b, h, q, _) = x.shape, x.stride()
     return (heads == 1 or h == query * q) and (x.shape[0] == 1 or b == heads * query * q)
 
 
 def _alignment(x: torch.Tensor, out: torch.Tensor, *, aligned: bool) -> tuple[int, bool]:
-    """Elements of a vector, and whether rows begin or end inside of one.
+    """Return the elements of a vector, and whether rows begin or end inside of a vector.
 
-    One element where x's rows lie otherwise towards 16-byte boundaries than out's.
+    A vector is one element where x's rows are offset from 16-byte boundaries otherwise than out's.
     """
     vector = _VECTOR // x.element_size()
     if x.stride(3) != 1 or x.data_ptr() % _VECTOR or out.data_ptr() % _VECTOR:
@@ -92,7 +92,7 @@ def _alignment(x: torch.Tensor, out: torch.Tensor, *, aligned: bool) -> tuple[in
     return 1, False
 
 
-# A column of thirty names says less than five lines of them.
+# Thirty parameters are easier to read on five lines than in a column.
 # fmt: off
 @triton.jit(do_not_specialize=["x_batch", "x_head", "x_row", "heads", "query", "rows", "columns"])
 def _softmax(
@@ -110,8 +110,8 @@ def _softmax(
         x_at = row64 // query // heads * x_batch + row64 // query % heads * x_head
         x_at += row64 % query * x_row
     out_at = row64 * columns
-    # From here on columns count from the row's first 16-byte boundary. The quotients say what is
-    # known anyway without ENDS: that places and lengths are multiples of a vector.
+    # From here on columns count from the row's first 16-byte boundary. Without ENDS the divisions
+    # change nothing, but show the compiler that offsets and lengths are multiples of a vector.
     x_start = (x_at + (ALIGN - 1)) // ALIGN * ALIGN
     out_start = (out_at + (ALIGN - 1)) // ALIGN * ALIGN
     length = (x_at + columns) // ALIGN * ALIGN - x_start
@@ -125,8 +125,8 @@ def _softmax(
         end = tl.arange(0, 2 * ALIGN)[None, :]
         end = tl.where(end < ALIGN, end - ALIGN, length + end - ALIGN)
         first = (x_at - x_start).to(tl.int32)
-        seen = inside & (end >= first) & (end < first + columns)
-        ends = tl.load(x_rows + end, mask=seen, other=float("-inf")).to(tl.float32)
+        end_inside = inside & (end >= first) & (end < first + columns)
+        ends = tl.load(x_rows + end, mask=end_inside, other=float("-inf")).to(tl.float32)
 
     if ONE_BLOCK:
         x = _read(x_rows, 0, length, x_col, UNIT, BLOCK_C, "evict_first")
@@ -148,7 +148,7 @@ def _softmax(
             _write(out_rows, tile * BLOCK_C, length, weights, BLOCK_C)
     if ENDS:
         weights = _normalised(_exp(ends - m[:, None]), total, NAIVE)
-        tl.store(out_rows + end, weights.to(out_ptr.dtype.element_ty), mask=seen)
+        tl.store(out_rows + end, weights.to(out_ptr.dtype.element_ty), mask=end_inside)
     lse = tl.where(total == 0.0, float("-inf"), m + tl.log(total))
     tl.store(lse_ptr + row, lse, mask=row < rows)
 
@@ -191,7 +191,7 @@ def _naive(
     x_rows, ends, length, x_col, tiles, UNIT: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """No maximum; each lane adds up its own columns."""
+    """Return a maximum of 0 and the sum of exponentials; each lane adds up its own columns."""
     lanes = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
     for back in tl.range(tiles, num_stages=STAGES):
         start = (tiles - 1 - back) * BLOCK_C
@@ -205,9 +205,9 @@ def _safe(
     x_rows, ends, length, x_col, tiles, UNIT: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """A pass for the maximum and one for the sum, each lane over its own columns.
+    """Return maximum and sum, in a pass for each, each lane over its own columns.
 
-    tl.max drops NaN; the sum takes it up again, as exp(NaN − m).
+    tl.max drops NaN; the sum is NaN nevertheless, through exp(NaN − m).
     """
     lanes = tl.full([BLOCK_R, BLOCK_C], _LOWEST, tl.float32)
     for tile in tl.range(tiles, num_stages=STAGES):
@@ -215,7 +215,7 @@ def _safe(
         lanes = tl.maximum(lanes, x)
     m = tl.maximum(tl.max(lanes, 1), tl.max(ends, 1))
     lanes = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
-    # Backwards: what was read last is still in the cache. The write goes forwards again.
+    # Backwards, since the last tiles are still in the cache. The write goes forwards again.
     for back in tl.range(tiles, num_stages=STAGES):
         start = (tiles - 1 - back) * BLOCK_C
         x = _read(x_rows, start, length, x_col, UNIT, BLOCK_C, "evict_last")
@@ -228,7 +228,7 @@ def _online(
     x_rows, ends, length, x_col, tiles, UNIT: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """A running maximum and sum in each lane, brought together at the end.
+    """Return maximum and sum, merged at the end from a running maximum and sum in each lane.
 
     Of the two exponentials of a step, exp(m − m') and exp(x − m'), one is always 1.
     """
@@ -248,10 +248,10 @@ def _online(
 @triton.jit
 def _blocked(
     x_rows, ends, length, x_col, tiles, UNIT: tl.constexpr,
-    BLOCK_R: tl.constexpr,  # noqa: ARG001  # called as the others are
+    BLOCK_R: tl.constexpr,  # noqa: ARG001  # all kinds have the same signature
     BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """A running maximum and sum for each row, moved once a tile."""
+    """Return maximum and sum of each row, updated once per tile."""
     m = tl.maximum(tl.max(ends, 1), _LOWEST)
     total = tl.sum(_exp(ends - m[:, None]), 1)
     for back in tl.range(tiles, num_stages=STAGES):

@@ -1,16 +1,16 @@
-"""One tile of attention on the device: what our forward and backward kernels do with it.
+"""Device functions on one tile of attention, which our forward and backward kernels share.
 
-Rows are a block of queries, columns a block of keys; a tile of gradients may also be keys by rows.
-Without a score mod (IDENTITY) scores are in log2 units: the natural ones times log2 e, which the
-factor of q·k holds already. With one they stay natural, since log2 e times a finite score may be
-beyond fp32 (torch.finfo's smallest number added to every score of a row hides no key), and a
-difference of two of them is multiplied. Every offset is 64-bit: batch · heads · length · dim passes
-2^31 in ordinary use, and a stride alone may.
+A tile is a block of query rows by a block of keys; a tile of gradients may also be keys by rows.
+Without a score mod (IDENTITY) scores are in log2 units: natural scores times log2 e, which is part
+of the factor of q·k. With a score mod they stay natural, since log2 e times a finite score may
+overflow fp32 (torch.finfo's smallest number added to every score of a row hides no key), and their
+differences are multiplied by log2 e instead. Every offset is 64-bit: batch · heads · length · dim
+passes 2^31 in ordinary use, and a stride alone may.
 
 ``rows`` (BLOCK_Q,) and ``keys`` (BLOCK_K,) are indices as the mods read them; ``h`` is a number or,
-where the rows of a tile are of several heads, (BLOCK_Q, 1). Of gradients, ``rows``, ``keys``,
-``lse`` and ``delta`` are a column or a row of the tile already. Blocks are counted in the order of
-their start, over all heads of all sequences.
+where the rows of a tile belong to several heads, (BLOCK_Q, 1). The functions of backwards take
+``rows``, ``keys``, ``lse`` and ``delta`` as a column or a row of the tile. Blocks are numbered in
+the order of their start, over all heads of all sequences.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -23,23 +23,23 @@ import triton.language as tl
 
 
 @triton.jit
-def turns_of(again_ptr, mine, every):
-    """Return how many of ``every`` block a careful program has to look at: mostly none.
+def count_flagged_blocks(again_ptr, mine, every):
+    """Return how many blocks a careful program has to check, of ``every`` block: mostly 0.
 
-    256 of them at a time: one after the other they would take longer than what is to be done.
+    It reads 256 flags at a time: one by one, reading them would take longer than the work itself.
     """
-    apart = tl.num_programs(0)
-    most = 0
-    for first in range(mine, every, 256 * apart):
-        number = first + tl.arange(0, 256) * apart
+    step = tl.num_programs(0)
+    any_flag = 0
+    for first in range(mine, every, 256 * step):
+        number = first + tl.arange(0, 256) * step
         flags = tl.load(again_ptr + number, mask=number < every, other=0)
-        most = tl.maximum(most, tl.max(flags, 0))
-    return most * tl.cdiv(every - mine, apart)
+        any_flag = tl.maximum(any_flag, tl.max(flags, 0))
+    return any_flag * tl.cdiv(every - mine, step)
 
 
 @triton.jit
 def is_due(again_ptr, number, CAREFUL: tl.constexpr):
-    """Return whether a launch does a block: the careful one, only what was not finite before."""
+    """Return whether a launch computes a block; the careful one does if the block is flagged."""
     due = True
     if CAREFUL:
         due = tl.load(again_ptr + number) != 0
@@ -48,11 +48,11 @@ def is_due(again_ptr, number, CAREFUL: tl.constexpr):
 
 @triton.jit
 def place(number, blocks, together, BESIDE: tl.constexpr = 4):
-    """Block of rows, and batch and head, of what starts as ``number``.
+    """Return the block of rows and the batch · head of the ``number``-th block to start.
 
     The last block first: under a causal mask it is the longest, and the short ones fill the end.
-    BESIDE heads side by side: of one alone they would be too few, and K and V of all of them do
-    not stay in the L2 cache.
+    BESIDE heads start side by side: the blocks of one head would not fill the GPU, and K and V of
+    all heads do not stay in the L2 cache.
     """
     leading = number // (BESIDE * blocks) * BESIDE
     heads_here = tl.minimum(BESIDE, together - leading)
@@ -68,13 +68,13 @@ def number_of(block, bh, blocks, together):
     return leading * blocks + (blocks - 1 - block) * heads_here + bh - leading
 
 
-# Each argument's meaning is the same throughout. A column of names says less than a line of them.
+# Parameters of one name mean the same in all functions. They stand in lines, not in a column.
 # fmt: off
 
 
 @triton.jit
 def listed(tiles, b, h, block):
-    """Return where the list of a block's runs begins, and how many they are; of a ``VisitList``."""
+    """Return the address of a block's first run in a ``VisitList``, and the number of its runs."""
     b64, h64, block64 = b.to(tl.int64), h.to(tl.int64), block.to(tl.int64)
     visits = tiles[0] + b64 * tiles[2] + h64 * tiles[3] + block64 * tiles[4]
     return visits, tl.load(tiles[1] + b64 * tiles[5] + h64 * tiles[6] + block64 * tiles[7])
@@ -82,9 +82,9 @@ def listed(tiles, b, h, block):
 
 @triton.jit
 def run_of(visits, run, every, LISTED: tl.constexpr):
-    """A run of tiles: its first, the one behind its last, and whether they hide something.
+    """Return a run's first tile, the tile behind its last, and whether its tiles need masking.
 
-    Not LISTED, there is one run of ``every`` tile, and what they hide is to be found out.
+    Not LISTED, there is one run of all ``every`` tiles, and ``may_hide`` decides about each tile.
     """
     if LISTED:
         head = tl.load(visits + 2 * run)
@@ -100,7 +100,7 @@ def run_of(visits, run, every, LISTED: tl.constexpr):
 
 @triton.jit
 def loaded(pointer, i, j, i_stride, j_stride, i_size, j_size):
-    """The elements (i, j) of a matrix, 0 beyond its sizes."""
+    """Return the elements (i, j) of a matrix, 0 beyond its sizes."""
     return tl.load(
         pointer + i[:, None].to(tl.int64) * i_stride + j[None, :].to(tl.int64) * j_stride,
         mask=(i[:, None] < i_size) & (j[None, :] < j_size),
@@ -110,10 +110,10 @@ def loaded(pointer, i, j, i_stride, j_stride, i_size, j_size):
 
 @triton.jit
 def key_rows(keys, kv, row_stride, page_stride, table, PAGE: tl.constexpr):
-    """Return where the rows of ``keys`` begin in a cache, (BLOCK_K,) int64.
+    """Return the offsets of the rows of ``keys`` in a cache, (BLOCK_K,) int64.
 
-    With pages of PAGE keys, ``table`` points to the numbers of this sequence's pages in order; of
-    a key beyond the last nothing is read. With PAGE 0 they are ``row_stride`` apart.
+    With pages of PAGE keys, ``table`` points to the numbers of this sequence's pages in order;
+    keys beyond the last read no table entry. With PAGE 0 rows are ``row_stride`` apart.
     """
     if PAGE == 0:
         at = keys.to(tl.int64) * row_stride
@@ -125,7 +125,7 @@ def key_rows(keys, kv, row_stride, page_stride, table, PAGE: tl.constexpr):
 
 @triton.jit
 def loaded_keys(k_ptr, at, k_col, keys, kv, head_dim, BLOCK_D: tl.constexpr):
-    """K of a tile as its product takes it, (BLOCK_D, BLOCK_K); ``at`` as of ``key_rows``."""
+    """Return K of a tile transposed, (BLOCK_D, BLOCK_K); ``at`` are its ``key_rows``."""
     cols = tl.arange(0, BLOCK_D)
     return tl.load(
         k_ptr + at[None, :] + cols[:, None].to(tl.int64) * k_col,
@@ -136,7 +136,7 @@ def loaded_keys(k_ptr, at, k_col, keys, kv, head_dim, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def loaded_values(v_ptr, at, v_col, keys, kv, value_dim, BLOCK_V: tl.constexpr):
-    """V of a tile, (BLOCK_K, BLOCK_V); ``at`` as of ``key_rows``."""
+    """Return V of a tile, (BLOCK_K, BLOCK_V); ``at`` are its ``key_rows``."""
     cols = tl.arange(0, BLOCK_V)
     return tl.load(
         v_ptr + at[:, None] + cols[None, :].to(tl.int64) * v_col,
@@ -147,7 +147,7 @@ def loaded_values(v_ptr, at, v_col, keys, kv, value_dim, BLOCK_V: tl.constexpr):
 
 @triton.jit
 def factor_of(factor, descale, kv_head, SCALED: tl.constexpr):
-    """The factor of q·k: ``factor``, in fp8 times what q's and k's stored numbers stand for."""
+    """Return the factor of q·k: ``factor``, in fp8 times the descale of q and k."""
     if SCALED:
         factor = factor * (tl.load(descale[0] + kv_head) * tl.load(descale[1] + kv_head))
     return factor
@@ -168,7 +168,7 @@ def scores(
     q_block, k_block, b, h, rows, keys, factor, captured, SCORE: tl.constexpr,
     IDENTITY: tl.constexpr, PRECISION: tl.constexpr, IMPRECISE: tl.constexpr,
 ):
-    """Scores of a tile, of hidden keys too; in log2 units if IDENTITY, else natural."""
+    """Return the scores of a tile, unmasked; in log2 units if IDENTITY, else natural."""
     product = tl.dot(
         q_block, k_block, input_precision=PRECISION, max_num_imprecise_acc=IMPRECISE
     )
@@ -180,13 +180,13 @@ def scores(
 
 @triton.jit
 def hidden(s, seen):
-    """Scores, −inf where not ``seen``."""
+    """Return the scores, −inf where not ``seen``."""
     return tl.where(seen, s, float("-inf"))
 
 
 @triton.jit
 def power(difference, IDENTITY: tl.constexpr):
-    """A weight: e to the power of a difference of two ``scores``, which is in their units."""
+    """Return the weight e^difference, of a difference of two ``scores`` in their units."""
     if not IDENTITY:
         difference = difference * 1.4426950408889634
     return tl.exp2(difference)
@@ -194,10 +194,10 @@ def power(difference, IDENTITY: tl.constexpr):
 
 @triton.jit
 def started(sink, h, SINK: tl.constexpr, IDENTITY: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """Maximum and row sum (BLOCK_Q,) of rows that have seen no key yet: −inf and 0.
+    """Return the maximum and row sum (BLOCK_Q,) of rows that have seen no key: −inf and 0.
 
-    With SINK they have seen one of value 0 and score ``sink[h]``, a natural one in memory: that
-    score in the units of ``scores``, and 1.
+    With SINK, rows start with a key of value 0 and score ``sink[h]``, natural in memory: the
+    maximum is that score in the units of ``scores``, and the sum 1.
     """
     if SINK:
         logit = tl.load(sink + h)
@@ -212,8 +212,8 @@ def started(sink, h, SINK: tl.constexpr, IDENTITY: tl.constexpr, BLOCK_Q: tl.con
 
 
 @triton.jit
-def advanced(s, m, total, IDENTITY: tl.constexpr):
-    """A tile's weights, the factor of what was summed before it, and the new maximum and sum."""
+def update_softmax(s, m, total, IDENTITY: tl.constexpr):
+    """Return a tile's weights, the factor of sums so far, and the new maximum and row sum."""
     m_new = tl.maximum(m, tl.max(s, 1))
     # A row that has seen nothing keeps m = −inf; 0 stands in so that −inf − −inf never happens.
     shift = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -224,14 +224,14 @@ def advanced(s, m, total, IDENTITY: tl.constexpr):
 
 @triton.jit
 def normalised(acc, total):
-    """Return what rows whose weights add up to ``total`` give; 0 where there are none."""
+    """Return ``acc`` divided by the sum of weights ``total``; 0 for rows without weights."""
     empty = total == 0.0
     return tl.where(empty[:, None], 0.0, acc / tl.where(empty, 1.0, total)[:, None])
 
 
 @triton.jit
 def log_sum(m, total, IDENTITY: tl.constexpr):
-    """LSE, natural, of rows whose weights relative to the score ``m`` add up to ``total``."""
+    """Return the natural LSE of rows whose weights relative to score ``m`` sum to ``total``."""
     empty = total == 0.0
     if IDENTITY:
         lse = (m + tl.log2(tl.where(empty, 1.0, total))) * 0.6931471805599453
@@ -245,11 +245,11 @@ def with_values(
     p, v_block, seen, acc, MASKED: tl.constexpr, WEIGHTS_SCALE: tl.constexpr,
     PRECISION: tl.constexpr, IMPRECISE: tl.constexpr,
 ):
-    """``acc`` plus WEIGHTS_SCALE · P·V, P rounded to v's format.
+    """Return ``acc`` plus WEIGHTS_SCALE · P·V, P rounded to v's format.
 
-    A value that the mask hides has weight 0, but 0 · NaN is NaN: where some row may not see a
-    value (MASKED), those that are not finite leave the product and are added to the rows that see
-    them. A score of −inf that a score mod gave is a weight of 0 and no more: its value is ``seen``.
+    A hidden value has weight 0, but 0 · NaN is NaN. So where some row may not see a value (MASKED),
+    non-finite values are left out of the product and added to the rows that see them. A score of
+    −inf from a score mod only makes the weight 0: its value counts as ``seen``.
     """
     weights = (p * WEIGHTS_SCALE).to(v_block.dtype)
     if MASKED:
@@ -265,17 +265,17 @@ def with_values(
 
 @triton.jit
 def all_finite(values):
-    """Return whether all of fp32 ``values`` are, a scalar."""
+    """Return whether all of the fp32 ``values`` are finite, a scalar."""
     finite = tl.abs(values) < float("inf")
     return tl.min(tl.min(finite.to(tl.int32), 1), 0) != 0
 
 
 @triton.jit
 def _not_finite(wide, finite, seen):
-    """Return what a row's ``seen`` infinities and NaN add up to; 0 where it sees none.
+    """Return the sum of the infinities and NaN that each row has ``seen``; 0 if none.
 
-    One product counts them: an infinity is 1, a negative one 256 and a NaN both, which fp16 holds,
-    and no sum of up to 128 of them carries over.
+    One product counts them: an infinity is 1, a negative one 256 and a NaN both, which fp16 holds
+    exactly, and no count of up to 128 carries over.
     """
     infinity = tl.where(wide > 0.0, 1.0, tl.where(wide < 0.0, 256.0, 257.0))
     marks = tl.where(finite, 0.0, infinity).to(tl.float16)
@@ -287,7 +287,7 @@ def _not_finite(wide, finite, seen):
 
 @triton.jit
 def _where(kept, values):
-    """``values`` where ``kept``, else 0. Triton 3.6 selects no fp8 on an H200: its bits instead."""
+    """Return ``values``, 0 where not ``kept``; fp8 as bits: Triton 3.6 on an H200 needs it."""
     if values.dtype.primitive_bitwidth == 8:
         bits = values.to(tl.int8, bitcast=True)
         values = tl.where(kept, bits, tl.zeros_like(bits)).to(values.dtype, bitcast=True)
@@ -296,20 +296,17 @@ def _where(kept, values):
     return values
 
 
-# Each argument's meaning is the same throughout. A column of names says less than a line of them.
-
-
 @triton.jit
 def loaded_rows(pointer, rows, query):
-    """An fp32 number for each row, 0 beyond ``query``."""
+    """Return one fp32 number per row, 0 beyond ``query``."""
     return tl.load(pointer + rows, mask=rows < query, other=0.0)
 
 
 @triton.jit
 def loaded_lse(lse_ptr, rows, query, IDENTITY: tl.constexpr):
-    """LSE of each row in the units of scores; +∞, so that its weights are 0, where it is −∞.
+    """Return LSE per row in the units of scores, with −∞ (a row that sees no key) replaced by +∞.
 
-    That is of a row that saw no key, and it is so beyond ``query``: −∞ − −∞ never happens.
+    Weights of such rows, and beyond ``query``, are then 0, and −∞ − −∞ never happens.
     """
     lse = tl.load(lse_ptr + rows, mask=rows < query, other=float("inf"))
     lse = tl.where(lse == float("-inf"), float("inf"), lse)
@@ -321,9 +318,9 @@ def loaded_lse(lse_ptr, rows, query, IDENTITY: tl.constexpr):
 @triton.jit
 def may_hide(partial, start, length, ragged, LISTED: tl.constexpr, FREE: tl.constexpr,
              BLOCK: tl.constexpr):
-    """Return whether something in a tile from ``start`` on may be hidden; of its run, if LISTED.
+    """Return whether a tile from ``start`` on needs masking; LISTED, its run says so (``partial``).
 
-    ``ragged``: whether the block that visits it reaches beyond its own length.
+    ``ragged``: whether the block that visits the tile ends beyond the rows or keys that there are.
     """
     if not LISTED:
         partial = not FREE or (ragged | (start + BLOCK > length))
@@ -335,13 +332,13 @@ def weights(
     x, partial, b, h, rows, keys, query, kv, lse, mask_captured, score_captured,
     MASK: tl.constexpr, SCORE: tl.constexpr, IDENTITY: tl.constexpr,
 ):
-    """P of a tile from its scaled products and LSE; 0 where the mask hides a key."""
+    """Return P of a tile from its scaled products and LSE; 0 where the mask hides a key."""
     s = x
     if not IDENTITY:
         s = SCORE(x, b, h, rows, keys, score_captured)
     p = power(s - lse, IDENTITY)
     if partial:
-        # Of P, not of the score: −∞ less an LSE that is NaN, of a row that sees one, is NaN.
+        # Mask P and not the score: −∞ − LSE is NaN in a row whose LSE is NaN.
         seen = MASK(b, h, rows, keys, mask_captured) & (rows < query) & (keys < kv)
         p = tl.where(seen, p, 0.0)
     return p
@@ -352,9 +349,9 @@ def score_gradients(
     x, p, dp, delta, b, h, rows, keys, slope_captured, SLOPE: tl.constexpr,
     IDENTITY: tl.constexpr,
 ):
-    """The loss's gradient with respect to a tile's scaled products; 0 where a weight is.
+    """Return the loss's gradient with respect to a tile's scaled products; 0 where a weight is 0.
 
-    Whatever a hidden key's value and the slope at its score are, NaN and infinity among them.
+    That holds even if a hidden key's value, or the slope at its score, is NaN or infinite.
     """
     dx = p * (dp - delta)
     if not IDENTITY:
@@ -364,10 +361,10 @@ def score_gradients(
 
 @triton.jit
 def row_gradients(dx, k_block, acc, CAREFUL: tl.constexpr, PRECISION: tl.constexpr):
-    """``acc`` (BLOCK_Q, BLOCK_D) plus dX·K, dX rounded to k's format; K is (BLOCK_D, BLOCK_K).
+    """Return ``acc`` (BLOCK_Q, BLOCK_D) plus dX·K, dX rounded to k's format.
 
-    0 · NaN is NaN: CAREFUL, what is not finite in K counts as 0. A row that sees it has a dX that
-    is NaN already.
+    K is (BLOCK_D, BLOCK_K). 0 · NaN is NaN: CAREFUL, non-finite elements of K count as 0. In a row
+    that sees one of them dX is NaN already.
     """
     if CAREFUL:
         finite = tl.abs(k_block.to(tl.float32)) < float("inf")

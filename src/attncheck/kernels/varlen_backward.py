@@ -1,10 +1,10 @@
 """FlashAttention-2 backward of packed documents in Triton, for any mask and score mod.
 
-Dao 2023 (arXiv:2307.08691), Algorithm 2, in three launches, as ``flash2_backward`` has them: what
-is known of a row before it meets a key; dQ, whose program owns some rows of one document and walks
-over that document's keys; dK and dV, whose program owns some keys of one document and key head and
-walks over that document's rows in every head that shares it. No program reads or writes what is
-another document's, and every sum has one order.
+Dao 2023 (arXiv:2307.08691), Algorithm 2, in three launches, as in ``flash2_backward``: ``delta`` of
+each row; dQ, where a program owns some rows of one document and walks over that document's keys; dK
+and dV, where a program owns some keys of one document and key head and walks over that document's
+rows in every head that shares it. No program reads or writes another document's elements, and
+every sum has a fixed order.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -39,7 +39,7 @@ from attncheck.kernels.tile import (
 from attncheck.kernels.varlen_forward import Causal, program_list
 from attncheck.mods.to_triton import TritonMod
 
-# A column of forty names says less than five lines of them.
+# Forty parameters are easier to read on five lines than in a column.
 # fmt: off
 
 
@@ -50,8 +50,8 @@ def everything(_b, _h, _rows, keys, _captured):
 
 
 @triton.jit
-def _owned(programs, query_starts, kv_starts):
-    """The document of a program, its own first row or key there, and where the document is."""
+def _program_bounds(programs, query_starts, kv_starts):
+    """Return a program's document and first row or key in it, and where the document lies."""
     document = tl.load(programs + 2 * tl.program_id(0))
     first = tl.load(programs + 2 * tl.program_id(0) + 1)
     query_start = tl.load(query_starts + document)
@@ -62,8 +62,8 @@ def _owned(programs, query_starts, kv_starts):
 
 
 @triton.jit
-def _known_as(document, places, LOCAL: tl.constexpr):
-    """By which b, first q_idx and first kv_idx the mods know a document."""
+def _mod_indices(document, places, LOCAL: tl.constexpr):
+    """Return the b, first q_idx and first kv_idx of a document as the mods see them."""
     if LOCAL:
         b, first_q_idx, first_kv_idx = document, 0, 0
     else:
@@ -75,7 +75,7 @@ def _known_as(document, places, LOCAL: tl.constexpr):
 
 @triton.jit
 def _diagonal(query, kv, BOTTOM_RIGHT: tl.constexpr):
-    """Of row i the last key that a causal flag shows is i plus that."""
+    """Return d, where i + d is the last key that the causal flag shows to row i."""
     diagonal = 0
     if BOTTOM_RIGHT:
         diagonal = kv - query
@@ -92,15 +92,15 @@ def by_rows_kernel(
     LOCAL: tl.constexpr, CAREFUL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Stores dQ of some rows of a document; CAREFUL, only what was not finite without it."""
-    again = again_ptr + tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    """Store dQ of some rows of a document; CAREFUL, only if they are flagged as not finite."""
+    flag_ptr = again_ptr + tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     if CAREFUL:  # noqa: SIM102  # of constants ``and`` skips nothing
-        if tl.load(again) == 0:
+        if tl.load(flag_ptr) == 0:
             return
-    document, first_row, query_start, query, kv_start, kv = _owned(
+    document, first_row, query_start, query, kv_start, kv = _program_bounds(
         programs, query_starts, kv_starts
     )
-    b, first_q_idx, first_kv_idx = _known_as(document, places, LOCAL)
+    b, first_q_idx, first_kv_idx = _mod_indices(document, places, LOCAL)
     h = tl.program_id(1)
     h64 = h.to(tl.int64)
     rows = first_row + tl.arange(0, BLOCK_Q)
@@ -109,11 +109,11 @@ def by_rows_kernel(
     k_ptr += kv_start * k_row + (h64 // group) * k_head
     v_ptr += kv_start * v_row + (h64 // group) * v_head
     dout_ptr += query_start * dout_row + h64 * dout_head
-    of_rows = h64 * total_query + query_start
+    row_start = h64 * total_query + query_start
     q_block = loaded(q_ptr, rows, cols, q_row, q_col, query, head_dim)
     dout = loaded(dout_ptr, rows, tl.arange(0, BLOCK_V), dout_row, dout_col, query, value_dim)
-    lse = loaded_lse(lse_ptr + of_rows, rows, query, IDENTITY)
-    delta = loaded_rows(delta_ptr + of_rows, rows, query)
+    lse = loaded_lse(lse_ptr + row_start, rows, query, IDENTITY)
+    delta = loaded_rows(delta_ptr + row_start, rows, query)
 
     ragged = first_row + BLOCK_Q > query
     diagonal = _diagonal(query, kv, BOTTOM_RIGHT)
@@ -143,12 +143,12 @@ def by_rows_kernel(
         )
         acc = row_gradients(dx, k_block, acc, CAREFUL, PRECISION)
     if not CAREFUL:
-        tl.store(again, 1 - all_finite(acc).to(tl.int32))
-    # Heads of a row lie one after the other in dQ.
+        tl.store(flag_ptr, 1 - all_finite(acc).to(tl.int32))
+    # In dQ the heads of a row are adjacent.
     at = (query_start + rows[:, None]) * tl.num_programs(1) + h
-    kept = (rows[:, None] < query) & (cols[None, :] < head_dim)
+    here = (rows[:, None] < query) & (cols[None, :] < head_dim)
     tl.store(
-        dq_ptr + at * head_dim + cols[None, :], (acc * scale).to(dq_ptr.dtype.element_ty), mask=kept
+        dq_ptr + at * head_dim + cols[None, :], (acc * scale).to(dq_ptr.dtype.element_ty), mask=here
     )
 
 
@@ -162,11 +162,11 @@ def by_keys_kernel(
     LOCAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Stores dK and dV of some keys of a document, summed over the heads that share them."""
-    document, first_key, query_start, query, kv_start, kv = _owned(
+    """Store dK and dV of some keys of a document, summed over the heads that share them."""
+    document, first_key, query_start, query, kv_start, kv = _program_bounds(
         programs, query_starts, kv_starts
     )
-    b, first_q_idx, first_kv_idx = _known_as(document, places, LOCAL)
+    b, first_q_idx, first_kv_idx = _mod_indices(document, places, LOCAL)
     kv_head = tl.program_id(1)
     keys = first_key + tl.arange(0, BLOCK_K)
     kv_idx = (first_kv_idx + keys)[:, None]
@@ -187,18 +187,18 @@ def by_keys_kernel(
     for member in range(group):
         h = kv_head * group + member
         h64 = h.to(tl.int64)
-        of_rows = h64 * total_query + query_start
-        of_head = q_ptr + query_start * q_row + h64 * q_head
-        dout_of_head = dout_ptr + query_start * dout_row + h64 * dout_head
+        row_start = h64 * total_query + query_start
+        head_ptr = q_ptr + query_start * q_row + h64 * q_head
+        dout_head_ptr = dout_ptr + query_start * dout_row + h64 * dout_head
         for start in range(begin, query, BLOCK_Q):
             partial = may_hide(True, start, query, ragged, False, ALL, BLOCK_Q)
             rows = start + tl.arange(0, BLOCK_Q)
             q_idx = (first_q_idx + rows)[None, :]
-            q_block = loaded(of_head, rows, cols, q_row, q_col, query, head_dim)
-            dout = loaded(dout_of_head, rows, value_cols, dout_row, dout_col, query, value_dim)
-            lse = loaded_lse(lse_ptr + of_rows, rows, query, IDENTITY)
-            delta = loaded_rows(delta_ptr + of_rows, rows, query)
-            # All of a tile is keys by rows, so that no product's result is transposed.
+            q_block = loaded(head_ptr, rows, cols, q_row, q_col, query, head_dim)
+            dout = loaded(dout_head_ptr, rows, value_cols, dout_row, dout_col, query, value_dim)
+            lse = loaded_lse(lse_ptr + row_start, rows, query, IDENTITY)
+            delta = loaded_rows(delta_ptr + row_start, rows, query)
+            # Tiles are keys by rows, so that no product's result is transposed.
             x = tl.dot(k_block, tl.trans(q_block), input_precision=PRECISION) * factor
             p = weights(
                 x, partial, b, h, q_idx, kv_idx, first_q_idx + query, first_kv_idx + kv,
@@ -213,7 +213,7 @@ def by_keys_kernel(
             ).to(q_block.dtype)
             dk = tl.dot(dx, q_block, dk, input_precision=PRECISION)
 
-    # Heads of a key lie one after the other in dK and dV.
+    # In dK and dV the heads of a key are adjacent.
     at = (kv_start + keys[:, None]) * tl.num_programs(1) + kv_head
     inside = keys[:, None] < kv
     tl.store(
@@ -235,9 +235,9 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 def key_program_list(kv_lengths: Sequence[int], block_kv: int) -> torch.Tensor:
-    """Return which keys each program owns: int32 ``(programs, 2)``, (document, its first key).
+    """Return the first key of each program: int32 ``(programs, 2)``, (document, key).
 
-    Keys count from the document's own first. None where no document has a key.
+    Keys count from the document's first one. The list is empty where no document has a key.
     """
     if not any(kv_lengths):
         return torch.empty((0, 2), dtype=torch.int32)
@@ -267,30 +267,30 @@ def varlen_backward(
     places: torch.Tensor | None = None,
     sink: torch.Tensor | None = None,
 ) -> Gradients:
-    """Gradients of a loss with respect to q, k, v and the sink, from those of out and LSE.
+    """Return the gradients of a loss with respect to q, k, v and the sink.
 
-    What is not said of an argument here is as of ``flash2_backward``.
+    Other arguments are as in ``flash2_backward``.
 
     Args:
         q: ``(total_query, heads, head_dim)``, any strides, as all others with three axes.
         k: ``(total_kv, kv_heads, head_dim)``; kv_heads divides heads.
         v: ``(total_kv, kv_heads, value_dim)``.
-        out: ``(total_query, heads, value_dim)``: what the forward gave.
-        lse: ``(heads, total_query)``, fp32, natural log: likewise.
-        cu_seqlens_q: Where each document's rows begin, as in the forward.
-        cu_seqlens_k: The same of its keys.
+        out: ``(total_query, heads, value_dim)``, from the forward.
+        lse: ``(heads, total_query)``, fp32, natural log, from the forward.
+        cu_seqlens_q: The first row of each document, as in the forward.
+        cu_seqlens_k: The first key of each document, as in the forward.
         programs: ``program_list`` of the documents' query lengths and ``launch.block_query``.
         key_programs: ``key_program_list`` of their key lengths and ``launch_by_keys.block_kv``.
-        launch: Tile sizes and the like of dQ.
-        causal: Which keys a row sees of its document, beside ``mask``.
-        mask: The traced mask within documents; None for all their keys.
-        places: By which numbers the mods know a document, as in the forward.
+        launch: Compile-time choices for dQ.
+        causal: A causal flag, which holds besides ``mask``.
+        mask: The traced mask within documents; None shows all their keys.
+        places: Each document's indices as the mods see them, as in the forward.
 
     Returns:
         dq, dk and dv, each like q, k and v in shape and dtype, and dsink, fp32 ``(heads,)`` or
         None. Rows that see no key, unless their q or dout is not finite, and keys that no row sees
-        or that are in no document: 0, as ``flash2_backward`` has them. What other documents hold,
-        NaN included, moves no bit of a document's dq, dk and dv.
+        or that are in no document have gradients of 0, as in ``flash2_backward``. Other documents'
+        elements, NaN included, change no bit of a document's dq, dk and dv.
 
     Raises:
         UsageError: if one of score and slope is given without the other.
@@ -301,7 +301,7 @@ def varlen_backward(
     dlse = None if dlse is None else dlse.contiguous()[None]
     starts = cu_seqlens_q, cu_seqlens_k
     with sound_assembler(q.device.type):
-        # All rows as those of one sequence: they meet no key there.
+        # Deltas need no keys, so all rows are treated as one sequence.
         one_out, one_dout = (x.transpose(0, 1)[None] for x in (out, dout))
         delta = row_deltas(
             one_out, one_dout, lse[None], dlse, block=launch.block_query, warps=launch.warps
@@ -315,7 +315,7 @@ def varlen_backward(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call:
-    """What both launches read."""
+    """The arguments that both launches share."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -337,11 +337,10 @@ class _Call:
         return self.mask is None and not self.causal
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """In the order of the kernels' pointers."""
+        """Return the tensors in the order of the kernels' pointers."""
         return self.q, self.k, self.v, self.dout, self.lse, self.delta
 
     def numbers(self) -> tuple[int | float, ...]:
-        """Strides, sizes and factors."""
         strides = (*self.q.stride(), *self.k.stride(), *self.v.stride(), *self.dout.stride())
         total, heads, head_dim = self.q.shape
         group, value_dim = heads // self.k.shape[1], self.v.shape[2]
@@ -349,17 +348,17 @@ class _Call:
         return (*strides, group, total, head_dim, value_dim, factor, self.scale)
 
     def documents(self, programs: torch.Tensor) -> tuple[object, ...]:
-        """Return where they are, and what each program owns of them."""
+        """Return the documents' starts and places, and the list of programs."""
         return (*self.starts, self.places, programs)
 
     def captured(self) -> tuple[tuple[object, ...], ...]:
-        """Of mask, score mod and slope."""
+        """Return the captured arguments of mask, score mod and slope."""
         mods = self.mask, self.score, self.slope
         return tuple(() if mod is None else mod.captured for mod in mods)
 
     def constants(self, launch: Launch) -> dict[str, object]:
-        """Return what the kernels are compiled for."""
-        # An identity is not called.
+        """Return the kernels' compile-time arguments."""
+        # ``everything`` stands in for an absent mod, and is not called.
         mask, score, slope = (
             everything if mod is None else mod.function
             for mod in (self.mask, self.score, self.slope)
@@ -376,17 +375,17 @@ class _Call:
 
 
 def _by_rows(call: _Call, launch: Launch, programs: torch.Tensor) -> torch.Tensor:
-    """dQ; blocks of rows that are not finite once more, without the keys that are not."""
+    """Return dQ; blocks that are not finite are computed again, non-finite keys left out."""
     q = call.q
     grid = (len(programs), q.shape[1])
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    again = torch.empty(grid, dtype=torch.int32, device=q.device)
+    flags = torch.empty(grid, dtype=torch.int32, device=q.device)
     run = partial(
-        by_rows_kernel[grid], *call.tensors(), dq, again, *call.numbers(),
+        by_rows_kernel[grid], *call.tensors(), dq, flags, *call.numbers(),
         *call.documents(programs), *call.captured(), **call.constants(launch),
     )  # fmt: skip
     run(CAREFUL=False, num_stages=launch.stages)
-    if not call.free and needs_careful_launch(again):
+    if not call.free and needs_careful_launch(flags):
         run(CAREFUL=True, num_stages=1)
     return dq
 
@@ -394,7 +393,7 @@ def _by_rows(call: _Call, launch: Launch, programs: torch.Tensor) -> torch.Tenso
 def _by_keys(
     call: _Call, launch: Launch, programs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """DK and dV; 0 for keys in no document, which no program owns."""
+    """Return dK and dV; 0 for keys in no document, which no program owns."""
     dk, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (call.k, call.v))
     if len(programs):
         by_keys_kernel[len(programs), call.k.shape[1]](

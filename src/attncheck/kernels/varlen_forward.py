@@ -1,6 +1,6 @@
 """FlashAttention-2 forward of packed documents in Triton, for any mask and score mod.
 
-Documents stand one behind the other, without padding, as in flash-attn's ``flash_attn_varlen_func``
+Documents are concatenated without padding, as in flash-attn's ``flash_attn_varlen_func``
 (https://github.com/Dao-AILab/flash-attention). The recurrence is Dao 2023 (arXiv:2307.08691),
 Algorithm 1; a program owns some rows of one document and walks over that document's keys.
 """
@@ -19,7 +19,6 @@ from attncheck.inputs.input_tensors import Descale
 from attncheck.kernels.compilation import sound_assembler
 from attncheck.kernels.launch import COUNTS, LOG2E, Launch, block_dim, scales
 from attncheck.kernels.tile import (
-    advanced,
     factor_of,
     hidden,
     key_rows,
@@ -31,20 +30,21 @@ from attncheck.kernels.tile import (
     power,
     scores,
     started,
+    update_softmax,
     visible,
     with_values,
 )
 from attncheck.mods.to_triton import TritonMod
 
 Causal = Literal["", "top_left", "bottom_right"]
-"""A flag that hides from a row the keys after its own within its document; with n rows and m keys
-that of row i is i, or i + m − n."""
+"""A causal flag within documents of n rows and m keys: the last key that row i sees is i for
+``top_left``, i + m − n for ``bottom_right``; with the empty string row i sees all keys."""
 
 
 def program_list(query_lengths: Sequence[int], block_query: int) -> torch.Tensor:
-    """Return which rows each program owns: int32 ``(programs, 2)``, (document, its first row).
+    """Return the first row of each program: int32 ``(programs, 2)``, (document, row).
 
-    Rows count from the document's own first. Raises UsageError where no document has a row.
+    Rows count from the document's first one. Raises UsageError where no document has a row.
     """
     programs = [
         (document, first)
@@ -74,38 +74,37 @@ def varlen_forward(
     sink: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of each document's rows over its keys and values, and its log-sum-exp.
+    """Return attention of each document's rows over its keys and values, and its log-sum-exp.
 
     Args:
         q: ``(total_query, heads, head_dim)``, any strides.
         k: ``(total_kv, kv_heads, head_dim)``; kv_heads divides heads.
         v: ``(total_kv, kv_heads, value_dim)``.
-        cu_seqlens_q: Where each document's rows begin and the last one's end, int32
+        cu_seqlens_q: The first row of each document, and the end of the last one, int32
             ``(documents + 1,)``, from 0 to total_query. A document may have no row.
-        cu_seqlens_k: The same of its keys; those before the first and behind the last one are in
-            no document.
+        cu_seqlens_k: The first key of each document, and the end of the last one; keys outside of
+            this range are in no document.
         programs: ``program_list`` of the documents' query lengths and ``launch.block_query``.
-        causal: Which keys a row sees of its document, beside ``mask``.
-        mask: The traced mask within documents; None for all their keys.
-        places: By which numbers mask and score mod know a document, int32 ``(documents, 3)``: its
-            b, and q_idx and kv_idx of its first row and key. None: they count from 0 in each
+        causal: A causal flag, which holds besides ``mask``.
+        mask: The traced mask within documents; None shows all their keys.
+        places: Each document's indices as the mods see them, int32 ``(documents, 3)``: its b, and
+            q_idx and kv_idx of its first row and key. None: indices count from 0 in each
             document, and b is its number.
-        descale: In fp8, what the stored numbers are to be multiplied by, fp32 ``(documents,
-            kv_heads)`` each.
-        sink: A logit for each head, natural, fp32 ``(heads,)``: one more key of value 0.
-        out_dtype: Of out (default: q's dtype).
+        descale: In fp8, the factors of the stored numbers, fp32 ``(documents, kv_heads)`` each.
+        sink: A natural logit per head, fp32 ``(heads,)``: the score of one more key of value 0.
+        out_dtype: The dtype of out (default: q's).
 
     Returns:
         out ``(total_query, heads, value_dim)`` and LSE ``(heads, total_query)`` in fp32, natural
-        log. Rows that see no key: 0 and −∞, or with a sink 0 and the sink. Values that are not
-        finite, and scores: as ``flash2_forward`` has them.
+        log. Rows that see no key: 0 and −∞, or with a sink 0 and the sink. For non-finite values
+        and large scores see ``flash2_forward``.
     """
     total, heads, head_dim = q.shape
     kv_heads, value_dim = k.shape[1], v.shape[2]
     out = torch.empty((total, heads, value_dim), dtype=out_dtype or q.dtype, device=q.device)
     lse = torch.empty((heads, total), dtype=torch.float32, device=q.device)
     identity = score is None
-    # One that is not called stands in for none: a constexpr has to be hashable.
+    # ``power`` stands in for an absent mod, and is not called: a constexpr has to be hashable.
     functions = [power if mod is None else mod.function for mod in (mask, score)]
     # fmt: off
     with sound_assembler(q.device.type):
@@ -127,7 +126,7 @@ def varlen_forward(
     return out, lse
 
 
-# A column of forty names says less than five lines of them.
+# Forty parameters are easier to read on five lines than in a column.
 # fmt: off
 @triton.jit(do_not_specialize=COUNTS)
 def _forward(
@@ -167,7 +166,7 @@ def _forward(
     acc = tl.zeros([BLOCK_Q, BLOCK_V], tl.float32)
 
     end = kv
-    diagonal = 0  # of row i the last key that causal shows is i + diagonal
+    diagonal = 0  # the last key that the causal flag shows to row i is i + diagonal
     if BOTTOM_RIGHT:
         diagonal = kv - query
     if CAUSAL:
@@ -222,7 +221,7 @@ def _step(
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
     IMPRECISE: tl.constexpr,
 ):
-    """One block of keys; rows and keys count from the document's first ones."""
+    """Add one block of keys; rows and keys count from the document's first ones."""
     keys = start + tl.arange(0, BLOCK_K)
     q_idx = first_q_idx + rows
     kv_idx = first_kv_idx + keys
@@ -244,7 +243,7 @@ def _step(
                 b, h, q_idx, kv_idx, first_kv_idx + kv, mask_captured, MASK, BLOCK_Q, BLOCK_K
             )
         s = hidden(s, seen)
-    p, alpha, m, total = advanced(s, m, total, IDENTITY)
+    p, alpha, m, total = update_softmax(s, m, total, IDENTITY)
     v_block = loaded_values(
         v_ptr, key_rows(keys, kv, v_row, 0, v_ptr, 0), v_col, keys, kv, value_dim, BLOCK_V
     )

@@ -1,4 +1,4 @@
-"""ATen operations, as torch's tracer records them, in the vocabulary of ``expression``."""
+"""Translates ATen operations, recorded by torch's tracer, to the vocabulary of ``expression``."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch import Tensor
 from attncheck.core.errors import TraceError
 from attncheck.mods.expression import OPERATIONS, Captured, Kind, Node, kind_of
 
-# Their values do not depend on the tensor whose shape, dtype or device they borrow.
+# Operations whose values do not depend on their tensor, but only on its shape, dtype and device.
 CREATIONS = frozenset({"new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_like"})
 
-# On one element these change nothing but the shape.
+# Operations that change at most the shape of one element.
 SAME_VALUE = frozenset(
     {"alias", "clone", "contiguous", "detach", "expand", "lift_fresh", "lift_fresh_copy"}
     | {"reshape", "squeeze", "unsqueeze", "view", "_unsafe_view"}
 )
 
-# What a captured tensor may be: exact in int32 or fp32, int64 and float64 by their values.
+# Dtypes of captured tensors: exact in int32 or fp32, as the values in int64 and float64 must be.
 _CAPTURED_DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
@@ -33,7 +33,7 @@ _COMPUTED_DTYPES = (torch.bool, torch.int32, torch.int64, torch.float32, torch.f
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """A value that depends on the inputs: its place in the graph, and what it is on an example."""
+    """A value that depends on the inputs: its position in the graph, and its example value."""
 
     position: int
     example: Tensor
@@ -45,19 +45,19 @@ Operand: TypeAlias = "Traced | Tensor | int | float"
 
 @dataclass(slots=True)
 class Graph:
-    """An expression under construction; equal nodes are one node."""
+    """An expression under construction, in which equal nodes are merged."""
 
     nodes: list[Node] = field(default_factory=list)
     captured: list[Captured] = field(default_factory=list)
-    _known: dict[Node, int] = field(default_factory=dict)
+    _positions: dict[Node, int] = field(default_factory=dict)
     _slots: dict[int, int] = field(default_factory=dict)
 
     def add(self, node: Node) -> int:
-        """Return the position of ``node``, which is new or was there."""
-        if node not in self._known:
-            self._known[node] = len(self.nodes)
+        """Return the position of ``node``, and add it if it is new."""
+        if node not in self._positions:
+            self._positions[node] = len(self.nodes)
             self.nodes.append(node)
-        return self._known[node]
+        return self._positions[node]
 
     def kind(self, *positions: int) -> Kind:
         """Return the kind that values at ``positions`` are promoted to."""
@@ -71,7 +71,7 @@ class Graph:
         return self.add(Node(op, kind, positions))
 
     def number(self, value: float, dtype: str = "", rank: int = 0) -> int:
-        """A number of the mod: always a slot of its own, for equal numbers may differ next time."""
+        """Add a number in a new slot: equal numbers may differ in another mod of this structure."""
         if isinstance(value, bool):
             return self.add(Node(str(value).lower(), "bool"))
         kind: Kind = "int" if isinstance(value, int) else "float"
@@ -79,9 +79,9 @@ class Graph:
         return self.add(Node("number", kind, (), dtype, len(self.captured) - 1, rank))
 
     def tensor(self, value: Tensor) -> int:
-        """A captured tensor, to be indexed; refused where a kernel would read other numbers."""
+        """Add a captured tensor, to be indexed; raise if kernels would read it as other numbers."""
         _require_readable(value)
-        # One tensor is one slot, however often it is read: kernels get one pointer.
+        # A tensor has one slot, however often it is read: kernels get one pointer.
         if id(value) not in self._slots:
             self._slots[id(value)] = len(self.captured)
             self.captured.append(value.detach())
@@ -115,58 +115,58 @@ def _name(value: Tensor | torch.dtype) -> str:
 
 
 def _require_readable(value: Tensor) -> None:
-    """Kernels read fp32 and whole numbers: what they would read another number for is refused."""
+    """Raise if a tensor holds numbers that kernels, which read fp32 and integers, would change."""
     if value.dtype not in _CAPTURED_DTYPES:
         able = ", ".join(map(_name, _CAPTURED_DTYPES))
         raise TraceError(f"it captures a {value.dtype} tensor: it may capture {able}")
     if value.dtype is torch.float64:
-        other = (value != value.float()) & ~value.isnan()
-        if other.any():
+        lossy = (value != value.float()) & ~value.isnan()
+        if lossy.any():
             raise TraceError(
-                f"it captures a torch.float64 tensor with {int(other.sum())} elements that are no "
-                f"fp32 number, as {value[other][0].item()!r}: capture tensor.float()"
+                f"it captures a torch.float64 tensor with {int(lossy.sum())} elements that are no "
+                f"fp32 number, as {value[lossy][0].item()!r}: capture tensor.float()"
             )
 
 
 _Arguments: TypeAlias = tuple[Any, ...]
 _Keywords: TypeAlias = dict[str, Any]
 _Rule: TypeAlias = "Callable[[Graph, _Arguments, _Keywords], int]"
-"""Adds an ATen call to a graph: its position. Keyword arguments that it uses are popped."""
+"""Adds an ATen call to a graph, pops the keyword arguments it uses, and returns its position."""
 
 
 def translate_aten(
     graph: Graph, name: str, args: _Arguments, kwargs: _Keywords, result: torch.dtype
 ) -> int | None:
-    """Add the ATen operation ``name`` to ``graph``: its position, or None if it is not known.
+    """Add the ATen operation ``name`` to ``graph``; return its position, or None if unsupported.
 
     Args:
         name: Its name without namespace and overload.
         result: Dtype of its result on the example.
 
     Raises:
-        TraceError: for arguments that the vocabulary has no word for.
+        TraceError: for arguments that the vocabulary cannot express.
     """
     if name not in _RULES:
         return None
     _require_width(name, result)
-    if name in {"add", "sub", "rsub"}:  # torch may give alpha by its place
+    if name in {"add", "sub", "rsub"}:  # torch may pass alpha by position
         args, kwargs = args[:2], kwargs | dict(zip(("alpha",), args[2:], strict=False))
     position = _RULES[name](graph, args, kwargs)
     if kwargs.pop("alpha", 1) != 1 or kwargs:
         left = ", ".join(kwargs) or "alpha"
         raise TraceError(f"it uses {name} with {left}: write it with + - * and torch.where")
-    # Where torch counts truth values as numbers, a kernel's int1 would do something else.
+    # Where torch treats truth values as numbers, a kernel's int1 would behave differently.
     node = graph.nodes[position]
-    if node.kind != kind_of(result) or (node.kind == "bool" and node.op in _NOT_OF_TRUTH):
+    if node.kind != kind_of(result) or (node.kind == "bool" and node.op in _NOT_ON_TRUTH):
         raise TraceError(f"it uses {name} on truth values: convert with .to(torch.int64) first")
     return position
 
 
-_NOT_OF_TRUTH = frozenset({"sub", "neg", "abs", "floor_divide", "remainder", "sign"})
+_NOT_ON_TRUTH = frozenset({"sub", "neg", "abs", "floor_divide", "remainder", "sign"})
 
 
 def _require_width(name: str, result: torch.dtype) -> None:
-    """Kernels compute in fp32 and int32: torch would round, or wrap, in a narrower dtype."""
+    """Raise if torch computes in a narrower dtype than kernels' fp32 and int32."""
     if result in _COMPUTED_DTYPES or name == "index":
         return
     if _RULES[name] is _cast:
@@ -177,17 +177,17 @@ def _require_width(name: str, result: torch.dtype) -> None:
 
 
 def _plain(op: str) -> _Rule:
-    """``op``, of all the arguments."""
+    """Return the rule that applies ``op`` to all arguments."""
     return lambda graph, args, _kwargs: graph.apply(op, *map(graph.operand, args))
 
 
 def _logical(op: str) -> _Rule:
-    """``op`` on truth values, whatever the operands are."""
+    """Return the rule that applies ``op`` to arguments converted to truth values."""
     return lambda graph, args, _kwargs: graph.apply(op, *map(graph.truth, args))
 
 
 def _arithmetic(op: str, on_truth: str) -> _Rule:
-    """``op``; on truth values alone torch gives a truth value, which is ``on_truth``."""
+    """Return the rule for ``op``; on truth values alone it is ``on_truth``, as in torch."""
 
     def rule(graph: Graph, args: _Arguments, _kwargs: _Keywords) -> int:
         operands = [graph.operand(value) for value in args]
@@ -197,7 +197,7 @@ def _arithmetic(op: str, on_truth: str) -> _Rule:
 
 
 def _whole(op: str) -> _Rule:
-    """``op``, which vocabulary and torch have on whole numbers only."""
+    """Return the rule for ``op``, which takes only whole numbers."""
 
     def rule(graph: Graph, args: _Arguments, _kwargs: _Keywords) -> int:
         operands = [graph.operand(value) for value in args]
@@ -208,14 +208,14 @@ def _whole(op: str) -> _Rule:
     return rule
 
 
-def _of_one(rule: Callable[[Graph, int], int]) -> _Rule:
-    """``rule`` of the first argument's position."""
+def _unary(rule: Callable[[Graph, int], int]) -> _Rule:
+    """Return the rule that calls ``rule`` with the first argument's position."""
     return lambda graph, args, _kwargs: rule(graph, graph.operand(args[0]))
 
 
 def _unless_whole(op: str) -> _Rule:
-    """``op`` on real numbers; whole ones stay what they are."""
-    return _of_one(lambda graph, x: graph.apply(op, x) if graph.kind(x) == "float" else x)
+    """Return the rule that applies ``op`` to real numbers, and leaves whole ones as they are."""
+    return _unary(lambda graph, x: graph.apply(op, x) if graph.kind(x) == "float" else x)
 
 
 def _truncate(graph: Graph, position: int) -> int:
@@ -229,11 +229,11 @@ def _truncate(graph: Graph, position: int) -> int:
 
 
 def _fmod(graph: Graph, args: _Arguments, _kwargs: _Keywords) -> int:
-    """|a| mod |b| with the sign of a."""
+    """Add |a| mod |b| with the sign of a."""
     a, b = (graph.operand(value) for value in args)
-    left = graph.apply("remainder", graph.apply("abs", a), graph.apply("abs", b))
+    size = graph.apply("remainder", graph.apply("abs", a), graph.apply("abs", b))
     negative = graph.apply("lt", a, graph.number(0))
-    return graph.apply("where", negative, graph.apply("neg", left), left)
+    return graph.apply("where", negative, graph.apply("neg", size), size)
 
 
 def _div(graph: Graph, args: _Arguments, kwargs: _Keywords) -> int:
@@ -246,7 +246,7 @@ def _div(graph: Graph, args: _Arguments, kwargs: _Keywords) -> int:
         return quotient
     if graph.kind(a, b) == "float":
         return _truncate(graph, quotient)
-    # A quotient that is cut towards zero is the floor of its size, with its sign.
+    # A quotient rounded towards zero is the floor of its absolute value, with its sign.
     size = graph.apply("floor_divide", graph.apply("abs", a), graph.apply("abs", b))
     signs = [graph.apply("lt", i, graph.number(0)) for i in (a, b)]
     return graph.apply("where", graph.apply("ne", *signs), graph.apply("neg", size), size)
@@ -254,7 +254,7 @@ def _div(graph: Graph, args: _Arguments, kwargs: _Keywords) -> int:
 
 def _pow(graph: Graph, args: _Arguments, _kwargs: _Keywords) -> int:
     base, exponent = args
-    # 2 ** whole is a shift: exact, where pow in floats need not be.
+    # 2 ** whole is a shift, which is exact; pow in floats need not be.
     if isinstance(base, int) and base == 2 and graph.kind(graph.operand(exponent)) == "int":
         return graph.apply("left_shift", graph.number(1), graph.operand(exponent))
     if not isinstance(exponent, int | float):
@@ -264,7 +264,7 @@ def _pow(graph: Graph, args: _Arguments, _kwargs: _Keywords) -> int:
         )
     position = graph.operand(base)
     if isinstance(exponent, float) and graph.kind(position) != "float":
-        # torch takes the root of a whole number in its default dtype.
+        # torch computes the root of a whole number in its default dtype.
         default = _name(torch.get_default_dtype())
         position = graph.add(Node("cast", "float", (position,), default))
     if exponent in _ROOTS:
@@ -279,7 +279,7 @@ def _pow(graph: Graph, args: _Arguments, _kwargs: _Keywords) -> int:
 
 
 _ROOTS = {0.5: "sqrt", -0.5: "rsqrt"}
-_POWERS = (-2, -1, 1, 2, 3)  # torch multiplies for these, and calls pow() for others
+_POWERS = (-2, -1, 1, 2, 3)  # torch multiplies for these exponents, and calls pow() for others
 
 
 def _rsub(graph: Graph, args: _Arguments, _kwargs: _Keywords) -> int:
@@ -347,18 +347,18 @@ _RULES: dict[str, _Rule] = {
     **{name: _whole("left_shift") for name in ("__lshift__", "bitwise_left_shift")},
     **{name: _whole("right_shift") for name in ("__rshift__", "bitwise_right_shift")},
     **{name: _unless_whole(name) for name in ("floor", "ceil")},
-    "trunc": _of_one(_truncate),
-    "frac": _of_one(lambda graph, x: graph.apply("sub", x, _truncate(graph, x))),
+    "trunc": _unary(_truncate),
+    "frac": _unary(lambda graph, x: graph.apply("sub", x, _truncate(graph, x))),
     "fmod": _fmod,
     "div": _div,
     "pow": _pow,
     "reciprocal": lambda graph, args, _: _div(graph, (1, args[0]), {}),
-    "relu": _of_one(lambda graph, x: graph.apply("maximum", x, graph.number(0))),
+    "relu": _unary(lambda graph, x: graph.apply("maximum", x, graph.number(0))),
     "rsub": _rsub,
     "masked_fill": _masked_fill,
-    # Only a NaN is unequal to itself: no operation of its own is needed.
-    "isnan": _of_one(lambda graph, x: graph.apply("ne", x, x)),
-    "isinf": _of_one(
+    # Only NaN is unequal to itself.
+    "isnan": _unary(lambda graph, x: graph.apply("ne", x, x)),
+    "isinf": _unary(
         lambda graph, x: graph.apply("eq", graph.apply("abs", x), graph.number(math.inf))
     ),
     "clamp": _clamp,

@@ -1,7 +1,7 @@
-"""Expressions evaluated on Arb's balls: where the exact score lies, whatever was rounded here.
+"""Expressions evaluated on Arb's balls, which enclose the exact score in spite of rounding.
 
-Real arithmetic, as in ``mpmath_algebra``: a cast to any real dtype is the identity. What cannot be
-bounded at all comes to a ball that says nothing. Needs python-flint.
+Arithmetic is real, as in ``mpmath_algebra``: a cast to any real dtype is the identity. A value that
+cannot be bounded becomes the ball NOTHING_KNOWN. Needs python-flint.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def to_ball(expression: Expression, bits: int) -> Callable[..., BallArray]:
     """Return a score mod as a function of arrays: ``f(scores, b, h, q_idx, kv_idx)``.
 
     Args:
-        bits: Of the midpoints of what it computes.
+        bits: Precision of the midpoints of the computed balls.
 
     Returns:
         A function of scores (objects that are ``flint.arb``) and indices (int64), which broadcast,
@@ -60,7 +60,7 @@ def to_ball(expression: Expression, bits: int) -> Callable[..., BallArray]:
         with working_precision(bits):
             try:
                 result: BallArray = evaluate(expression, _ALGEBRA, *inputs)
-            except ProblemError:  # a whole number that is known too badly to go on with
+            except ProblemError:  # a whole number has too many possible values
                 shape = np.broadcast_shapes(*(np.shape(array) for array in inputs))
                 return np.full(shape, NOTHING_KNOWN, dtype=object)
         return result
@@ -68,12 +68,12 @@ def to_ball(expression: Expression, bits: int) -> Callable[..., BallArray]:
     return evaluate_balls
 
 
-BALLS = NumberSystem(to_ball)  # score mods on Arb's balls; its context is how many bits
+BALLS = NumberSystem(to_ball)  # score mods on Arb's balls; the context is the number of bits
 
 
 def _leaf(node: Node, value: Any) -> Any:
     array = np.asarray(value) if node.op == "input" else captured_array(value)
-    # A table may hold anything; what an index reads of it is known.
+    # A table may hold values of any kind; its elements are converted when they are read.
     return Whole(array, array) if node.op == "tensor" else _known(node, array)
 
 
@@ -94,7 +94,7 @@ def _truth(value: Any) -> Truth:
 
 
 def _whole(value: Any) -> Whole:
-    """0 for false, 1 for true; torch casts before it takes a real number for a whole one."""
+    """Return truth values as 0 and 1, whole numbers as they are; torch casts reals before."""
     if isinstance(value, Truth):
         return Whole((~value.no).astype(np.int64), value.yes.astype(np.int64))
     assert isinstance(value, Whole)
@@ -147,16 +147,16 @@ def _cast(node: Node, operand: Any) -> Any:
     if node.kind == "bool":
         return _truth(operand)
     real = not isinstance(operand, Truth | Whole)
-    whole = _cut_balls(operand) if real else _whole(operand)
+    whole = _truncate_balls(operand) if real else _whole(operand)
     if not whole.known:
         return whole
-    # What may be several numbers is not wrapped around: its ends would change places.
+    # Intervals of several numbers are not wrapped around: their ends might change order.
     wrapped = cast_whole(whole.low, node.name)
     return Whole(wrapped, wrapped)
 
 
 def _index(node: Node, *operands: Any) -> Any:
-    """A table at every place that its indices may mean; there must be one where known."""
+    """Return the hull of a table's elements at all possible indices; known ones must be inside."""
     table, *places = map(_whole, operands)
     known, sizes = all(place.known for place in places), table.low.shape
     result: Any = None
@@ -177,7 +177,7 @@ def _index(node: Node, *operands: Any) -> Any:
 
 
 def _choose_balls(condition: Truth, first: BallArray, second: BallArray) -> BallArray:
-    # Where the condition may be either, the exact result is one of two: both are enclosed.
+    # Where the condition may be either, the result encloses both branches.
     both = condition.yes & condition.no
     chosen = np.where(condition.yes, first, second)
     return np.where(both, _HULL(first, second), chosen) if both.any() else chosen
@@ -195,12 +195,12 @@ def _compare_balls(op: str, a: BallArray, b: BallArray) -> Truth:
     return Truth(*(np.asarray(each, bool) for each in yes_and_no))
 
 
-def _cut_balls(value: BallArray) -> Whole:
+def _truncate_balls(value: BallArray) -> Whole:
     ends: Any = np.frompyfunc(_toward_zero, 1, 2)(value)
     return Whole(*(np.asarray(end, np.int64) for end in ends))
 
 
-# Of two balls Arb's comparisons are true where they hold for all numbers in them.
+# Comparisons and their opposites. Arb's are true where they hold for all numbers in two balls.
 _COMPARISONS: dict[str, tuple[Callable[[Ball, Ball], bool], Callable[[Ball, Ball], bool]]] = {
     "lt": (operator.lt, operator.ge),
     "le": (operator.le, operator.gt),
@@ -213,9 +213,9 @@ _COMPARISONS: dict[str, tuple[Callable[[Ball, Ball], bool], Callable[[Ball, Ball
 
 
 def _toward_zero(ball: Ball) -> tuple[int, int]:
-    """Return the whole numbers that the numbers of a ball are cut to, in the range of int64."""
+    """Return the smallest and largest whole number of a truncated ball, clamped to int64."""
     if not ball.is_finite():
-        return _INT64  # any number: a read or a division by it is given up
+        return _INT64  # any number; evaluation stops if it is an index or divisor
     ends = (ball.lower(), ball.upper())
     cut = [int((end.floor() if end >= 0 else end.ceil()).unique_fmpz()) for end in ends]
     low, high = (min(max(whole, _INT64[0]), _INT64[1]) for whole in cut)
@@ -223,7 +223,7 @@ def _toward_zero(ball: Ball) -> tuple[int, int]:
 
 
 def _divide(a: Ball, b: Ball) -> Ball:
-    """A division by an exact 0 gives ±∞ where the sign of ``a`` is known, as on mpmath numbers."""
+    """Divide; an exact 0 gives ±∞ where the sign of ``a`` is known, as on mpmath numbers."""
     if not b.is_zero():
         return a / b
     if a > 0 or a < 0:
@@ -243,16 +243,16 @@ def _remainder(a: Ball, b: Ball) -> Ball:
     return a - b * (a / b).floor()
 
 
-def _of_angle(function: Callable[[Ball], Ball]) -> Callable[[Ball], Ball]:
+def _finite_only(function: Callable[[Ball], Ball]) -> Callable[[Ball], Ball]:
     return lambda ball: function(ball) if ball.is_finite() else NOTHING_KNOWN
 
 
-def _infinite_or(function: Callable[[Ball], Ball]) -> Callable[[Ball], Ball]:
-    """A function that maps ±∞ to themselves, as Arb does not say."""
+def _keep_infinities(function: Callable[[Ball], Ball]) -> Callable[[Ball], Ball]:
+    """Return a function that maps ±∞ to themselves, for which Arb gives no result."""
     return lambda ball: ball if not ball.is_finite() and is_known(ball) else function(ball)
 
 
-# A ball that reaches below 0 may hold no real root: nothing is said of it.
+# Negative numbers in a ball have no real root: nothing is known then.
 def _sqrt(ball: Ball) -> Ball:
     return ball.sqrt() if ball >= 0 else NOTHING_KNOWN
 
@@ -261,26 +261,26 @@ def _log(ball: Ball) -> Ball:
     return flint.arb.neg_inf() if ball.is_zero() else ball.log()
 
 
-_OF_ONE: dict[str, Callable[[Ball], Ball]] = {
+_UNARY: dict[str, Callable[[Ball], Ball]] = {
     "neg": operator.neg,
     "abs": operator.abs,
     "sign": flint.arb.sgn,
-    "floor": _infinite_or(flint.arb.floor),
-    "ceil": _infinite_or(flint.arb.ceil),
+    "floor": _keep_infinities(flint.arb.floor),
+    "ceil": _keep_infinities(flint.arb.ceil),
     "tanh": flint.arb.tanh,
     "sigmoid": lambda x: 1 / (1 + (-x).exp()),
     "exp": flint.arb.exp,
-    # Arb has no powers of two of its own: through ln 2, enclosed in a ball as well.
+    # Arb has no exp2: computed through ln 2, which is a ball too.
     "exp2": lambda x: (x * flint.arb.const_log2()).exp(),
     "log": _log,
     "log2": lambda x: _log(x) / flint.arb.const_log2(),
     "sqrt": _sqrt,
     "rsqrt": lambda x: _divide(flint.arb(1), _sqrt(x)),
-    "sin": _of_angle(flint.arb.sin),
-    "cos": _of_angle(flint.arb.cos),
+    "sin": _finite_only(flint.arb.sin),
+    "cos": _finite_only(flint.arb.cos),
 }
 
-_OF_TWO: dict[str, Callable[[Ball, Ball], Ball]] = {
+_BINARY: dict[str, Callable[[Ball, Ball], Ball]] = {
     "add": operator.add,
     "sub": operator.sub,
     "mul": operator.mul,
@@ -292,10 +292,10 @@ _OF_TWO: dict[str, Callable[[Ball, Ball], Ball]] = {
 }
 
 _REAL: dict[str, Callable[..., BallArray]] = {
-    **{op: each_ball(function, 1) for op, function in _OF_ONE.items()},
-    **{op: each_ball(function, 2) for op, function in _OF_TWO.items()},
+    **{op: each_ball(function, 1) for op, function in _UNARY.items()},
+    **{op: each_ball(function, 2) for op, function in _BINARY.items()},
 }
-"""Balls that hold the exact result of an operation, for operands anywhere in their balls."""
+"""Operations whose result balls hold the exact results for all numbers in the operands' balls."""
 
 _HULL = each_ball(hull, 2)
 
@@ -304,6 +304,5 @@ _ALGEBRA: Algebra[Any] = Algebra.of(
     _apply,
     {"index": _index, "where": _where, "cast": _cast, **dict.fromkeys(_COMPARISONS, _compare)},
 )
-"""On Truth, Whole and arrays of balls. A comparison that could go either way gives both truth
-values, ``where`` the union of its branches, and what is cut to a whole number every one it may be
-cut to."""
+"""The algebra on Truth, Whole and arrays of balls. A comparison that could go either way gives both
+truth values, ``where`` then the hull of its branches, and truncation all possible whole numbers."""

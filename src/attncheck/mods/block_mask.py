@@ -22,23 +22,23 @@ from attncheck.mods.signatures import MaskMod
 from attncheck.mods.trace import trace_mask
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
-"""Kinds of tile: no element is visible; some are; all of a whole tile are."""
+"""Kinds of tile: no element is visible; some are; all are, and the tile is not cut off."""
 
 AT_ONCE = 2**20
-"""Places that one call of a mask is about at most: a few megabytes of 64-bit numbers."""
+"""Most elements that one call of a mask computes: a few megabytes of 64-bit numbers."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class BlockMask:
     """The tiles of (query, key) blocks that a mask leaves empty, partial or full.
 
-    A tile is FULL when all its elements are visible, where places beyond ``query`` or ``kv`` count
-    as hidden, as in torch's ``create_block_mask``: a ragged tile is never FULL.
+    A tile is FULL if all its elements are visible. Elements beyond ``query`` or ``kv`` count as
+    hidden, as in torch's ``create_block_mask``: a ragged tile is never FULL.
 
     ``batch'`` and ``heads'`` are 1 where the mask does not depend on b or h.
 
     Raises:
-        ProblemError: for sizes that are not positive, or that give other numbers of blocks.
+        ProblemError: for sizes that are not positive, or that do not fit the shape of ``kinds``.
     """
 
     kinds: Tensor  # EMPTY, PARTIAL or FULL, uint8 ``(batch', heads', query_blocks, kv_blocks)``
@@ -72,7 +72,7 @@ class BlockMask:
 
     @property
     def kv_indices(self) -> Tensor:
-        """Their key blocks, ascending, then zeros, int32, in the shape of ``kinds``."""
+        """Key blocks of partial tiles, ascending, then zeros, int32, in the shape of ``kinds``."""
         return self._partial[1]
 
     @property
@@ -82,19 +82,19 @@ class BlockMask:
 
     @property
     def full_kv_indices(self) -> Tensor:
-        """Their key blocks, as ``kv_indices``."""
+        """Key blocks of full tiles, as ``kv_indices``."""
         return self._full[1]
 
     @cached_property
     def _partial(self) -> tuple[Tensor, Tensor]:
-        return _list_chosen(self.kinds == PARTIAL)
+        return _list_true(self.kinds == PARTIAL)
 
     @cached_property
     def _full(self) -> tuple[Tensor, Tensor]:
-        return _list_chosen(self.kinds == FULL)
+        return _list_true(self.kinds == FULL)
 
     def transposed(self) -> Self:
-        """Return query blocks per key block, for a backward pass: rows and keys change places."""
+        """Return the mask with rows and keys exchanged: query blocks per key block."""
         return replace(
             self,
             kinds=self.kinds.transpose(2, 3),
@@ -109,7 +109,7 @@ class BlockMask:
         return float((self.kinds == EMPTY).double().mean())
 
     def to(self, device: torch.device | str) -> Self:
-        """Return the same on ``device``."""
+        """Return the block mask on ``device``."""
         return replace(self, kinds=self.kinds.to(device))
 
 
@@ -121,10 +121,10 @@ def _count_blocks(length: int, block: int, axis: str) -> int:
     return -(-length // block)
 
 
-def _list_chosen(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return counts over the last axis, and the chosen places: ascending, then zeros; int32."""
+def _list_true(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Return counts and positions of True along the last axis: ascending, then zeros; int32."""
     counts = chosen.sum(-1, dtype=torch.int32)
-    # Stable: chosen ones first, each part in its own order.
+    # A stable sort puts True first, and keeps the order of each part.
     order = chosen.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
     places = torch.arange(chosen.shape[-1], device=chosen.device)
     return counts, torch.where(places < counts[..., None], order, 0).to(torch.int32)
@@ -146,10 +146,10 @@ def block_mask(
     The mask is called a strip of tiles at a time: the whole (query, kv) mask never exists.
 
     Args:
-        mask_mod: Called with index tensors that broadcast; mapped over them if it cannot.
+        mask_mod: Called with index tensors that broadcast; by vmap if that fails.
         block_query: Rows of a tile, any positive number.
-        block_kv: Keys of a tile, likewise.
-        device: Where the indices are made and the tables stay; the mask's captured tensors too.
+        block_kv: Keys of a tile, any positive number.
+        device: The device of the indices, the tables and the mask's captured tensors.
 
     Raises:
         ProblemError: for a block size that is not positive.
@@ -177,7 +177,7 @@ def block_mask(
             every[b, h, keys] = torch.minimum(every[b, h, keys], visible_keys.amin(2))
         if len(rows) < block_query:  # the places beyond the last row are hidden
             every = torch.zeros_like(every)
-        # EMPTY, PARTIAL and FULL are how many of the two hold; beyond the last key none does.
+        # The kind is the count of true ones among some and every; padding counts as hidden.
         shape, beyond = (batch, heads, kv_blocks, block_kv), (0, kv_blocks * block_kv - kv)
         kinds = pad(some, beyond).view(shape).amax(-1) + pad(every, beyond).view(shape).amin(-1)
         strips.append(kinds)
@@ -189,7 +189,7 @@ def block_mask(
 def _mask_of_ranges(
     mask_mod: MaskMod, device: torch.device | str
 ) -> Callable[[tuple[range, ...]], Tensor]:
-    """Return the mask of four ranges of indices: uint8, each axis of its range's length or of 1."""
+    """Return a function from index ranges to the mask: uint8, axes of their lengths or of 1."""
     broadcasts = True
 
     def visible(ranges: tuple[range, ...]) -> Tensor:
@@ -199,7 +199,7 @@ def _mask_of_ranges(
             if broadcasts:
                 try:
                     visible_keys = _broadcast(mask_mod, axes)
-                # What torch and Python raise when a callable was written for 0-d indices only.
+                # Raised by torch or Python if a callable was written for 0-d indices only.
                 except (RuntimeError, IndexError, TypeError, ValueError):
                     broadcasts = False
             if not broadcasts:
@@ -217,26 +217,26 @@ def _broadcast(mask_mod: MaskMod, axes: list[Tensor]) -> Tensor:
     shapes = [[-1 if i == dim else 1 for i in range(4)] for dim in range(4)]
     indices = [axis.view(shape) for axis, shape in zip(axes, shapes, strict=True)]
     visible_keys = torch.as_tensor(mask_mod(*indices))
-    visible_keys.expand([axis.numel() for axis in axes])  # raises where it has another shape
+    visible_keys.expand([axis.numel() for axis in axes])  # raises if the shape does not broadcast
     return visible_keys[(None,) * (4 - visible_keys.dim())]
 
 
 def list_visits(mask: BlockMask) -> tuple[Tensor, Tensor]:
-    """Return what our kernels read: the tiles of each query block that are not empty, by runs.
+    """Return the tiles of each query block that are not empty, in runs, as our kernels read them.
 
-    A run is of consecutive tiles of one kind, and as long as can be; runs are in order.
+    A run is a maximal sequence of consecutive tiles of one kind; runs are in order.
 
     Returns:
         Runs, int32 ``(batch', heads', query_blocks, most, 2)``: 2·first_key_block + (1 if full),
-        and how many tiles; key blocks ascending, then zeros; ``most`` is that of the query block
-        with the most runs, at least 1. And how many each has, int32
+        and the number of tiles; key blocks ascending, then zeros; ``most`` is the largest number of
+        runs of a query block, at least 1. And the number of runs, int32
         ``(batch', heads', query_blocks)``.
     """
     kinds = mask.kinds
     changes = (kinds[..., 1:] != kinds[..., :-1]).to(torch.uint8)
     visited = kinds != EMPTY
-    counts, first = _list_chosen(visited & pad(changes, (1, 0), value=1).bool())
-    last = _list_chosen(visited & pad(changes, (0, 1), value=1).bool())[1]
+    counts, first = _list_true(visited & pad(changes, (1, 0), value=1).bool())
+    last = _list_true(visited & pad(changes, (0, 1), value=1).bool())[1]
     full = kinds.gather(3, first.long()) == FULL
     most = max(1, int(counts.max()))
     runs = torch.stack([2 * first + full, last - first + 1], -1)[..., :most, :]
@@ -244,14 +244,14 @@ def list_visits(mask: BlockMask) -> tuple[Tensor, Tensor]:
     return torch.where(listed[..., None], runs, 0).to(torch.int32).contiguous(), counts
 
 
-# --- torch's own ------------------------------------------------------------------------------
+# --- torch's block masks ----------------------------------------------------------------------
 
 
 def to_torch_block_mask(mask: BlockMask, mask_mod: MaskMod) -> flex.BlockMask:
-    """Return the BlockMask that ``flex_attention`` takes, with the tables of the backward pass.
+    """Return torch's BlockMask for ``flex_attention``, with the tables of the backward pass.
 
     Args:
-        mask: Which tiles. Compiled, torch wants tiles of which its own are parts: 128 × 128, say.
+        mask: The tiles. Compiled, torch needs multiples of its own kernel's tiles, as 128 × 128.
         mask_mod: The mask itself, which torch applies in partial tiles.
     """
     return flex.BlockMask.from_kv_blocks(
@@ -266,9 +266,9 @@ def to_torch_block_mask(mask: BlockMask, mask_mod: MaskMod) -> flex.BlockMask:
 
 
 def from_torch_block_mask(mask: flex.BlockMask) -> BlockMask:
-    """Return what torch's BlockMask says of each tile; its mask is ``mask.mask_mod``.
+    """Return torch's BlockMask as a BlockMask of ours, without its mask ``mask.mask_mod``.
 
-    Where torch's has no full tiles, made without ``separate_full_blocks``, none is FULL.
+    If it was made without ``separate_full_blocks`` it has no full tiles, and no tile is FULL.
 
     Raises:
         ProblemError: where a tile is listed as partial and as full.
@@ -285,11 +285,11 @@ def from_torch_block_mask(mask: flex.BlockMask) -> BlockMask:
 def _mark(counts: Tensor, indices: Tensor, blocks: int) -> Tensor:
     """Return which of ``blocks`` are listed, as uint8 0 and 1, four axes.
 
-    Torch's tables may lack the batch or the heads that they do not depend on; it says nothing of
-    index entries beyond the counts.
+    Torch's tables may lack the axes of batch or heads if they do not depend on them; index entries
+    beyond the counts are arbitrary.
     """
     places = torch.arange(indices.shape[-1], device=indices.device)
-    # What is not listed marks one place behind the others, which is cut off.
+    # Entries that are not listed mark an extra position at the end, which is cut off.
     chosen = torch.where(places < counts[..., None], indices.long(), blocks)
     marks = torch.zeros(*indices.shape[:-1], blocks + 1, dtype=torch.uint8, device=indices.device)
     return marks.scatter_(-1, chosen, 1)[(None,) * (4 - indices.dim())][..., :blocks]

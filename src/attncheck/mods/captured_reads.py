@@ -1,8 +1,8 @@
-"""Expressions of what a score mod reads of its captured float tensors, and its derivatives there.
+"""Expressions of a score mod's reads from captured float tensors, and of its derivatives there.
 
-A loss has a gradient with respect to each of those numbers: what a read brings to the number at
-``place`` is the gradient of the score after the mod times ``slope``. ``captured_gradients`` has the
-same without a trace, for the oracles.
+A loss has a gradient with respect to each captured number: a read adds to that of the number at
+``place`` the gradient of the score after the mod times ``slope``. ``captured_gradients`` computes
+this without a trace, for the oracles.
 """
 
 from __future__ import annotations
@@ -35,33 +35,32 @@ _REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CapturedRead:
-    """One place in a score mod's text where it reads a float tensor."""
+    """One place in a score mod's code where it reads a float tensor."""
 
-    tensor: Tensor  # the tensor itself, as captured
-    # Where its numbers begin among all: one tensor after the other, as the trace meets them, each
+    tensor: Tensor  # the captured tensor itself
+    # Index of its first number among all captured numbers: tensors in the order of the trace, each
     # flattened row-major.
     start: int
-    place: Expression  # which of them is read, a whole number: of (score, b, h, q_idx, kv_idx)
+    place: Expression  # index of the number read in its tensor: of (score, b, h, q_idx, kv_idx)
     slope: Expression  # ∂ score_mod / ∂ the number read, of (score, b, h, q_idx, kv_idx)
 
 
 def trace_reads(score_mod: ScoreMod, device: str = "cpu") -> tuple[CapturedRead, ...]:
-    """Return every read of a float tensor that the score mod's result has a derivative to.
+    """Return every read of a float tensor with respect to which the result has a derivative.
 
-    A tensor that is only compared with, say, has none. Derivatives are torch's, as in
-    ``trace_derivative``, of the mod computed with real numbers: on the way from what is read, a
-    cast to another float dtype changes nothing. A tensor of one number may be read without an
-    index.
+    A tensor that is only compared with, for example, has none. Derivatives are torch's, as in
+    ``trace_derivative``, of the mod on real numbers: casts of a read number to another float dtype
+    change nothing. A tensor of one number may be read without an index.
 
     Args:
         score_mod: Any FlexAttention callable of the vocabulary (``expression.OPERATIONS``).
-        device: Where the tensors are that it captures.
+        device: The device of the tensors that it captures.
 
     Raises:
-        TraceError: as ``trace_derivative``, and where the mod computes with a whole tensor that it
-            captures before it reads it, or reads other tensors than its trace does.
+        TraceError: as ``trace_derivative``, and where the mod computes with a whole captured tensor
+            before it indexes it, or reads other tensors than its trace does.
     """
-    trace_score(score_mod, device)  # what cannot be traced is refused in the same words
+    trace_score(score_mod, device)  # refuses what cannot be traced with the same message
     name = describe_mod("score mod", score_mod)
     try:
         reads = tuple(_reads(score_mod, device))
@@ -70,19 +69,19 @@ def trace_reads(score_mod: ScoreMod, device: str = "cpu") -> tuple[CapturedRead,
         raise TraceError(
             f"{name} has no derivative to what it captures that can be traced: {fact}."
         ) from None
-    # The order of numbers is what kernels and oracles agree on, each from its own reading.
+    # Kernels and oracles find the captured tensors separately, and must agree on their order.
     if list(map(id, read_tensors(reads))) != list(map(id, captured_tensors(score_mod, device))):
         raise TraceError(f"{name} reads other tensors than its trace, or in another order.")
     return reads
 
 
 def read_tensors(reads: Iterable[CapturedRead]) -> tuple[Tensor, ...]:
-    """Return the tensors that are read, each once, in the order of their numbers."""
+    """Return the tensors of ``reads``, each once, in the order of ``start``."""
     return tuple({read.start: read.tensor for read in reads}.values())
 
 
 def count_read_numbers(score_mod: ScoreMod, device: str = "cpu") -> int:
-    """Return how many numbers the float tensors of ``trace_reads`` hold together."""
+    """Return the total number of elements of the float tensors of ``trace_reads``."""
     return sum(tensor.numel() for tensor in read_tensors(trace_reads(score_mod, device)))
 
 
@@ -90,10 +89,10 @@ class EvaluatedReads:
     """The reads of a score mod in another number system than torch's.
 
     Args:
-        convert: Makes a function of numpy arrays of an expression.
+        convert: Converts an expression to a function of numpy arrays.
 
     Raises:
-        TraceError: as ``trace_reads``, and where the score decides which number is read.
+        TraceError: as ``trace_reads``, and where the index of a read depends on the score.
     """
 
     def __init__(
@@ -106,13 +105,13 @@ class EvaluatedReads:
         # As ``count_read_numbers``.
         self.numbers = sum(t.numel() for t in read_tensors(read for read, _ in self._reads))
         for read, _ in self._reads:
-            # Places are computed in torch: scores of other number systems have no place there.
+            # Places are computed in torch, which cannot take scores of other number systems.
             if read.place.reads("score"):
                 name = describe_mod("score mod", score_mod)
                 raise TraceError(f"{name} reads a number that its score decides on: {read.place}.")
 
     def __call__(self, *arguments: NDArray[Any]) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
-        """Yield of each read the place among all numbers, and the slope; of scores and indices."""
+        """Yield (place among all numbers, slope) of each read at these scores and indices."""
         indices = [torch.from_numpy(axis) for axis in arguments[1:]]
         score = torch.zeros((), dtype=torch.float64)
         for read, slope in self._reads:
@@ -122,9 +121,9 @@ class EvaluatedReads:
 
 @dataclass(frozen=True, slots=True)
 class NumberSystem:
-    """Score mods in another number system than torch's: what an oracle on it is given to call.
+    """Score mods as functions in another number system than torch's, for an oracle to call.
 
-    The methods trace; they raise TraceError for a score mod that cannot be traced.
+    The methods raise TraceError for a score mod that cannot be traced.
     """
 
     # (expression, context) → function of scores and indices; the context is that of
@@ -140,11 +139,11 @@ class NumberSystem:
     def slope(
         self, score_mod: ScoreMod, context: Any, device: str = "cpu"
     ) -> Callable[..., NDArray[Any]]:
-        """Return its derivative with respect to the score likewise."""
+        """Return its derivative with respect to the score as a function of arrays."""
         return self.convert(trace_derivative(score_mod, device), context)
 
     def captures(self, score_mod: ScoreMod, context: Any, device: str = "cpu") -> EvaluatedReads:
-        """Return what it reads of the float tensors that it captures likewise."""
+        """Return its reads from captured float tensors as functions of arrays."""
         return EvaluatedReads(score_mod, lambda slope: self.convert(slope, context), device)
 
 
@@ -152,7 +151,7 @@ def _reads(score_mod: ScoreMod, device: str) -> Iterator[CapturedRead]:
     examples = example_arguments(_ARGUMENTS, device)
     recorded = record_operations(score_mod, _ARGUMENTS, examples)
     loads = list(_loads(recorded))
-    # A gradient is to pass through the one number alone with respect to which it is taken.
+    # Gradients must pass only through the number with respect to which they are taken.
     for name in {str(node.target) for node in recorded.graph.nodes if node.op == "get_attr"}:
         constant: Tensor = getattr(recorded, name)
         if constant.requires_grad:
@@ -164,7 +163,7 @@ def _reads(score_mod: ScoreMod, device: str) -> Iterator[CapturedRead]:
         slope = _slope(recorded, load, examples)
         if slope is None:
             continue
-        # By identity: two tensors of equal numbers are two gradients.
+        # By identity: two tensors with equal elements have separate gradients.
         if id(tensor) not in starts:
             starts[id(tensor)], end = end, end + tensor.numel()
         yield CapturedRead(
@@ -176,25 +175,25 @@ def _reads(score_mod: ScoreMod, device: str) -> Iterator[CapturedRead]:
 
 
 def _loads(recorded: fx.GraphModule) -> Iterator[tuple[Tensor, fx.Node]]:
-    """Yield each captured float tensor where the result needs it, and the node that reads it.
+    """Yield each captured float tensor that the result needs, and the node that reads it.
 
-    torch's tracer has a node of its own for each use of a captured tensor.
+    torch's tracer creates a separate node for each use of a captured tensor.
     """
     needed: set[fx.Node] = set()
-    waiting = list(recorded.graph.output_node().all_input_nodes)
-    while waiting:
-        node = waiting.pop()
-        # Backwards from the result: a read that it does not need has no gradient.
+    pending = list(recorded.graph.output_node().all_input_nodes)
+    while pending:
+        node = pending.pop()
+        # Walk backwards from the result: reads that it does not need have no gradient.
         if node not in needed:
             needed.add(node)
-            waiting += node.all_input_nodes
+            pending += node.all_input_nodes
     for node in recorded.graph.nodes:
         if node.op != "get_attr" or node not in needed:
             continue
         tensor: Tensor = getattr(recorded, str(node.target))
         (user,) = node.users
         if not tensor.is_floating_point() or aten_name(user).startswith("lift_fresh"):
-            continue  # torch.tensor(…) in the mod's text is nobody's number
+            continue  # torch.tensor(…) in the mod's code is a constant, not a captured tensor
         if aten_name(user) == "index" and user.args[0] is node:
             yield tensor, user
         elif tensor.numel() == 1:
@@ -207,9 +206,9 @@ def _loads(recorded: fx.GraphModule) -> Iterator[tuple[Tensor, fx.Node]]:
 
 
 def _slope(recorded: fx.GraphModule, load: fx.Node, examples: list[Tensor]) -> ScoreMod | None:
-    """Return the derivative of the result by the value of ``load``; None where it is 0.
+    """Return the derivative of the result by the value of ``load``; None if there is none.
 
-    That is where no gradient passes through, not where it happens to be 0.
+    There is none where no gradient passes through; a derivative whose value is 0 is returned.
     """
     passes = False
 
@@ -221,7 +220,7 @@ def _slope(recorded: fx.GraphModule, load: fx.Node, examples: list[Tensor]) -> S
 
     number = _value(recorded, load, examples).double().reshape(1).clone()
     gradient = record_gradient(with_number, [number, *examples])
-    if not passes:  # nothing to trace: a zero slope would be a term of every sum
+    if not passes:  # a slope of 0 would add a useless term to every sum
         return None
 
     def slope(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -234,7 +233,7 @@ def _slope(recorded: fx.GraphModule, load: fx.Node, examples: list[Tensor]) -> S
 
 
 def _value(recorded: fx.GraphModule, node: fx.Node, arguments: Iterable[Tensor]) -> Tensor:
-    """Return what ``node`` is, of these arguments of the mod."""
+    """Return the value of ``node`` for these arguments of the mod."""
     run = fx.Interpreter(recorded, garbage_collect_values=False)
     run.run(*arguments)
     value: Tensor = run.env[node]
@@ -242,9 +241,9 @@ def _value(recorded: fx.GraphModule, node: fx.Node, arguments: Iterable[Tensor])
 
 
 class _WithNumber(fx.Interpreter):
-    """Runs a score mod with another number in the place of one that it reads.
+    """Runs a score mod with one number that it reads replaced by ``number``.
 
-    What is computed from that number is computed in float64: a gradient is cast as its number was.
+    Values computed from that number stay float64, since a cast would also round the gradient.
     """
 
     def __init__(self, recorded: fx.GraphModule, load: fx.Node, number: Tensor) -> None:
@@ -264,7 +263,7 @@ class _WithNumber(fx.Interpreter):
 
 
 def _place(recorded: fx.GraphModule, load: fx.Node, tensor: Tensor) -> Callable[..., Tensor]:
-    """Return where ``load`` reads: an index from the end is counted from the start."""
+    """Return a function of the flat index at which ``load`` reads, without negative indices."""
 
     def place(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         flat = torch.zeros_like(b)
@@ -274,7 +273,7 @@ def _place(recorded: fx.GraphModule, load: fx.Node, tensor: Tensor) -> Callable[
         run.run(score, b, h, q_idx, kv_idx)
         indices: Any = load.args[1]
         for axis, (node, size) in enumerate(zip(indices, tensor.shape, strict=True)):
-            # In 64 bits: rows times columns may pass what an int32 index holds.
+            # In 64 bits, since rows times columns may overflow int32.
             index = run.env[node].to(torch.int64)
             if node.op != "placeholder":
                 index = torch.where(index < 0, index + size, index)

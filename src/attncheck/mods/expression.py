@@ -1,9 +1,9 @@
 """A mask or score mod as data: a small graph over a closed vocabulary of operations.
 
-``OPERATIONS`` is the vocabulary. ``evaluate`` goes through an expression once, in any *algebra*: a
-table that says what each operation makes of values of some sort. The algebras are torch's tensors
-(here), mpmath's numbers (``mpmath_algebra``), Arb's balls (``ball_algebra``), running error
-(``running_error``), ranges of whole numbers (``index_ranges``) and Triton's text (``to_triton``).
+``OPERATIONS`` is the vocabulary. ``evaluate`` walks through an expression once, in any *algebra*: a
+table that defines each operation on one type of values. The algebras are torch's tensors (here),
+mpmath's numbers (``mpmath_algebra``), Arb's balls (``ball_algebra``), running error
+(``running_error``), ranges of whole numbers (``index_ranges``) and Triton source (``to_triton``).
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ INDICES = ("b", "h", "q_idx", "kv_idx")
 class Operation:
     """An operation of the vocabulary.
 
-    Its derivative is torch's own: ``trace.trace_derivative`` traces autograd.
+    Derivatives are torch's own: ``trace.trace_derivative`` traces autograd.
     """
 
-    arity: int  # how many operands; −1 for ``index``: a tensor, and one index a dimension
+    arity: int  # number of operands; −1 for ``index``: a tensor, and one index per dimension
     kind: Kind | Literal[""]  # of the result; empty for the kind that the operands are promoted to
-    torch: Callable[..., Any]  # what torch computes, of tensors and numbers
-    sign: str = ""  # how it is written between its two operands, if it is
+    torch: Callable[..., Any]  # torch's function of tensors and numbers
+    sign: str = ""  # the infix operator, if it has one
 
 
 OPERATIONS: dict[str, Operation] = {
@@ -72,7 +72,7 @@ OPERATIONS: dict[str, Operation] = {
     "abs": Operation(1, "", operator.abs),
     "floor_divide": Operation(2, "", operator.floordiv, "//"),
     "remainder": Operation(2, "", operator.mod, "%"),
-    # clamp takes a tensor and a number; torch.minimum would want two tensors.
+    # clamp takes a tensor and a number; torch.minimum needs two tensors.
     "minimum": Operation(2, "", lambda a, b: torch.clamp(a, max=b)),
     "maximum": Operation(2, "", lambda a, b: torch.clamp(a, min=b)),
     "where": Operation(3, "", torch.where),
@@ -141,32 +141,32 @@ class Expression:
     def evaluate(self, *inputs: Tensor) -> Tensor:
         """Return the mod's value on tensors in the callable's order, with torch's own promotion.
 
-        Shapes: any that broadcast. Nothing of the trace is used but this graph, so that a wrong
-        graph shows as a difference from the callable.
+        Shapes may be any that broadcast. Only this graph is used, nothing else of the trace, so
+        that a wrong graph shows as a difference from the callable.
         """
         value: Tensor = evaluate(self, torch_algebra(inputs[0].device), *inputs)
         return value
 
     def part(self, position: int) -> Expression:
-        """Return the expression of node ``position``: what it needs, slots in order of use."""
+        """Return the expression of node ``position``: only the nodes and slots that it needs."""
         nodes = self.structure.nodes
         needed: set[int] = set()
-        waiting = [position]
-        while waiting:
-            node = waiting.pop()
+        pending = [position]
+        while pending:
+            node = pending.pop()
             if node not in needed:
                 needed.add(node)
-                waiting += nodes[node].operands
-        # Positions and slots are counted anew, so that equal parts of two mods are one structure.
+                pending += nodes[node].operands
+        # Renumber positions and slots, so that equal parts of two mods are equal structures.
         order = sorted(needed)
         slots = sorted({nodes[i].slot for i in order} - {-1})
-        place = {old: new for new, old in enumerate(order)}
-        slot = {-1: -1} | {old: new for new, old in enumerate(slots)}
+        new_position = {old: new for new, old in enumerate(order)}
+        new_slot = {-1: -1} | {old: new for new, old in enumerate(slots)}
         renumbered = tuple(
             replace(
                 nodes[i],
-                operands=tuple(place[operand] for operand in nodes[i].operands),
-                slot=slot[nodes[i].slot],
+                operands=tuple(new_position[operand] for operand in nodes[i].operands),
+                slot=new_slot[nodes[i].slot],
             )
             for i in order
         )
@@ -188,8 +188,7 @@ class Expression:
 class Algebra(Generic[Value]):
     """Leaves and operations of an evaluation, as functions."""
 
-    # (node, what it stands for) → value. A leaf stands for the input, the captured number or
-    # tensor, or True or False.
+    # (node, content) → value. A leaf's content is an input, a captured number or tensor, or a bool.
     leaf: Callable[[Node, Any], Value]
     # By name: (node, *values of its operands) → value.
     operations: Mapping[str, Callable[..., Value]]
@@ -201,20 +200,20 @@ class Algebra(Generic[Value]):
         apply: Callable[..., Value],
         special: Mapping[str, Callable[..., Value]],
     ) -> Algebra[Value]:
-        """Return the algebra that has ``apply`` for every operation but the ``special`` ones."""
+        """Return the algebra with ``apply`` for every operation except the ``special`` ones."""
         return cls(leaf, {op: special.get(op, apply) for op in OPERATIONS})
 
 
 def evaluate(expression: Expression, algebra: Algebra[Value], *inputs: Any) -> Value:
-    """Return the value of an expression in ``algebra``, of inputs in the callable's order."""
-    # A deque of one, not a list: nothing keeps the values before the last one alive.
+    """Return the value of an expression in ``algebra``, for inputs in the callable's order."""
+    # A deque of length 1 keeps only the last value alive, unlike a list.
     return deque(evaluate_nodes(expression, algebra, inputs), maxlen=1).pop()
 
 
 def evaluate_nodes(
     expression: Expression, algebra: Algebra[Value], inputs: Sequence[Any]
 ) -> Iterator[Value]:
-    """Yield the value of each node in order; a value is let go of after its last use."""
+    """Yield the value of each node in order, and release values after their last use."""
     nodes, captured = expression.structure.nodes, expression.captured
     by_name = dict(zip(expression.structure.inputs, inputs, strict=True))
     last_use = {operand: i for i, node in enumerate(nodes) for operand in node.operands}
@@ -230,18 +229,18 @@ def evaluate_nodes(
             value = algebra.operations[node.op](node, *(values[o] for o in node.operands))
         values[i] = value
         for operand in set(node.operands):
-            if last_use[operand] == i:  # they may be many gigabytes on a GPU
+            if last_use[operand] == i:  # values may be many gigabytes on a GPU
                 del values[operand]
         yield value
 
 
 def torch_algebra(device: torch.device | str) -> Algebra[Any]:
-    """Return torch's own algebra: tensors on ``device``, and Python numbers for its promotion."""
+    """Return torch's algebra: tensors on ``device``, and Python numbers for its promotion."""
 
     def leaf(node: Node, value: Any) -> Any:
         if node.op in {"true", "false"}:
             return torch.tensor(value, device=device)
-        # A tensor of one element promotes as its dtype and rank do, a Python number does not.
+        # A tensor of one element promotes by its dtype and rank, unlike a Python number.
         if node.op == "number" and node.name:
             dtype = getattr(torch, node.name)
             return torch.tensor(value, dtype=dtype, device=device).reshape((1,) * node.rank)
@@ -264,13 +263,13 @@ def node_dtypes(
 ) -> tuple[torch.dtype | None, ...]:
     """Return the dtype of each node, in order; None for a Python number, which has none.
 
-    torch itself promotes, on its meta device, where nothing is computed. Indices are int64.
+    torch promotes them on its meta device, without computing anything. Indices are int64.
 
     Args:
-        score: The dtype of the score that comes in.
+        score: The dtype of the incoming score.
 
     Raises:
-        Whatever torch raises for operands that it does not take.
+        Whatever torch raises for operands that it does not support.
     """
     inputs = [
         torch.empty((1,), dtype=score if name == "score" else torch.int64, device="meta")
@@ -301,7 +300,7 @@ _FORMULA: Algebra[str] = Algebra.of(_formula_leaf, _formula, {})
 
 
 def _bare(text: str) -> str:
-    """``(a + b)`` as ``a + b``, and ``(a) + (b)`` as it is."""
+    """Return ``(a + b)`` without its parentheses, and ``(a) + (b)`` unchanged."""
     if not text.startswith("("):
         return text
     depth = 0
@@ -316,7 +315,7 @@ def _bare(text: str) -> str:
 
 FORMAT = "attncheck expression 1"
 
-_READABLE = 64  # elements of a tensor that are written as a list of numbers
+_READABLE = 64  # Most elements of a tensor that is written as a list of numbers.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _NotFinite = Literal["inf", "-inf", "nan"]
@@ -346,9 +345,9 @@ class _Document(msgspec.Struct):
 def expression_to_json(expression: Expression) -> dict[str, Any]:
     """Return a JSON object; ``expression_from_json`` gives an equal expression, bit for bit.
 
-    Up to 64 elements a tensor is a list of numbers, beyond that the base64 of its little-endian
+    A tensor of up to 64 elements is a list of numbers, a larger one the base64 of its little-endian
     bytes. NaN and ±∞, for which JSON has no numbers, are the strings ``nan``, ``inf``, ``-inf``.
-    Where the tensors are is not written.
+    The tensors' device is not written.
     """
     nodes = []
     for node in expression.structure.nodes:
@@ -365,7 +364,7 @@ def expression_to_json(expression: Expression) -> dict[str, Any]:
 
 def expression_digest(expression: Expression) -> str:
     """Return the SHA-256 of its canonical JSON in hexadecimal; the same on every machine."""
-    # Sorted and without spaces: one text, whatever the order in which fields were written.
+    # Sorted and without spaces, so that the text does not depend on the order of fields.
     text = json.dumps(expression_to_json(expression), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -374,13 +373,13 @@ def expression_from_json(data: Any) -> Expression:
     """Return the expression that ``expression_to_json`` wrote, its tensors on the CPU.
 
     Raises:
-        ProblemError: for anything else; in one line, with the node or the captured value.
+        ProblemError: for any other data; one line that names the node or the captured value.
     """
     try:
         read = msgspec.convert(data, _Document)
     except msgspec.ValidationError as error:
         raise ProblemError(f"it is no expression of format {FORMAT!r}: {error}.") from None
-    # Names alone do not do: a callable is called by the order of its arguments.
+    # Names and order are fixed, since callables are called by the order of their arguments.
     if read.inputs not in (INDICES, ("score", *INDICES)):
         raise ProblemError(
             f"an expression's inputs are {', '.join(INDICES)}, for a score mod after score; "
@@ -401,7 +400,7 @@ def _check_node(expression: Expression, position: int) -> None:
     if node.op not in LEAVES and node.op not in OPERATIONS:
         able = ", ".join((*sorted(LEAVES), *sorted(OPERATIONS)))
         raise ProblemError(f"{where}.op={node.op!r} must be one of {able}.")
-    # Earlier ones only: what a file says can then have no cycle.
+    # Operands must be earlier nodes, so that a file cannot contain a cycle.
     if not all(0 <= operand < position for operand in node.operands):
         raise ProblemError(f"{where}.operands={node.operands} must be numbers of earlier nodes.")
     arity = 0 if node.op in LEAVES else OPERATIONS[node.op].arity
@@ -432,8 +431,8 @@ def _fits_slot(node: Node, captured: tuple[Captured, ...]) -> bool:
 
 
 def _check_kinds(expression: Expression) -> None:
-    """Raise ProblemError unless every kind is what torch's own promotion gives."""
-    # A kernel's text follows from the kinds: one that is wrong would compute something else.
+    """Raise ProblemError unless every kind is the one that torch's promotion gives."""
+    # A kernel's source follows from the kinds: a wrong kind would make it compute something else.
     nodes = expression.structure.nodes
     if not nodes:
         raise ProblemError("an expression has at least one node.")
@@ -457,7 +456,7 @@ def _captured_to_json(value: Captured) -> Any:
         return _number_to_json(value)
     flat = value.detach().cpu().reshape(-1).contiguous()
     head = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
-    # The bits of a NaN do not survive as a number.
+    # As a JSON number a NaN would lose its bits.
     if flat.numel() > _READABLE or (flat.is_floating_point() and bool(flat.isnan().any())):
         size = flat.element_size()
         bits = flat.view(_BITS[size]).numpy().astype(f"<{'u' if size == 1 else 'i'}{size}")
@@ -492,7 +491,7 @@ def _from_bytes(where: str, text: str, dtype: torch.dtype) -> Tensor:
         bits = np.frombuffer(raw, f"<{'u' if dtype.itemsize == 1 else 'i'}{dtype.itemsize}")
     except (binascii.Error, ValueError):
         raise ProblemError(f"{where}.base64 is not base64 of whole elements.") from None
-    # To the byte order of this machine: the file is little-endian everywhere.
+    # Convert to this machine's byte order: the file is always little-endian.
     return torch.from_numpy(bits.astype(bits.dtype.newbyteorder("="))).view(dtype)
 
 
@@ -500,11 +499,11 @@ def _from_numbers(where: str, values: list[Any], dtype: torch.dtype) -> Tensor:
     numbers = [float(value) if isinstance(value, str) else value for value in values]
     try:
         tensor = torch.tensor(numbers, dtype=dtype)
-        held: list[float] = tensor.tolist()
+        stored: list[float] = tensor.tolist()
     except (RuntimeError, TypeError, ValueError, OverflowError):
-        held = []
-    # 1 == True: a truth value is none of the numbers of another dtype, and the other way round.
-    of_truth = all(isinstance(number, bool) == (dtype is torch.bool) for number in numbers)
-    if held != numbers or not of_truth:
+        stored = []
+    # Since 1 == True, check that exactly the values of bool tensors are booleans.
+    kinds_match = all(isinstance(number, bool) == (dtype is torch.bool) for number in numbers)
+    if stored != numbers or not kinds_match:
         raise ProblemError(f"{where}.values hold a number that {dtype} does not.")
     return tensor

@@ -1,8 +1,8 @@
 """Masks and score mods written as formulas, as ``q_idx % 3 <= kv_idx``.
 
 The text is a Python expression of whole numbers, truth values and, in a score mod, real numbers. It
-becomes a FlexAttention callable of plain torch operations; nothing of it is run before every part
-is known to be in this vocabulary:
+becomes a FlexAttention callable of plain torch operations. Nothing of it is run before every part
+has been checked against this vocabulary:
 
 * ``b``, ``h``, ``q_idx``, ``kv_idx`` and, in a score mod, ``score``; numbers.
 * ``+ - *``, ``//`` and ``%`` of whole numbers by a number (rounding down, as in Python and torch),
@@ -10,8 +10,8 @@ is known to be in this vocabulary:
 * Comparisons, and ``& | ~`` of them.
 * In a score mod also ``/`` by a number, ``tanh(x)`` and ``where(condition, x, y)``.
 
-Whole numbers fit in 32 bits at all indices of a Problem. Real ones are rounded to fp32, and all
-arithmetic with them is in the dtype of the incoming score.
+Whole numbers must fit in 32 bits at all indices of a Problem. Real numbers are rounded to fp32, and
+all arithmetic with them is in the dtype of the incoming score.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from attncheck.core.mod_spec import Dimensions
 from attncheck.mods.signatures import MaskMod, ScoreMod
 
 _INDICES = ("b", "h", "q_idx", "kv_idx")
-_DEEPEST = 24
-_REMEMBERED = 4096
+_DEEPEST = 24  # Most levels of nested operations.
+_CACHE_SIZE = 4096
 _INT32 = (-(2**31), 2**31 - 1)
-_LONGEST = 40  # characters of a part in a message
+_LONGEST = 40  # Most characters of a quoted part in a message.
 
 
 def formula_mask(text: str, dimensions: Dimensions) -> MaskMod:
-    """Return the mask that ``text`` says; raise as ``mask_formula_code``."""
+    """Return the mask that ``text`` describes; raise as ``mask_formula_code``."""
     mod: MaskMod = _compile_text("mask", _INDICES, mask_formula_code(text, dimensions))
     return mod
 
 
 def formula_score(text: str, dimensions: Dimensions) -> ScoreMod:
-    """Return the score mod that ``text`` says; raise as ``score_formula_code``."""
+    """Return the score mod that ``text`` describes; raise as ``score_formula_code``."""
     names = ("score", *_INDICES)
     mod: ScoreMod = _compile_text("score_mod", names, score_formula_code(text, dimensions))
     return mod
 
 
-@lru_cache(maxsize=_REMEMBERED)
+@lru_cache(maxsize=_CACHE_SIZE)
 def mask_formula_code(text: str, dimensions: Dimensions) -> str:
     """Return Python on torch tensors that computes the mask ``text``.
 
@@ -59,7 +59,7 @@ def mask_formula_code(text: str, dimensions: Dimensions) -> str:
         dimensions: The index ranges at which its whole numbers must fit in 32 bits.
 
     Raises:
-        ProblemError: for what is not in the vocabulary, with the column; of no mask.
+        ProblemError: for parts outside the vocabulary, with the column; or if it is no mask.
     """
     part = _Reader(dimensions, scores=False).read(text)
     if part.kind != "truth value":
@@ -67,22 +67,22 @@ def mask_formula_code(text: str, dimensions: Dimensions) -> str:
     return part.code
 
 
-@lru_cache(maxsize=_REMEMBERED)
+@lru_cache(maxsize=_CACHE_SIZE)
 def score_formula_code(text: str, dimensions: Dimensions) -> str:
-    """Return Python on torch tensors that computes the score mod ``text`` likewise."""
+    """Return Python on torch tensors that computes the score mod ``text``; as the mask's."""
     part = _Reader(dimensions, scores=True).read(text)
     if part.kind == "truth value":
         raise ProblemError("gives a truth value: a score mod gives a number, as in score * 0.5.")
     if not part.scored:
         raise ProblemError("does not read score: a score mod begins with it, as in score + kv_idx.")
-    return _as_real(part).code  # of whole numbers too: what follows in a chain computes with it
+    return _as_real(part).code  # whole numbers too: later parts of a chain use the result
 
 
-@lru_cache(maxsize=_REMEMBERED)
+@lru_cache(maxsize=_CACHE_SIZE)
 def _compile_text(name: str, arguments: tuple[str, ...], code: str) -> Any:
-    """A function of its own, so that torch.compile and the tracer read plain operations.
+    """Return a function of plain operations, which torch.compile and the tracer can read.
 
-    The same one for the same text: torch.compile would compile another anew.
+    Equal texts get the same function, since torch.compile would compile each new one.
     """
     import torch
 
@@ -97,24 +97,24 @@ def _compile_text(name: str, arguments: tuple[str, ...], code: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """A part of a text, understood."""
+    """A parsed part of a text."""
 
-    kind: Literal["truth value", "whole number", "real number"]  # what it gives
+    kind: Literal["truth value", "whole number", "real number"]  # of its value
     code: str  # Python that computes it on tensors
     range: tuple[int, int] = (0, 0)  # a whole number's smallest and largest value
-    value: float | None = None  # the number, if it is one whatever the indices
+    value: float | None = None  # its value, if it is a constant
     scored: bool = False  # whether it reads the score
 
 
 def _refusal(node: ast.expr, fact: str, remedy: str) -> ProblemError:
-    """Return the error of what is wrong with ``node``, with its column and what to do."""
+    """Return an error about ``node``, with its column, the ``fact`` and the ``remedy``."""
     text = ast.unparse(node)
     short = text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
     return ProblemError(f"column {node.col_offset + 1}: `{short}` {fact}: {remedy}.")
 
 
 def _constant(node: ast.expr, value: float) -> _Part:
-    """A number: a whole one of 32 bits, or a real one rounded to fp32; else refused."""
+    """Return a number as 32-bit whole or fp32 real number; raise if it is beyond them."""
     if isinstance(value, int):
         _require_32_bits(node, value)
         return _Part(kind="whole number", code=repr(value), range=(value, value), value=value)
@@ -125,7 +125,7 @@ def _constant(node: ast.expr, value: float) -> _Part:
 
 
 def _as_real(part: _Part) -> _Part:
-    """A whole number in the score's dtype: in fp32, torch's choice, float64 would be lost."""
+    """Return a whole number in the score's dtype; torch's choice, fp32, would lose float64."""
     if part.kind == "real number":
         return part
     if part.value is not None:
@@ -144,10 +144,10 @@ def _promote(node: ast.expr, *parts: _Part) -> tuple[_Part, ...]:
 
 def _require_truth(node: ast.expr, *parts: _Part) -> None:
     if any(part.kind != "truth value" for part in parts):
-        raise _refusal(node, "takes a number for a truth value", _JOINED)
+        raise _refusal(node, "takes a number for a truth value", _JOIN_REMEDY)
 
 
-_JOINED = "join comparisons, as (b < h) & (h < 3)"  # where a number stands for a truth value
+_JOIN_REMEDY = "join comparisons, as (b < h) & (h < 3)"  # where a number stands for a truth value
 
 
 def _require_32_bits(node: ast.expr, value: int) -> None:
@@ -156,7 +156,7 @@ def _require_32_bits(node: ast.expr, value: int) -> None:
 
 
 def _compute(node: ast.expr, function: Callable[..., float], template: str, *parts: _Part) -> _Part:
-    """``function`` of numbers: a number if they are, otherwise ``template`` of their code."""
+    """Return a constant if all ``parts`` are, else ``template`` filled with their code."""
     parts = _promote(node, *parts)
     if all(part.value is not None for part in parts):
         return _constant(node, function(*(part.value for part in parts)))
@@ -167,7 +167,7 @@ def _compute(node: ast.expr, function: Callable[..., float], template: str, *par
         divisor = int(parts[1].value or 0)
         limits = (min(0, divisor + 1), max(0, divisor - 1))
         return _Part(kind="whole number", code=code, range=limits)
-    # What is monotone has its extremes in the corners, abs also between them.
+    # Monotone functions have their extremes in the corners; abs may have one between them.
     values = [int(function(*corner)) for corner in itertools.product(*(p.range for p in parts))]
     if function is abs and parts[0].range[0] < 0 < parts[0].range[1]:
         values.append(0)
@@ -204,7 +204,7 @@ def _where(node: ast.expr, condition: _Part, *branches: _Part) -> _Part:
     lows, highs = zip(one.range, other.range, strict=True)
     return _Part(
         kind=one.kind,
-        # Of two Python numbers torch gives its default dtype.
+        # For two Python numbers torch.where gives its default dtype.
         code=f"{code}.to(score.dtype)" if one.kind == "real number" else code,
         range=(min(lows), max(highs)),
         scored=condition.scored or one.scored or other.scored,
@@ -213,11 +213,11 @@ def _where(node: ast.expr, condition: _Part, *branches: _Part) -> _Part:
 
 _FUNCTIONS: dict[str, tuple[int, Callable[..., _Part]]] = {
     "abs": (1, lambda node, part: _compute(node, abs, "abs({})", part)),
-    # torch.minimum takes tensors alone: against a number its clamp does the same.
+    # torch.minimum takes only tensors; clamp is the minimum of a tensor and a number.
     "minimum": (2, lambda node, *parts: _clamp(node, min, "torch.clamp({}, max={})", *parts)),
     "maximum": (2, lambda node, *parts: _clamp(node, max, "torch.clamp({}, min={})", *parts)),
 }
-"""Each with how many arguments it takes."""
+"""Functions by name: (number of arguments, their reader)."""
 
 _SCORE_FUNCTIONS = _FUNCTIONS | {"tanh": (1, _tanh), "where": (3, _where)}
 
@@ -241,11 +241,11 @@ _ARITHMETIC: dict[type[ast.operator], tuple[str, Callable[..., float]]] = {
     ast.Mod: ("%", operator.mod),
 }
 _LOGIC: dict[type[ast.operator], str] = {ast.BitAnd: "&", ast.BitOr: "|"}
-_MAY_BE = "there are + - * // % - abs, comparisons, & | ~, minimum, maximum, in scores / tanh where"
+_ABLE = "there are + - * // % - abs, comparisons, & | ~, minimum, maximum, in scores / tanh where"
 
 
 class _Reader:
-    """Goes through a text once, from the outside in."""
+    """Parses a text recursively, from the outermost operation inwards."""
 
     def __init__(self, dimensions: Dimensions, *, scores: bool) -> None:
         sizes = (dimensions.batch, dimensions.heads, dimensions.query, dimensions.kv)
@@ -262,7 +262,7 @@ class _Reader:
         }
 
     def read(self, text: str) -> _Part:
-        with warnings.catch_warnings():  # Python warns of what we refuse, as "1is b"
+        with warnings.catch_warnings():  # Python warns about texts that we refuse, as "1is b"
             warnings.simplefilter("ignore")
             try:
                 tree = ast.parse(text.strip(), mode="eval")
@@ -277,7 +277,7 @@ class _Reader:
         if self._depth > _DEEPEST:
             raise ProblemError(f"is nested deeper than {_DEEPEST} operations.")
         if type(node) not in self._readers:
-            raise _refusal(node, "is not in the vocabulary", _MAY_BE)
+            raise _refusal(node, "is not in the vocabulary", _ABLE)
         part = self._readers[type(node)](node)
         self._depth -= 1
         return part
@@ -302,7 +302,7 @@ class _Reader:
             _require_truth(node, part)
             return _Part(kind="truth value", code=f"~({part.code})", scored=part.scored)
         if not isinstance(node.op, ast.USub):
-            raise _refusal(node, "is not in the vocabulary", _MAY_BE)
+            raise _refusal(node, "is not in the vocabulary", _ABLE)
         return _compute(node, operator.neg, "-({})", part)
 
     def _binary(self, node: ast.BinOp) -> _Part:
@@ -312,7 +312,7 @@ class _Reader:
             code = f"({left.code}) {_LOGIC[type(node.op)]} ({right.code})"
             return _Part(kind="truth value", code=code, scored=left.scored or right.scored)
         if type(node.op) not in _ARITHMETIC:
-            raise _refusal(node, "is not in the vocabulary", _MAY_BE)
+            raise _refusal(node, "is not in the vocabulary", _ABLE)
         sign, function = _ARITHMETIC[type(node.op)]
         if sign in {"/", "//", "%"} and not right.value:
             by = ast.unparse(node.right)
@@ -321,16 +321,16 @@ class _Reader:
             raise _refusal(node, "is a real number", "in a mask divide with //, which rounds down")
         if sign in {"//", "%"} and "real number" in {left.kind, right.kind}:
             raise _refusal(node, f"takes {sign} of a real number", f"{sign} is for whole ones")
-        if sign == "/":  # of two whole numbers torch gives its default dtype, fp32
+        if sign == "/":  # torch divides two whole numbers in its default dtype, fp32
             left = _as_real(left)
         return _compute(node, function, f"({{}}) {sign} ({{}})", left, right)
 
     def _compare(self, node: ast.Compare) -> _Part:
         if len(node.ops) > 1:
-            raise _refusal(node, "compares twice", _JOINED)
+            raise _refusal(node, "compares twice", _JOIN_REMEDY)
         (op,), (other,) = node.ops, node.comparators
         if type(op) not in _COMPARISONS:
-            raise _refusal(node, "is not in the vocabulary", _MAY_BE)
+            raise _refusal(node, "is not in the vocabulary", _ABLE)
         parts = _promote(node, self._part(node.left), self._part(other))
         if all(part.value is not None for part in parts):
             raise _refusal(node, "compares two numbers", "compare an index, or leave it out")

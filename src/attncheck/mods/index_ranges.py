@@ -1,10 +1,10 @@
 """Check a mod's whole numbers at every index: reads inside its tensors, no division by 0, 32 bits.
 
-A kernel that receives an index outside a captured tensor reads somebody else's memory, and one that
-computes a number beyond 32 bits another number; torch refuses to divide a whole number by 0.
+A kernel that is given an index outside a captured tensor reads foreign memory, and whole numbers
+beyond 32 bits wrap around in kernels; torch refuses to divide a whole number by 0.
 
-A range for every whole number comes first: it costs nothing, and settles most mods (a document's
-table, a clamped distance). Where it cannot, the number is computed at every index.
+First a range is derived for every whole number, which costs nothing and is enough for most mods (a
+document's table, a clamped distance). Otherwise the number is computed at every index.
 """
 
 from __future__ import annotations
@@ -37,37 +37,37 @@ Range: TypeAlias = tuple[float, float]
 
 _ANY: Range = (-math.inf, math.inf)
 _INT32 = (-(2**31), 2**31 - 1)
-_WORD = 32  # bits: a kernel's shift by more is another number than torch's
-_AT_A_TIME = 2**22  # places: 32 MB for each int64 value of the expression
-_LONGEST = 60  # characters of a formula in a message
+_WORD_BITS = 32  # Bits in a kernel's whole numbers: longer shifts differ from torch's.
+_CHUNK = 2**22  # Indices evaluated at once: 32 MB per int64 value of the expression.
+_LONGEST = 60  # Most characters of a formula in a message.
 
 
 def check_index_ranges(
     expression: Expression, dimensions: Dimensions, name: str = "the mod"
 ) -> None:
-    """Raise ProblemError unless every whole number of a mod is what kernels compute.
+    """Raise ProblemError unless kernels compute every whole number of a mod correctly.
 
     For all b, h, q_idx and kv_idx:
 
     * Every index of a captured tensor is inside it. A negative index down to −size counts from the
       end, as in torch.
     * No whole number is divided by 0.
-    * The result of every operation on whole numbers fits in 32 bits, also of one that a ``where``
-      leaves out. Elements of captured tensors need not: they are read in full. What depends on the
-      score is not known here, and not refused.
+    * The result of every operation on whole numbers fits in 32 bits, also in a branch that a
+      ``where`` does not take. Elements of captured tensors need not: they are read in full. Numbers
+      that depend on the score are not known here, and not refused.
 
     Args:
         dimensions: b < batch, h < heads, q_idx < query, kv_idx < kv.
-        name: What an error calls the mod.
+        name: The mod's name in errors.
 
     Raises:
-        ProblemError: for the first number that is not so, with the place; and for an index or a
-            divisor that depends on the score, unless it is clamped.
+        ProblemError: for the first violation, with its index; and for an index or a divisor that
+            depends on the score, unless it is clamped.
     """
     check = _Check(expression, dimensions, name)
     sizes = (dimensions.batch, dimensions.heads, dimensions.query, dimensions.kv)
     inputs = dict(zip(INDICES, ((0, size - 1) for size in sizes), strict=True)) | {"score": _ANY}
-    # An algebra of ranges; what comes before a node has been checked.
+    # An algebra of ranges; the nodes before a node have been checked.
     algebra = Algebra.of(check.leaf, check.operation, {})
     known = [inputs[argument] for argument in expression.structure.inputs]
     for bounds in evaluate_nodes(expression, algebra, known):
@@ -75,7 +75,7 @@ def check_index_ranges(
 
 
 class _Check:
-    """The ranges of an expression's whole numbers, each refused where it is not right."""
+    """The ranges of an expression's whole numbers, each checked when it is computed."""
 
     def __init__(self, expression: Expression, dimensions: Dimensions, name: str) -> None:
         self.expression, self.dimensions, self.name = expression, dimensions, name
@@ -91,7 +91,7 @@ class _Check:
         return (value, value) if node.op == "number" and node.kind == "int" else _ANY
 
     def operation(self, node: Node, *operands: Range) -> Range:
-        """Return the range of an operation's result, refused unless it is right."""
+        """Return the range of an operation's result; raise ProblemError if it is not allowed."""
         if node.op == "index":
             return self._read(node, operands[1:])
         if node.kind == "int" and node.op in {"floor_divide", "remainder"}:
@@ -111,7 +111,7 @@ class _Check:
         ):
             size = table.shape[axis]
             if -size <= low <= high < size:
-                continue  # the range alone settles it
+                continue  # surely inside
             what = f"{self.name} indexes axis {axis} of its tensor of shape {tuple(table.shape)}"
             part = self.expression.part(position)
             if part.reads("score"):
@@ -143,23 +143,23 @@ class _Check:
         if result.value is not None:
             raise ProblemError(f"{what} by 0 at {result}: torch refuses that; clamp it.")
 
-    def _in_32_bits(self, node: Node, operands: tuple[Range, ...], known: Range) -> Range:
-        """Return the range of a whole number, which fits; any where it is the score's."""
-        # A kernel does not wrap where torch's cast does: what is cast must fit.
+    def _in_32_bits(self, node: Node, operands: tuple[Range, ...], bounds: Range) -> Range:
+        """Return the range of a whole number, or raise; _ANY if it may wrap through the score."""
+        # Kernels' casts do not wrap around as torch's do: the operand of a cast must fit too.
         cast = node.op == "cast"
-        if _fits(known) and (not cast or _fits(operands[0])):
-            return known
+        if _fits(bounds) and (not cast or _fits(operands[0])):
+            return bounds
         position = self.expression.structure.nodes.index(node)
         if self.expression.part(position).reads("score"):
-            wraps = any(abs(bound) > -_INT32[0] for bound in known if abs(bound) < math.inf)
-            return _ANY if wraps else known
-        looked_at = node.operands[0] if cast else position
-        result = self._search(looked_at, _outside(*_INT32))
+            wraps = any(abs(bound) > -_INT32[0] for bound in bounds if abs(bound) < math.inf)
+            return _ANY if wraps else bounds
+        searched = node.operands[0] if cast else position
+        result = self._search(searched, _outside(*_INT32))
         if result.value is None:
             low, high = (min(max(bound, _INT32[0]), _INT32[1]) for bound in result.range)
             return int(low), int(high)
         raise ProblemError(
-            f"{self.name} computes {self._formula(looked_at)} = {result.value} at {result}: "
+            f"{self.name} computes {self._formula(searched)} = {result.value} at {result}: "
             "kernels compute whole numbers in 32 bits, −2147483648 … 2147483647."
         )
 
@@ -170,14 +170,14 @@ class _Check:
         return _search_everywhere(self.expression.part(position), self.dimensions, wrong)
 
     def _through_one_number(self, position: int, wrong: Callable[[Tensor], Tensor]) -> Range | None:
-        """Return bounds of a node that depends on one whole number, as a distance, in a range.
+        """Return bounds of a node that depends on one whole number of small range, as a distance.
 
-        That number may take fewer values than its range holds, so that nothing follows from a wrong
-        one: None, as where there is no such number.
+        The number may take fewer values than its range holds, so a wrong value proves nothing: None
+        then, and also where there is no such number.
         """
         nodes, captured = self.expression.structure.nodes, self.expression.captured
         for through, (low, high) in enumerate(self.ranges[:position]):
-            if nodes[through].kind != "int" or not high - low < _AT_A_TIME:
+            if nodes[through].kind != "int" or not high - low < _CHUNK:
                 continue
             number = Node("input", "int", (), "number")
             replaced = (*nodes[:through], number, *nodes[through + 1 :])
@@ -187,9 +187,9 @@ class _Check:
                 continue
             try:
                 values = _values(part, torch.arange(int(low), int(high) + 1))
-            except (IndexError, RuntimeError):  # at a number that does not occur
+            except (IndexError, RuntimeError):  # at a number of the range, which may not occur
                 continue
-            # Right at all numbers of the range: right at those that occur.
+            # What holds for all numbers of the range holds for those that occur.
             if not bool(wrong(values).any()):
                 return _extremes(values)
         return None
@@ -199,12 +199,12 @@ class _Check:
         return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
 
-def _fits(known: Range) -> bool:
-    return _INT32[0] <= known[0] <= known[1] <= _INT32[1]
+def _fits(bounds: Range) -> bool:
+    return _INT32[0] <= bounds[0] <= bounds[1] <= _INT32[1]
 
 
 def _outside(low: float, high: float) -> Callable[[Tensor], Tensor]:
-    """Of real numbers: what they are cast to; ±∞ and NaN are cast to nothing in particular."""
+    """Return a predicate: values outside of a range once cast. Casts of ±∞ and NaN are ignored."""
 
     def outside(values: Tensor) -> Tensor:
         if values.is_floating_point():
@@ -219,7 +219,7 @@ def _outside(low: float, high: float) -> Callable[[Tensor], Tensor]:
 
 
 def _bounds(op: str, operands: tuple[Range, ...]) -> Range:  # noqa: C901, PLR0911  (a table of rules)
-    """The range of a whole number that is monotone in each operand, or bounded by one of them."""
+    """Return the range of a whole number that is monotone in, or bounded by, its operands."""
     lows, highs = zip(*operands, strict=True)
     known = not any(abs(bound) == math.inf for bound in (*lows, *highs))
     if op in {"minimum", "maximum"}:
@@ -243,7 +243,7 @@ def _bounds(op: str, operands: tuple[Range, ...]) -> Range:  # noqa: C901, PLR09
     if op in {"or", "xor"} and min(lows) >= 0:
         return 0, 2 ** int(max(highs)).bit_length() - 1
     divides_by_0 = op == "floor_divide" and lows[1] <= 0 <= highs[1]
-    shifts_out = op in {"left_shift", "right_shift"} and not 0 <= lows[1] <= highs[1] < _WORD
+    shifts_out = op in {"left_shift", "right_shift"} and not 0 <= lows[1] <= highs[1] < _WORD_BITS
     if op not in _CORNERS or divides_by_0 or shifts_out:
         return _ANY
     corners = [_CORNERS[op](*corner) for corner in itertools.product(*operands)]
@@ -269,9 +269,9 @@ _CORNERS: dict[str, Callable[..., float]] = {
 class _Result:
     """The outcome of a search."""
 
-    range: Range  # the extremes of the values, as far as they were looked at
-    value: float | None = None  # the first wrong one; None where there is none
-    # Where that is, (b, h, q_idx, kv_idx); an index that the node does not read is 0.
+    range: Range  # the extremes of the values that were computed
+    value: float | None = None  # the first wrong value; None if there is none
+    # Its (b, h, q_idx, kv_idx); an index that the node does not read is 0.
     place: tuple[int, ...] = ()
 
     def __str__(self) -> str:
@@ -281,15 +281,15 @@ class _Result:
 def _search_everywhere(
     part: Expression, dimensions: Dimensions, wrong: Callable[[Tensor], Tensor]
 ) -> _Result:
-    """Return the first place where ``wrong`` is true of an expression that reads no score."""
+    """Return the first index at which ``wrong`` holds for an expression that reads no score."""
     low, high = math.inf, -math.inf
     counts = (dimensions.batch, dimensions.heads, dimensions.query, dimensions.kv)
-    # An index that the expression does not read is 0 only.
+    # An index that the expression does not read is only 0.
     ranges = [
         range(count if part.reads(name) else 1) for name, count in zip(INDICES, counts, strict=True)
     ]
     score = [None] if "score" in part.structure.inputs else []
-    for strip in index_parts(ranges, _AT_A_TIME):
+    for strip in index_parts(ranges, _CHUNK):
         axes = (
             torch.arange(r.start, r.stop).view([-1 if i == axis else 1 for i in range(4)])
             for axis, r in enumerate(strip)
@@ -307,7 +307,7 @@ def _search_everywhere(
 
 
 def index_parts(ranges: Sequence[range], most: int) -> Iterator[tuple[range, ...]]:
-    """Yield all of several index ranges in parts of at most ``most`` places each."""
+    """Yield the product of several index ranges in parts of at most ``most`` tuples each."""
     room, cuts = most, []
     for whole in reversed(ranges):
         size = min(len(whole), room)
@@ -317,20 +317,20 @@ def index_parts(ranges: Sequence[range], most: int) -> Iterator[tuple[range, ...
 
 
 def _values(part: Expression, *inputs: Any) -> Tensor:
-    """Return the values of an expression; what could fail on the way has been checked."""
+    """Return the values of an expression whose earlier nodes have been checked."""
     value = evaluate(part, _SATURATING, *inputs)
     return torch.as_tensor(value)
 
 
 def _extremes(values: Tensor) -> Range:
-    """NaN counts as −∞, as ``_cast`` takes it."""
+    """Return the smallest and largest value; NaN counts as −∞, as in ``_cast``."""
     if values.is_floating_point():
         values = torch.where(values.isnan(), -math.inf, values.double())
     return values.min().item(), values.max().item()
 
 
 def _cast(node: Node, value: Any) -> Tensor:
-    """±∞ as int32's limits: log(0) is cast in many a bucket that a ``where`` then leaves out."""
+    """Cast ±∞ to int32's limits: many bucket functions cast log(0), and a ``where`` drops it."""
     if node.kind == "int" and isinstance(value, torch.Tensor) and value.is_floating_point():
         low, high = _INT32
         value = torch.where(value.isfinite(), value.double(), torch.where(value > 0, high, low))

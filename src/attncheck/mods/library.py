@@ -1,6 +1,6 @@
 """The library of masks and score mods by name: checks a Spec and builds its callable.
 
-``masks`` and ``scores`` hold the two tables. Importing this imports no torch.
+``masks`` and ``scores`` hold the two tables. Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from attncheck.mods.scores import SCORES
 from attncheck.mods.signatures import MaskMod, ScoreMod
 
 BUILT_IN = frozenset({*MASKS, *SCORES})
-"""Names that mean the same for good: those of files, recordings and tensors come and go."""
+"""Names whose meaning never changes, unlike those of files, recordings and tensors."""
 
 
 def check_mask(spec: Spec, dimensions: Dimensions) -> None:
@@ -35,13 +35,13 @@ def check_score(spec: Spec, dimensions: Dimensions) -> None:
 
 
 def check_captures(spec: Spec, dimensions: Dimensions) -> None:
-    """Raise ProblemError unless a checked score mod reads a float tensor that it captures.
+    """Raise ProblemError unless a checked score mod reads a captured float tensor.
 
-    One with a derivative to what it reads: there are no gradients with respect to others.
+    The mod must have a derivative with respect to the numbers read; others have no gradients.
     """
-    # Traced once for every Problem that has it: only names that stay may be remembered.
-    stays = all(part.name in BUILT_IN for part in spec.walk())
-    (_check_captures_once if stays else _check_captures)(spec, dimensions)
+    # Cache the check for built-in names alone, since the meaning of others may change.
+    built_in = all(part.name in BUILT_IN for part in spec.walk())
+    (_check_captures_once if built_in else _check_captures)(spec, dimensions)
 
 
 def _check_captures(spec: Spec, dimensions: Dimensions) -> None:
@@ -58,11 +58,11 @@ _check_captures_once = lru_cache(maxsize=64)(_check_captures)
 
 
 def in_fp32(spec: Spec) -> Spec:
-    """Return a checked score mod with its real numbers as kernels receive them; 50 becomes 50.0."""
+    """Return a checked score mod with its real numbers rounded to fp32; 50 becomes 50.0."""
     if not spec.arguments and not spec.parts:
         return spec
     checks = SCORES[spec.name].arguments
-    # Seeds and distances are whole numbers: they are not rounded.
+    # Seeds and distances are whole numbers, and not rounded.
     arguments = {
         name: fp32(float(value)) if checks[name] is positive_number else value  # type: ignore[arg-type]  # a number
         for name, value in spec.arguments
@@ -77,7 +77,7 @@ def build_mask(spec: Spec, dimensions: Dimensions, device: str = "cpu") -> MaskM
 
 
 def build_score(spec: Spec, dimensions: Dimensions, device: str = "cpu") -> ScoreMod:
-    """Return the score mod as a FlexAttention callable likewise; raise as check_score."""
+    """Return the score mod as a FlexAttention callable, as build_mask; raise as check_score."""
     check_score(spec, dimensions)
     return build_entry(SCORES, spec, dimensions, device)
 

@@ -1,11 +1,12 @@
 """The library's masks: FlexAttention callables, and the table that builds each from a Spec.
 
 Indices are integer tensors: 0-d under ``vmap``, or any shapes that broadcast. True means that row
-``q_idx`` sees key ``kv_idx``. Numbers are closed over, tensors are captured. Importing this imports
-no torch.
+``q_idx`` sees key ``kv_idx``. Numbers are closed over, tensors are captured. Importing this module
+does not import torch.
 """
 
-# ruff: noqa: ARG001, ARG005  (every mask has FlexAttention's whole signature, whatever it reads of it)
+# ruff: noqa: ARG001, ARG005  (every mask has FlexAttention's whole signature, whatever it reads of
+# it)
 
 from __future__ import annotations
 
@@ -58,17 +59,17 @@ def document(document_of: Tensor) -> MaskMod:
     """Row i sees the keys of its own document.
 
     Args:
-        document_of: Which document a position belongs to, integers (max(query, kv),).
+        document_of: The document of each position, integers (max(query, kv),).
     """
     return documents(document_of, document_of)
 
 
 def documents(query_of: Tensor, kv_of: Tensor) -> MaskMod:
-    """Row i sees the keys of the document of its number.
+    """Row i sees the keys whose document has the number of its own.
 
     Args:
-        query_of: Which document a row belongs to, integers (query,).
-        kv_of: Which document a key belongs to, integers (kv,).
+        query_of: The document of each row, integers (query,).
+        kv_of: The document of each key, integers (kv,).
     """
     return lambda b, h, q_idx, kv_idx: query_of[q_idx] == kv_of[kv_idx]
 
@@ -94,7 +95,7 @@ Pair: TypeAlias = tuple[int, int]  # rows and columns
 
 
 def neighborhood(canvas: Pair, kernel: Pair) -> MaskMod:
-    """Cells numbered row by row: index i is the cell (i // columns, i % columns)."""
+    """A cell sees the ``kernel`` around it; index i is the cell (i // columns, i % columns)."""
 
     def cell(index: Tensor) -> tuple[Tensor, Tensor]:
         return index // canvas[1], index % canvas[1]
@@ -103,7 +104,7 @@ def neighborhood(canvas: Pair, kernel: Pair) -> MaskMod:
 
 
 def neighborhood_tiled(canvas: Pair, kernel: Pair, tile: Pair) -> MaskMod:
-    """Cells numbered tile by tile, tiles and the cells of each row by row.
+    """As ``neighborhood``; cells are numbered tile by tile, tiles and the cells of each row by row.
 
     The last tiles are smaller where ``tile`` does not divide the canvas.
     """
@@ -121,12 +122,12 @@ def neighborhood_tiled(canvas: Pair, kernel: Pair, tile: Pair) -> MaskMod:
 
 
 def neighborhood_morton(canvas: Pair, kernel: Pair, cells: Tensor) -> MaskMod:
-    """Cells numbered along a Z curve.
+    """As ``neighborhood``; cells are numbered along a Z curve.
 
     Args:
         canvas: Rows and columns.
-        kernel: Of the window.
-        cells: What ``morton_order`` gives, on the indices' device.
+        kernel: Rows and columns of the window.
+        cells: From ``morton_order``, on the indices' device.
     """
 
     def cell(index: Tensor) -> tuple[Tensor, Tensor]:
@@ -140,8 +141,8 @@ def morton_order(canvas: Pair) -> Tensor:
     """Return a canvas's cells along a Z curve, int32 ``(cells,)``: row · columns + column.
 
     A cell's place is its rank by the bits of row and column, interleaved, the column's lowest
-    first (G. M. Morton, 1966): on a canvas whose sides are no powers of two the curve leaves out
-    what lies outside.
+    first (G. M. Morton, 1966). On a canvas whose sides are no powers of two the curve skips cells
+    outside of it.
     """
     import torch
 
@@ -164,7 +165,7 @@ def _neighbors(
         axes = zip(canvas, kernel, cell(q_idx), cell(kv_idx), strict=True)
         for length, size, own, other in axes:
             gap = other - (own - size // 2).clamp(0, length - size)
-            # At the border the window is moved inwards, not cut: every cell sees as many.
+            # At the border the window is moved inwards, not cut: all cells see equally many.
             visible = visible & (gap >= 0) & (gap < size)
         return visible
 
@@ -198,12 +199,12 @@ def not_mask(part: MaskMod) -> MaskMod:
 
 
 def offset_mask(part: MaskMod, *, rows: int) -> MaskMod:
-    """Row i sees what row i + ``rows`` sees in ``part``: decoding behind ``rows`` earlier ones."""
+    """Row i sees what row i + ``rows`` sees in ``part``, as in decoding after ``rows`` rows."""
     return lambda b, h, q_idx, kv_idx: part(b, h, q_idx + rows, kv_idx)
 
 
 def shifted_dimensions(values: Values, dimensions: Dimensions) -> Dimensions:
-    """Return what an offset's part is called with: the long problem, whose last rows are these."""
+    """Return the dimensions of an offset's part: the longer problem that ends with these rows."""
     return replace(dimensions, query=dimensions.query + values["rows"])
 
 
@@ -214,7 +215,7 @@ def _document_of(lengths: tuple[int, ...], positions: int, device: str) -> Tenso
     """Return the number of the document of each of the first ``positions``, int32."""
     import torch
 
-    # Lengths may add up to more than int32 holds; their sums are int64.
+    # Lengths may add up to more than int32 holds: sum them in int64.
     ends = torch.tensor(lengths).cumsum(0)
     number = torch.searchsorted(ends, torch.arange(positions), right=True)
     return number.to(device, torch.int32)
@@ -242,8 +243,8 @@ def _build_morton(values: Values, _dims: Dimensions, device: str) -> MaskMod:
     return neighborhood_morton(values["canvas"], values["kernel"], cells)
 
 
-def _check_as_many(name: str, values: Values, _dims: Dimensions) -> None:
-    """``query_lengths`` and ``kv_lengths`` are of the same documents."""
+def _check_equal_counts(name: str, values: Values, _dims: Dimensions) -> None:
+    """Raise unless ``query_lengths`` and ``kv_lengths`` have equally many documents."""
     query, kv = len(values["query_lengths"]), len(values["kv_lengths"])
     if query != kv:
         raise ProblemError(
@@ -252,7 +253,7 @@ def _check_as_many(name: str, values: Values, _dims: Dimensions) -> None:
 
 
 def _check_within_canvas(name: str, values: Values, _dims: Dimensions) -> None:
-    """No other part of the canvas is larger than ``canvas``."""
+    """Raise if another argument is larger than ``canvas``."""
     canvas = values["canvas"]
     for part, sides in values.items():
         if any(side > length for side, length in zip(sides, canvas, strict=True)):
@@ -262,7 +263,7 @@ def _check_within_canvas(name: str, values: Values, _dims: Dimensions) -> None:
 
 
 def later_rows(label: str, value: Argument, dimensions: Dimensions) -> None:
-    """Check how much later an offset's rows are: their indices fit in 32 bits."""
+    """Raise unless an offset's ``rows`` leave row indices within 32 bits."""
     check.whole_number(0, check.INT32_LARGEST - dimensions.query)(label, value, dimensions)
 
 
@@ -300,7 +301,7 @@ MASKS: dict[str, Entry[MaskMod]] = {
             "query_lengths": check.lengths_of("query"),
             "kv_lengths": check.lengths_of("kv"),
         },
-        together=_check_as_many,
+        together=_check_equal_counts,
         build=_build_documents,
     ),
     "padding": Entry(
@@ -351,30 +352,30 @@ MASKS: dict[str, Entry[MaskMod]] = {
 class Band:
     """A mask that goes by distance: row i sees key j where least ≤ j − i ≤ most."""
 
-    # None is no limit.
+    # None: no limit.
     least: int | None = None
     most: int | None = None
 
     def __and__(self, other: Band) -> Band:
-        """Return what both show."""
+        """Return the band of keys that both show."""
         least = [band.least for band in (self, other) if band.least is not None]
         most = [band.most for band in (self, other) if band.most is not None]
         return Band(max(least, default=None), min(most, default=None))
 
     def within(self, query: int, kv: int) -> Band:
-        """Return the same for ``query`` rows and ``kv`` keys: no limit that hides nothing there."""
-        # Beyond what is there it may be anything, also too large for a 32-bit sum.
+        """Return the band for ``query`` rows and ``kv`` keys, without limits that hide nothing."""
+        # Limits beyond these lengths may be so large that kernels' 32-bit sums overflow.
         most = None if self.most is None or self.most >= kv - 1 else max(self.most, -query)
         least = None if self.least is None or self.least <= 1 - query else min(self.least, kv)
         return Band(least, most)
 
     def shifted(self, rows: int) -> Band:
-        """Return the same of rows that are ``rows`` later than they are counted."""
+        """Return the band as seen from rows whose index is ``rows`` less than their position."""
         return Band(*(x if x is None else x + rows for x in (self.least, self.most)))
 
 
 def band_of(mask: Spec, dims: Dimensions) -> Band | None:
-    """Return the mask as a band; None where it is none, or its name does not say so."""
+    """Return the mask as a band; None where it is none, or cannot be recognised by its name."""
     if mask.name == "offset":
         part = band_of(mask.parts[0], shifted_dimensions(mask.values, dims))
         return part and part.shifted(cast("int", mask.values["rows"]))

@@ -1,7 +1,7 @@
 """Masks and score mods from users' files, traced, checked and added to the library.
 
-A file is imported once for each device, with that device as torch's default, so that the tensors
-its mods capture are made there; and again once it has changed.
+A file is imported once per device, with that device as torch's default, so that its mods' captured
+tensors are created there; and again after it has changed.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _REFERENCE = re.compile(r".+\.py::[^:]+")
 def mods_in(module: ModuleType) -> dict[str, Callable[..., Any]]:
     """Return the mask and score mods of ``module`` by name, in the order in which they are bound.
 
-    Those are its public callables that take exactly four or five positional arguments, whatever
-    made them: a ``def``, a factory, ``functools.partial``. What was imported from elsewhere by its
-    own name is not the module's; ``__all__``, where there is one, says what is public.
+    Mods are its public callables that take exactly four or five positional arguments, however they
+    are made: by a ``def``, a factory, ``functools.partial``. Functions imported from elsewhere do
+    not count; ``__all__``, if it exists, lists the public names.
 
     Raises:
         UsageError: where ``__all__`` is no list or tuple.
@@ -68,7 +68,7 @@ def kind_of_mod(value: object) -> ModKind | None:
         parameters = inspect.signature(value).parameters.values()
     except KeyboardInterrupt:
         raise
-    except BaseException:  # noqa: BLE001  # in C, or somebody's own __signature__: it says nothing
+    except BaseException:  # noqa: BLE001  # built-ins and foreign __signature__s may raise anything
         return None
     required = [p for p in parameters if p.default is p.empty]
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -78,10 +78,10 @@ def kind_of_mod(value: object) -> ModKind | None:
 
 
 def definition_line(value: object) -> int | None:
-    """Return the line of its file where a mod is defined; None where nothing says so."""
+    """Return the line of its file where a mod is defined; None if it is unknown."""
     while isinstance(value, functools.partial):
         value = value.func
-    if not inspect.isfunction(value):  # a method of its own, or of its class's
+    if not inspect.isfunction(value):  # a method, or an object with __call__
         value = value if inspect.ismethod(value) else type(value).__call__
     code = getattr(value, "__code__", None)
     line: int | None = getattr(code, "co_firstlineno", None)
@@ -91,29 +91,29 @@ def definition_line(value: object) -> int | None:
 def _is_imported(value: object, module: ModuleType) -> bool:
     if not inspect.isfunction(value):
         return False
-    # What a factory of another module makes is this module's own.
+    # A function made by another module's factory counts as this module's.
     return value.__module__ != module.__name__ and "<locals>" not in value.__qualname__
 
 
-# --- a mod of a file, in the library ----------------------------------------------------------
+# --- adding a file's mod to the library -------------------------------------------------------
 
 
 def is_mod_reference(text: str) -> bool:
-    """Return whether ``text`` is ``file.py::name``, and no name of the library."""
+    """Return whether ``text`` has the form ``file.py::name``, unlike names of the library."""
     return _REFERENCE.fullmatch(text) is not None
 
 
 def load_mask(reference: str) -> Spec:
-    """Return the mask ``file.py::name``, from now on in the library under its file's own name.
+    """Return the Spec of the mask ``file.py::name``, and add it to the library by its file's name.
 
-    Its Spec carries a digest of what was traced, so that a Problem's id stands for the mask as it
-    is now. A Problem is refused where the mask reads outside a tensor that it captures, computes
-    a whole number beyond 32 bits, or gives something else than when it was traced.
+    The Spec contains a digest of the trace, so that a Problem's id identifies the mask as it is
+    now. A Problem is refused if the mask reads outside a captured tensor, computes a whole number
+    beyond 32 bits, or returns other values than its trace.
 
     Raises:
-        UsageError: for a file or name that is not there or cannot be imported.
-        TraceError: for a mask that cannot be traced, does not give what a mask gives, or is another
-            one when it is traced again.
+        UsageError: for a file or name that does not exist or cannot be imported.
+        TraceError: for a mask that cannot be traced, does not return one truth value per index, or
+            changes when it is traced again.
     """
     return _load(reference, "mask", trace_mask, MASKS)
 
@@ -125,7 +125,7 @@ def load_score(reference: str) -> Spec:
 
 @dataclass(frozen=True, slots=True)
 class _FileMod:
-    """A mod of a file as it was at one time."""
+    """A mod of one version of a file."""
 
     reference: str  # ``file.py::name``
     what: ModKind  # ``mask`` or ``score mod``
@@ -145,7 +145,7 @@ class _FileMod:
 
 
 _paths: dict[tuple[str, str, Argument], Path] = {}
-"""File of each mod so far, by what it is, its name and its digest."""
+"""Files of loaded mods by kind, name and digest."""
 
 
 def _load(
@@ -155,7 +155,7 @@ def _load(
         raise UsageError(f"{what} {reference!r} is not FILE.py::NAME.")
     mod = _FileMod(reference, what, _version(reference))
     expression = trace(mod.build("cpu"))
-    # What draws or counts shows when it is traced twice.
+    # Trace twice, to detect mods that draw random numbers or count their calls.
     if expression_digest(trace(mod.build("cpu"))) != expression_digest(expression):
         raise TraceError(
             f"{mod} gives other values when it is called again: capture what it draws or counts."
@@ -177,7 +177,7 @@ def _path(reference: str) -> Path:
 
 
 def _version(reference: str) -> tuple[int, int]:
-    """Time and size of a file, which change with it; zeros of one that is not there."""
+    """Return a file's modification time and size; zeros if it does not exist."""
     try:
         stat = _path(reference).stat()
     except OSError:
@@ -187,7 +187,7 @@ def _version(reference: str) -> tuple[int, int]:
 
 @cache
 def _import_mod(mod: _FileMod, path: Path, device: str) -> Any:
-    """``path`` is a part of the key: a relative reference may come to mean another file."""
+    """Import a mod. ``path`` is in the cache key since a relative reference may change meaning."""
     with torch.device(device):
         value = load_member(mod.reference, f"{mod.what} {mod.reference!r}")
     if _version(mod.reference) != mod.version:
@@ -199,15 +199,15 @@ def _import_mod(mod: _FileMod, path: Path, device: str) -> Any:
 
 
 def _check_as_traced(mod: _FileMod, expression: Expression, digest: int) -> Check:
-    """The check of a Spec's digest; indices are looked at once for each set of dimensions."""
+    """Return the check of a Spec's digest; it checks indices once for each set of dimensions."""
 
     @cache
     def check_values(dimensions: Dimensions) -> None:
         check_index_ranges(expression, dimensions, str(mod))
-        others = count_disagreements(expression, mod.build("cpu"), dimensions)
-        if others:
+        wrong = count_disagreements(expression, mod.build("cpu"), dimensions)
+        if wrong:
             raise ProblemError(
-                f"{mod} gives other values than its trace at {others} sampled indices: it must be "
+                f"{mod} gives other values than its trace at {wrong} sampled indices: it must be "
                 "the same at each call, and for each index by itself."
             )
 
@@ -233,11 +233,11 @@ def _is_sum(expression: Expression) -> bool:
     sums: list[bool] = []
     for node in expression.structure.nodes:
         score = node.op == "input" and node.name == "score"
-        added = False
+        is_sum = False
         if node.op in {"add", "sub"}:
             first, second = node.operands
-            added = sums[first] and not depends[second]
-            added |= node.op == "add" and sums[second] and not depends[first]
-        sums.append(score or added)
+            is_sum = sums[first] and not depends[second]
+            is_sum |= node.op == "add" and sums[second] and not depends[first]
+        sums.append(score or is_sum)
         depends.append(score or any(depends[i] for i in node.operands))
     return sums[-1]

@@ -1,8 +1,8 @@
 """Expressions evaluated on mpmath numbers, to any number of digits.
 
-Real arithmetic: a cast to any real dtype is the identity. A kernel that casts means the same number
-and pays for its own rounding; the number meant is what this gives. (The callable itself, which the
-float64 oracle calls, may round: an fp32 table times an index is fp32 in torch.)
+Arithmetic is real: a cast to any real dtype is the identity. The result is the number that a mod
+means; rounding it is a kernel's error. (The callable itself, which the float64 oracle calls, may
+round: an fp32 table times an index is fp32 in torch.)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _INT64_SMALLEST = -(2**63)
 def to_mpmath(expression: Expression, context: Any) -> Callable[..., Values]:
     """Return the expression as a function of numpy arrays: ``f(scores, b, h, q_idx, kv_idx)``.
 
-    A mask's has no scores. Arguments broadcast; indices are whole numbers, scores whatever
+    Masks take no scores. Arguments broadcast; indices are whole numbers, scores anything that
     ``context.mpf`` takes without rounding (mpf of that context, floats). The result broadcasts to
     them: bool for a mask, objects that are ``context.mpf`` for a score mod.
 
@@ -31,8 +31,7 @@ def to_mpmath(expression: Expression, context: Any) -> Callable[..., Values]:
     torch. There is no −0.
 
     Args:
-        context: An ``mpmath.MPContext`` with the precision wanted, read at every call. Nothing is
-            done to ``mpmath.mp``.
+        context: An ``mpmath.MPContext``; its precision is read at every call. ``mpmath.mp`` stays.
 
     Raises (the function):
         ProblemError: for a whole number divided by 0.
@@ -43,11 +42,11 @@ def to_mpmath(expression: Expression, context: Any) -> Callable[..., Values]:
 
 
 MPMATH = NumberSystem(to_mpmath)
-"""Score mods on mpmath numbers; its context is that of ``to_mpmath``."""
+"""Score mods on mpmath numbers; the context is that of ``to_mpmath``."""
 
 
 def mpmath_algebra(context: Any) -> Algebra[Values]:  # noqa: C901  (functions of one context)
-    """Return the algebra of real numbers of ``context``, and of exact truth and whole numbers."""
+    """Return the algebra of ``context``'s real numbers, exact truth values and whole numbers."""
     convert = np.frompyfunc(context.convert, 1, 1)  # rounds nothing
     truncate = np.frompyfunc(lambda x: _toward_zero(context, x), 1, 1)
     functions = {
@@ -56,7 +55,7 @@ def mpmath_algebra(context: Any) -> Algebra[Values]:  # noqa: C901  (functions o
     }
 
     def real(values: Values) -> Values:
-        """Whole numbers, floats or numbers of the context as numbers of the context."""
+        """Convert whole numbers and floats to numbers of the context."""
         if values.dtype == object:
             return values
         return _objects(convert(values.astype(np.int64) if values.dtype == bool else values))
@@ -95,7 +94,7 @@ def mpmath_algebra(context: Any) -> Algebra[Values]:  # noqa: C901  (functions o
 
 
 def _objects(values: Any) -> Values:
-    """An array of objects also where numpy unpacked a 0-d one."""
+    """Return an array of objects, also where numpy unpacked a 0-d one."""
     return np.asarray(values, dtype=object)
 
 
@@ -121,7 +120,7 @@ def _real_functions(context: Any) -> dict[str, Callable[..., Any]]:  # noqa: C90
             return nan
         if context.isfinite(b):
             return a % b
-        return a if a * b >= 0 or a == 0 else b  # torch adds ±∞ to what has the other sign
+        return a if a * b >= 0 or a == 0 else b  # torch adds ±∞ to a remainder of the other sign
 
     def floor_divide(a: Any, b: Any) -> Any:
         if b == 0:
@@ -130,7 +129,7 @@ def _real_functions(context: Any) -> dict[str, Callable[..., Any]]:  # noqa: C90
             return nan
         if not context.isfinite(b):
             return zero if a == 0 or a * b > 0 else -one
-        # a − a mod b is a multiple of b: the quotient is next to a whole number.
+        # a − a mod b is a multiple of b: the rounded quotient is close to a whole number.
         return context.nint((a - a % b) / b)
 
     def choose(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -157,5 +156,5 @@ def _real_functions(context: Any) -> dict[str, Callable[..., Any]]:  # noqa: C90
 
 def _toward_zero(context: Any, value: Any) -> int:
     if not context.isfinite(value):
-        return _INT64_SMALLEST  # what a conversion on x86 gives
+        return _INT64_SMALLEST  # as in a conversion on x86
     return min(max(int(value), _INT64_SMALLEST), -1 - _INT64_SMALLEST)

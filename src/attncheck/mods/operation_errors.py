@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 class Arithmetic:
     """Declared errors of an implementation's operations."""
 
-    # Of the score that comes in; what torch computes in a narrower one may be computed there,
-    # nothing is computed in a wider one.
+    # The incoming score's format, the widest one. Operations that torch computes in a narrower
+    # format may be computed in that one.
     format: Format
-    # Largest error of each operation on exact operands, in units in the last place; what is not
-    # there is exact.
+    # Largest error of each operation on exact operands, in units in the last place; operations that
+    # are not listed are exact.
     ulps: Mapping[str, float]
-    # How far its operand may be rounded before, likewise.
+    # Largest error by which an operation rounds its operand first, in the operand's ulps.
     argument_ulps: Mapping[str, float] = field(default_factory=dict)
 
     def format_of(self, dtype: torch.dtype | None) -> Format | None:
-        """Return what values of ``dtype`` are computed in; None for whole and Python numbers."""
+        """Return the format in which ``dtype`` is computed; None for whole and Python numbers."""
         if dtype is None or not dtype.is_floating_point:
             return None
         own = next(f for f in FORMATS.values() if f.torch_dtype == dtype)
@@ -38,14 +38,14 @@ class Arithmetic:
 
 
 TRITON_ULP: dict[str, float] = {
-    # One IEEE rounding; a fused multiplication and addition has one in place of two.
+    # One IEEE rounding; a fused multiplication and addition rounds once instead of twice.
     "add": 0.5,
     "sub": 0.5,
     "mul": 0.5,
     "sqrt": 0.5,  # sqrt.rn
-    "cast": 0.5,  # of a whole number beyond 2^24
-    "number": 0.5,  # of a Python float that is no fp32 number
-    # Exact but for the last addition, which torch rounds too, while |a / b| < 2^47.
+    "cast": 0.5,  # of whole numbers beyond 2^24
+    "number": 0.5,  # of Python floats that are no fp32 numbers
+    # While |a / b| < 2^47 all but the last addition is exact, which torch rounds too.
     "remainder": 0.5,
     # Exact while the result is below 2^22; then (a - a % b) / b - 1, torch's rule: each operation
     # of the quotient one unit of 2^-24, the last half an ulp. Interpreted: 2.
@@ -56,11 +56,11 @@ TRITON_ULP: dict[str, float] = {
     "rsqrt": 1.5,
     # ex2.approx: 2 ulp by the PTX manual, on an exact argument. Interpreted: 1.00.
     "exp2": 2.0,
-    # The same, and 0.7 units of 2^-24 from the argument. Interpreted: 1.26.
+    # exp2's error, and 0.7 units of 2^-24 from the argument. Interpreted: 1.26.
     "exp": 3.0,
-    # Of e: 4.7 units of 2^-24; of 1 + e: one; of div.rn half an ulp. Interpreted: 1.90.
+    # 4.7 units of 2^-24 from e, one from 1 + e, half an ulp from div.rn. Interpreted: 1.90.
     "sigmoid": 6.5,
-    # ``triton_functions._tanh`` says: 1.73, and 2.5 for ex2.approx and div.full. Interpreted: 1.73.
+    # See ``triton_functions._tanh``: 1.73, plus 2.5 for ex2.approx and div.full. Interpreted: 1.73.
     "tanh": 4.5,
     # libdevice: 1 (log, log2) and 2 (sin, cos) by the CUDA programming guide. Interpreted, NumPy's
     # vector forms, which promise 4: 3.83, 2.11, 1.46 and 1.49.
@@ -69,13 +69,13 @@ TRITON_ULP: dict[str, float] = {
     "sin": 4.0,
     "cos": 4.0,
 }
-"""Error of each printed Triton operation (``to_triton``) on fp32 operands that are exact, compiled
-or interpreted, whichever is larger; an operation that is not here is exact.
+"""Error in ulps of each printed Triton operation (``to_triton``) on exact fp32 operands: the larger
+of its errors compiled and interpreted. Operations that are not listed are exact.
 
-Whole-number operands are cast first, which may add a rounding of the operand. Interpreted figures:
-the largest of 4·10^6 arguments or of ``tests/mods/to_triton/test_triton_ulp.py``, on x86-64 with
-AVX-512, NumPy 2. A subnormal operand of log, log2, sin, cos, floor or ceil counts as 0 in parts of
-their code (``.ftz``): their error may be 2^-126 larger, or that of floor and ceil 1.
+Whole-number operands are cast first, which may round the operand. Interpreted errors are the
+largest of 4·10^6 arguments or of ``tests/mods/to_triton/test_triton_ulp.py``, on x86-64 with
+AVX-512, NumPy 2. Parts of the code of log, log2, sin, cos, floor and ceil flush subnormal operands
+to 0 (``.ftz``): their error may be 2^-126 larger, or 1 for floor and ceil.
 """
 
 _IEEE = dict.fromkeys(("add", "sub", "mul", "div", "sqrt", "cast"), 0.5)
@@ -94,14 +94,14 @@ TORCH_FP64 = Arithmetic(
 )
 """torch on a CPU with float64 scores; what it computes in float32 is rounded to that."""
 
-_TORCH_ON_A_GPU = {"sqrt": 1.0, "rsqrt": 2.0}
+_TORCH_GPU_ULPS = {"sqrt": 1.0, "rsqrt": 2.0}
 
 KERNEL_FP32 = Arithmetic(
     format=FORMATS["fp32"],
-    # Where our kernels are better than what torch calls on a GPU (sqrt.approx, CUDA's rsqrtf),
-    # torch counts.
-    ulps=TRITON_ULP | {op: max(TRITON_ULP[op], n) for op, n in _TORCH_ON_A_GPU.items()},
-    # Its e^x is 2^(x·log2 e): a rounded product with a rounded constant.
+    # Where torch on a GPU (sqrt.approx, CUDA's rsqrtf) is less accurate than our kernels, its
+    # error counts.
+    ulps=TRITON_ULP | {op: max(TRITON_ULP[op], n) for op, n in _TORCH_GPU_ULPS.items()},
+    # e^x is computed as 2^(x·log2 e): a rounded product with a rounded constant.
     argument_ulps={"exp": 1.0, "sigmoid": 1.0},
 )
 """A kernel that computes scores in fp32: ours in Triton, or torch's flex_attention."""

@@ -1,11 +1,11 @@
-"""Running error analysis of a score mod: what it makes of its score's error, and what it adds.
+"""Running error analysis of a score mod: how it amplifies its score's error, and what it adds.
 
-Every value of the traced expression is computed as the oracle computes it, with the largest
-distance that a kernel's may have from it (Higham, "Accuracy and Stability of Numerical Algorithms",
-2002, section 3.3). A mask's truth values may be the other ones where what they compare may meet.
+Every value of the traced expression is computed as the oracle computes it, together with a radius:
+the largest distance of a kernel's value from it (Higham, "Accuracy and Stability of Numerical
+Algorithms", 2002, section 3.3). A comparison may flip where its operands may meet.
 
-Radii are infinite where nothing is known. They are computed in float64 without outward
-rounding: ``SLACK`` covers that.
+Radii are infinite where no bound is known. They are computed in float64 without outward rounding,
+which ``SLACK`` covers.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from attncheck.mods.expression import (
 from attncheck.mods.operation_errors import KERNEL_FP32, TORCH_FP64, Arithmetic
 
 SLACK = 1 + 2.0**-16
-"""Roundings of fp32, and radii that come in, are taken larger by this: 2^12 units of 2^-53 at
-least, of the value that is rounded.
+"""Factor by which fp32 roundings and incoming radii are enlarged: by at least 2^12 units of 2^-53
+of the rounded value.
 
-It covers float64's own errors, of the oracle's values and of the radii: a few such units wherever
+It covers float64's own errors in the oracle's values and in the radii: a few such units wherever
 fp32 rounds too, which grow on their way to the result as the radius does.
 """
 
-_SMALLEST = 2.0 ** FORMATS["fp32"].min_exponent  # below it a kernel may take fp32 numbers for 0
-_WHOLE_QUOTIENT = 2.0**22  # below it a floor_divide of fp32 numbers is exact: see TRITON_ULP
+_SMALLEST = 2.0 ** FORMATS["fp32"].min_exponent  # Kernels may flush smaller fp32 numbers to 0.
+_WHOLE_QUOTIENT = 2.0**22  # Smaller floor_divide results in fp32 are exact: see TRITON_ULP.
 _NARROW = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
@@ -52,8 +52,8 @@ class RunningError:
         tanh_error: Largest relative error of a kernel's tanh, where it is larger than that of
             ``arithmetic``.
         arithmetic: How an implementation computes the mod; ``TORCH_FP64`` for the oracle itself.
-        of_reals: How far the oracle may be from the mod on real numbers: what it computes in a
-            narrower format, because the mod says so, is an error then.
+        of_reals: Whether to bound the oracle's distance from the mod on real numbers. Roundings to
+            narrower formats that the mod asks for then count as errors.
     """
 
     def __init__(
@@ -73,13 +73,13 @@ class RunningError:
         """Return the errors at some scores, each ``(heads, rows, kv)``.
 
         Args:
-            products: The exact scores that come in, float64 ``(heads, rows, kv)``.
-            radius: How far a kernel's may be off, of that shape.
-            b: Sequence of each; index tensors broadcast to that shape.
+            products: The exact incoming scores, float64 ``(heads, rows, kv)``.
+            radius: The error bounds of a kernel's incoming scores, of that shape.
+            b: Sequence indices; index tensors broadcast to that shape.
         """
         arguments = (products, b, h, q_idx, kv_idx)
         nothing = torch.zeros((), dtype=torch.float64, device=products.device)
-        # Two walks rather than one with two radii: on a GPU the values take all the memory.
+        # Two walks rather than one with two radii, since on a GPU values fill the memory.
         total, own = (
             evaluate(
                 self._expression,
@@ -96,7 +96,7 @@ class RunningError:
 
 
 def undecided(expression: Expression, *indices: Tensor) -> Tensor:
-    """Return where a kernel's mask may give the other truth value: bool, as the indices broadcast.
+    """Return where a kernel's mask may differ from the oracle's: bool, as the indices broadcast.
 
     Args:
         expression: The mask, its captured tensors on the device of the indices.
@@ -108,15 +108,14 @@ def undecided(expression: Expression, *indices: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Around:
-    """A value and how far from it a kernel's may lie; shapes that broadcast."""
+class _Approx:
+    """A value with the radius within which a kernel's value lies; shapes broadcast."""
 
-    raw: Any  # the oracle's, as torch computes it; a Python number stays one, for torch's promotion
-    value: Tensor  # the same as a tensor, of any dtype
-    # float64, how far a kernel's may be off; of a truth value 1 where it may be the other one.
-    radius: Tensor
+    raw: Any  # the oracle's value from torch; Python numbers stay such, for torch's promotion
+    value: Tensor  # ``raw`` as a tensor, of any dtype
+    radius: Tensor  # float64, bound on a kernel's error; 1 where a truth value may flip
     jump: Tensor  # bool, whether it may lie on the other side of a jump; the radius holds there too
-    format: Format | None = None  # what it is held in; None of whole and of Python numbers
+    format: Format | None = None  # its number format; None for whole and Python numbers
 
     @property
     def real(self) -> Tensor:
@@ -125,7 +124,7 @@ class _Around:
 
     @property
     def moves(self) -> Tensor:
-        """True where it may be another value at all."""
+        """True where a kernel's value may differ at all."""
         return self.radius > 0
 
     @property
@@ -135,7 +134,7 @@ class _Around:
 
 
 class _RunningErrors:
-    """The algebra of one walk: values as torch has them, and where a kernel's lie."""
+    """The algebra of one walk: torch's values, with the radii of a kernel's."""
 
     def __init__(self, roundings: _Roundings, radius: Tensor) -> None:
         self._roundings, self._radius, self._device = roundings, radius, radius.device
@@ -143,8 +142,8 @@ class _RunningErrors:
         self._never = torch.zeros((), dtype=torch.bool, device=self._device)
         self._zero = torch.zeros((), dtype=torch.float64, device=self._device)
 
-    def algebra(self) -> Algebra[_Around]:
-        special: dict[str, Callable[..., _Around]] = {
+    def algebra(self) -> Algebra[_Approx]:
+        special: dict[str, Callable[..., _Approx]] = {
             "index": self._index,
             "where": self._where,
             "cast": self._cast,
@@ -152,67 +151,67 @@ class _RunningErrors:
         }
         return Algebra.of(self._leaf, self._apply, special)
 
-    def _around(self, node: Node, raw: Any, radius: Tensor, jump: Tensor) -> _Around:
+    def _around(self, node: Node, raw: Any, radius: Tensor, jump: Tensor) -> _Approx:
         value = raw
         if not isinstance(raw, torch.Tensor):
             kind = torch.float64 if isinstance(raw, float) else None
             value = torch.tensor(raw, dtype=kind, device=self._device)
-        return _Around(raw, value, radius, jump, self._roundings.formats[node])
+        return _Approx(raw, value, radius, jump, self._roundings.formats[node])
 
-    def _computed(self, node: Node, operands: Sequence[_Around]) -> Any:
+    def _computed(self, node: Node, operands: Sequence[_Approx]) -> Any:
         return self._torch.operations[node.op](node, *(operand.raw for operand in operands))
 
-    def _leaf(self, node: Node, value: Any) -> _Around:
-        # Captured numbers are fp32 numbers, which the trace sees to: no radius.
+    def _leaf(self, node: Node, value: Any) -> _Approx:
+        # The trace admits captured numbers only if they are fp32 numbers: no radius.
         score = node.op == "input" and node.name == "score"
         radius = self._radius if score else self._zero
         return self._around(node, self._torch.leaf(node, value), radius, self._never)
 
-    def _jumps(self, operands: Sequence[_Around]) -> Tensor:
-        """True where an operand jumps, or is a truth value that is counted and may change."""
+    def _jumps(self, operands: Sequence[_Approx]) -> Tensor:
+        """Return where an operand jumps, or is a truth value used as a number that may flip."""
         jump = self._never
         for operand in operands:
             jump = jump | (operand.moves if operand.is_truth else operand.jump)
         return jump
 
-    def _index(self, node: Node, *operands: _Around) -> _Around:
+    def _index(self, node: Node, *operands: _Approx) -> _Approx:
         table, *places = operands
         raw = self._computed(node, operands)
         return self._around(node, raw, *_read_radius(table.value, raw, places))
 
-    def _where(self, node: Node, condition: _Around, *branches: _Around) -> _Around:
-        """Within reach of both branches where the condition may change.
+    def _where(self, node: Node, condition: _Approx, *branches: _Approx) -> _Approx:
+        """Reach both branches where the condition may flip.
 
-        It jumps there unless the branches meet, as those of a ReLU do.
+        The result jumps there unless the branches meet, as those of a ReLU do.
         """
         raw = self._computed(node, (condition, *branches))
         if node.kind == "float":
             branches = tuple(self._roundings.operands(node, branches))
         first, second = branches
         holds, moves = condition.value, condition.moves
-        radius, other_radius = _swap(holds, first.radius, second.radius)
-        jump, other_jump = _swap(holds, first.jump, second.jump)
+        radius, other_radius = _split_branches(holds, first.radius, second.radius)
+        jump, other_jump = _split_branches(holds, first.jump, second.jump)
         gap = _distance(first.real, second.real)
         reach = torch.where(moves, torch.maximum(radius, gap + other_radius), radius)
         jump = jump | (moves & (other_jump | (gap > radius + other_radius)))
         return self._around(node, raw, reach, jump)
 
-    def _compare(self, node: Node, a: _Around, b: _Around) -> _Around:
+    def _compare(self, node: Node, a: _Approx, b: _Approx) -> _Approx:
         raw = self._computed(node, (a, b))
-        # x != x is torch.isnan, which does not change.
+        # x != x is torch.isnan, which rounding does not change.
         isnan = node.operands[0] == node.operands[1]
         radius = self._zero if isnan else _may_meet(*self._roundings.compared([a, b]))
         return self._truth(node, raw, radius)
 
-    def _truth(self, node: Node, raw: Any, radius: Tensor) -> _Around:
-        """A truth value that may be the other one says so by its radius alone."""
+    def _truth(self, node: Node, raw: Any, radius: Tensor) -> _Approx:
+        """Return a truth value; where it may flip only its radius is set, not its jump."""
         return self._around(node, raw, radius, self._never)
 
-    def _cast(self, node: Node, operand: _Around) -> _Around:
-        """To a real number it is rounded, by the oracle too perhaps; to a whole one it is cut."""
+    def _cast(self, node: Node, operand: _Approx) -> _Approx:
+        """Round to a real dtype, perhaps in the oracle too; truncate to a whole one."""
         raw: Tensor = self._computed(node, [operand])
         if node.kind == "bool":
-            zero = _Around(0, self._zero, self._zero, self._never)
+            zero = _Approx(0, self._zero, self._zero, self._never)
             return self._truth(node, raw, _may_meet(operand, zero))
         jump = self._jumps([operand])
         if node.kind == "float":
@@ -225,39 +224,39 @@ class _RunningErrors:
         if operand.value.is_floating_point():
             ends = (torch.trunc(operand.real + sign * radius) for sign in (-1, 1))
             cut = torch.maximum(*((end - raw.double()).abs() for end in ends))
-            radius = _or_unknown(torch.where(operand.moves, cut, 0.0))
+            radius = _nan_to_infinite(torch.where(operand.moves, cut, 0.0))
         return self._around(node, raw, radius, jump | (radius > 0))
 
-    def _apply(self, node: Node, *operands: _Around) -> _Around:
+    def _apply(self, node: Node, *operands: _Approx) -> _Approx:
         raw = self._computed(node, operands)
         if node.kind == "bool":
             return self._truth(node, raw, _logical_radius(node.op, *operands))
         jump = self._jumps(operands)
         if node.kind == "float":
             return self._rounded(node, raw, operands, jump)
-        if node.op in RADII:  # whole numbers are exact
+        if node.op in RADII:  # operations on whole numbers are exact
             value = raw if isinstance(raw, torch.Tensor) else torch.tensor(raw, device=self._device)
-            radius = _or_unknown(RADII[node.op](value.double(), *operands))
-        else:  # of bits that may change nothing is known
-            radius = torch.where(_move(operands), torch.inf, 0.0).double()
+            radius = _nan_to_infinite(RADII[node.op](value.double(), *operands))
+        else:  # no bound is known for bitwise operations on numbers that may change
+            radius = torch.where(_any_moves(operands), torch.inf, 0.0).double()
         if node.op in _JUMPS or node.op not in RADII:
             jump = jump | (radius > 0)
         return self._around(node, raw, radius, jump)
 
-    def _rounded(self, node: Node, raw: Any, operands: Sequence[_Around], jump: Tensor) -> _Around:
-        """A real operation: the exact one's radius, and what its arithmetic adds."""
+    def _rounded(self, node: Node, raw: Any, operands: Sequence[_Approx], jump: Tensor) -> _Approx:
+        """Return a real operation's value; its radius is the exact one's plus the rounding."""
         result = self._around(node, raw, self._zero, jump)
         real = result.real
-        if result.value.dtype != torch.float64:  # rounded by the oracle: no part of the radius
+        if result.value.dtype != torch.float64:  # not rounded as in the oracle
             real = OPERATIONS[node.op].torch(*(operand.real for operand in operands))
         operands = self._roundings.operands(node, operands)
         operands = [self._roundings.argument(node.op, operand) for operand in operands]
-        radius = _or_unknown(RADII[node.op](real, *operands))
+        radius = _nan_to_infinite(RADII[node.op](real, *operands))
         radius = torch.where(real.isinf() & radius.isfinite(), 0.0, radius)
         if node.op in _JUMPS:
-            # A remainder moves with its operands, and by its whole divisor where it jumps.
+            # A remainder changes with its operands, and by its whole divisor where it jumps.
             least = operands[1].real.abs() if node.op == "remainder" else self._zero
-            jump = jump | ((radius > 0) & (radius >= least) & _move(operands))
+            jump = jump | ((radius > 0) & (radius >= least) & _any_moves(operands))
         return replace(result, radius=self._roundings.result(node, real, radius), jump=jump)
 
 
@@ -265,12 +264,11 @@ class _RunningErrors:
 
 
 class _Roundings:
-    """The roundings of one expression in one arithmetic: of results, operands, what is stored.
+    """The roundings of one expression in one arithmetic: of results, operands and stored values.
 
-    What the oracle itself computes in a narrower format than float64, because the mod says so,
-    a kernel rounds as well, and not always to the same number: such errors count twice. In the
-    oracle's own arithmetic they do not count: they belong to what the mod says, unless that is
-    taken ``of_reals``.
+    Where the mod makes the oracle compute in a narrower format than float64, a kernel rounds too,
+    and not always to the same number: such errors count twice. In the oracle's own arithmetic
+    they do not count, being part of the mod's definition, unless ``of_reals`` is set.
     """
 
     def __init__(
@@ -287,19 +285,20 @@ class _Roundings:
         scores = FORMATS["fp64" if exact else "fp32"].torch_dtype
         # Equal nodes are the same value, of one dtype.
         dtypes = node_dtypes(expression, scores)
-        # What each node is held in; None of whole and of Python numbers.
+        # The format of each node; None for whole and Python numbers.
         self.formats = dict(zip(nodes, map(arithmetic.format_of, dtypes), strict=True))
-        # In float64 the radii themselves are as rough as what they bound: so four times.
+        # How often each node's rounding counts. In float64 four times, since radii, computed in
+        # float64 too, are as inaccurate as the values that they bound.
         often, once = (4 * of_reals, 4) if exact else (2, 1)
         computed = [dtype in _NARROW for dtype in node_dtypes(expression, torch.float64)]
         self._times = dict(zip(nodes, (often if n else once for n in computed), strict=True))
 
     def belongs_to_the_mod(self, node: Node) -> bool:
-        """Return whether a node's rounding is no error: the oracle's own, in its arithmetic."""
+        """Return whether a node's rounding is part of the mod's definition, and so no error."""
         return not self._times[node]
 
     def result(self, node: Node, real: Tensor, radius: Tensor) -> Tensor:
-        """Return the radius of an operation's result: of the exact one, and its rounding.
+        """Return the radius of a rounded result, from the ``radius`` of the exact one.
 
         Infinite where the result may be beyond the largest number.
         """
@@ -315,18 +314,18 @@ class _Roundings:
         added = added * (self._times[node] * SLACK)
         smallest = 2.0**fmt.min_exponent
         added = torch.where(real.abs() - radius < smallest, added + smallest, added)  # flushed
-        # A real number that is computed here in float64 is known no better than that.
+        # ``of_reals``, ``real`` may itself be rounded to float64, so being held proves nothing.
         held = _is_held(real, fmt) & (ulps <= 0.5) & (not self._of_reals)
         exact = (radius == 0) & ((real == 0) | held)
         total = torch.where(exact | real.isinf(), radius, radius + added)
-        # To nearest what is up to half a unit beyond the largest number is rounded to it.
+        # Rounding to nearest maps up to half a unit beyond the largest number to this number.
         reach = radius if ulps <= 0.5 else total
-        # Half a unit beyond the largest number; of fp64 that is infinite.
+        # Half a unit beyond the largest number; infinite for fp64.
         largest = fmt.max + math.ldexp(1.0, math.frexp(fmt.max)[1] - 1 - fmt.significand)
         beyond = (real.abs() + reach > largest) & ~real.isinf()
         return torch.where(beyond, torch.inf, total)
 
-    def argument(self, op: str, operand: _Around) -> _Around:
+    def argument(self, op: str, operand: _Approx) -> _Approx:
         """Return an operand that is rounded before the operation, as that of exp is."""
         ulps = self._arithmetic.argument_ulps.get(op, 0.0)
         if not ulps:
@@ -334,21 +333,21 @@ class _Roundings:
         added = ulps * SLACK * _ulp(operand.real, operand.radius, self._widest)
         return replace(operand, radius=operand.radius + added)
 
-    def operands(self, node: Node, operands: Sequence[_Around]) -> list[_Around]:
+    def operands(self, node: Node, operands: Sequence[_Approx]) -> list[_Approx]:
         """Return operands in the format that ``node`` is computed in."""
         fmt = self.formats[node] or self._widest
         return [self._operand(fmt, operand, self._times[node]) for operand in operands]
 
-    def compared(self, operands: list[_Around]) -> list[_Around]:
-        """Return whole numbers as they are; others in the wider format."""
+    def compared(self, operands: list[_Approx]) -> list[_Approx]:
+        """Return operands in their widest format; whole numbers compared alone as they are."""
         if not any(operand.value.is_floating_point() for operand in operands):
             return operands
         formats = [operand.format for operand in operands if operand.format is not None]
         fmt = max(formats, key=lambda f: f.significand, default=FORMATS["fp32"])
         return [self._operand(fmt, operand, 2) for operand in operands]
 
-    def _operand(self, fmt: Format, operand: _Around, times: int) -> _Around:
-        """An operand as ``fmt`` holds it: Python and whole numbers, and wider ones, are rounded."""
+    def _operand(self, fmt: Format, operand: _Approx, times: int) -> _Approx:
+        """Return an operand in ``fmt``; numbers without a format and wider ones are rounded."""
         own = operand.format
         if operand.is_truth or (own is not None and own.significand <= fmt.significand):
             return operand
@@ -361,39 +360,39 @@ class _Roundings:
 
 
 def _is_held(real: Tensor, fmt: Format) -> Tensor:
-    """True where ``fmt`` holds a number exactly."""
+    """Return where ``fmt`` holds a number exactly."""
     return real == real.to(fmt.torch_dtype).double()
 
 
 def _ulp(real: Tensor, radius: Tensor, fmt: Format) -> Tensor:
-    """A unit in the last place of the largest number within reach."""
+    """Return a unit in the last place of the largest number within ``radius`` of ``real``."""
     return spacing((real.abs() + radius).nan_to_num(nan=0.0, posinf=fmt.max), fmt)
 
 
-# --- how far the result of an exact operation moves when its operands may ----------------------
+# --- radii of the results of exact operations, from the operands' radii ------------------------
 
 
-def _sum(_result: Tensor, a: _Around, b: _Around) -> Tensor:
+def _sum(_result: Tensor, a: _Approx, b: _Approx) -> Tensor:
     return a.radius + b.radius
 
 
-def _product(_result: Tensor, a: _Around, b: _Around) -> Tensor:
+def _product(_result: Tensor, a: _Approx, b: _Approx) -> Tensor:
     return a.real.abs() * b.radius + b.real.abs() * a.radius + a.radius * b.radius
 
 
-def _quotient(result: Tensor, a: _Around, b: _Around) -> Tensor:
+def _quotient(result: Tensor, a: _Approx, b: _Approx) -> Tensor:
     room = b.real.abs() - b.radius  # the divisor's smallest size
     return torch.where(room > 0, (a.radius + result.abs() * b.radius) / room, torch.inf)
 
 
-def _operand_radius(_result: Tensor, a: _Around) -> Tensor:
+def _operand_radius(_result: Tensor, a: _Approx) -> Tensor:
     return a.radius
 
 
-def _radius_of_extreme(sign: int) -> Callable[[Tensor, _Around, _Around], Tensor]:
-    """The radius of what is taken: of ``a`` where it is ahead by more than both radii."""
+def _radius_of_extreme(sign: int) -> Callable[[Tensor, _Approx, _Approx], Tensor]:
+    """Return the radius function of min or max: of the operand that surely wins, or the larger."""
 
-    def radius(_result: Tensor, a: _Around, b: _Around) -> Tensor:
+    def radius(_result: Tensor, a: _Approx, b: _Approx) -> Tensor:
         ahead, both = sign * (a.real - b.real), a.radius + b.radius
         either = torch.maximum(a.radius, b.radius)
         return torch.where(ahead > both, a.radius, torch.where(-ahead > both, b.radius, either))
@@ -401,55 +400,55 @@ def _radius_of_extreme(sign: int) -> Callable[[Tensor, _Around, _Around], Tensor
     return radius
 
 
-def _monotone(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor, _Around], Tensor]:
-    """The larger of the distances to the function's values at both ends."""
+def _monotone(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor, _Approx], Tensor]:
+    """Return a radius function: the larger distance from the result to the values at both ends."""
 
-    def radius(result: Tensor, a: _Around) -> Tensor:
+    def radius(result: Tensor, a: _Approx) -> Tensor:
         ends = (function(a.real - a.radius), function(a.real + a.radius))
         return torch.maximum(*(_distance(end, result) for end in ends))
 
     return radius
 
 
-def _of_positive(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor, _Around], Tensor]:
-    """A monotone function of numbers of at least 0; its code may flush subnormal ones to 0."""
+def _monotone_from_0(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor, _Approx], Tensor]:
+    """Return the radius function of a monotone ``function`` on x ≥ 0 that may flush subnormals."""
     ends = _stepping(function)
 
-    def radius(result: Tensor, a: _Around) -> Tensor:
+    def radius(result: Tensor, a: _Approx) -> Tensor:
         least = a.real - _flushed(a).radius
         return torch.where(least >= 0, ends(result, a), torch.inf)
 
     return radius
 
 
-def _stepping(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor, _Around], Tensor]:
-    """A step function, whose code may flush subnormal numbers to 0."""
+def _stepping(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor, _Approx], Tensor]:
+    """Return the radius function of a step function that may flush subnormals to 0."""
     ends = _monotone(function)
     return lambda result, a: ends(result, _flushed(a))
 
 
-def _flushed(a: _Around) -> _Around:
+def _flushed(a: _Approx) -> _Approx:
     tiny = (a.real != 0) & (a.real.abs() < _SMALLEST)
     return replace(a, radius=torch.where(tiny, a.radius + _SMALLEST, a.radius))
 
 
-def _wave(_result: Tensor, a: _Around) -> Tensor:
+def _wave(_result: Tensor, a: _Approx) -> Tensor:
     return _flushed(a).radius.clamp(max=2.0)
 
 
-def _whole_quotient(result: Tensor, a: _Around, b: _Around) -> Tensor:
+def _whole_quotient(result: Tensor, a: _Approx, b: _Approx) -> Tensor:
     exact = a.real / b.real
-    slip = _quotient(exact, a, b)
-    ends = (torch.floor(exact - slip), torch.floor(exact + slip))
-    return torch.where(slip > 0, torch.maximum(*(_distance(e, result) for e in ends)), 0.0)
+    spread = _quotient(exact, a, b)
+    ends = (torch.floor(exact - spread), torch.floor(exact + spread))
+    return torch.where(spread > 0, torch.maximum(*(_distance(e, result) for e in ends)), 0.0)
 
 
-def _remainder(_result: Tensor, a: _Around, b: _Around) -> Tensor:
+def _remainder(_result: Tensor, a: _Approx, b: _Approx) -> Tensor:
     whole = torch.floor(a.real / b.real)
-    same = a.radius + whole.abs() * b.radius
+    same_quotient = a.radius + whole.abs() * b.radius
     size = b.real.abs()
-    moved = torch.where(_whole_quotient(whole, a, b) > 0, size + b.radius, same)
-    return torch.where((size > b.radius) | (b.radius == 0), moved, torch.inf)
+    radius = torch.where(_whole_quotient(whole, a, b) > 0, size + b.radius, same_quotient)
+    return torch.where((size > b.radius) | (b.radius == 0), radius, torch.inf)
 
 
 RADII: dict[str, Callable[..., Tensor]] = {
@@ -470,45 +469,45 @@ RADII: dict[str, Callable[..., Tensor]] = {
     "sigmoid": _monotone(torch.sigmoid),
     "exp": _monotone(torch.exp),
     "exp2": _monotone(torch.exp2),
-    "log": _of_positive(torch.log),
-    "log2": _of_positive(torch.log2),
-    "sqrt": _of_positive(torch.sqrt),
-    "rsqrt": _of_positive(torch.rsqrt),
+    "log": _monotone_from_0(torch.log),
+    "log2": _monotone_from_0(torch.log2),
+    "sqrt": _monotone_from_0(torch.sqrt),
+    "rsqrt": _monotone_from_0(torch.rsqrt),
     "sin": _wave,
     "cos": _wave,
 }
-"""(the operation's value, its operands) → radius; sums and products hold for whole numbers too."""
+"""Functions (result, *operands) → radius; those of sums and products hold for whole numbers too."""
 
-_JUMPS = frozenset({"floor_divide", "remainder", "floor", "ceil", "sign"})  # moves by steps
+_JUMPS = frozenset({"floor_divide", "remainder", "floor", "ceil", "sign"})  # step functions
 
 
-def _may_meet(a: _Around, b: _Around) -> Tensor:
-    """The radius of a comparison's truth value: 1 where the operands may meet."""
+def _may_meet(a: _Approx, b: _Approx) -> Tensor:
+    """Return the radius of a comparison's truth value: 1 where the operands may meet."""
     reach = a.radius + b.radius
     meet = (_distance(a.real, b.real) <= reach) | torch.isinf(reach)
     return ((reach > 0) & meet).double()
 
 
-def _logical_radius(op: str, *operands: _Around) -> Tensor:
-    """The radius of and, or, xor, not of truth values: 1 where one that may change decides."""
+def _logical_radius(op: str, *operands: _Approx) -> Tensor:
+    """Return the radius of and, or, xor, not: 1 where an operand that may flip decides."""
     if op == "not":
         return operands[0].radius
     a, b = operands
     if op == "xor":
         return torch.maximum(a.radius, b.radius)
-    # What the other must be, or may be, for this one to decide: true for and, false for or.
-    open_a, open_b = ((x.value == (op == "and")) | x.moves for x in operands)
-    return ((a.moves & open_b) | (b.moves & open_a)).double()
+    # One operand decides the result where the other is, or may be, true for and, false for or.
+    a_lets_b_decide, b_lets_a_decide = ((x.value == (op == "and")) | x.moves for x in operands)
+    return ((a.moves & b_lets_a_decide) | (b.moves & a_lets_b_decide)).double()
 
 
-def _read_radius(table: Tensor, value: Tensor, places: Sequence[_Around]) -> tuple[Tensor, Tensor]:
+def _read_radius(table: Tensor, value: Tensor, places: Sequence[_Approx]) -> tuple[Tensor, Tensor]:
     """Return the radius of ``table[places]``, and where another element may be read.
 
-    One index may be off by one, up or down: the farther neighbour counts. Beyond that nothing is
-    known.
+    If one index may be off by one, up or down, the neighbour with the larger difference counts;
+    beyond that the radius is infinite.
     """
-    moved = [place.radius for place in places]
-    total = sum(moved[1:], start=moved[0])
+    place_radii = [place.radius for place in places]
+    total = sum(place_radii[1:], start=place_radii[0])
     radius = torch.where(total > 1, torch.inf, 0.0).double()
     for axis, place in enumerate(places):
         if not bool(place.moves.any()):
@@ -524,21 +523,21 @@ def _read_radius(table: Tensor, value: Tensor, places: Sequence[_Around]) -> tup
 
 
 def _distance(a: Tensor, b: Tensor) -> Tensor:
-    """|a − b|, 0 of equal infinities."""
+    """Return |a − b|; 0 for equal infinities."""
     return torch.where(a == b, 0.0, (a - b).abs())
 
 
-def _swap(holds: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what a condition takes, and what it does not."""
+def _split_branches(holds: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (the branch that a condition takes, the other branch), elementwise."""
     return torch.where(holds, first, second), torch.where(holds, second, first)
 
 
-def _move(operands: Sequence[_Around]) -> Tensor:
+def _any_moves(operands: Sequence[_Approx]) -> Tensor:
     moves = operands[0].moves
     for operand in operands[1:]:
         moves = moves | operand.moves
     return moves
 
 
-def _or_unknown(radius: Tensor) -> Tensor:
+def _nan_to_infinite(radius: Tensor) -> Tensor:
     return torch.nan_to_num(radius, nan=math.inf, posinf=math.inf)

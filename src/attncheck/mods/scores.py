@@ -2,10 +2,11 @@
 
 The result has the dtype of the incoming score: captured fp32 tensors are promoted to it before
 any arithmetic, so that the float64 oracle computes in float64 (a product of an fp32 tensor with
-an integer tensor would be rounded to fp32). Importing this imports no torch.
+an integer tensor would be rounded to fp32). Importing this module does not import torch.
 """
 
-# ruff: noqa: ARG001, ARG005  (every score mod has FlexAttention's whole signature, whatever it reads)
+# ruff: noqa: ARG001, ARG005  (every score mod has FlexAttention's whole signature, whatever it
+# reads)
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def none(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    """The score itself."""
+    """Return the score itself."""
     return score
 
 
@@ -88,10 +89,10 @@ def temperature(temperature: float) -> ScoreMod:
 
 
 def table_reader(table: Tensor) -> MaskMod:
-    """A mod that gives what ``table``, ``(batch or 1, heads or 1, query or 1, kv or 1)``, holds.
+    """Return a mod that reads ``table``, ``(batch or 1, heads or 1, query or 1, kv or 1)``.
 
-    Axes of size 1 are not looked at. A table of one number keeps its last axis: captured tensors
-    are read by an index.
+    Axes of size 1 are not indexed. A table of one number keeps its last axis, since captured
+    tensors must be read by an index.
     """
     axes = [axis for axis, size in enumerate(table.shape) if size > 1] or [3]
     squeezed = table.reshape([table.shape[axis] for axis in axes])
@@ -126,16 +127,16 @@ def offset_score(part: ScoreMod, *, rows: int) -> ScoreMod:
 # --- the library ------------------------------------------------------------------------------
 
 _LARGEST_DISTANCE = 2**20
-_OTHER_SLOPES = 8  # sequences in turn
-_MOST_NUMBERS = check.INT32_LARGEST  # kernels compute where to read in 32 bits
+_SLOPE_PERIOD = 8  # Period of ``sequence_slopes`` in sequences.
+_MOST_NUMBERS = check.INT32_LARGEST  # Kernels compute offsets into a table in 32 bits.
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:
     """Return 2^(−8(h+1)/heads) for each head, as fp32 numbers (Press et al. 2022).
 
-    Through ``decimal``, so that the bits are the same on every machine.
+    Computed with ``decimal``, so that the bits are the same on every machine.
     """
-    # More digits than fp32 has by far: the last rounding alone decides.
+    # Far more digits than fp32 has, so that only the last rounding matters.
     context = decimal.Context(prec=50)
     exponents = [context.divide(decimal.Decimal(-8 * (h + 1)), heads) for h in range(heads)]
     return tuple(fp32(float(context.power(2, exponent))) for exponent in exponents)
@@ -149,12 +150,12 @@ def _alibi(_values: Values, dims: Dimensions, device: str) -> ScoreMod:
 
 
 def sequence_slopes(batch: int, heads: int) -> list[list[float]]:
-    """Return ``alibi_slopes`` of each sequence: half of those of the sequence before it.
+    """Return ``alibi_slopes`` of each sequence: each has half the slopes of the one before it.
 
-    Every eighth sequence has the first one's: none is below the normal numbers.
+    Every eighth sequence starts again with the first one's, so that no slope is subnormal.
     """
     usual = alibi_slopes(heads)
-    return [[slope * 2.0 ** -(b % _OTHER_SLOPES) for slope in usual] for b in range(batch)]
+    return [[slope * 2.0 ** -(b % _SLOPE_PERIOD) for slope in usual] for b in range(batch)]
 
 
 def _alibi_by_sequence(_values: Values, dims: Dimensions, device: str) -> ScoreMod:
@@ -196,9 +197,9 @@ def _bias(values: Values, dims: Dimensions, device: str) -> ScoreMod:
 
 
 def _draw_bias(seed: int, shape: tuple[int, int, int, int]) -> Tensor:
-    """Standard normal fp32 numbers; element (b, h, i, j) is the same in every shape that has it.
+    """Draw standard normal fp32 numbers; element (b, h, i, j) does not depend on the shape.
 
-    So that a part of a Problem has a part of its bias.
+    A part of a Problem thus has a part of its bias.
     """
     import numpy as np
     import torch
@@ -211,7 +212,7 @@ def _draw_bias(seed: int, shape: tuple[int, int, int, int]) -> Tensor:
     return torch.from_numpy(table)
 
 
-_MOST_CACHED = 2**24  # numbers, 64 MiB: a mod is built several times for one Case
+_MOST_CACHED = 2**24  # Numbers, 64 MiB; cached since a mod is built several times per Case.
 _cached_bias = lru_cache(maxsize=4)(_draw_bias)
 
 
@@ -253,7 +254,7 @@ SCORES: dict[str, Entry[ScoreMod]] = {
         summary="what `text` gives, as where(q_idx % 2 == 0, score, score * 0.5)",
         arguments={"text": check.formula_text(formula.score_formula_code)},
         build=lambda values, dims, _device: formula.formula_score(values["text"], dims),
-        additive=False,  # or is: only its text says so
+        additive=False,  # even if the text adds something to the score
     ),
     "chain": Entry(summary="applies its parts from left to right", compose=chain_scores),
     "offset": Entry(

@@ -1,6 +1,6 @@
 """FlexAttention's two signatures, as types.
 
-A file of its own, for what names a mod (``spec``) is read where no torch may be imported.
+They have their own module, since Specs are read where torch may not be imported.
 """
 
 from __future__ import annotations

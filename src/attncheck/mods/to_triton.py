@@ -1,15 +1,15 @@
 """Expressions as ``@triton.jit`` functions that a kernel takes as ``tl.constexpr`` arguments.
 
 The function is printed from the structure alone and compiled once; numbers and tensors are
-passed at run time in a tuple. Triton specialises whole numbers in a tuple (equal to 1, multiple
-of 16, any other), also where the kernel says ``do_not_specialize``: at most three variants each.
+passed at run time in a tuple. Triton specialises whole numbers in a tuple (1, multiples of 16,
+others), even with ``do_not_specialize``: at most three variants each.
 
-Arithmetic is fp32 and int32, whatever torch computes the callable in: a whole number beyond 32 bits
-wraps, and one beyond 2^24 is rounded where it meets a real one. ``operation_errors`` states the
-error of each operation. On a GPU ``/`` on fp32 is ``div.full.f32`` or has its bits (``_quotient``):
-within 2 ulp, not IEEE (read from the PTX of Triton 3.9; ``tl.div_rn`` would be IEEE, and slower).
-Triton may fuse a multiplication and an addition into one rounding. ``floor`` and ``ceil`` take
-subnormal numbers for 0 (``cvt.ftz``).
+Arithmetic is fp32 and int32, whatever dtypes torch uses for the callable: whole numbers beyond 32
+bits wrap, and those beyond 2^24 are rounded when combined with reals. ``operation_errors`` lists
+the error of each operation. On a GPU ``/`` on fp32 is ``div.full.f32`` or has its bits
+(``_quotient``): within 2 ulp, not IEEE (seen in the PTX of Triton 3.9; ``tl.div_rn`` would be IEEE,
+and slower). Triton may fuse a multiplication and an addition into one rounding. ``floor`` and
+``ceil`` flush subnormal numbers to 0 (``cvt.ftz``).
 """
 
 from __future__ import annotations
@@ -39,23 +39,22 @@ from attncheck.mods.expression import (
 from attncheck.mods.triton_functions import FUNCTIONS
 
 _INT32_LARGEST = 2**31 - 1
-SHORT = 2**23  # of indices below
-_SHORT_BITS = 0x4B000000  # of 2^23 in fp32, to which a number below 2^23 adds itself
+SHORT = 2**23  # Indices below this are exact in fp32: see ``to_triton``.
+_SHORT_BITS = 0x4B000000  # The bits of fp32 2^23; plus n < 2^23 they are the bits of 2^23 + n.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TritonMod:
-    """A mod as a kernel takes it."""
+    """A mod in the form of kernel arguments."""
 
     # ``mask_mod(b, h, q_idx, kv_idx, captured)`` or ``score_mod(score, b, h, q_idx, kv_idx,
-    # captured)``, a ``@triton.jit`` function; the same object for every expression of one text. It
-    # may be called at indices beyond query and kv: what it reads there is inside the captured
-    # tensors. The result broadcasts to the indices.
+    # captured)``, a ``@triton.jit`` function; the same object for all expressions of equal source.
+    # It may be called at indices beyond query and kv: its reads stay inside the captured tensors.
+    # The result broadcasts to the indices.
     function: Any
-    # What to pass as ``captured``: for each slot a number, or a tensor's pointer followed by its
-    # sizes.
+    # The argument ``captured``: per slot a number, or a tensor's pointer followed by its sizes.
     captured: tuple[Captured, ...]
-    source: str  # the text of the function
+    source: str  # the source of the function
     long: bool  # ``is_long``
 
 
@@ -63,10 +62,10 @@ def to_triton(expression: Expression, *, short: bool = False) -> TritonMod:
     """Return the expression as a Triton function, and its captured values.
 
     Args:
-        expression: What to print.
-        short: Whether query and kv are at most ``SHORT``. Where a distance meets a real number, it
-            is then the difference of two fp32 numbers, 2^23 and the indices, as exactly: no score
-            needs a conversion.
+        expression: The expression to print.
+        short: Whether query and kv are at most ``SHORT``. Distances combined with real numbers are
+            then differences of the fp32 numbers 2^23 + index, which are exact: no element needs a
+            conversion from int32.
 
     Raises:
         UsageError: if a captured tensor is too large for 32-bit offsets.
@@ -74,9 +73,9 @@ def to_triton(expression: Expression, *, short: bool = False) -> TritonMod:
     nodes = expression.structure.nodes
     divisors = (nodes[node.operands[1]] for node in nodes if node.op == "div")
     moderate = frozenset(
-        one.slot
-        for one in divisors
-        if one.slot >= 0 and _is_moderate(expression.captured[one.slot])
+        divisor.slot
+        for divisor in divisors
+        if divisor.slot >= 0 and _is_moderate(expression.captured[divisor.slot])
     )
     source = _Printer(expression.structure, moderate, short=short).source()
     function = _function(_name(expression.structure), source)
@@ -93,18 +92,18 @@ def to_triton(expression: Expression, *, short: bool = False) -> TritonMod:
 
 
 def _is_moderate(value: Captured) -> bool:
-    """Whether it is a number that ``_quotient`` divides by."""
+    """Return whether ``_quotient`` can divide by a captured value."""
     return not isinstance(value, torch.Tensor) and 2.0**-126 <= abs(fp32(value)) <= 2.0**126
 
 
 def is_long(expression: Expression) -> bool:
-    """Return whether it is tens of instructions: functions of reals, whole numbers divided."""
+    """Return whether the mod takes tens of instructions: transcendental functions, // or %."""
     long = _FUNCTIONS_OF_REALS.keys() - {"floor", "ceil", "sqrt"} | {"floor_divide", "remainder"}
     return any(node.op in long for node in expression.structure.nodes)
 
 
 def _read_as(flat: torch.Tensor) -> torch.dtype:
-    """The dtype that a kernel reads the elements in, exactly: the mod may not compute in fewer."""
+    """Return the dtype of a captured tensor in kernels, which must hold its elements exactly."""
     if flat.is_floating_point():
         return torch.float32
     if flat.dtype is torch.bool:
@@ -118,16 +117,16 @@ def _read_as(flat: torch.Tensor) -> torch.dtype:
 
 @cache
 def _function(name: str, source: str) -> Any:
-    """The one function of a text, whatever it was printed from."""
-    # Triton and inspect read a function's text through linecache; no file is needed.
+    """Return the only function object of a source."""
+    # Triton and inspect read a function's source through linecache; no file is needed.
     digest = hashlib.sha256(source.encode()).hexdigest()[:16]
     file = f"<attncheck {name} {digest}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     scope: dict[str, Any] = {"tl": tl, "__name__": __name__, **FUNCTIONS}
     exec(compile(source, file, "exec"), scope)  # noqa: S102  (our own printed text)
     function = scope[name]
-    # Triton knows a function that a kernel calls by its module, this name and the types of its
-    # arguments: a score mod and its derivative would be one and the same.
+    # Triton identifies a called function by its module, this name and the types of its arguments:
+    # without a digest it would confuse a score mod with its derivative.
     function.__qualname__ = f"{name}_{digest}"
     return triton.jit(function)
 
@@ -137,21 +136,21 @@ def _name(structure: Structure) -> str:
 
 
 class _Text(NamedTuple):
-    """A value of the printed function, and the node that it is."""
+    """A node with its expression in the printed function."""
 
     node: Node
     text: str
-    real: str = ""  # of a distance: the same as a real number, if that is less work
+    real: str = ""  # of a distance: its fp32 expression without a conversion, if any
 
 
 class _Printer:
-    """The algebra of Triton's text: each operation is a line, its value the line's variable."""
+    """The algebra of Triton source: each operation is a line, its value the line's variable."""
 
     def __init__(self, structure: Structure, moderate: frozenset[int], *, short: bool) -> None:
         self._structure, self._lines = structure, list[str]()
-        # Slots of the numbers that ``_quotient`` divides by, and whether indices are exact in fp32.
+        # Slots of divisors for ``_quotient``, and whether indices are exact in fp32.
         self._moderate, self._short = moderate, short
-        # Where each slot begins in the tuple: a tensor is followed by its sizes.
+        # The position of each slot in the tuple, where a tensor is followed by its sizes.
         ranks = {n.slot: n.rank * (n.op == "tensor") for n in structure.nodes if n.slot >= 0}
         self._first: dict[int, int] = {}
         position = 0
@@ -160,13 +159,13 @@ class _Printer:
             position += 1 + ranks[slot]
 
     def source(self) -> str:
-        """Return the text of the function."""
+        """Return the source of the function."""
         inputs = self._structure.inputs
         special: dict[str, Callable[..., _Text]] = {"index": self._load, "cast": self._cast}
         algebra = Algebra.of(self._leaf, self._operation, special)
-        # The text follows from the structure alone: what is captured is passed at run time.
-        nothing = (0,) * (1 + max(self._first, default=-1))
-        result = evaluate(Expression(self._structure, nothing), algebra, *inputs)
+        # The source depends only on the structure: captured values are passed at run time.
+        placeholders = (0,) * (1 + max(self._first, default=-1))
+        result = evaluate(Expression(self._structure, placeholders), algebra, *inputs)
         head = f"def {_name(self._structure)}({', '.join(inputs)}, captured):"
         return "\n".join([head, *self._lines, f"    return {result.text}", ""])
 
@@ -183,7 +182,7 @@ class _Printer:
         return _Text(node, variable)
 
     def _operation(self, node: Node, *operands: _Text) -> _Text:
-        texts = [_converted(node, i, operand) for i, operand in enumerate(operands)]
+        texts = [_convert_operand(node, i, operand) for i, operand in enumerate(operands)]
         is_real = node.kind == "float"
         template = _REAL_TEMPLATES.get(node.op, "") if is_real else ""
         if node.op == "div" and operands[1].node.slot in self._moderate:
@@ -198,7 +197,7 @@ class _Printer:
 
     def _cast(self, node: Node, operand: _Text) -> _Text:
         if node.kind == operand.node.kind:
-            return operand._replace(node=node)  # one width a kind: nothing to do
+            return operand._replace(node=node)  # each kind has one width
         if node.kind == "float" and operand.real:
             return self._line(node, operand.real)
         if node.kind == "bool":
@@ -210,15 +209,15 @@ class _Printer:
         offset = ""
         for axis, (index, text, _) in enumerate(indices):
             size = f"captured[{self._first[table.node.slot] + 1 + axis}]"
-            # Only b, h, q_idx and kv_idx are known to be no negative (from the end) index.
+            # Only b, h, q_idx and kv_idx are surely no negative indices, which count from the end.
             place = f"{'_inside' if index.op == 'input' else '_wrapped'}({text}, {size})"
             offset = f"({offset}) * {size} + {place}" if axis else place
         loaded = f"tl.load({table.text} + {offset})"
         return self._line(node, f"{loaded} != 0" if node.kind == "bool" else loaded)
 
 
-def _converted(node: Node, position: int, operand: _Text) -> str:
-    """The operand with the type that the operation works on: truth values count as 0 and 1."""
+def _convert_operand(node: Node, position: int, operand: _Text) -> str:
+    """Return the operand converted for the operation: truth values count as 0 and 1."""
     kind, text = operand.node.kind, operand.text
     if node.kind == "float" and operand.real:
         return operand.real

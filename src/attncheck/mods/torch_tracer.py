@@ -1,4 +1,4 @@
-"""One run of a mod under torch's own tracer, with the line of the mod beside each operation."""
+"""Records a mod's operations by torch's tracer, with the source line of each operation."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ PLACE = "attncheck_place"
 """Key of a node's ``meta``: where in the mod it was recorded (`` at file:line `text```)."""
 
 
-# --- what messages say of a mod ---------------------------------------------------------------
+# --- names and lines of a mod in messages -----------------------------------------------------
 
-# Frames of torch and of the modules that watch a mod are not the mod's; three hold mods.
+# Frames in torch and in this package are not the mod's, except in three modules that hold mods.
 _NOT_THE_MOD = (
     str(Path(torch.__file__).parent),
     *(
@@ -45,7 +45,7 @@ _NOT_THE_MOD = (
 
 
 def describe_mod(what: str, mod: Any) -> str:
-    """Return ``mask 'name'``: a partial is called by its function, an object by its class."""
+    """Return ``mask 'name'``: for a partial its function's name, for an object its class's."""
     while isinstance(mod, functools.partial):
         mod = mod.func
     return f"{what} {getattr(mod, '__name__', type(mod).__name__)!r}"
@@ -62,7 +62,7 @@ def current_mod_line() -> str:
 
 
 def failing_mod_line(error: BaseException) -> str:
-    """Return the innermost line of the mod that ``error`` passed, likewise."""
+    """Return the innermost line of the mod in the traceback of ``error``, or ""."""
     place = ""
     traceback = error.__traceback__
     while traceback is not None:
@@ -83,10 +83,10 @@ def _place(frame: FrameType, line: int) -> str:
 
 
 def example_arguments(names: tuple[str, ...], device: str) -> list[Tensor]:
-    """Return one element for each argument of a mod, each a tensor of its own.
+    """Return a one-element tensor for each argument of a mod.
 
-    The tracer takes one object for one symbol. The score is float64, so that Python numbers stay
-    what they are.
+    They are distinct objects, since the tracer identifies arguments by object. The score is
+    float64, so that Python numbers are not rounded.
     """
     return [
         torch.full((1,), 0.5, dtype=torch.float64, device=device)
@@ -99,7 +99,7 @@ def example_arguments(names: tuple[str, ...], device: str) -> list[Tensor]:
 def record_operations(
     mod: Callable[..., Tensor], arguments: tuple[str, ...], examples: list[Tensor]
 ) -> fx.GraphModule:
-    """Return the ATen operations that ``mod`` applies to ``examples``; their lines are in PLACE.
+    """Return the ATen operations that ``mod`` applies to ``examples``, with lines in PLACE.
 
     Raises:
         TraceError: if the mod cannot be called with ``arguments``, raises, writes in place, draws
@@ -112,7 +112,7 @@ def record_operations(
     except TypeError as error:
         raise TraceError(f"it must take ({', '.join(arguments)}): {error}") from None
     except ValueError:
-        pass  # a built-in function has no signature: it says so itself when it is called
+        pass  # a built-in function has no signature: wrong arguments raise when it is called
 
     def watched(*tensors: Tensor) -> Tensor:
         return _call_watched(mod, tensors)
@@ -124,8 +124,7 @@ def record_operations(
 def record_gradient(mod: Callable[..., Tensor], examples: list[Tensor]) -> fx.GraphModule:
     """Return the ATen operations of torch's derivative of ``mod`` by its first argument.
 
-    They are autograd's, its compound formulas written out (``core_aten_decompositions``); some
-    write in place.
+    They are autograd's, decomposed by ``core_aten_decompositions``; some write in place.
 
     Raises:
         TraceError: as ``record_operations``, or if torch has no derivative of an operation.
@@ -146,16 +145,16 @@ def record_gradient(mod: Callable[..., Tensor], examples: list[Tensor]) -> fx.Gr
 
 @functools.cache
 def _decompositions() -> dict[Any, Callable[..., Any]]:
-    """Kept as a plain dict: torch's own table looks through all operators at each use, 0.1 s."""
+    """Return torch's table as a plain dict: its own searches all operators at each use, 0.1 s."""
     table = core_aten_decompositions()
     return dict(table.items())  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
 @functools.cache
-def _fakes() -> FakeTensorMode:
-    """One mode for all: torch would make one for every operation, each with a stack trace."""
+def _fake_mode() -> FakeTensorMode:
+    """Return one mode for all; torch would create one per operation, each with a stack trace."""
     with no_garbage_collection():
-        import_module("torch._dynamo")  # which the mode would import
+        import_module("torch._dynamo")  # the mode would import it
     return FakeTensorMode(allow_fallback_kernels=True)
 
 
@@ -163,7 +162,7 @@ def _make_graph(
     function: Callable[..., Tensor], examples: list[Tensor], decompositions: Any = None
 ) -> fx.GraphModule:
     try:
-        with tracing(TracingContext(_fakes())):
+        with tracing(TracingContext(_fake_mode())):
             return make_fx(function, decomposition_table=decompositions)(*examples)
     except (TraceError, KeyboardInterrupt):
         raise
@@ -183,9 +182,9 @@ def _call_watched(mod: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> Te
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """Refuses what no expression can say, and notes where each operation is called.
+    """Refuses operations that no expression can represent, and records the line of each other one.
 
-    It knows which tensors depend on the mod's arguments; all others are constants of the mod, and
+    It tracks which tensors depend on the mod's arguments; all others are constants of the mod, and
     their values may be read.
     """
 
@@ -221,7 +220,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leave
 
 
 class _NoEscape(TorchFunctionMode):
-    """Refuses what reads a tensor's memory past the dispatcher."""
+    """Refuses functions that read a tensor's memory without the dispatcher."""
 
     def __init__(self, watch: _Watch) -> None:
         super().__init__()
@@ -252,7 +251,7 @@ def _call_marked(func: Any, args: Any, kwargs: Any, place: str) -> Any:
     return result
 
 
-# --- running what was recorded ----------------------------------------------------------------
+# --- running recorded operations --------------------------------------------------------------
 
 
 def aten_name(node: fx.Node) -> str:
@@ -262,10 +261,10 @@ def aten_name(node: fx.Node) -> str:
 
 
 class VocabularyInterpreter(fx.Interpreter):
-    """Runs what was recorded without what the vocabulary has no words for.
+    """Runs recorded operations, with replacements of those outside the vocabulary.
 
-    That is writing in place and some powers. Factors of 1, with which every derivative by autograd
-    begins, and terms of 0 are left out: a kernel would compute with them.
+    These are writes in place and some powers. Factors of 1, with which every derivative by autograd
+    begins, and terms of 0 are left out, so that kernels need not compute them.
     """
 
     def run_node(self, n: fx.Node) -> Any:
@@ -281,7 +280,7 @@ class VocabularyInterpreter(fx.Interpreter):
         if name == "pow" and args[1] in _POWERS:
             return _POWERS[args[1]](self.env[args[0]])
         if name.endswith("_") and target._schema.is_mutable:
-            # Whoever reads that tensor later reads the value that was to be written.
+            # Later reads of the tensor get the value that would have been written.
             values, kwargs = self.fetch_args_kwargs_from_env(n)
             if name == "copy_":
                 value = values[1].to(values[0].dtype)
@@ -298,11 +297,11 @@ _POWERS: dict[float, Callable[[Tensor], Tensor]] = {
     -3: lambda x: torch.reciprocal(x * x * x),
     -1.5: lambda x: torch.reciprocal(x * torch.sqrt(x)),
 }
-"""Of x^n for an n of the vocabulary, x^(n − 1) where that is not of the vocabulary."""
+"""x^(n − 1), of the derivative of x^n, where n is in the vocabulary and n − 1 is not."""
 
 
 def _constant(value: Any) -> float | None:
-    """Return the number that a tensor was filled with; a number is itself."""
+    """Return the number that a tensor was filled with, or a number itself; else None."""
     if isinstance(value, fx.Node):
         filled = value.target is torch.ops.aten.full_like.default
         value = value.args[1] if filled else None

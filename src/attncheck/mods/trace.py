@@ -1,4 +1,4 @@
-"""From a FlexAttention callable to an expression, and to that of its derivative."""
+"""Traces a FlexAttention callable, or its derivative, into an expression."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def trace_mask(mask_mod: MaskMod, device: str = "cpu") -> Expression:
 
     Args:
         mask_mod: Any FlexAttention callable of the vocabulary (``expression.OPERATIONS``).
-        device: Where the tensors are that it captures.
+        device: The device of the tensors that it captures.
 
     Raises:
         TraceError: for another operation, for control flow on tensors, or if the mod fails.
     """
     if mask_mod is full:
-        # What the tracer would say; it brings torch's compiler, which takes seconds to import.
+        # The tracer's result, without the tracer: it imports torch's compiler, which takes seconds.
         return Expression(Structure(INDICES, (Node("true", "bool"),)), ())
     return _trace("mask", mask_mod, INDICES, device)
 
@@ -69,29 +69,29 @@ def trace_score(score_mod: ScoreMod, device: str = "cpu") -> Expression:
 
 
 def trace_index(index: Callable[..., Tensor], device: str = "cpu") -> Expression:
-    """Return the expression of a whole number of a score mod's arguments: where it reads a tensor.
+    """Return the expression of an index at which a score mod reads a tensor.
 
-    Arguments and errors as for ``trace_mask``.
+    ``index`` takes a score mod's arguments. Arguments and errors as for ``trace_mask``.
     """
     return _trace("index", index, _SCORE_ARGUMENTS, device)
 
 
 def trace_derivative(score_mod: ScoreMod, device: str = "cpu") -> Expression:
-    """Return the expression of ∂ score_mod / ∂ score, of the arguments of a score mod.
+    """Return the expression of ∂ score_mod / ∂ score, a function of the score mod's arguments.
 
-    Where there is no derivative (a kink, a jump, the border of a ``where``) it says what torch's
-    autograd of the very callable says: it is traced from that. A number that autograd has as a
-    float64 one is that number: ln 2, of exp2 and log2.
+    It is traced from torch's autograd of the callable, and equals that also where there is no
+    derivative (a kink, a jump, the border of a ``where``). Float64 constants of autograd, as the
+    ln 2 of exp2 and log2, become captured numbers.
 
     Arguments as for ``trace_score``.
 
     Raises:
         TraceError: as ``trace_score`` of the score mod itself, and where torch has no derivative
-            of an operation, or one that the vocabulary has no words for.
+            of an operation, or one outside the vocabulary.
     """
 
     def trace() -> Expression:
-        trace_score(score_mod, device)  # what cannot be traced is refused in the same words
+        trace_score(score_mod, device)  # refuses what cannot be traced with the same message
         try:
             recorded = record_gradient(score_mod, example_arguments(_SCORE_ARGUMENTS, device))
 
@@ -122,14 +122,14 @@ def _trace(
         except TraceError as error:
             name = describe_mod(what, mod)
             raise TraceError(f"{name} cannot be traced: {error}.") from None
-        # What the result does not need, as a value that the mod drops, is left out.
+        # Leave out nodes that the result does not need, such as a value that the mod drops.
         whole = Expression(Structure(inputs, tuple(graph.nodes)), tuple(graph.captured))
         return whole.part(position)
 
     return _cached(what, mod, device, trace)
 
 
-_MUST: dict[str, tuple[str, str]] = {
+_RESULT_RULES: dict[str, tuple[str, str]] = {
     "mask": ("bool", "it must give one tensor of truth values, torch.bool, one value an index"),
     "score mod": (
         "float",
@@ -140,32 +140,32 @@ _MUST: dict[str, tuple[str, str]] = {
 
 
 def _one_value(what: str, graph: Graph, result: Any) -> int:
-    """Return the position of a mod's result: it must be one value of the right kind."""
-    kind, must = _MUST[what]
+    """Return the position of a mod's result; raise unless it is one value of the right kind."""
+    kind, requirement = _RESULT_RULES[what]
     if not isinstance(result, Traced | Tensor):
-        many = [t for t in (tuple, list, dict) if isinstance(result, t)]
-        text = f"a {many[0].__name__} of {len(result)}" if many else repr(result)
-        raise TraceError(f"it gives {text}: {must}")
+        collections = [t for t in (tuple, list, dict) if isinstance(result, t)]
+        text = f"a {collections[0].__name__} of {len(result)}" if collections else repr(result)
+        raise TraceError(f"it gives {text}: {requirement}")
     value = result.example if isinstance(result, Traced) else result
     if value.ndim > 1 or value.numel() != 1:
-        raise TraceError(f"it gives shape {tuple(value.shape)} for one index: {must}")
+        raise TraceError(f"it gives shape {tuple(value.shape)} for one index: {requirement}")
     position = graph.operand(result)
     if graph.nodes[position].kind != kind:
         dtype = str(value.dtype).removeprefix("torch.")
-        raise TraceError(f"it gives dtype {dtype}: {must}")
+        raise TraceError(f"it gives dtype {dtype}: {requirement}")
     return position
 
 
 @dataclass(slots=True)
 class _Conversion:
-    """Walks a recorded graph once, with every value on the example beside its node."""
+    """Converts a recorded graph in one walk, computing each node's value on the example too."""
 
     recorded: fx.GraphModule
     graph: Graph = field(default_factory=Graph)
     values: dict[fx.Node, Any] = field(default_factory=dict)
 
     def run(self, inputs: tuple[str, ...], examples: list[Tensor]) -> tuple[Graph, Any]:
-        """Return the graph and the mod's result: a Traced, a constant tensor, or anything."""
+        """Return the graph and the mod's result: a Traced, a constant tensor, or any object."""
         arguments = iter(zip(inputs, examples, strict=True))
         result: Any = None
         for node in self.recorded.graph.nodes:
@@ -187,7 +187,7 @@ class _Conversion:
         value: Tensor = target(*_examples(args), **_examples(kwargs))
         name = target.overloadpacket.__name__
         depends = any(isinstance(self.values[n], Traced) for n in node.all_input_nodes)
-        # What depends on no argument is a constant of the mod, however it was computed.
+        # A value that depends on no argument is a constant of the mod, however it was computed.
         if not depends or name in CREATIONS:
             return value
         position = self._position(node, name, args, kwargs, value)
@@ -226,7 +226,7 @@ class _Conversion:
 
 
 def _examples(arguments: Any) -> Any:
-    """Return ``arguments`` with every traced value as it is on the example."""
+    """Return ``arguments`` with every traced value replaced by its value on the example."""
     if isinstance(arguments, Traced):
         return arguments.example
     if isinstance(arguments, dict):
@@ -236,27 +236,27 @@ def _examples(arguments: Any) -> Any:
     return arguments
 
 
-# --- traces that are kept ---------------------------------------------------------------------
+# --- cached traces ----------------------------------------------------------------------------
 #
-# A trace costs as much as a small kernel, and a library mod is built anew for each Problem: causal
-# for a thousand lengths is one function. The same code with the same closure has the same trace.
-# Only the library's own functions are known to read nothing that changes; one function of somebody
-# else's in a closure, and nothing is kept.
+# A trace costs as much as a small kernel, and a library mod is built anew for each Problem, though
+# causal is one function for all lengths. Equal code with an equal closure has an equal trace, if it
+# reads nothing else that changes. Only the library's own functions are known not to: a mod with a
+# foreign function in its closure is not cached.
 
 _LIBRARY = frozenset({"attncheck.mods.masks", "attncheck.mods.scores"})
 _MOST_TRACES = 256
-_MOST_NUMBERS = 4096  # of a tensor that is compared
+_MOST_NUMBERS = 4096  # Most elements of a captured tensor whose bytes become part of a cache key.
 _TRACES: OrderedDict[Any, Expression] = OrderedDict()
 
 
 class _MayChange(Exception):
-    """Something in a closure may be another next time."""
+    """A closure holds something that has no cache key, since it may change."""
 
 
 def _cached(
     what: str, mod: Callable[..., Tensor], device: str, trace: Callable[[], Expression]
 ) -> Expression:
-    """Return ``trace()``, or what it gave for a library mod of the same code and closure."""
+    """Return ``trace()``, cached for library mods by their code and closure."""
     try:
         key = what, device, _identity(mod)
     except _MayChange:
@@ -270,9 +270,9 @@ def _cached(
 
 
 def _identity(value: object) -> Any:
-    """Return a key of a value of a closure; raise _MayChange where there is none."""
+    """Return a cache key of a value in a closure; raise _MayChange if it has none."""
     if type(value) in (bool, int, float, str, type(None)):
-        # 1, 1.0 and True are equal, and 0.0 and -0.0: they are not the same.
+        # 1, 1.0 and True compare equal, and so do 0.0 and -0.0: their types and reprs differ.
         return type(value), repr(value)
     if type(value) in (tuple, list):
         return type(value), tuple(map(_identity, value))  # type: ignore[call-overload]  # it is one
@@ -310,19 +310,19 @@ def count_disagreements(
     seed: int = 0,
     device: str = "cpu",
 ) -> int:
-    """Return at how many sampled indices ``expression`` and ``mod`` differ (NaN equals NaN).
+    """Return the number of sampled indices at which ``expression`` and ``mod`` differ.
 
-    Sampled are the corners of the index ranges, ``samples`` draws, half of them near the
-    diagonal, and the places where a comparison with one of the expression's whole numbers (of a
-    captured tensor: the first few) can change: kv_idx or kv_idx − q_idx next to ± the number.
-    Scores are compared exactly, in float64.
+    Samples are the corners of the index ranges, ``samples`` draws, half of them near the diagonal,
+    and the indices where a comparison with one of the expression's whole numbers (the first few of
+    a captured tensor) can change: kv_idx or kv_idx − q_idx next to ± the number. Scores are
+    compared exactly, in float64; NaN equals NaN.
 
     Args:
-        device: Where the tensors are that both capture.
+        device: The device of the tensors that both capture.
 
     Raises:
         TraceError: if one of them fails at these indices, as when a captured tensor is too short,
-            or if the callable does not give one value an index.
+            or if the callable does not return one value per index.
     """
     whole = [number for value in expression.captured for number in _whole_numbers(value)]
     indices = _sample_indices(dimensions, whole, samples, Draws(seed))
@@ -333,17 +333,17 @@ def count_disagreements(
         inputs.insert(0, torch.from_numpy(scores))
     name = describe_mod("score mod" if is_score else "mask", mod)
     if torch.device(device).type != "cpu":
-        # A GPU that reads beyond a tensor is lost to this process: fail here, where it is caught.
+        # Run on the CPU first: an out-of-range read on a GPU makes it unusable in this process.
         _values(name, expression.evaluate, inputs)
         inputs = [values.to(device) for values in inputs]
-    meant = _values(name, mod, inputs)
-    traced = _values(name, expression.evaluate, inputs)
-    both_nan = torch.isnan(traced) & torch.isnan(meant)
-    return int((~((traced == meant) | both_nan)).sum())
+    from_mod = _values(name, mod, inputs)
+    from_trace = _values(name, expression.evaluate, inputs)
+    both_nan = torch.isnan(from_trace) & torch.isnan(from_mod)
+    return int((~((from_trace == from_mod) | both_nan)).sum())
 
 
 def _values(name: str, mod: Callable[..., Tensor], inputs: list[Tensor]) -> Tensor:
-    """Return what ``mod`` gives at ``inputs``, one value each."""
+    """Return the values of ``mod`` at ``inputs``, one each."""
     try:
         with torch.no_grad():
             values = mod(*inputs)
@@ -363,15 +363,15 @@ def _values(name: str, mod: Callable[..., Tensor], inputs: list[Tensor]) -> Tens
 
 
 def _whole_numbers(value: Captured) -> list[int]:
-    """The whole numbers that a comparison may be made with; of a tensor the first few."""
+    """Return whole numbers that comparisons may involve; of a tensor only the first few."""
     if isinstance(value, Tensor):
-        numbers = [] if value.is_floating_point() else torch.unique(value)[:_OF_A_TENSOR].tolist()
+        numbers = [] if value.is_floating_point() else torch.unique(value)[:_FIRST_NUMBERS].tolist()
     else:
         numbers = [value] if isinstance(value, int) else []
     return [int(n) for n in numbers if abs(n) < 2**31]
 
 
-_OF_A_TENSOR = 16
+_FIRST_NUMBERS = 16  # Whole numbers of a captured tensor near which indices are sampled.
 
 
 def _sample_indices(
@@ -379,18 +379,18 @@ def _sample_indices(
 ) -> NDArray[np.int64]:
     """Return index tuples ``(samples, (b, h, q_idx, kv_idx))``."""
     sizes = (dimensions.batch, dimensions.heads, dimensions.query, dimensions.kv)
-    # The last corner first: index 0, the trace's example, is what a mod may have read wrongly.
+    # The last corner first, since a wrong trace is most likely right at index 0, its example.
     corners = list(itertools.product(*(sorted({0, size - 1}, reverse=True) for size in sizes)))
     columns = [
         draws.integers(f"agreement/{name}", (samples,), size)
         for name, size in zip(INDICES, sizes, strict=True)
     ]
-    # Masks change near the diagonal, which draws of all keys would hardly ever meet.
+    # Masks change near the diagonal, which uniform draws of keys would hardly ever hit.
     near = draws.integers("agreement/near", (samples,), 9) - 4
     half = samples // 2
     columns[3][:half] = columns[2][:half] + near[:half]
     tuples = np.stack(columns, axis=1)
-    # The key moved next to each number, and to its distance from the row.
+    # Move kv_idx, or kv_idx − q_idx, next to ± each number.
     rows = tuples[: max(1, samples // 8)]
     edges = []
     for number, step in itertools.product(whole, (-1, 0, 1)):
@@ -398,6 +398,6 @@ def _sample_indices(
             moved = rows.copy()
             moved[:, 3] = from_row * rows[:, 2] + sign * (number + step)
             edges.append(moved)
-    every = np.concatenate([np.array(corners, np.int64), tuples, *edges])
-    inside = (every[:, 3] >= 0) & (every[:, 3] < dimensions.kv)
-    return every[inside]
+    candidates = np.concatenate([np.array(corners, np.int64), tuples, *edges])
+    inside = (candidates[:, 3] >= 0) & (candidates[:, 3] < dimensions.kv)
+    return candidates[inside]

@@ -1,15 +1,14 @@
-"""The operations that Triton has not, or has not well enough, in fp32 and int32.
+"""Operations in fp32 and int32 that Triton lacks, or computes too inaccurately.
 
-``operation_errors`` states the error of each. What Triton's own functions become on a GPU was read
-from the PTX of Triton 3.9 for Hopper: ``tl.sqrt`` and ``tl.rsqrt`` are ``.approx.ftz``, ``tl.exp``
-is ``ex2.approx`` of a rounded product (its error grows with |x|, to 100 ulp and more), ``%`` on
-fp32 is a division and one multiplication (it can be off by the divisor), ``//`` and ``%`` on whole
-numbers are cut towards zero, and a shift by 32 or more places is undefined: hence the functions
-here. ``tl.log``, ``tl.log2``, ``tl.sin`` and ``tl.cos`` are CUDA's libdevice and are used as they
-are.
+``operation_errors`` lists the error of each. They replace Triton's own functions, which in the PTX
+of Triton 3.9 for Hopper are as follows: ``tl.sqrt`` and ``tl.rsqrt`` are ``.approx.ftz``;
+``tl.exp`` is ``ex2.approx`` of a rounded product (its error grows with |x|, to 100 ulp and more);
+``%`` on fp32 is a division and one multiplication (it can be off by the divisor); ``//`` and ``%``
+on whole numbers round towards zero; a shift by 32 or more places is undefined. ``tl.log``,
+``tl.log2``, ``tl.sin`` and ``tl.cos`` are CUDA's libdevice and are used as they are.
 """
 
-# A Triton function's arguments have no Python types: another language reads it.
+# The body of a Triton function is another language: its arguments have no Python types.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 from __future__ import annotations
@@ -18,81 +17,80 @@ import torch
 import triton
 import triton.language as tl
 
-# Whether functions are compiled for an NVIDIA GPU, and may have its own instructions.
+# Whether functions are compiled for an NVIDIA GPU, and may use its instructions.
 _NVIDIA: tl.constexpr = tl.constexpr(not triton.knobs.runtime.interpret and not torch.version.hip)
 
 
 @triton.jit
 def _inside(index, size):
-    """``index`` ≥ 0 moved to the nearest one below ``size``: tails of tiles read nothing else."""
+    """Return ``index`` ≥ 0 clamped below ``size``, so that tails of tiles read in the tensor."""
     return tl.minimum(index, size - 1)
 
 
 @triton.jit
 def _wrapped(index, size):
-    """A negative ``index`` counts from the end; what is still outside moves to the nearest."""
+    """Return ``index``, a negative one counted from the end, clamped to the tensor."""
     return tl.minimum(tl.maximum(tl.where(index < 0, index + size, index), 0), size - 1)
 
 
 @triton.jit
 def _whole(x):
-    """A number that Triton may have made a constant, as a tensor."""
+    """Return a whole number as a tensor, even if Triton made it a constant."""
     return tl.cast(0, tl.int32) + x
 
 
 @triton.jit
 def _real(x):
-    """Any number as fp32."""
     return tl.cast(x, tl.float32)
 
 
 @triton.jit
 def _floor_divide(a, b):
-    """⌊a / b⌋ on whole numbers: Triton's own quotient is cut towards zero."""
+    """Return ⌊a / b⌋ of whole numbers; Triton's own quotient rounds towards zero."""
     quotient = a // b
-    left = a - quotient * b
-    return tl.where((left != 0) & ((left < 0) != (b < 0)), quotient - 1, quotient)
+    remainder = a - quotient * b
+    return tl.where((remainder != 0) & ((remainder < 0) != (b < 0)), quotient - 1, quotient)
 
 
 @triton.jit
 def _remainder(a, b):
-    """The remainder of ``_floor_divide``: it has the sign of b, as in Python and torch."""
-    left = a - (a // b) * b
-    return tl.where((left != 0) & ((left < 0) != (b < 0)), left + b, left)
+    """Return the remainder of ``_floor_divide``, of b's sign, as in Python and torch."""
+    remainder = a - (a // b) * b
+    return tl.where((remainder != 0) & ((remainder < 0) != (b < 0)), remainder + b, remainder)
 
 
 @triton.jit
 def _cut_remainder(a, b):
-    """C's fmod in fp32: a − n·b with n = a / b cut towards zero, exact for |a / b| < 2^47.
+    """Return C's fmod in fp32: a − n·b, n = a / b rounded towards zero; exact for |a / b| < 2^47.
 
     Each step subtracts a rounded quotient's multiple, and is exact: with q = a/b·(1 + δ),
     |δ| ≤ 2^-24, a − q·b is a multiple of ulp(q)·ulp(b) and smaller than 2^24 of them. A step
     leaves |a / b| below 1 or divided by 2^23; the last line undoes a quotient rounded up.
     """
     size = tl.abs(b)
-    left = tl.abs(a)
+    remainder = tl.abs(a)
     for _ in tl.static_range(2):
-        quotient = tl.floor(tl.div_rn(left, size))
-        left = tl.where(quotient == 0, left, tl.fma(-quotient, size, left))
-    left = tl.where(left < 0, left + size, left)
-    return tl.where(a < 0, -left, left)
+        quotient = tl.floor(tl.div_rn(remainder, size))
+        remainder = tl.where(quotient == 0, remainder, tl.fma(-quotient, size, remainder))
+    remainder = tl.where(remainder < 0, remainder + size, remainder)
+    return tl.where(a < 0, -remainder, remainder)
 
 
 @triton.jit
 def _remainder_real(a, b):
-    """The remainder of ``_floor_divide_real``, as torch takes it: of the sign of b."""
+    """Return the remainder of ``_floor_divide_real``, of b's sign, as in torch."""
     a, b = _real(a), _real(b)
-    left = _cut_remainder(a, b)
-    return tl.where((left != 0) & ((left < 0) != (b < 0)), left + b, left)
+    remainder = _cut_remainder(a, b)
+    return tl.where((remainder != 0) & ((remainder < 0) != (b < 0)), remainder + b, remainder)
 
 
 @triton.jit
 def _floor_divide_real(a, b):
-    """⌊a / b⌋ of the exact quotient in fp32, by torch's own rule."""
+    """Return ⌊a / b⌋ of the exact quotient in fp32, by torch's algorithm."""
     a, b = _real(a), _real(b)
-    left = _cut_remainder(a, b)
-    quotient = tl.div_rn(a - left, b)
-    quotient = tl.where((left != 0) & ((left < 0) != (b < 0)), quotient - 1.0, quotient)
+    remainder = _cut_remainder(a, b)
+    quotient = tl.div_rn(a - remainder, b)
+    quotient = tl.where((remainder != 0) & ((remainder < 0) != (b < 0)), quotient - 1.0, quotient)
     floor = tl.floor(quotient)
     floor = tl.where(quotient - floor > 0.5, floor + 1.0, floor)
     return tl.where(b == 0, tl.div_rn(a, b), floor)
@@ -100,15 +98,15 @@ def _floor_divide_real(a, b):
 
 @triton.jit
 def _left_shift(a, places):
-    """``a << places``; shifted out of the word, or by less than 0 places, it is 0 as in torch."""
+    """Return ``a << places``; 0, as in torch, for negative shifts and those by a word or more."""
     a, places = _whole(a), _whole(places)
-    able = (places >= 0) & (places < a.dtype.primitive_bitwidth)
-    return tl.where(able, a << tl.where(able, places, 0), 0)
+    valid = (places >= 0) & (places < a.dtype.primitive_bitwidth)
+    return tl.where(valid, a << tl.where(valid, places, 0), 0)
 
 
 @triton.jit
 def _right_shift(a, places):
-    """``a >> places``; shifted out of the word, or by less than 0 places, the sign remains."""
+    """Return ``a >> places``; only the sign for negative shifts and those by a word or more."""
     a, places = _whole(a), _whole(places)
     last = a.dtype.primitive_bitwidth - 1
     return a >> tl.where((places >= 0) & (places < last), places, last)
@@ -116,15 +114,15 @@ def _right_shift(a, places):
 
 @triton.jit
 def _sign(x):
-    """−1, 0 or 1, a whole number; 0 for NaN, as in torch."""
+    """Return −1, 0 or 1, a whole number; 0 for NaN, as in torch."""
     return (x > 0).to(tl.int32) - (x < 0).to(tl.int32)
 
 
 @triton.jit
 def _quotient(a, b):
-    """In fp32 a / b for 2^-126 ≤ |b| ≤ 2^126, with the same bits as ``/``, ``div.full.f32``.
+    """Return a / b in fp32 for 2^-126 ≤ |b| ≤ 2^126, with the bits of ``/``, ``div.full.f32``.
 
-    Which is the reciprocal and a product too, between three more instructions for a ``b`` whose
+    That is a reciprocal and a product too, with three more instructions for a ``b`` whose
     reciprocal overflows or is flushed.
     """
     a, b = _real(a), _real(b)
@@ -139,13 +137,13 @@ def _quotient(a, b):
 
 @triton.jit
 def _rsqrt(x):
-    """1 / √x with two IEEE roundings: ``rsqrt.approx.ftz`` takes subnormal numbers for 0."""
+    """Return 1 / √x with two IEEE roundings: ``rsqrt.approx.ftz`` flushes subnormals to 0."""
     return tl.div_rn(1.0, tl.sqrt_rn(x))
 
 
 @triton.jit
 def _scaled(value, exponent):
-    """``value``·2^``exponent``, for −252 ≤ exponent ≤ 254: rounded once, where it is subnormal."""
+    """Return ``value``·2^``exponent``, −252 ≤ exponent ≤ 254; only subnormals are rounded, once."""
     half = exponent >> 1
     first = ((half + 127) << 23).to(tl.float32, bitcast=True)
     second = ((exponent - half + 127) << 23).to(tl.float32, bitcast=True)
@@ -154,14 +152,14 @@ def _scaled(value, exponent):
 
 @triton.jit
 def _exp2(x):
-    """2^x as 2^n·2^f: n whole, |f| ≤ ½, both exact, so that 2^n is exact and nothing is flushed."""
-    n = tl.floor(tl.minimum(tl.maximum(x, -152.0), 129.0) + 0.5)  # of NaN: a number
+    """Return 2^x as 2^n·2^f, n whole, |f| ≤ ½, both exact: 2^n is exact and nothing is flushed."""
+    n = tl.floor(tl.minimum(tl.maximum(x, -152.0), 129.0) + 0.5)  # finite for NaN
     return _scaled(tl.exp2(x - n), n.to(tl.int32))
 
 
 @triton.jit
 def _exp(x):
-    """e^x as 2^n·e^r, r = x − n·ln 2 with ln 2 in two parts.
+    """Return e^x as 2^n·e^r, r = x − n·ln 2 with ln 2 in two parts.
 
     |r| ≤ 0.35: the two roundings of r, that of r·log2(e) and of its constant change the result by
     at most 0.7 units of 2^-24.
@@ -174,14 +172,14 @@ def _exp(x):
 
 @triton.jit
 def _sigmoid(x):
-    """1 / (1 + e^-x); on both sides of 0 through e^-|x|, which does not overflow."""
+    """Return 1 / (1 + e^-x), computed from e^-|x|, which does not overflow."""
     e = _exp(-tl.abs(x))
     return tl.div_rn(tl.where(x < 0, e, 1.0), 1.0 + e)
 
 
 @triton.jit
 def _tanh(x):
-    """The hyperbolic tangent in fp32.
+    """Return the hyperbolic tangent in fp32.
 
     Below 5/8: x + x³·P(x²), P the minimax polynomial of degree 4 (our Remez fit in 40 digits;
     relative error of the form 0.074·2^-24), where a quotient of exponentials would cancel.

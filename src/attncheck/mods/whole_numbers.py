@@ -1,7 +1,6 @@
-"""A mod's truth values and whole numbers, exactly and as far as they are known.
+"""A mod's truth values and whole numbers, exactly or as sets of possible values.
 
-They are the same for every number system beside them (``mpmath_algebra``, ``ball_algebra``). All
-values are numpy arrays that broadcast.
+``mpmath_algebra`` and ``ball_algebra`` share them. All values are numpy arrays that broadcast.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from attncheck.mods.expression import Captured
 
 Values: TypeAlias = "np.ndarray[Any, Any]"  # bool, int64, or objects that are real numbers
 
-# --- whole numbers that are known exactly -----------------------------------------------------
+# --- exact whole numbers ----------------------------------------------------------------------
 
 
 def captured_array(captured: Captured) -> Values:
@@ -33,7 +32,7 @@ def captured_array(captured: Captured) -> Values:
 
 
 def cast_whole(values: Values, dtype: str) -> Values:
-    """Return truth values or whole numbers as bool or as a whole dtype, which may wrap around."""
+    """Return truth values or whole numbers cast to bool or a whole dtype, which may wrap around."""
     if dtype == "bool":
         return np.not_equal(values, 0)
     return values.astype(np.dtype(dtype)).astype(np.int64)
@@ -46,7 +45,7 @@ def _nonzero(divisor: Values) -> Values:
 
 
 def _counted(function: Callable[..., Values]) -> Callable[..., Values]:
-    """``function`` of whole numbers; truth values count as 0 and 1."""
+    """Return ``function`` on whole numbers, with truth values as 0 and 1."""
 
     def apply(*operands: Values) -> Values:
         return function(*(o.astype(np.int64) if o.dtype == bool else o for o in operands))
@@ -55,7 +54,7 @@ def _counted(function: Callable[..., Values]) -> Callable[..., Values]:
 
 
 def _bitwise(function: Callable[..., Values]) -> Callable[..., Values]:
-    """``function`` of truth values, or of whole numbers."""
+    """Return ``function`` on truth values or on whole numbers."""
     of_numbers = _counted(function)
 
     def apply(*operands: Values) -> Values:
@@ -95,40 +94,40 @@ WHOLE_OPERATIONS: dict[str, Callable[..., Values]] = {
 around."""
 
 
-# --- truth values and whole numbers as far as they are known ----------------------------------
+# --- possible truth values and whole numbers --------------------------------------------------
 
-_MOST_NUMBERS = 64  # whole numbers that a value may be before the evaluation gives up
+_MOST_NUMBERS = 64  # Most possible values of a whole number before the evaluation gives up.
 _MONOTONE = frozenset({"add", "sub", "mul", "neg", "minimum", "maximum"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Truth:
-    """Truth values as far as they are known: bool arrays, nowhere both False."""
+    """Possible truth values: bool arrays, nowhere both False."""
 
     yes: Values  # where it may be true
     no: Values  # where it may be false
 
     @classmethod
     def of(cls, values: Values) -> Truth:
-        """Return truth values that are known."""
+        """Return known truth values."""
         return cls(values.astype(bool), ~values.astype(bool))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Whole:
-    """Whole numbers from ``low`` to ``high``, int64; or one table of anything, to be indexed."""
+    """Whole numbers between ``low`` and ``high``, int64; or a table of any dtype, to be indexed."""
 
     low: Values
     high: Values
 
     @property
     def known(self) -> bool:
-        """True where each is one number."""
+        """True if every element has only one possible value."""
         return self.low is self.high or np.array_equal(self.low, self.high)
 
 
 def possible_numbers(operands: list[Whole]) -> Iterator[tuple[Values, ...]]:
-    """Yield all the numbers that operands may be, together; raise ProblemError for too many."""
+    """Yield all combinations of the operands' possible values; raise ProblemError for too many."""
     widths = [0 if o.known else int((o.high - o.low).max()) for o in operands]
     if any(not 0 <= width < _MOST_NUMBERS for width in widths):
         raise ProblemError(
@@ -140,9 +139,9 @@ def possible_numbers(operands: list[Whole]) -> Iterator[tuple[Values, ...]]:
 
 
 def apply_to_whole(op: str, operands: list[Whole]) -> Whole:
-    """Return the whole numbers that an operation may give; raise as ``possible_numbers``."""
+    """Return the possible whole numbers of an operation; raise as ``possible_numbers``."""
     if op in _MONOTONE and not all(operand.known for operand in operands):
-        # Their extremes are where the operands have theirs; others are tried number by number.
+        # Monotone operations have extremes at the operands' extremes; others try all numbers.
         ends = [(operand.low, operand.high) for operand in operands]
         results = [WHOLE_OPERATIONS[op](*corner) for corner in itertools.product(*ends)]
     else:
@@ -154,7 +153,7 @@ def apply_to_whole(op: str, operands: list[Whole]) -> Whole:
 
 
 def compare_whole(op: str, a: Whole, b: Whole) -> Truth:
-    """Return the truth values that a comparison may give."""
+    """Return the possible truth values of a comparison."""
     if op in {"gt", "ge"}:
         return compare_whole("lt" if op == "gt" else "le", b, a)
     if op == "lt":
@@ -166,7 +165,7 @@ def compare_whole(op: str, a: Whole, b: Whole) -> Truth:
 
 
 def choose_whole(condition: Truth, a: Whole, b: Whole) -> Whole:
-    """Return the first where the condition holds, else the second; both where it is open."""
+    """Return ``a`` where the condition holds, else ``b``; the range of both where it is unknown."""
     both = condition.yes & condition.no
     low = np.where(condition.yes, a.low, b.low)
     high = np.where(condition.yes, a.high, b.high)
@@ -184,4 +183,4 @@ LOGIC: dict[str, Callable[..., Truth]] = {
     "xor": lambda a, b: Truth((a.yes & b.no) | (a.no & b.yes), (a.yes & b.yes) | (a.no & b.no)),
     "not": lambda a: Truth(a.no, a.yes),
 }
-"""(truth values) → the truth values that an operation may give."""
+"""Possible truth values of logical operations, from those of their operands."""

@@ -1,10 +1,9 @@
 """Triton's CPU interpreter, repaired so that it computes what a GPU computes.
 
-Stock, it computes with bf16 and fp8 bit patterns as if they were integers, rounds casts wrongly and
-knows no tf32. ``enable()`` puts that right for this process, and nothing else does: importing this
-module changes nothing.
+The stock interpreter computes with bf16 and fp8 bit patterns as if they were integers, rounds casts
+wrongly and has no tf32. ``enable()`` repairs that in this process; the import changes nothing.
 
-What stays different from a GPU: exp, log, sin, division and their like are correctly rounded or
+Remaining differences from a GPU: exp, log, sin, division and their like are correctly rounded or
 nearly so, where a GPU approximates; ``a*b + c`` is not fused; sums run in another order; fp8
 products accumulate in full fp32; zeros have no order under min and max; programs run one after
 the other; nothing checks bounds. Two casts of Triton 3.6 on an H200 are not followed: e5m2 to
@@ -34,7 +33,7 @@ _INSTALLED: list[str] = []
 
 
 def _repairs() -> tuple[Repair, ...]:
-    # numpy and ml_dtypes are needed only by a process that asks for the interpreter.
+    # Imported here since only a process that uses the interpreter needs numpy and ml_dtypes.
     from attncheck.kernels.interpreter import gpu_arithmetic, speedups
 
     return (
@@ -47,7 +46,7 @@ def _repairs() -> tuple[Repair, ...]:
 
 
 def _import_interpreter() -> Any:
-    """The interpreter's module, in interpreter mode; raises InterpreterUnavailable."""
+    """Import the interpreter's module in interpreter mode, or raise InterpreterUnavailable."""
     imported = sys.modules.get("triton.language")
     if imported is not None and isinstance(
         imported.sum, importlib.import_module("triton.runtime.jit").JITFunction
@@ -56,12 +55,12 @@ def _import_interpreter() -> Any:
             "triton was imported in compiled mode before the interpreter was asked for: set "
             "TRITON_INTERPRET=1 in the environment, or call enable() before triton is imported."
         )
-    before = os.environ.get("TRITON_INTERPRET")
+    old_value = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"
     try:
         interp = importlib.import_module("triton.runtime.interpreter")
     except ImportError as error:
-        if before is None:
+        if old_value is None:
             del os.environ["TRITON_INTERPRET"]
         raise InterpreterUnavailable(
             f"triton's interpreter cannot be imported ({error}): pip install 'triton>=3.6'."
@@ -108,9 +107,9 @@ def repairs() -> tuple[str, ...]:
 
 
 def stock(name: str) -> Any:
-    """The interpreter's own ``name`` from before the repair, such as ``"_convert_float"``.
+    """Return the interpreter's function ``name`` from before the repair, e.g. ``"_convert_float"``.
 
-    It is here to show that a check of the repair can fail. Raises KeyError for a name that no
-    repair replaced.
+    Tests use it to show that their checks of the repair can fail. Raises KeyError for a name that
+    no repair replaced.
     """
     return _STOCK[name]

@@ -1,9 +1,9 @@
-"""Casts between the six float formats of a GPU kernel, bit for bit as an H200 makes them.
+"""Casts between the six float formats of a GPU kernel, bit for bit as on an H200.
 
-The interpreter keeps bf16 and fp8 as bit patterns in unsigned arrays; here they become values and
-bits again. Formats go by Triton's names. Checked against the casts of Triton 3.6 on an H200: every
-pattern of the 8- and 16-bit formats, and in fp32 and fp64 every value of a narrower format, every
-tie between two of them, and both neighbours of each.
+The interpreter stores bf16 and fp8 as bit patterns in unsigned arrays; this module converts them to
+values and back. Formats have Triton's names. Checked against the casts of Triton 3.6 on an H200:
+every pattern of the 8- and 16-bit formats, and in fp32 and fp64 every value of a narrower format,
+every tie between two of them, and both neighbours of each.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _VALUES_OF_BYTE = {
 
 
 def values(data: Array, name: str) -> Array:
-    """Stored ``data`` (any shape) of format ``name`` as numbers: fp32, or its own dtype if wider.
+    """Return stored ``data`` (any shape) of format ``name`` as fp32, or as its own dtype if wider.
 
     Exact: every bf16, fp8 and fp16 number is an fp32 number.
     """
@@ -54,10 +54,10 @@ def values(data: Array, name: str) -> Array:
 
 
 def _to_odd(numbers: Array) -> Array:
-    """fp64 to fp32 rounded to odd, so that a second rounding gives what one alone would give.
+    """Round fp64 to fp32 by rounding to odd, so that a second rounding acts like a single one.
 
     Boldo and Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using
-    rounding to odd", 2008: right for a second format with at most 22 significant bits.
+    rounding to odd", 2008: correct for a second format with at most 22 significant bits.
     """
     near = numbers.astype(np.float32)
     toward_zero = np.where(
@@ -69,12 +69,12 @@ def _to_odd(numbers: Array) -> Array:
 
 
 def encode(numbers: Array, name: str) -> Array:
-    """``numbers`` (any shape, float or integer) as stored data of format ``name``.
+    """Return ``numbers`` (any shape, float or integer) as stored data of format ``name``.
 
     Rounds once, ties to even. Overflow gives infinity, but in fp8 the largest finite number, also
-    for infinities (the GPU's ``satfinite``). Only below overflow are torch's fp8 casts comparable:
-    its e5m2 cast overflows to infinity; its e4m3 cast to NaN in 2.11, to 448 in 2.13. Integers go
-    through fp32, as Triton lowers them. NaN stays NaN, with a sign and payload of no meaning.
+    for infinities (the GPU's ``satfinite``). torch's fp8 casts agree only below overflow: its e5m2
+    cast overflows to infinity; its e4m3 cast to NaN in 2.11, to 448 in 2.13. Integers go through
+    fp32, as Triton lowers them. NaN stays NaN, with an arbitrary sign and payload.
     """
     if name not in NARROW:
         return numbers.astype(FORMATS[name])
@@ -88,7 +88,7 @@ def encode(numbers: Array, name: str) -> Array:
 
 
 def convert(data: Array, source: str, target: str, *, toward_zero: bool = False) -> Array:
-    """Stored ``data`` (any shape) of format ``source`` as stored data of format ``target``.
+    """Convert stored ``data`` (any shape) of format ``source`` to stored data of ``target``.
 
     ``toward_zero`` is Triton's ``fp_downcast_rounding="rtz"``: a finite number never overflows.
     """

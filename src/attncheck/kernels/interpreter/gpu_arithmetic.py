@@ -1,9 +1,8 @@
 """A GPU's arithmetic in Triton's CPU interpreter: bf16 and fp8, products, reductions, scans.
 
-The inner functions replace the methods of the same name of ``InterpreterBuilder``; ``self`` is that
-builder, and a handle is its ``TensorHandle``: an array ``data`` and a Triton ``dtype``.
-
-The inner functions replace methods of ``ReduceOps`` and ``ScanOps``.
+Inner functions replace the methods of the same name of ``InterpreterBuilder``, and methods of
+``ReduceOps`` and ``ScanOps``; ``self`` is that object. A handle is a ``TensorHandle``: an array
+``data`` and a Triton ``dtype``.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _ABSENT = object()
 
 
 def lookup(interp: Any, name: str) -> Any:
-    """Return what ``interp`` has under the dotted ``name``; a sentinel if it has nothing."""
+    """Return the attribute of ``interp`` with the dotted ``name``; a sentinel if there is none."""
     value = interp
     for part in name.split("."):
         value = getattr(value, part, _ABSENT)
@@ -40,15 +39,15 @@ def lookup(interp: Any, name: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repair:
-    """One repair."""
+    """Replacements of the interpreter's functions that repair one aspect of it."""
 
     description: str
-    methods: tuple[Methods, ...]  # what it replaces, in groups of names that belong together
-    uses: tuple[str, ...] = ()  # further names of the interpreter that it cannot do without
+    methods: tuple[Methods, ...]  # replacements, in groups that belong together
+    uses: tuple[str, ...] = ()  # other names of the interpreter that it requires
     adds: tuple[str, ...] = ()  # replaced names that some versions of triton do not have at all
 
     def replacements(self, interp: Any) -> dict[str, Any]:
-        """Dotted name → replacement; raises InterpreterUnavailable if this triton lacks a name."""
+        """Return dotted name → replacement; raise InterpreterUnavailable if triton lacks a name."""
         stock = partial(self._require, interp)
         for name in self.uses:
             stock(name)
@@ -71,7 +70,7 @@ class Repair:
 
 
 def number(handle: Any) -> Array:
-    """A handle's data as numbers: fp32, or their own dtype if wider."""
+    """Return a handle's data as numbers: fp32, or their own dtype if wider."""
     return values(handle.data, handle.dtype.scalar.name)
 
 
@@ -86,7 +85,7 @@ def _convert_function(interp: Any, stock: Stock) -> dict[str, Any]:
     zero_rounding = interp._ir.ROUNDING_MODE.RTZ
 
     def _convert_float(data: Array, source: Any, target: Any, rounding_mode: Any) -> Array:
-        # Also the AMD and pre-Hopper fp8 formats come through here; they keep the stock cast.
+        # AMD and pre-Hopper fp8 formats are cast by the stock function.
         if source.name not in FORMATS or target.name not in FORMATS:
             return stock_convert(data, source, target, rounding_mode)  # type: ignore[no-any-return]  # triton has no types
         result = convert(data, source.name, target.name, toward_zero=rounding_mode == zero_rounding)
@@ -116,13 +115,13 @@ def _cast_methods(interp: Any, stock: Stock) -> dict[str, Any]:
         data = encode(np.array([value], np.float64), "bf16")
         return interp.TensorHandle(data, interp.tl.bfloat16)
 
-    return _of_the_builder(cast_impl, create_fp_to_fp, get_bf16)
+    return _builder_methods(cast_impl, create_fp_to_fp, get_bf16)
 
 
 def _elementwise_methods(interp: Any, stock: Stock) -> dict[str, Any]:
-    """An H200 adds, subtracts and multiplies bf16 with one rounding to bf16.
+    """Return operators that round bf16 once: an H200 adds, subtracts and multiplies it so.
 
-    So does fp32 arithmetic followed by a rounding (24 >= 2*8 + 2 bits: the first rounding is
+    fp32 arithmetic followed by a rounding gives the same (24 >= 2*8 + 2 bits: the first rounding is
     innocuous, Figueroa 1995). Triton 3.6 compiles no fp8 arithmetic for an H200; here it is rounded
     to its own format.
     """
@@ -145,7 +144,7 @@ def _elementwise_methods(interp: Any, stock: Stock) -> dict[str, Any]:
         dtype = arg.dtype.scalar
         return handle(encode(op(number(arg)), dtype.name), dtype)
 
-    return _of_the_builder(binary_op, unary_op)
+    return _builder_methods(binary_op, unary_op)
 
 
 def _extremum_methods(interp: Any, _stock: Stock) -> dict[str, Any]:
@@ -161,7 +160,7 @@ def _extremum_methods(interp: Any, _stock: Stock) -> dict[str, Any]:
     def create_minnumf(self: Any, lhs: Any, rhs: Any) -> Any:
         return self.binary_op(lhs, rhs, np.fmin)
 
-    return _of_the_builder(create_clampf, create_maxnumf, create_minnumf)
+    return _builder_methods(create_clampf, create_maxnumf, create_minnumf)
 
 
 def _fma_method(interp: Any, stock: Stock) -> dict[str, Any]:
@@ -171,10 +170,10 @@ def _fma_method(interp: Any, stock: Stock) -> dict[str, Any]:
         dtype = z.dtype.scalar
         if dtype.name not in FORMATS or dtype.name == "fp64":
             return stock_fma(self, x, y, z)
-        total = _fused(number(x), number(y), number(z))
+        total = _fused_sum(number(x), number(y), number(z))
         return interp.TensorHandle(encode(total, dtype.name), dtype)
 
-    return _of_the_builder(create_fma)
+    return _builder_methods(create_fma)
 
 
 def _atomic_method(interp: Any, stock: Stock) -> dict[str, Any]:
@@ -193,39 +192,39 @@ def _atomic_method(interp: Any, stock: Stock) -> dict[str, Any]:
             return stock_atomic(self, rmwOp, ptr, val, mask, sem, scope)
         return interp.TensorHandle(_atomic_add(interp, ptr, val, mask), val.dtype.scalar)
 
-    return _of_the_builder(create_atomic_rmw)
+    return _builder_methods(create_atomic_rmw)
 
 
-def _of_the_builder(*methods: Callable[..., Any]) -> dict[str, Any]:
+def _builder_methods(*methods: Callable[..., Any]) -> dict[str, Any]:
     return {f"InterpreterBuilder.{method.__name__}": method for method in methods}
 
 
-def _fused(x: Array, y: Array, z: Array) -> Array:
-    """x·y + z of fp32 arrays in fp64, rounded to odd: a rounding to fp32 then gives the fused sum.
+def _fused_sum(x: Array, y: Array, z: Array) -> Array:
+    """Return x·y + z of fp32 arrays in fp64, rounded to odd: rounded to fp32 it is the fused sum.
 
-    The product of two 24-bit significands is exact in fp64; what the sum lost is Knuth's two-sum.
+    The product of two 24-bit significands is exact in fp64; Knuth's two-sum gives the sum's error.
     """
     product, addend = x.astype(np.float64) * y, z.astype(np.float64)
     total = np.asarray(product + addend)
-    back = total - product
-    lost = (product - (total - back)) + (addend - back)
+    addend_part = total - product
+    error = (product - (total - addend_part)) + (addend - addend_part)
     even = (total.view(np.uint64) & np.uint64(1)) == 0
-    odd = np.nextafter(total, np.copysign(np.inf, lost))
-    return np.where(even & (lost != 0) & np.isfinite(total), odd, total)
+    odd = np.nextafter(total, np.copysign(np.inf, error))
+    return np.where(even & (error != 0) & np.isfinite(total), odd, total)
 
 
 def _atomic_add(interp: Any, ptr: Any, val: Any, mask: Any) -> Array:
-    """One address after the other, because a block may add to the same address twice."""
+    """Add at one address after another, as a block may repeat addresses; return old values."""
     name = val.dtype.scalar.name
-    addresses, allowed = np.broadcast_arrays(ptr.data, mask.data)
+    addresses, unmasked = np.broadcast_arrays(ptr.data, mask.data)
     addends, old = (
         np.broadcast_to(val.data, addresses.shape),
         np.zeros(addresses.shape, NARROW[name]),
     )
     one = np.ones(1, np.bool_)
-    for index in zip(*np.nonzero(allowed), strict=True):
-        address, unused = addresses[index].reshape(1), np.zeros(1, NARROW[name])
-        before = interp._interpreter.load(address, one, unused, NARROW[name])
+    for index in zip(*np.nonzero(unmasked), strict=True):
+        address, fill = addresses[index].reshape(1), np.zeros(1, NARROW[name])
+        before = interp._interpreter.load(address, one, fill, NARROW[name])
         total = values(before, name) + values(addends[index].reshape(1), name)
         interp._interpreter.store(address, encode(total, name), one)
         old[index] = before[0]
@@ -252,18 +251,18 @@ VALUES = Repair(
 )
 
 
-def _truncated(numbers: Array) -> Array:
-    """fp32 ``numbers`` as a tf32 tensor core reads them: it ignores the low 13 bits."""
+def _truncate_to_tf32(numbers: Array) -> Array:
+    """Return fp32 ``numbers`` as a tf32 tensor core reads them: it ignores the low 13 bits."""
     return (numbers.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
 def _tf32x3_terms(numbers: Array) -> list[Array]:
-    """``cvt.rna.tf32`` (ties away from zero) and what is left, which the tensor core truncates."""
+    """Return ``cvt.rna.tf32`` (ties away from zero) and the rest, which a tensor core truncates."""
     finite = np.isfinite(numbers)
     bits = numbers.view(np.uint32)
     near = ((bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
     big = np.where(finite, near, numbers)
-    return [big, _truncated(numbers - big)]
+    return [big, _truncate_to_tf32(numbers - big)]
 
 
 def _bf16_terms(numbers: Array) -> list[Array]:
@@ -274,9 +273,9 @@ def _bf16_terms(numbers: Array) -> list[Array]:
     return terms
 
 
-# Which terms are multiplied, small products first; the last is the product of the leading terms.
-# NaN of the smaller products (inf - inf in the split) is dropped before it, as in Triton's pass
-# F32DotTC.
+# Per precision: the split into terms, and the pairs of terms to multiply, small products first. The
+# last pair is that of the leading terms. Before it is added, NaN of the smaller products (inf - inf
+# in the split) becomes 0, as in Triton's pass F32DotTC.
 _SPLITS: dict[str, tuple[Callable[[Array], list[Array]], tuple[tuple[int, int], ...]]] = {
     "TF32x3": (_tf32x3_terms, ((1, 0), (0, 1), (0, 0))),
     "BF16x3": (_bf16_terms, ((1, 0), (0, 1), (0, 0))),
@@ -298,17 +297,17 @@ def _product(a: Array, b: Array, precision: str) -> Array:
     if precision in _SPLITS:
         return _split_product(a, b, precision)
     if precision == "TF32":
-        a, b = _truncated(a), _truncated(b)
+        a, b = _truncate_to_tf32(a), _truncate_to_tf32(b)
     result: Array = np.matmul(a, b)
     return result
 
 
 def _dot_method(interp: Any, stock: Stock) -> dict[str, Any]:
-    """``tl.dot``: exact products of values, summed in fp32 (fp64 for fp64 operands).
+    """Return ``tl.dot``: exact products of values, summed in fp32 (fp64 for fp64 operands).
 
     An fp16 accumulator is rounded once, at the end. Operands of tf32 products are truncated to 10
-    explicit bits, as an H200 was measured to do. ``max_num_imprecise_acc`` and the order of the sum
-    inside a tensor core are not modelled.
+    explicit bits, as measured on an H200. ``max_num_imprecise_acc`` and the order of the sum inside
+    a tensor core are not modelled.
     """
     stock_dot = stock("InterpreterBuilder.create_dot")
 
@@ -329,22 +328,22 @@ PRODUCTS = Repair(
 )
 
 
-# Sums of these are rounded after every addition on a GPU; numpy sums fp16 in fp32.
-_ROUNDED = (*NARROW, "fp16")
+# Formats whose sums a GPU rounds after every addition; numpy sums fp16 in fp32.
+_ROUNDED_FORMATS = (*NARROW, "fp16")
 _MAXIMA = (np.max, np.nanmax, np.argmax, np.nanargmax)
 
 
 def _first_index(data: Array, extreme: Array, axis: int, *, keepdims: bool) -> Array:
-    """The first index of ``extreme``; of a row of NaN the last index, as on an H200."""
-    hit = data == extreme
-    some = np.any(hit, axis=axis, keepdims=True)
-    first = np.argmax(hit, axis=axis, keepdims=True)
-    index: Array = np.where(some, first, data.shape[axis] - 1)
+    """Return the first index of ``extreme``; in a row of NaN the last index, as on an H200."""
+    is_extreme = data == extreme
+    has_extreme = np.any(is_extreme, axis=axis, keepdims=True)
+    first = np.argmax(is_extreme, axis=axis, keepdims=True)
+    index: Array = np.where(has_extreme, first, data.shape[axis] - 1)
     return index if keepdims else np.squeeze(index, axis)
 
 
 def _rounded_sum(data: Array, name: str, axis: int | None, *, keepdims: bool) -> Array:
-    """A balanced tree with a rounding after every addition, in the order of the axis."""
+    """Return the sum by a balanced tree in the axis's order, rounded after every addition."""
     rank = data.ndim
     part = np.moveaxis(data.reshape(-1) if axis is None else data, 0 if axis is None else axis, 0)
     while len(part) > 1:
@@ -365,9 +364,9 @@ def _rounded_scan(data: Array, name: str, axis: int, combine: np.ufunc) -> Array
 
 
 def _extremum_method(interp: Any, _stock: Stock) -> dict[str, Any]:
-    """``tl.max``, ``tl.min``, ``tl.argmax``, ``tl.argmin``.
+    """Return ``tl.max``, ``tl.min``, ``tl.argmax`` and ``tl.argmin``.
 
-    NaN is dropped, which is what a GPU does too (PropagateNan.NONE), unless there is nothing else.
+    NaN is dropped, as on a GPU (PropagateNan.NONE), unless there is nothing else.
     """
 
     def min_max(self: Any, tensor: Any, val_reduce_op: Any, idx_reduce_op: Any = None) -> Any:
@@ -378,9 +377,9 @@ def _extremum_method(interp: Any, _stock: Stock) -> dict[str, Any]:
         extreme = ufunc.reduce(numbers, axis=self.axis, keepdims=True)
         results = []
         if val_reduce_op:
-            kept = extreme if self.keep_dims else np.squeeze(extreme, self.axis)
-            kept = encode(kept, name) if name in NARROW else kept
-            results.append(self.to_tensor(kept, tensor.dtype))
+            squeezed = extreme if self.keep_dims else np.squeeze(extreme, self.axis)
+            squeezed = encode(squeezed, name) if name in NARROW else squeezed
+            results.append(self.to_tensor(squeezed, tensor.dtype))
         if idx_reduce_op:
             index = _first_index(numbers, extreme, self.axis, keepdims=self.keep_dims)
             results.append(self.to_tensor(index, interp.tl.int32))
@@ -394,7 +393,7 @@ def _sum_method(_interp: Any, stock: Stock) -> dict[str, Any]:
 
     def sum_(self: Any, tensor: Any) -> Any:
         name = tensor.dtype.name
-        if name not in _ROUNDED:
+        if name not in _ROUNDED_FORMATS:
             return stock_sum(self, tensor)
         total = _rounded_sum(tensor.handle.data, name, self.axis, keepdims=self.keep_dims)
         return self.to_tensor(total, tensor.dtype)

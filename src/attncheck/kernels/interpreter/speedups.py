@@ -1,18 +1,18 @@
-"""Speed-ups of Triton's CPU interpreter, and what each saves.
+"""Speed-ups of Triton's CPU interpreter.
 
-Processor time of a launch without the speed-up over that with it, of FlashAttention-2 forwards and
-backwards, packed documents and decoding at lengths of 5 to 300:
+Each speeds up launches by the following factors (processor time without it over that with it), for
+FlashAttention-2 forwards and backwards, packed documents and decoding at lengths of 5 to 300:
 
-* types that are made once, and the plans that need them: 4 to 6;
+* cached types, and the plans that need them: 4 to 6;
 * plans of operators: 2.1 to 2.7; of ``x[:, None]``: 1.2 to 1.3; of ``where``: 1.2; of ``load`` and
   of ``to``: 1.1 each;
-* numpy's dtypes looked up once: 1.1; the language searched once a process and not at every call of
-  a jit function inside a kernel: 1 to 1.1.
+* cached numpy dtypes: 1.1; searching the language once per process and not at every call of a jit
+  function inside a kernel: 1 to 1.1.
 
-What the interpreter does is kept, bit for bit; only its search for it is not repeated. A plan is
-what the types of an operation's operands say of its result: what to cast, and the result's type. It
-is None where the types leave a question (bf16 and fp8, booleans in arithmetic, ranks that differ),
-and then the interpreter's own way is taken.
+Results are the same, bit for bit; only repeated lookups are saved. A plan holds what the types of
+an operation's operands determine: which operands to cast, and the type of the result. It is None
+where the types do not determine this (bf16 and fp8, booleans in arithmetic, ranks that differ);
+then the interpreter's own method runs.
 """
 
 from __future__ import annotations
@@ -31,37 +31,39 @@ if TYPE_CHECKING:
 
     from attncheck.kernels.interpreter.gpu_arithmetic import Stock
 
-    Result = tuple[Any, Any, Any, Any]  # of a tensor, beside its data: type, dtype, shape, numel
+    Result = tuple[Any, Any, Any, Any]  # a tensor's attributes: type, dtype, shape, numel
 
-_INT32 = 2**31
+_INT32 = 2**31  # The first int beyond int32.
 
-# ------------------------------------------------------------------ types, each made once
+# ------------------------------------------------------------------ cached types
 
-# A block type holds its element type: as long as it is here, no other object has that id.
+# Block types by the id of their element type, and their shape. A block type holds its element type,
+# so that no other object gets this id while the entry exists.
 _BLOCKS: dict[tuple[int, ...], Any] = {}
-_MOST = 4096  # a kernel has a few dozen, but one that makes pointer types makes new ones each time
+# Block types after which the cache is emptied. A kernel has a few dozen, but one that creates
+# pointer types creates new ones in each launch.
+_MOST_BLOCKS = 4096
 
 
 def _type_methods(interp: Any, stock: Stock) -> dict[str, Any]:
-    """``block_type`` and ``tensor`` of ``triton.language.core``, and what IR calls a type.
+    """Return cached methods of ``block_type`` and ``tensor``, and of the conversion of arguments.
 
-    Every operation names the type of its result, of its operands once they are broadcast, and for
-    each the shape again as a tuple of constants. A kernel has a few dozen types and tens of
-    thousands of operations, and the next launch has the same ones: pointers of one dtype are of one
-    type.
+    Every operation creates the type of its result, and of its operands once they are broadcast, and
+    for each the shape again as a tuple of constants. A kernel has a few dozen types and tens of
+    thousands of operations, and its next launch the same types: pointers of one dtype share one.
     """
     core = interp.tl.core
     block_type, constexpr = core.block_type, core.constexpr
     stock_block, stock_ir = stock("tl.core.block_type.__init__"), stock("tl.core.block_type.to_ir")
-    ranked = (list, core.tuple)
-    of_scalars = core.tuple([]), constexpr(1)
+    shape_types = (list, core.tuple)
+    scalar_attributes = core.tuple([]), constexpr(1)
 
     def new_block(cls: Any, *args: Any, **named: Any) -> Any:
-        if cls is not block_type or named or len(args) != 2 or type(args[1]) not in ranked:
+        if cls is not block_type or named or len(args) != 2 or type(args[1]) not in shape_types:
             return object.__new__(cls)
         element, shape = args
         lengths = [length.value if type(length) is constexpr else length for length in shape]
-        if {*map(type, lengths)} != {int}:  # 2.0 would find what 2 has made, and is refused
+        if {*map(type, lengths)} != {int}:  # the key of 2.0 equals that of 2, but Triton refuses it
             return object.__new__(cls)
         key = (id(element), *lengths)
         block = _BLOCKS.get(key)
@@ -84,25 +86,25 @@ def _type_methods(interp: Any, stock: Stock) -> dict[str, Any]:
         return siblings[id(scalar_ty)]
 
     def to_ir(self: Any, builder: Any) -> Any:
-        known = self.__dict__.get("in_ir")
-        if known is None or builder is not interp.interpreter_builder:
-            known = stock_ir(self, builder)
+        cached = self.__dict__.get("in_ir")
+        if cached is None or builder is not interp.interpreter_builder:
+            cached = stock_ir(self, builder)
             if builder is interp.interpreter_builder:
-                self.in_ir = known
-        return known
+                self.in_ir = cached
+        return cached
 
     stock_tensor = stock("tl.core.tensor.__init__")
 
     def init_tensor(self: Any, handle: Any, type: Any) -> None:  # noqa: A002  (its own signature)
-        known = type.__dict__.get("of_tensors") if type.is_block() else of_scalars
-        if known is None:
+        cached = type.__dict__.get("of_tensors") if type.is_block() else scalar_attributes
+        if cached is None:
             stock_tensor(self, handle, type)
             return
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = known
+        self.shape, self.numel = cached
 
     stock_argument = stock("_implicit_cvt")
-    of_pointers: dict[tuple[type, Any], Any] = {}
+    pointer_types: dict[tuple[type, Any], Any] = {}
 
     def convert_argument(arg: Any) -> Any:
         if type(arg) is int and -_INT32 <= arg < _INT32:
@@ -111,9 +113,9 @@ def _type_methods(interp: Any, stock: Stock) -> dict[str, Any]:
         if not hasattr(arg, "data_ptr"):
             return stock_argument(arg)
         key = type(arg), arg.dtype
-        if key not in of_pointers:
-            of_pointers[key] = stock_argument(arg).type
-        kind = of_pointers[key]
+        if key not in pointer_types:
+            pointer_types[key] = stock_argument(arg).type
+        kind = pointer_types[key]
         handle = interp.TensorHandle(np.array([arg.data_ptr()], np.uint64), kind)
         return core.tensor(handle, kind)
 
@@ -128,7 +130,7 @@ def _type_methods(interp: Any, stock: Stock) -> dict[str, Any]:
 
 
 def _dtype_method(_interp: Any, stock: Stock) -> dict[str, Any]:
-    """The stock one makes its table anew at every call."""
+    """Return ``_get_np_dtype`` with a cache; the stock function builds its table at every call."""
     stock_np_dtype, np_dtypes = stock("_get_np_dtype"), dict[str, Any]()
 
     def get_np_dtype(dtype: Any) -> Any:
@@ -144,29 +146,29 @@ def _dtype_method(_interp: Any, stock: Stock) -> dict[str, Any]:
 
 _WHOLE = frozenset({"int32", "int64"})
 _REAL = frozenset({"fp16", "fp32", "fp64"})
-_WIDE = frozenset({"fp32", "fp64"})  # others are divided in fp32
+_WIDE = frozenset({"fp32", "fp64"})  # narrower types are divided in fp32
 _BOOLEAN = "int1"
-_SMALLEST, _LARGEST = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
+_SMALLEST, _LARGEST = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127  # normal fp32 numbers
 _PLANS: list[dict[Any, Any]] = []
 
 
 def _plan_table() -> dict[Any, Any]:
-    """An empty table of plans by the identity of types; an entry must hold these types."""
+    """Return a new table of plans by ids of types; entries must hold these types too."""
     table: dict[Any, Any] = {}
     _PLANS.append(table)
     return table
 
 
 def forget_plans() -> None:
-    """Empty all tables of plans: their types are no more."""
+    """Empty all tables of plans, whose types exist no more."""
     for table in _PLANS:
         table.clear()
 
 
 def _is_usual(number: Any) -> bool:
-    """Return whether a number is int32, 0, infinite or a normal fp32 one.
+    """Return whether a number is int32, 0, infinite or a normal fp32 number.
 
-    Versions of triton differ about others; for 3.6 also −0.0 is 0.
+    Versions of Triton treat others differently; in 3.6 also −0.0 becomes 0.
     """
     if number.__class__ is float:
         if number == 0.0:
@@ -176,7 +178,7 @@ def _is_usual(number: Any) -> bool:
 
 
 class _Types:
-    """The interpreter's types and what comes of them."""
+    """The interpreter's types, and the types of results."""
 
     def __init__(self, interp: Any) -> None:
         self._interp = interp
@@ -186,7 +188,7 @@ class _Types:
         self._alone = core.tuple([]), core.constexpr(1)
 
     def maker(self) -> Callable[..., Any]:
-        """(data, *Result) → a tensor: without a check that the data fit, which the plan knows."""
+        """Return a function (data, *Result) → tensor, which does not check that the data fit."""
         tensor, of_handle, new = self.tensor, self._interp.TensorHandle, object.__new__
 
         def make(data: Any, kind: Any, dtype: Any, shape: Any, numel: Any) -> Any:
@@ -200,7 +202,7 @@ class _Types:
         return make
 
     def result(self, shaped: Any, dtype: Any) -> Result | None:
-        """Of the shape of ``shaped``, a type or None, with elements of ``dtype``."""
+        """Return the attributes of a tensor of type ``shaped`` with elements of ``dtype``."""
         if shaped is None:
             return None
         if not shaped.is_block():
@@ -210,7 +212,7 @@ class _Types:
         return None if known is None else (kind, dtype, *known)
 
     def broadcast(self, one: Any, other: Any) -> Any:
-        """A type of the shape of both; None where they have none, or not by numpy's rule."""
+        """Return a type of the broadcast shape; None if the shapes are not numpy-compatible."""
         if one is None or not one.is_block() or not other.is_block():
             return other if one is not None and other.is_block() else one
         left, right = list(one.shape), list(other.shape)
@@ -222,15 +224,14 @@ class _Types:
         return self.block(one.scalar, shape)
 
     def numbers(self, dtype: Any) -> Any:
-        """The numpy dtype of ``dtype``."""
         return self._interp._get_np_dtype(dtype)
 
     def cast(self, source: Any, target: Any) -> Any:
-        """The numpy dtype of ``target``; None where nothing is cast."""
+        """Return the numpy dtype of ``target``; None if no cast is needed."""
         return None if source.name == target.name else self.numbers(target)
 
     def common(self, left: Any, right: Any) -> Any:
-        """The dtype in which two others are computed with."""
+        """Return the dtype in which ``left`` and ``right`` are combined."""
         semantic = self._interp.interpreter_semantic
         return semantic.computation_type_impl(left, False, right, False, False)
 
@@ -239,18 +240,18 @@ class _Types:
 
 
 def _operators(types: _Types) -> dict[str, Callable[[Any], Any]]:
-    """Name of a tensor's method → (the interpreter's own) → what replaces it."""
+    """Return functions (stock method) → replacement, by names of a tensor's methods."""
 
-    def of_two(
-        kinds: frozenset[str], *, alike: bool = False, dtype: Any = None
+    def plan_two(
+        kinds: frozenset[str], *, same_type: bool = False, dtype: Any = None
     ) -> Callable[[Any, Any], Any]:
-        """Plans of two types: (cast of the first, change of the second, result) or None."""
+        """Return a planner for two types: (first cast, second conversion, result) or None."""
 
         def plan(one: Any, other: Any) -> Any:
             left, right = one.scalar, other.scalar
-            if not {left.name, right.name} <= kinds or (alike and left.name != right.name):
+            if not {left.name, right.name} <= kinds or (same_type and left.name != right.name):
                 return None
-            both = left if alike else types.common(left, right)
+            both = left if same_type else types.common(left, right)
             result = types.result(types.broadcast(one, other), dtype or both)
             if result is None:
                 return None
@@ -260,8 +261,8 @@ def _operators(types: _Types) -> dict[str, Callable[[Any], Any]]:
 
         return plan
 
-    def of_number(kinds: frozenset[str], dtype: Any = None) -> Callable[[Any, type], Any]:
-        """Plans of a type and a Python number that is one of its own: a result or None."""
+    def plan_number(kinds: frozenset[str], dtype: Any = None) -> Callable[[Any, type], Any]:
+        """Return a planner for a type and a Python number that it represents: a result or None."""
 
         def plan(one: Any, kind: type) -> Any:
             own = kinds if kind is int else kinds & _REAL
@@ -270,42 +271,42 @@ def _operators(types: _Types) -> dict[str, Callable[[Any], Any]]:
         return plan
 
     numbers = _WHOLE | _REAL
-    two, number = of_two(numbers), of_number(numbers)
+    two, number = plan_two(numbers), plan_number(numbers)
 
     def add_two(one: Any, other: Any) -> Any:
-        """As ``two``, and pointers with whole numbers behind them."""
+        """Plan as ``two``, and also the sum of pointers and integers."""
         if not one.scalar.is_ptr() or other.scalar.name not in _WHOLE:
             return two(one, other)
         result = types.result(types.broadcast(one, other), one.scalar)
-        # A truth value has one bit, and a byte in memory.
+        # A boolean has one bit, but takes a byte in memory.
         size = max(1, one.scalar.element_ty.primitive_bitwidth // 8)
         return None if result is None else (None, lambda n: n.astype(np.uint64) * size, result)
 
-    def unknown(*_types: Any) -> None:
-        """Always the interpreter's own way."""
+    def no_plan(*_types: Any) -> None:
+        """Plan nothing, so that the stock method runs."""
 
-    bits = of_two(_WHOLE | {_BOOLEAN}, alike=True)
+    bits = plan_two(_WHOLE | {_BOOLEAN}, same_type=True)
     compare, compare_number = (
-        of_two(numbers, dtype=types.boolean),
-        of_number(numbers, types.boolean),
+        plan_two(numbers, dtype=types.boolean),
+        plan_number(numbers, types.boolean),
     )
     table: dict[str, tuple[Any, Any, Any]] = {
         "__add__": (np.add, add_two, number),
         "__sub__": (np.subtract, two, number),
         "__mul__": (np.multiply, two, number),
-        "__radd__": (np.add, unknown, number),
-        "__rsub__": (lambda one, other: np.subtract(other, one), unknown, number),
-        "__rmul__": (np.multiply, unknown, number),
-        "__truediv__": (np.divide, of_two(_WIDE, alike=True), of_number(_WIDE)),
-        # Toward zero, as the interpreter has it.
+        "__radd__": (np.add, no_plan, number),
+        "__rsub__": (lambda one, other: np.subtract(other, one), no_plan, number),
+        "__rmul__": (np.multiply, no_plan, number),
+        "__truediv__": (np.divide, plan_two(_WIDE, same_type=True), plan_number(_WIDE)),
+        # Rounds toward zero, as the interpreter does.
         "__floordiv__": (
             lambda one, other: (one - np.fmod(one, other)) // other,
-            of_two(_WHOLE),
-            of_number(_WHOLE),
+            plan_two(_WHOLE),
+            plan_number(_WHOLE),
         ),
-        "__mod__": (np.fmod, of_two(_WHOLE), of_number(_WHOLE)),
-        "__and__": (np.bitwise_and, bits, unknown),
-        "__or__": (np.bitwise_or, bits, unknown),
+        "__mod__": (np.fmod, plan_two(_WHOLE), plan_number(_WHOLE)),
+        "__and__": (np.bitwise_and, bits, no_plan),
+        "__or__": (np.bitwise_or, bits, no_plan),
         "__lt__": (np.less, compare, compare_number),
         "__le__": (np.less_equal, compare, compare_number),
         "__gt__": (np.greater, compare, compare_number),
@@ -317,17 +318,17 @@ def _operators(types: _Types) -> dict[str, Callable[[Any], Any]]:
 
 
 def _planned_operator(
-    types: _Types, ufunc: Any, of_two: Callable[..., Any], of_number: Callable[..., Any]
+    types: _Types, ufunc: Any, plan_two: Callable[..., Any], plan_number: Callable[..., Any]
 ) -> Callable[[Any], Any]:
-    tensor, make, known = types.tensor, types.maker(), _plan_table()
+    tensor, make, plans = types.tensor, types.maker(), _plan_table()
 
     def replace(stock: Any) -> Any:
         def operator(one: Any, other: Any) -> Any:
             if other.__class__ is tensor:
                 key = id(one.type), id(other.type)
-                plan = known.get(key)
+                plan = plans.get(key)
                 if plan is None:
-                    plan = known[key] = of_two(one.type, other.type), one.type, other.type
+                    plan = plans[key] = plan_two(one.type, other.type), one.type, other.type
                 if plan[0] is None:
                     return stock(one, other)
                 left, right, result = plan[0]
@@ -337,12 +338,12 @@ def _planned_operator(
             if not _is_usual(other):
                 return stock(one, other)
             key = id(one.type), other.__class__
-            plan = known.get(key)
+            plan = plans.get(key)
             if plan is None:
-                plan = known[key] = of_number(one.type, other.__class__), one.type
+                plan = plans[key] = plan_number(one.type, other.__class__), one.type
             if plan[0] is None:
                 return stock(one, other)
-            # numpy makes a Python number one of the array's own dtype, as the interpreter does.
+            # numpy converts a Python number to the array's dtype, as the interpreter does.
             return make(ufunc(one.handle.data, other), *plan[0])
 
         return operator
@@ -356,8 +357,8 @@ _EVERY = slice(None)
 
 
 def _index_tensor(types: _Types, stock: Any) -> Any:
-    """In place of ``tensor.__getitem__``: new axes alone."""
-    make, known = types.maker(), _plan_table()
+    """Return a replacement of ``tensor.__getitem__``, with plans for new axes alone."""
+    make, plans = types.maker(), _plan_table()
 
     def plan_for(kind: Any, new: tuple[bool, ...]) -> Any:
         if not kind.is_block() or new.count(False) != len(kind.shape):
@@ -370,9 +371,9 @@ def _index_tensor(types: _Types, stock: Any) -> Any:
         if slices.__class__ is not tuple or any(s is not None and s != _EVERY for s in slices):
             return stock(one, slices)
         key = id(one.type), tuple([s is None for s in slices])
-        plan = known.get(key)
+        plan = plans.get(key)
         if plan is None:
-            plan = known[key] = plan_for(one.type, key[1]), one.type
+            plan = plans[key] = plan_for(one.type, key[1]), one.type
         if plan[0] is None:
             return stock(one, slices)
         return make(one.handle.data[slices], *plan[0])
@@ -381,8 +382,8 @@ def _index_tensor(types: _Types, stock: Any) -> Any:
 
 
 def _cast_tensor(types: _Types, stock: Any) -> Any:
-    """In place of ``tensor.to``."""
-    make, known = types.maker(), _plan_table()
+    """Return a replacement of ``tensor.to``."""
+    make, plans = types.maker(), _plan_table()
 
     def plan_for(kind: Any, dtype: Any) -> Any:
         source, target = kind.scalar.name, dtype.scalar.name
@@ -393,10 +394,10 @@ def _cast_tensor(types: _Types, stock: Any) -> Any:
 
     def to(one: Any, dtype: Any, *more: Any, **named: Any) -> Any:
         key = id(one.type), id(dtype)
-        plan = known.get(key)
+        plan = plans.get(key)
         if plan is None:
             scalar = hasattr(dtype, "scalar")
-            plan = known[key] = plan_for(one.type, dtype) if scalar else None, one.type, dtype
+            plan = plans[key] = plan_for(one.type, dtype) if scalar else None, one.type, dtype
         if plan[0] is None or more or named:
             return stock(one, dtype, *more, **named)
         cast, result = plan[0]
@@ -406,8 +407,8 @@ def _cast_tensor(types: _Types, stock: Any) -> Any:
 
 
 def _select(types: _Types, stock: Any) -> Any:
-    """In place of ``tl.where``."""
-    tensor, make, known = types.tensor, types.maker(), _plan_table()
+    """Return a replacement of ``tl.where``."""
+    tensor, make, plans = types.tensor, types.maker(), _plan_table()
 
     def plan_for(condition: Any, x: Any, y: Any) -> Any:
         tensors = [kind for kind in (x, y) if not isinstance(kind, type)]
@@ -427,11 +428,11 @@ def _select(types: _Types, stock: Any) -> Any:
     def where(condition: Any, x: Any, y: Any) -> Any:
         if condition.__class__ is not tensor:
             return stock(condition, x, y)
-        of_x, of_y = (v.type if v.__class__ is tensor else v.__class__ for v in (x, y))
-        key = id(condition.type), id(of_x), id(of_y)
-        plan = known.get(key)
+        left, right = (v.type if v.__class__ is tensor else v.__class__ for v in (x, y))
+        key = id(condition.type), id(left), id(right)
+        plan = plans.get(key)
         if plan is None:
-            plan = known[key] = plan_for(condition.type, of_x, of_y), condition.type, of_x, of_y
+            plan = plans[key] = plan_for(condition.type, left, right), condition.type, left, right
         if plan[0] is None or not all(v.__class__ is tensor or _is_usual(v) for v in (x, y)):
             return stock(condition, x, y)
         number, result = plan[0]
@@ -442,8 +443,8 @@ def _select(types: _Types, stock: Any) -> Any:
 
 
 def _load(types: _Types, stock: Any, load_array: Callable[..., Any]) -> Any:
-    """In place of ``tl.load``, with a mask, and 0 or nothing where it hides."""
-    tensor, make, known = types.tensor, types.maker(), _plan_table()
+    """Return a replacement of ``tl.load``, with plans for a mask and no ``other``, or 0."""
+    tensor, make, plans = types.tensor, types.maker(), _plan_table()
 
     def plan_for(pointer: Any, mask: Any) -> Any:
         if not pointer.scalar.is_ptr() or mask.scalar.name != _BOOLEAN:
@@ -459,48 +460,48 @@ def _load(types: _Types, stock: Any, load_array: Callable[..., Any]) -> Any:
         return None if result is None else (types.numbers(element), lengths, result)
 
     def load(pointer: Any, mask: Any = None, other: Any = None, **named: Any) -> Any:
-        # All bits of what stands for hidden elements must be 0: −0.0 is another number.
+        # Plans fill masked elements with zero bits, so ``other`` must not be −0.0.
         zero = other is None or (other.__class__ in (int, float) and repr(other) in {"0", "0.0"})
         if named or mask.__class__ is not tensor or not zero:
             return stock(pointer, mask, other, **named)
         key = id(pointer.type), id(mask.type)
-        plan = known.get(key)
+        plan = plans.get(key)
         if plan is None:
-            plan = known[key] = plan_for(pointer.type, mask.type), pointer.type, mask.type
+            plan = plans[key] = plan_for(pointer.type, mask.type), pointer.type, mask.type
         if plan[0] is None:
             return stock(pointer, mask, other)
         dtype, lengths, result = plan[0]
-        shown = mask.handle.data
-        if shown.shape != lengths:
-            shown = np.broadcast_to(shown, lengths)
-        values = load_array(pointer.handle.data, shown, np.zeros(lengths, dtype), dtype)
+        visible = mask.handle.data
+        if visible.shape != lengths:
+            visible = np.broadcast_to(visible, lengths)
+        values = load_array(pointer.handle.data, visible, np.zeros(lengths, dtype), dtype)
         return make(values, *result)
 
     return load
 
 
 def shortcuts(interp: Any) -> Callable[[Any, str, Any], Any]:
-    """Return (owner, name, the interpreter's own builtin) → what replaces it, or itself."""
+    """Return a function (owner, name, stock builtin) → its replacement, or the builtin itself."""
     types = _Types(interp)
-    of_tensors = _operators(types)
-    of_tensors["__getitem__"] = lambda stock: _index_tensor(types, stock)
-    of_tensors["to"] = lambda stock: _cast_tensor(types, stock)
+    tensor_methods = _operators(types)
+    tensor_methods["__getitem__"] = lambda stock: _index_tensor(types, stock)
+    tensor_methods["to"] = lambda stock: _cast_tensor(types, stock)
 
     def load_array(*args: Any) -> Any:
-        return interp._interpreter.load(*args)  # looked up each time: who watches it is in it
+        return interp._interpreter.load(*args)  # looked up at each call, as tests replace it
 
-    of_language: dict[str, Callable[[Any], Any]] = {
+    language_functions: dict[str, Callable[[Any], Any]] = {
         "where": lambda stock: _select(types, stock),
         "load": lambda stock: _load(types, stock, load_array),
     }
 
-    def shorter(owner: Any, name: str, stock: Any) -> Any:
-        table = of_tensors if owner is types.tensor else {}
+    def shorten(owner: Any, name: str, stock: Any) -> Any:
+        table = tensor_methods if owner is types.tensor else {}
         if owner in (interp.tl, interp.tl.core):
-            table = of_language
+            table = language_functions
         return table[name](stock) if name in table else stock
 
-    return shorter
+    return shorten
 
 
 # ------------------------------------------------------------------ launches
@@ -509,9 +510,9 @@ def shortcuts(interp: Any) -> Callable[[Any, str, Any], Any]:
 class _Language:
     """``triton.language`` with the interpreter's builtins, while a launch runs.
 
-    The stock interpreter looks through the whole language again at every call of a jit function
-    inside a kernel, and does not take back what it finds there. Here the changes are found once a
-    process and are set and unset around a launch, whatever happens in it.
+    The stock interpreter searches the whole language at every call of a jit function inside a
+    kernel, and does not undo its changes. Here the changes are found once per process, set before a
+    launch, and undone after it, also if it raises.
     """
 
     def __init__(self, interp: Any, record: Callable[[Any], Any]) -> None:
@@ -525,10 +526,10 @@ class _Language:
         scope = self._record(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
         changes = [(o, name, old, getattr(o, name)) for o, name, old in scope._changes]
         scope.restore()
-        # 3.6 asks int() of an array of one element for a loop bound; numpy 2.4 refuses that.
+        # Triton 3.6 calls int() on a one-element array for a loop bound; numpy 2.4 refuses that.
         changes = [(o, n, old, _index if n == "__index__" else new) for o, n, old, new in changes]
-        short = shortcuts(self._interp)
-        return [(o, n, old, short(o, n, new)) for o, n, old, new in changes]
+        shorten = shortcuts(self._interp)
+        return [(o, n, old, shorten(o, n, new)) for o, n, old, new in changes]
 
     @contextlib.contextmanager
     def patched(self) -> Iterator[None]:
@@ -538,12 +539,12 @@ class _Language:
         try:
             for owner, name, _, new in self._changes:
                 setattr(owner, name, new)
-            # inf - inf and the like are what kernels do; they make NaN here as on a GPU.
+            # Kernels may compute inf - inf and the like; that gives NaN here as on a GPU.
             with np.errstate(all="ignore"):
                 yield
         finally:
             self.active = False
-            if len(_BLOCKS) > _MOST:
+            if len(_BLOCKS) > _MOST_BLOCKS:
                 _BLOCKS.clear()
                 forget_plans()
             for owner, name, old, _ in reversed(self._changes):
@@ -561,9 +562,9 @@ def _patch_functions(interp: Any, _stock: Stock) -> dict[str, Any]:
     builtin_code = interp.tl.core.builtin(_index).__code__
 
     def patch_attr(owner: Any, name: str, member: Any, _builder: Any, scope: Any) -> None:
-        # The wrapper of a builtin only asks whether _semantic is given, and here it is.
-        known = getattr(member, "__code__", None) is builtin_code
-        target = member.__wrapped__ if known else member
+        # A builtin's wrapper only checks that _semantic is given, which it is here.
+        is_builtin = getattr(member, "__code__", None) is builtin_code
+        target = member.__wrapped__ if is_builtin else member
         semantic = interp.interpreter_semantic
 
         def builtin(*args: Any, **kwargs: Any) -> Any:
@@ -572,9 +573,9 @@ def _patch_functions(interp: Any, _stock: Stock) -> dict[str, Any]:
 
         scope.set_attr(owner, name, builtin)
 
-    # The launch has patched everything that a kernel can reach.
-    done = SimpleNamespace(restore=lambda: None)
-    return {"_patch_attr": patch_attr, "_patch_lang": lambda _fn: done}
+    # The launch has already patched all that a kernel can call.
+    no_changes = SimpleNamespace(restore=lambda: None)
+    return {"_patch_attr": patch_attr, "_patch_lang": lambda _fn: no_changes}
 
 
 def _launch_methods(interp: Any, stock: Stock) -> dict[str, Any]:
@@ -588,7 +589,7 @@ def _launch_methods(interp: Any, stock: Stock) -> dict[str, Any]:
             return stock_launch(self, *args, **kwargs)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not language.active:  # a host called it outside a launch
+        if not language.active:  # called on the host, outside of a launch
             with language.patched():
                 return call(self, *args, **kwargs)
         try:
@@ -616,4 +617,4 @@ LAUNCHES = Repair(
         "tl.core.constexpr",
     ),
 )
-"""The builder's overflow checks are switched off by ``enable``: no kernel of a GPU has them."""
+"""``enable`` also switches off the builder's overflow checks, which a GPU's kernels do not have."""
