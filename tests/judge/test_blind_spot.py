@@ -395,7 +395,7 @@ def test_sums_are_cut_once_for_many_allowances_and_show_what_they_show_alone(mon
 
     monkeypatch.setattr(blind_spots, "_cut_sums", noting)
     # With few sums at once every number of bits is tried at once.
-    monkeypatch.setattr(blind_spots, "_FEW", 0)
+    monkeypatch.setattr(blind_spots, "_FEW_SUMS", 0)
     known, kept = random(4, 40, 3), {}
     for out in (2.0**-10, 2.0**-16, 2.0**-10, math.inf):
         each = allowance(known, out, 2.0**-14)

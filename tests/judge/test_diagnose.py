@@ -10,7 +10,7 @@ from attncheck.judge.fault_explanation import (
     FaultPrediction,
     ObservedError,
     combine_rankings,
-    count_equals,
+    count_ties,
     rank_explanations,
 )
 
@@ -112,7 +112,7 @@ def test_what_explains_all_equally_is_counted():
     two = FaultPrediction(name="two", tensors=moved(out=2.0), order=1)
     half = FaultPrediction(name="half", tensors=moved(out=1.0))
     tied = ranking(moved(out=2.0), one, two, half)
-    assert (names(tied), count_equals(tied)) == (["one", "two", "half"], 2)
+    assert (names(tied), count_ties(tied)) == (["one", "two", "half"], 2)
 
 
 def test_what_is_right_agrees_with_what_says_so():
@@ -142,7 +142,7 @@ def test_what_leaves_rows_free_comes_after_what_predicts_them():
     exact = FaultPrediction(name="predicted", tensors=moved(out=2.0, rows=slice(2)), order=2)
     found = ranking(got, free("free", 2), exact)
     assert names(found) == ["predicted", "free"]
-    assert count_equals(found) == 1
+    assert count_ties(found) == 1
 
 
 def test_lse_that_is_not_exposed_refutes_nothing():

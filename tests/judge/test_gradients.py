@@ -24,7 +24,7 @@ from attncheck.judge.gradient_bounds import (
     row_gradients,
 )
 from attncheck.judge.score_errors import score_error
-from attncheck.judge.score_gradient_errors import SavedErrors, _rounded_gradients
+from attncheck.judge.score_gradient_errors import SavedErrors, _gradient_rounding
 from attncheck.judge.sum_roundings import half_ulp
 from attncheck.mods.scores import SCORES
 from attncheck.oracles.row_conditions import all_rows, compute_gradient_conditions
@@ -357,8 +357,8 @@ def test_a_steep_slope_multiplies_what_was_rounded_before_it(steep):
     before = 2.0 ** (-26 + 4 * torch.rand(1000, generator=torch.manual_seed(0)).double())
     known = SimpleNamespace(known=SimpleNamespace(scale=1.0))
     error = (before.half().double() - before).abs() * steep
-    assert bool((error <= _rounded_gradients(known, arithmetic, before * steep, before)).all())
-    fused = _rounded_gradients(known, arithmetic, before * steep)  # as if it were rounded behind it
+    assert bool((error <= _gradient_rounding(known, arithmetic, before * steep, before)).all())
+    fused = _gradient_rounding(known, arithmetic, before * steep)  # as if it were rounded behind it
     assert bool((error <= 2 * fused).all()) == (steep <= 1)
 
 

@@ -16,7 +16,7 @@ from attncheck.core.judgement import Judgement, Place
 from attncheck.core.outputs import Outputs
 from attncheck.core.tensor_names import AXES, GRADIENTS, TensorName
 from attncheck.judge.allowance import Allowance, Sample
-from attncheck.judge.verdict_rules import Compared
+from attncheck.judge.verdict_rules import ComparedTensor
 
 decide = verdicts.decide
 
@@ -33,7 +33,7 @@ UNREAD = 3  # a number that no row that counts reads
 UNSEEN = (0, 1, 4)  # a key that no row sees
 
 
-def gradients(changes: dict[tuple[TensorName, tuple[int, ...]], float]) -> list[Compared]:
+def gradients(changes: dict[tuple[TensorName, tuple[int, ...]], float]) -> list[ComparedTensor]:
     """Of a kernel that is right but for ``changes``."""
     found = []
     for name, shape in SHAPES.items():
@@ -49,13 +49,15 @@ def gradients(changes: dict[tuple[TensorName, tuple[int, ...]], float]) -> list[
         for (changed, at), value in changes.items():
             if changed == name:
                 got[at] = value
-        found.append(Compared.of(name, got, exact, torch.where(exact == 0, 0.0, BOUND), alive))
+        found.append(
+            ComparedTensor.of(name, got, exact, torch.where(exact == 0, 0.0, BOUND), alive)
+        )
     return found
 
 
 def verdict(
     changes: dict[Any, float] | None = None,
-    gradients_instead: list[Compared] | None = None,
+    gradients_instead: list[ComparedTensor] | None = None,
     **more: Any,
 ) -> Judgement:
     exact = Outputs(torch.ones(1, HEADS, QUERY, DIM).double(), torch.ones(1, HEADS, QUERY).double())

@@ -1,4 +1,4 @@
-"""``attncheck.capture``: a running model's scaled_dot_product_attention calls, recorded."""
+"""``attncheck.capture``: recording of a model's scaled_dot_product_attention calls."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from attncheck.inputs.recorded_calls import Dtype, MaskKind
 
-# torch's own, also where torch.nn.functional has got another one meanwhile that calls it.
+# torch's own function, even if torch.nn.functional's has been replaced by one that calls it.
 _SDPA = torch._C._nn.scaled_dot_product_attention
 _NAME = "scaled_dot_product_attention"
 
@@ -48,45 +48,45 @@ def capture(
     >>> with attncheck.capture("trained.safetensors", model=model):  # doctest: +SKIP
     ...     model(batch)
 
-    Kept of each call are q, k, v, the mask (bool, added, or is_causal), the scale and what
-    enable_gqa means, as ``recordings.schema`` says: copies on the CPU in the dtype that the kernel
-    reads (under autocast the one cast to), brought to (batch, heads, length, dim). ``attncheck
-    rmse --inputs FILE`` and ``recordings.load`` read the file.
+    Of each call q, k, v, the mask (bool, additive, or is_causal), the scale and the effect of
+    enable_gqa are recorded, as described in ``inputs.recorded_calls``: copies on the CPU in the
+    dtype that the kernel reads (under autocast the one cast to), as (batch, heads, length, dim).
+    ``attncheck rmse --inputs FILE`` and ``recordings.load`` read the file.
 
-    However a module imported the function, its calls are seen, also those of
-    ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer``. In eval mode those two have a
-    fast path of their own that calls no scaled_dot_product_attention: it is switched off inside
-    (``torch.backends.mha.set_fastpath_enabled``), so their results are those of the ordinary path.
-    ``nn.MultiheadAttention`` with need_weights (its default) computes its scores itself and calls
-    it never. All else computes what it computes without. Not seen are calls in another thread and
-    in TorchScript, and FlexAttention. Capture a model before torch.compile: inside, torch would
-    compile it anew.
+    Calls are recorded however a module imported the function, including those by
+    ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer``. In eval mode those two have a fast
+    path that does not call scaled_dot_product_attention; it is switched off inside the ``with``
+    (``torch.backends.mha.set_fastpath_enabled``), so that they compute by the ordinary path. All
+    other results are unchanged. ``nn.MultiheadAttention`` with need_weights (its default) computes
+    its scores itself and never calls the function. Calls in another thread, in TorchScript and of
+    FlexAttention are not recorded. Capture a model before torch.compile: a compiled model would be
+    compiled again.
 
-    A call that attncheck cannot hold (float64, nested or fake tensors, a size of 0, head_dim
-    beyond 256, a scale that is not positive, NaN or an infinity in q, k or v …) is left out with
-    a warning, one a reason. Dropout is noted, and ignored when a kernel is judged.
+    A call that attncheck cannot represent (float64, nested or fake tensors, a size of 0, head_dim
+    above 256, a scale that is not positive, NaN or an infinity in q, k or v …) is left out with one
+    warning for each reason. Dropout is recorded, and ignored when a kernel is judged.
 
-    The file is written at the end, in one step, and replaces an old one. It is also written when
-    the ``with`` ends with an exception, with the calls made until then.
+    The file is written at the end, in one step, and replaces an old one. If the ``with`` ends with
+    an exception, it is written with the calls up to then.
 
     Args:
-        file: Where to, usually ``NAME.safetensors``.
-        model: Names the calls by the module that makes them, ``blocks.0.attention/0`` for its
-            first; else they are ``call-0``, ``call-1``, ….
-        calls: How many are kept, the first ones (default: all; they stay in memory until the end).
+        file: Path of the file, usually ``NAME.safetensors``.
+        model: Model whose modules name the calls, ``blocks.0.attention/0`` for a module's first
+            call; without it names are ``call-0``, ``call-1``, ….
+        calls: Number of calls to record (default: all; they stay in memory until the end).
 
     Raises:
-        UsageError: at the beginning, if the file cannot be written; at the end, if there was no
-            call to keep.
+        UsageError: at the beginning, if the file cannot be written; at the end, if no call was
+            recorded.
     """
-    path = _writable(file)
+    path = _check_writable(file)
     # bool is an int: True would mean one call.
     if calls is not None and (isinstance(calls, bool) or not isinstance(calls, int) or calls < 1):
         raise UsageError(f"calls={calls!r} must be a whole number of at least 1.")
     modules = _Modules(model)
     recorder = _Recorder(modules, calls)
     try:
-        # Entered last, so that it does not see the hooks being registered.
+        # The recorder is entered last, so that it does not see the hooks being registered.
         with _no_fast_path(), modules, recorder:
             yield
     except BaseException as error:
@@ -104,7 +104,7 @@ def capture(
 
 
 class _Modules:
-    """Names of the running modules of a model, by hooks while in its ``with``."""
+    """Context in which hooks track a model's running modules, to name calls."""
 
     def __init__(self, model: nn.Module | None) -> None:
         if model is not None and not isinstance(model, nn.Module):
@@ -131,13 +131,13 @@ class _Modules:
 
         for handle in (
             module.register_forward_pre_hook(enter, prepend=True),
-            # Also where the module raises: the names of later calls depend on it.
+            # Called even if the module raises, since names of later calls depend on it.
             module.register_forward_hook(leave, always_call=True),
         ):
             self._handles.callback(handle.remove)
 
     def name(self) -> str:
-        """The name of the call that is made now."""
+        """Return the name of the current call."""
         if not self._running:
             return f"call-{self._next('')}"
         return f"{self._running[-1]}/{self._next(self._running[-1])}"
@@ -148,7 +148,7 @@ class _Modules:
 
 
 class _Recorder(TorchFunctionMode):
-    """Sees every function of torch that is called from Python."""
+    """Mode that torch calls for each of its functions called from Python; records attention."""
 
     def __init__(self, modules: _Modules, most: int | None) -> None:
         super().__init__()
@@ -166,25 +166,28 @@ class _Recorder(TorchFunctionMode):
         out = func(*args, **kwargs)
         name = self._modules.name()
         if self._most is None or len(self.recorded_calls) < self._most:
-            self._keep(name, out, args, kwargs)
+            self._record(name, out, args, kwargs)
         return out
 
-    def _keep(self, name: str, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _record(
+        self, name: str, out: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         try:
-            self.recorded_calls.append(_recorded_call(name, _Arguments(*args, **kwargs), out))
+            self.recorded_calls.append(_record_call(name, _Arguments(*args, **kwargs), out))
         except _Unfit as error:
             reason = str(error).rstrip(".")
-            # A model of a hundred layers says the same a hundred times.
+            # A model of a hundred layers would repeat the warning a hundred times.
             if reason not in self._warned:
                 self._warned.add(reason)
                 printable = name if name.isprintable() else repr(name)
                 warnings.warn(f"capture leaves out {printable}: {reason}.", stacklevel=2)
 
     def _make_listening(self, func: Any) -> Any:
-        """``func``, or a copy of it whose own calls of the function come back to this mode.
+        """Return ``func``, or a copy whose calls of the attention function reach this mode.
 
-        A Python function of torch that lets modes override it, multi_head_attention_forward, runs
-        with the mode taken off. Other modes that see it call the copy too, as it names itself.
+        torch runs Python functions that modes may override, as multi_head_attention_forward, with
+        the mode disabled. Since such a function passes itself to modes, the copy replaces its own
+        name, so that other modes call the copy too.
         """
         if not isinstance(func, FunctionType) or _NAME not in func.__code__.co_names:
             return func
@@ -208,22 +211,22 @@ class _Recorder(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _no_fast_path() -> Iterator[None]:
-    # The fast path of nn.MultiheadAttention is one C++ call: no mode sees inside it.
-    before = torch.backends.mha.get_fastpath_enabled()
+    # The fast path of nn.MultiheadAttention is one C++ call, inside which no mode is called.
+    was_enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(before)
+        torch.backends.mha.set_fastpath_enabled(was_enabled)
 
 
 class _Unfit(Exception):
-    """A call that a recording cannot hold; the text says why."""
+    """Raised for a call that a recording cannot hold, with the reason as its text."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Arguments:
-    """Parameters of the function, in torch's order and by torch's names."""
+    """Parameters of scaled_dot_product_attention, in torch's order and with torch's names."""
 
     query: Tensor
     key: Tensor
@@ -235,14 +238,14 @@ class _Arguments:
     enable_gqa: bool = False
 
 
-def _recorded_call(name: str, args: _Arguments, out: Tensor) -> tuple[Call, dict[str, Tensor]]:
-    """Return the call and copies of its tensors q, k, v and, where there is one, mask, on the CPU.
+def _record_call(name: str, args: _Arguments, out: Tensor) -> tuple[Call, dict[str, Tensor]]:
+    """Return the call and copies of its tensors q, k, v and mask (if there is one) on the CPU.
 
     Args:
-        out: Its result. Its dtype is what q, k and v were cast to, if autocast is on.
+        out: The call's result. Under autocast its dtype is the one that q, k and v were cast to.
 
     Raises:
-        _Unfit: for tensors that a recording cannot hold, and for whatever its reader would refuse.
+        _Unfit: for tensors that a recording cannot hold or that its reader would reject.
     """
     kind, mask = _mask(args)
     tensors = [args.query, args.key, args.value] + ([] if mask is None else [mask])
@@ -275,13 +278,13 @@ def _recorded_call(name: str, args: _Arguments, out: Tensor) -> tuple[Call, dict
     )
     _refuse(call_fact(call))
     _refuse(other_shapes if out.numel() != q[..., 0].numel() * v.shape[3] else None)
-    # Autocast casts an added mask too.
+    # Autocast casts an additive mask too.
     cast_mask = mask is not None and mask.is_floating_point() and args.query.dtype != out.dtype
-    dtypes_kept = [out.dtype] * 3 + [out.dtype if cast_mask or mask is None else mask.dtype]
+    copy_dtypes = [out.dtype] * 3 + [out.dtype if cast_mask or mask is None else mask.dtype]
     copies = {
         part: tensor.detach().to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
         for part, tensor, dtype in zip(
-            ("q", "k", "v", "mask"), (q, k, v, mask), dtypes_kept, strict=True
+            ("q", "k", "v", "mask"), (q, k, v, mask), copy_dtypes, strict=True
         )
         if tensor is not None
     }
@@ -318,40 +321,40 @@ def _oddity(tensor: Tensor) -> str | None:
 def _four_axes(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The four as torch reads them, q ``(batch, heads, query, dim)``, k and v with kv_heads.
+    """Return q, k, v and mask with four axes, ``(batch, heads, length, dim)``, as torch reads them.
 
     Two axes are one head of one sequence, three are heads of one sequence, and axes before the
-    heads are folded into the batch. An axis of 1 that torch broadcasts is written out, but for
-    heads that k and v share (few key heads for many query heads), and but for the mask's, each of
-    which has the scores' size, or 1 where it is the same for all.
+    heads are folded into the batch. Axes of 1 that torch broadcasts are expanded, except heads that
+    k and v share (few key heads for many query heads), and except the mask's axes, which have the
+    scores' sizes or 1.
 
-    Raises RuntimeError for shapes that do not go together.
+    Raises RuntimeError for shapes that do not match.
     """
-    # Without heads an axis is put in front, so that every tensor has three to name.
+    # A tensor without heads gets an axis in front.
     q, k, v = (tensor if tensor.dim() > 2 else tensor.unsqueeze(0) for tensor in (q, k, v))
-    before = (tensor.shape[:-3] for tensor in (q, k, v))
-    axes: tuple[int, ...] = tuple(torch.broadcast_shapes(*before))  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    batch = math.prod(axes)
+    leading_axes = (tensor.shape[:-3] for tensor in (q, k, v))
+    batch_axes: tuple[int, ...] = tuple(torch.broadcast_shapes(*leading_axes))  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    batch = math.prod(batch_axes)
     of_q, of_k, of_v = (tensor.shape[-3] for tensor in (q, k, v))
     heads = of_q if gqa else max(of_q, of_k, of_v)
     kv_heads = of_k if of_k == of_v else heads
 
-    def folded(tensor: Tensor, heads: int) -> Tensor:
+    def fold(tensor: Tensor, heads: int) -> Tensor:
         repeated = tensor.repeat_interleave(heads // tensor.shape[-3], dim=-3)
-        whole = repeated.expand(*axes, heads, -1, -1)
-        return whole.reshape(batch, *whole.shape[-3:])
+        expanded = repeated.expand(*batch_axes, heads, -1, -1)
+        return expanded.reshape(batch, *expanded.shape[-3:])
 
     if mask is not None:
-        mask = mask[(None,) * (len(axes) + 3 - mask.dim())]  # missing axes are in front
+        mask = mask[(None,) * (len(batch_axes) + 3 - mask.dim())]  # missing axes are in front
         if math.prod(mask.shape[:-3]) == 1:
             mask = mask.reshape(1, *mask.shape[-3:])
         else:
-            mask = mask.expand(*axes, -1, -1, -1).reshape(batch, *mask.shape[-3:])
-    return folded(q, heads), folded(k, kv_heads), folded(v, kv_heads), mask
+            mask = mask.expand(*batch_axes, -1, -1, -1).reshape(batch, *mask.shape[-3:])
+    return fold(q, heads), fold(k, kv_heads), fold(v, kv_heads), mask
 
 
-def _writable(file: str | os.PathLike[str]) -> Path:
-    """The path, if a file could be put there now: a model may run for long before the end."""
+def _check_writable(file: str | os.PathLike[str]) -> Path:
+    """Return the path if a file can be written there; checked first as a model may run for long."""
     try:
         path = Path(file)
     except TypeError:

@@ -1,7 +1,7 @@
-"""Named distributions of q, k and v, and of a softmax's scores: each provokes something else.
+"""Named distributions of q, k and v, and of a softmax's scores; each provokes different faults.
 
-Numbers are drawn in float64 and elementwise (no matrix product is the same bits everywhere);
-``inputs.input_tensors`` rounds them once. What is said of logits holds at the default scale,
+Numbers are drawn in float64 and elementwise, since matrix products differ between machines;
+``inputs.input_tensors`` rounds them once. Statements about logits hold at the default scale,
 1/√head_dim, and without a score mod.
 """
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from attncheck.core.errors import ProblemError, UnknownName, refuse_recorded, without_recorded
 
-# What draws imports numpy and Draws: `attncheck list`, which only names, must not wait for them.
+# Functions that draw import numpy and Draws, so that `attncheck list` need not wait for them.
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -27,8 +27,8 @@ Floats: TypeAlias = "NDArray[np.float64]"
 Integers: TypeAlias = "NDArray[np.int64]"
 Drawn: TypeAlias = "tuple[Floats, Floats, Floats]"  # q, k and v
 
-# How far the chosen key's logit stands above every other in one_hot: kv·exp(−64) is below half a
-# unit of float64's 1 for up to 2**38 keys.
+# Least distance of the chosen key's logit above every other in one_hot: for up to 2**38 keys
+# kv·exp(−64) is below half an ulp of 1 in float64.
 _ONE_HOT_GAP = 64.0
 _LN2 = 0.6931471805599453
 
@@ -71,18 +71,18 @@ class Distribution:
     """A way to draw q, k and v, or scores."""
 
     name: str
-    summary: str  # what it provokes, in one line
-    draw: Callable[[Draws, Sizes], Drawn]  # the drawing itself: (Draws, Sizes) → q, k, v
+    summary: str  # its character and the fault that it provokes, in one line
+    draw: Callable[[Draws, Sizes], Drawn]  # (Draws, Sizes) → q, k, v
     # (Draws, Sizes) → the scores of a softmax, of the same character as the logits of q and k;
-    # None where only q, k and v make sense.
+    # None if only q, k and v make sense.
     scores: Callable[[Draws, Sizes], Floats] | None = None
-    # Whether rounding errors in it are as good as random: no two keys or rows alike, no number
-    # that is exact on purpose.
+    # Whether rounding errors are nearly random: no two keys or rows are equal, and no number is
+    # exact on purpose.
     generic: bool = True
     # (Draws, Sizes) → the loss's gradient with respect to out; None for standard normal.
     dout: Callable[[Draws, Sizes], Floats] | None = None
-    sink: Callable[[], Tensor] | None = None  # the sinks, where they are not drawn as any are
-    # Whether ``draw`` does no more than +, − and × to what it draws, as torch does it too.
+    sink: Callable[[], Tensor] | None = None  # the sinks; None if they are drawn as usual
+    # Whether ``draw`` uses only +, − and ×, which give the same bits in torch.
     plain: bool = False
 
 
@@ -91,7 +91,7 @@ def draw(name: str, sizes: Sizes, seed: int, device: str = "cpu") -> Drawn:
 
     Args:
         name: A name of ``DISTRIBUTIONS``; raises UnknownName with the valid names.
-        device: Where they are needed: of a GPU tensors there are as good as arrays here.
+        device: Where the numbers are needed: on a GPU, tensors there may be returned, not arrays.
 
     Returns:
         q ``(batch, heads, query, head_dim)``, k ``(batch, kv_heads, kv, head_dim)`` and
@@ -100,8 +100,8 @@ def draw(name: str, sizes: Sizes, seed: int, device: str = "cpu") -> Drawn:
     from attncheck.core.draws import Draws, TensorDraws
 
     distribution = distribution_named(name)
-    there = distribution.plain and device != "cpu"
-    draws: Any = TensorDraws(seed, device) if there else Draws(seed)
+    on_device = distribution.plain and device != "cpu"
+    draws: Any = TensorDraws(seed, device) if on_device else Draws(seed)
     return distribution.draw(draws, sizes)
 
 
@@ -122,11 +122,11 @@ def draw_scores(name: str, sizes: Sizes, seed: int) -> Floats:
 def distribution_named(name: str) -> Distribution:
     """Return the distribution called ``name``.
 
-    Raises UnknownName with the valid names; ProblemError for one of a recording that is not loaded.
+    Raises UnknownName with the valid names; ProblemError for that of a recording not loaded.
     """
     if isinstance(name, str) and name in DISTRIBUTIONS:
         return DISTRIBUTIONS[name]
-    # Any other type is no name of a recording: it is refused as unknown.
+    # Only a string can name a recording; other types are unknown.
     if isinstance(name, str):
         refuse_recorded("distribution", name)
     raise UnknownName("distribution", name, without_recorded(DISTRIBUTIONS))
@@ -137,13 +137,13 @@ def _normal(draws: Draws, sizes: Sizes) -> Drawn:
 
 
 def _outliers(draws: Draws, sizes: Sizes) -> Drawn:
-    """N(0, 1) + N(0, 100)·Bernoulli(0.001): FlashAttention-3 (arXiv:2407.08608), section 4.3."""
+    """Draw N(0, 1) + N(0, 100)·Bernoulli(0.001): FlashAttention-3 (arXiv:2407.08608), 4.3."""
     q, k, v = (_with_outliers(draws, stream, getattr(sizes, stream)) for stream in ("q", "k", "v"))
     return q, k, v
 
 
 def _with_outliers(draws: Draws, stream: str, shape: tuple[int, ...]) -> Floats:
-    # In place: these are the largest arrays that are ever drawn.
+    # In place, since these are the largest arrays drawn.
     large = draws.normal(f"{stream} outliers", shape)
     large *= 10.0
     large *= draws.uniform(f"{stream} is an outlier", shape) < 0.001
@@ -156,7 +156,7 @@ def _uniform(draws: Draws, sizes: Sizes) -> Drawn:
 
 
 def _large_logits(draws: Draws, sizes: Sizes) -> Drawn:
-    """q·k/√head_dim has variance (√32)⁴ = 32²."""
+    """Draw q and k so that q·k/√head_dim has variance (√32)⁴ = 32²."""
     q, k, v = _normal(draws, sizes)
     q *= math.sqrt(32.0)
     k *= math.sqrt(32.0)
@@ -179,24 +179,23 @@ def _negative_logits(draws: Draws, sizes: Sizes) -> Drawn:
 
 
 def _negative_scores(draws: Draws, sizes: Sizes) -> Floats:
-    """−128 ± 17 (|normal| < 8.3): exp of every one is below half of fp32's smallest number."""
+    """Draw −128 ± 17 (|normal| < 8.3): every exp is below half of fp32's smallest number."""
     return -2.0 * (64.0 + draws.normal("x", sizes.x))
 
 
 def _one_hot(draws: Draws, sizes: Sizes) -> Drawn:
-    """Let k be distinct vectors of signs, and each row of q a multiple of one of them.
+    """Draw distinct vectors of signs as k, and a multiple of one of them as each row of q.
 
-    The bits of a key's number, repeated along head_dim, are its signs (times a random sign a
+    The bits of a key's index, repeated along head_dim, are its signs (times a random sign for each
     column and head). With B = ⌈log₂ kv⌉ bits, two keys differ in r = ⌊head_dim/B⌋ columns at
-    least, so q = c·k[chosen] has its logit 2cr/√head_dim or more above every other; c is a power
-    of two that makes this at least 64. Signs and powers of two are exact in every format. Where
-    head_dim < B, up to 2**(B − head_dim) keys are equal, and share the weight evenly.
+    least, so the logit of the chosen key of q = c·k[chosen] is 2cr/√head_dim or more above every
+    other; c is a power of two that makes this at least 64. Signs and powers of two are exact in
+    every format. If head_dim < B, up to 2**(B − head_dim) keys are equal and share the weight.
     """
     import numpy as np
 
-    # A code of the key's number, repeated over the columns: distance grows with head_dim.
     bits = max(1, (sizes.kv - 1).bit_length())
-    # Fewer columns than bits: keys that differ in the bits left out are equal.
+    # With fewer columns than bits, keys that differ only in the bits left out are equal.
     used = min(bits, sizes.head_dim)
     flips = draws.integers("k signs", (*sizes.k[:2], 1, sizes.head_dim), 2)
     chosen = draws.integers("chosen key", sizes.q[:3], sizes.kv)
@@ -208,7 +207,7 @@ def _one_hot(draws: Draws, sizes: Sizes) -> Drawn:
 
 
 def _signs(numbers: Integers, bits: int, flips: Integers) -> Floats:
-    """±1 by the low ``bits`` of each number, over and over along a last axis like ``flips``'s."""
+    """Return ±1 by the low ``bits`` of each number, repeated along ``flips``'s last axis."""
     import numpy as np
 
     # Bit j % bits of the number in column j, exclusive-or a random sign.
@@ -221,7 +220,7 @@ def _signs(numbers: Integers, bits: int, flips: Integers) -> Floats:
 
 
 def _one_hot_scores(draws: Draws, sizes: Sizes) -> Floats:
-    """0, and in each row one score that stands ``_ONE_HOT_GAP`` above."""
+    """Draw one score of ``_ONE_HOT_GAP`` in each row; all others are 0."""
     import numpy as np
 
     scores = np.zeros(sizes.x)
@@ -234,7 +233,7 @@ def _constant_rows(draws: Draws, sizes: Sizes) -> Drawn:
     import numpy as np
 
     def rows(stream: str, shape: tuple[int, int, int, int]) -> Floats:
-        # Drawn once and repeated: rows are equal to the bit.
+        # One row is drawn and repeated, so all are bitwise equal.
         row = draws.normal(stream, (*shape[:2], 1, shape[3]))
         return np.repeat(row, shape[2], axis=2)
 
@@ -248,7 +247,7 @@ def _constant_scores(draws: Draws, sizes: Sizes) -> Floats:
 
 
 def _sink(draws: Draws, sizes: Sizes) -> Drawn:
-    """Column 0 of q and k is the sink's own: its logit is the same number, L, in every row.
+    """Draw k so that key 0, the sink, has the same logit L in every row, by column 0 of q and k.
 
     The other logits are normal with variance below 1, so their exponentials add up to about
     kv·√e; L = 4 + ln(kv, rounded up to a power of two) gives the sink about e⁴/(e⁴ + √e) = 0.97.
@@ -256,22 +255,22 @@ def _sink(draws: Draws, sizes: Sizes) -> Drawn:
     q, k, v = _normal(draws, sizes)
     column = math.sqrt(_sink_logit(sizes) * math.sqrt(sizes.head_dim))
     q[..., 0] = column
-    # Column 0 is the sink's alone: of any other key it adds nothing to a logit.
+    # Column 0 adds nothing to the logits of other keys.
     k[..., 0] = 0.0
     k[..., 0, :] = 0.0
     k[..., 0, 0] = column
-    # Small values under a large weight: lost small weights of other keys show in out.
+    # The sink's values are small, so that the other keys' small weights show in out if lost.
     v[..., 0, :] /= 64.0
     return q, k, v
 
 
 def _sink_logit(sizes: Sizes) -> float:
-    # By the bit length: a logarithm of a library differs in its last bit between machines.
+    # By the bit length, since a library's log differs in its last bit between machines.
     return 4.0 + _LN2 * (sizes.kv - 1).bit_length()
 
 
 def _sink_scores(draws: Draws, sizes: Sizes) -> Floats:
-    """Normal but for column 0, which has the logit of ``_sink``."""
+    """Draw normal scores, with the logit of ``_sink`` in column 0."""
     scores = draws.normal("x", sizes.x)
     scores[..., 0] = _sink_logit(sizes)
     return scores
@@ -295,20 +294,20 @@ def _zero_scores(_draws: Draws, sizes: Sizes) -> Floats:
     return np.zeros(sizes.x)
 
 
-_SMALLEST = 6
-"""Sizes of small terms: from 1.3/2^13 on, each half the last.
+_TERM_SIZES = 6
+"""Number of sizes of small terms: from 1.3/2^13 on, each half the one before.
 
-Tiles of 16 to 512 of them add up to no whole number of units in the last place of a bf16 or fp16
-sum that begins with 1, at one of these sizes: each tile is rounded, and in the same direction."""
+For at least one size, tiles of 16 to 512 terms add up to no whole number of ulps of a bf16 or fp16
+sum that begins with 1: then each tile is rounded, and in the same direction."""
 
 
 def _small_terms(draws: Draws, sizes: Sizes) -> Drawn:
-    """A sum along the longer of rows and keys has one term of 1, and all others are small.
+    """Draw sums of one term of 1 and small terms, along the longer axis of rows and keys.
 
-    Where keys are as many as rows: out and the row sum of three rows in four, whose first key (or
-    last one) weighs 1 and all others c; out of the fourth's in some columns, by V; and in dQ of
-    that one, where every weight is the same and k has small terms. Where there are more rows: dK
-    and dV, by q and dOut. dP is ±1 times the same number in all of a row.
+    With at least as many keys as rows, these sums are out and the row sum of three rows in four,
+    whose first or last key weighs 1 and all others c; and out (in some columns, by V) and dQ of
+    every fourth row, where all weights are equal and k has small terms. With more rows than keys
+    they are dK and dV, by q and dOut. dP is ±1 times a common number in each row.
     """
     import numpy as np
 
@@ -320,17 +319,17 @@ def _small_terms(draws: Draws, sizes: Sizes) -> Drawn:
         k[..., 0] = draws.normal("k", sizes.k[:3])
         v[..., :half] = 0.0
         return q, k, v
-    # Columns 0 and 1 of k are the first and the last key's own: a row takes one of them, or none.
+    # Columns 0 and 1 of k belong to the first and the last key; a row of q uses one or none.
     k[..., 2:] = _terms(draws, "k", sizes.k)[..., 2:]
-    k[..., 1::2, 2:] *= -1.0  # as dP: all terms of dQ have one sign
+    k[..., 1::2, 2:] *= -1.0  # like dP, so that all terms of dQ have one sign
     k[..., :2] = 0.0
     k[..., 0, 0] = 4.0
     k[..., -1, -1 if sizes.head_dim < 2 else 1] = 4.0
-    rows = np.arange(sizes.query) + draws.integers("level", (*sizes.q[:2], 1), 2 * _SMALLEST)
-    level = rows % _SMALLEST
+    rows = np.arange(sizes.query) + draws.integers("level", (*sizes.q[:2], 1), 2 * _TERM_SIZES)
+    level = rows % _TERM_SIZES
     gaps = (12.62 + level) * _LN2 * math.sqrt(sizes.head_dim) / 4.0
-    # What came before a key is multiplied by c, which kernels may take for 0 below 2^-14.
-    last = (rows // _SMALLEST % 2 == 1) & (level < 2)
+    # A last key of weight 1 rescales earlier sums by c, which kernels may flush to 0 below 2^-14.
+    last = (rows // _TERM_SIZES % 2 == 1) & (level < 2)
     weighted = rows % 4 != 3
     q[..., 0] = gaps * (weighted & ~last)
     if sizes.head_dim > 1:
@@ -352,20 +351,20 @@ def _small_terms_of_loss(draws: Draws, sizes: Sizes) -> Floats:
 
 
 def _terms(draws: Draws, stream: str, shape: tuple[int, int, int, int]) -> Floats:
-    """1 in the first row, or in the last one, and small terms of one size in all others."""
+    """Return 1 in the first or the last row, and small terms of one size in all others."""
     import numpy as np
 
     batch, heads, rows, columns = shape
-    place = np.arange(columns) + draws.integers(f"{stream} level", (batch, heads, 1), _SMALLEST)
-    terms = np.repeat(np.ldexp(1.3, -13 - place % _SMALLEST)[:, :, None], rows, axis=2)
-    at = np.where(place // _SMALLEST % 2 == 0, 0, rows - 1)
+    place = np.arange(columns) + draws.integers(f"{stream} level", (batch, heads, 1), _TERM_SIZES)
+    terms = np.repeat(np.ldexp(1.3, -13 - place % _TERM_SIZES)[:, :, None], rows, axis=2)
+    at = np.where(place // _TERM_SIZES % 2 == 0, 0, rows - 1)
     np.put_along_axis(terms, at[:, :, None], 1.0, axis=2)
     return terms
 
 
 DISTRIBUTIONS: dict[str, Distribution] = {
     d.name: d
-    # Draws go by seed and stream alone: the order of entries changes no bits.
+    # Draws depend only on seed and stream, so the order of entries changes no bits.
     for d in (
         Distribution(
             name="normal",

@@ -26,13 +26,13 @@ OPERATIONS = ("attention", "softmax")
 SOFTMAX_DTYPES = ("fp32", "fp16", "bf16", "fp64")
 LARGEST_HEAD_DIM = 256
 USUAL_SCALE = float("nan")
-"""This object stands for 1/√head_dim; a Problem that is made has that number in its place."""
+"""This object stands for 1/√head_dim; a Problem replaces it by that number."""
 SINK_LOGITS = ("", "above", "below", "equal", "absent")
-"""Where sinks lie: drawn among a row's scores, far above or below them all, at 0, which is the
-score of a key of zeros, or at −∞. Not at +∞: less the largest score it is NaN in any softmax."""
+"""Positions of sinks: drawn among a row's scores, far above or below them all, at 0, the score of
+a key of zeros, or at −∞. Not at +∞: subtracting the largest score would give NaN in any softmax."""
 _LARGEST_SEED = 2**63 - 1
 _SIZES = ("batch", "heads", "kv_heads", "query", "kv", "head_dim", "value_dim")
-# What an attention call has and a softmax has not, with what stands in its place.
+# Fields of attention that a softmax lacks, with their values in a softmax.
 _ATTENTION_ONLY: dict[str, Any] = {
     "head_dim": 0,
     "value_dim": 0,
@@ -46,7 +46,7 @@ _ATTENTION_ONLY: dict[str, Any] = {
     "dlse": False,
     "dcaptured": False,
 }
-# Fields that older versions lack are left out of JSON at their defaults: ids stay what they were.
+# Fields that older versions lack, with defaults. At these they are left out of JSON to keep ids.
 _SINCE = {
     "operation": "attention",
     "sink": False,
@@ -60,7 +60,7 @@ _SINCE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One call of a kernel, without its numbers drawn.
+    """One call of a kernel, described without its tensors.
 
     Attention: ``out[b, h, i] = Σ_j softmax_j(score(scale · q[b, h, i] · k[b, g, j])) v[b, g, j]``
     over the keys j that the mask lets row i see, with g = h // (heads / kv_heads).
@@ -77,28 +77,28 @@ class Problem:
         kv: Key and value length (default: ``query``); the two may differ.
         head_dim: Columns of q and k, 1–256 (default: 64).
         value_dim: Columns of v and out, 1–256 (default: ``head_dim``).
-        dtype: A name of ``formats.DTYPES``; fp64 is what the numbers were before they were
-            rounded to any other, for the exact side alone.
-        mask: Which keys a row sees.
-        score: What is done to a score before the softmax.
+        dtype: A name of ``formats.DTYPES``; fp64 has the numbers before rounding to any other
+            dtype, and is for oracles only.
+        mask: The keys that a row sees.
+        score: Function applied to a score before the softmax.
         scale: Factor of q·k, rounded to fp32, of any sign (default: 1/√head_dim).
-        sink: Whether each head has a logit of its own that takes part in the softmax as one more
-            key of value 0, which every row sees; LSE includes it. It is no score: no scale, mask
-            or score mod is for it.
-        sink_logits: Where its sinks lie, a name of ``SINK_LOGITS``.
-        paging: How keys and values lie in memory; None for one after the other. It changes no
+        sink: Whether each head has a logit that takes part in the softmax as one more key of
+            value 0, which every row sees; LSE includes it. Scale, mask and score mod do not apply
+            to it.
+        sink_logits: Position of the sinks, a name of ``SINK_LOGITS``.
+        paging: Layout of keys and values in memory; None if they are contiguous. It changes no
             number of the result.
-        backward: Whether gradients are asked for too: of a loss with respect to q, k and v (and
+        backward: Whether gradients are computed too: of a loss with respect to q, k and v (and
             the sink), given its gradient with respect to out. Not in fp8, nor with pages.
-        dlse: Whether that loss depends on LSE too; of a backward alone. A row that sees no key has
-            an LSE of −∞ whatever the inputs: no gradient passes through it.
-        dcaptured: Whether the loss's gradient is asked for with respect to the numbers of the float
-            tensors that the score mod captures; of a backward alone.
+        dlse: Whether that loss depends on LSE too; needs ``backward``. A row that sees no key has
+            an LSE of −∞ for all inputs: no gradient passes through it.
+        dcaptured: Whether to compute the loss's gradient with respect to the float tensors that
+            the score mod captures; needs ``backward``.
         distribution: A name of ``distributions.DISTRIBUTIONS``.
-        seed: Which draw of it.
+        seed: Seed of the draw.
 
     Raises:
-        ProblemError: for a size, number or mod that cannot be.
+        ProblemError: for an invalid size, number or mod.
         UnknownName: for a dtype, distribution or mod that is not known.
     """
 
@@ -134,12 +134,12 @@ class Problem:
             return
         self._default("head_dim", 64)
         self._default("value_dim", self.head_dim)
-        # Sizes before all that depends on them; mods last, as they are built to be checked.
+        # Sizes come first, since other checks depend on them; mods last, as checks build them.
         self._check_sizes(_SIZES)
         self._check_options()
         self._check_gradients()
         usual = self.scale is USUAL_SCALE
-        # A zero is +0: one number has one id.
+        # −0 becomes +0, so that equal numbers have equal ids.
         self._set("scale", fp32(1.0 / math.sqrt(self.head_dim) if usual else self.scale) + 0.0)
         library.check_mask(self.mask, self.dimensions)
         library.check_score(self.score, self.dimensions)
@@ -149,11 +149,11 @@ class Problem:
 
     @property
     def has_usual_scale(self) -> bool:
-        """Return whether its scale is the one that is usual for its head dim."""
+        """Return whether the scale is the default for the head dim."""
         return self.scale == self.replace(scale=USUAL_SCALE).scale
 
     def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)  # frozen for everybody else
+        object.__setattr__(self, name, value)  # the dataclass is frozen
 
     def _default(self, name: str, value: float) -> None:
         if getattr(self, name) == 0:
@@ -162,12 +162,12 @@ class Problem:
     def _check_softmax(self) -> None:
         if self.scale is USUAL_SCALE:
             self._set("scale", 1.0)
-        for name, only in (_ATTENTION_ONLY | {"kv_heads": self.heads}).items():
+        for name, softmax_value in (_ATTENTION_ONLY | {"kv_heads": self.heads}).items():
             value = getattr(self, name)
-            if value != only:
+            if value != softmax_value:
                 text = str(value) if isinstance(value, Spec) else repr(value)
                 raise ProblemError(f"{name}={text} has no meaning for softmax.")
-            self._set(name, only)  # 0.0 and False are 0 too, and would be another id
+            self._set(name, softmax_value)  # 0.0 and False equal 0 but would change the id
         self._check_sizes(tuple(name for name in _SIZES if name not in _ATTENTION_ONLY))
         if self.dtype not in SOFTMAX_DTYPES:
             able = ", ".join(name for name in SOFTMAX_DTYPES if DTYPES[name].measured)
@@ -179,7 +179,7 @@ class Problem:
             )
 
     def _check_sizes(self, names: tuple[str, ...]) -> None:
-        """Raise ProblemError unless all are sizes and a seed, and heads share key heads evenly."""
+        """Raise ProblemError for invalid sizes, seed, or numbers of heads and key heads."""
         for name in names:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -198,9 +198,9 @@ class Problem:
             raise ProblemError(f"seed={self.seed} must be from 0 to 2**63 − 1.")
 
     def _check_options(self) -> None:
-        """Raise ProblemError for a scale, a sink or pages that are none."""
+        """Raise ProblemError for an invalid scale, sink or paging."""
         fmt, scale = FORMATS["fp32"], self.scale
-        # One that fp32 rounds to 0 would be another than was asked for.
+        # A scale that fp32 rounds to 0 is rejected.
         if scale is not USUAL_SCALE and not (
             _is_number(scale) and (scale == 0 or fmt.subnormal_spacing <= abs(scale) <= fmt.max)
         ):
@@ -218,7 +218,7 @@ class Problem:
             raise ProblemError(f"paging={self.paging!r} must be a Paging or None.")
 
     def _check_gradients(self) -> None:
-        """Raise ProblemError for gradients that there are not."""
+        """Raise ProblemError for gradients that are not supported."""
         gradients = {name: getattr(self, name) for name in ("backward", "dlse", "dcaptured")}
         for name, value in gradients.items():
             if not isinstance(value, bool):
@@ -235,7 +235,7 @@ class Problem:
 
     @property
     def formats(self) -> Dtype:
-        """The number formats that ``dtype`` stands for."""
+        """The number formats of ``dtype``."""
         return DTYPES[self.dtype]
 
     @property
@@ -249,19 +249,19 @@ class Problem:
         return Dimensions(batch=self.batch, heads=self.heads, query=self.query, kv=self.kv)
 
     def mask_mod(self, device: str = "cpu") -> MaskMod:
-        """The mask as a FlexAttention callable with its captured tensors on ``device``."""
+        """Return the mask as a FlexAttention callable with its captured tensors on ``device``."""
         return library.build_mask(self.mask, self.dimensions, device)
 
     def score_mod(self, device: str = "cpu") -> ScoreMod:
-        """The score mod as a FlexAttention callable with its captured tensors on ``device``."""
+        """Return the score mod as a FlexAttention callable with captured tensors on ``device``."""
         return library.build_score(self.score, self.dimensions, device)
 
     def replace(self, **changes: Any) -> Problem:
-        """Return this Problem with other fields; the new one is checked like any."""
+        """Return this Problem with some fields changed; the new one is checked."""
         return dataclasses.replace(self, **changes)
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object; ``from_json`` gives the same Problem back."""
+        """Return a JSON object, which ``from_json`` reads."""
         data: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         # Specs and Paging are objects of their own in JSON.
         data |= {"mask": self.mask.to_json(), "score": self.score.to_json()}
@@ -286,14 +286,14 @@ class Problem:
 
     @property
     def id(self) -> str:
-        """Ten letters and digits that stand for this Problem on every machine."""
+        """Ten letters and digits that identify this Problem on every machine."""
         return short_id(self.to_json())
 
     @property
     def shape(self) -> str:
-        """Sizes in a line: ``B1 H4/2 Q128 K96 D64`` (``D64/32`` with another value_dim).
+        """The sizes in one line: ``B1 H4/2 Q128 K96 D64`` (``D64/32`` with another value_dim).
 
-        Of a softmax the rows and columns: ``B1 H4 R128 C96``.
+        For a softmax, with rows and columns: ``B1 H4 R128 C96``.
         """
         if self.operation == "softmax":
             return f"B{self.batch} H{self.heads} R{self.query} C{self.kv}"
@@ -326,12 +326,12 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A Problem and a question about it: the whole reproducer.
+    """A Problem and a question about it, which together reproduce a check.
 
     Attributes:
-        problem: What to compute.
+        problem: The Problem to compute.
         question: ``compare`` (against exact attention), or the name of a relation or a probe.
-        parameters: Its numbers.
+        parameters: Parameters of the question.
         generator: Version of the generator that draws the inputs; part of the id, since another
             version may draw other bits.
     """
@@ -342,7 +342,7 @@ class Case:
     generator: int = GENERATOR
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object; ``from_json`` gives the same Case back."""
+        """Return a JSON object, which ``from_json`` reads."""
         question = {"question": self.question, "parameters": dict(self.parameters)}
         return {"problem": self.problem.to_json(), **question, "generator": self.generator}
 
@@ -350,11 +350,11 @@ class Case:
     def from_json(cls, data: Mapping[str, Any]) -> Case:
         """Return the Case that ``to_json`` wrote.
 
-        Raises ProblemError on anything else, and on one of another generator, not drawable here.
+        Raises ProblemError on anything else, and on a case of another version of the generator.
         """
         if not isinstance(data, Mapping) or "problem" not in data:
             raise ProblemError("a case is a JSON object with a problem.")
-        # Another generator draws other bits: such a case cannot be reproduced here.
+        # Another version of the generator draws other bits, which this one cannot reproduce.
         generator = data.get("generator", GENERATOR)
         if generator != GENERATOR:
             raise ProblemError(
@@ -370,7 +370,7 @@ class Case:
 
     @property
     def id(self) -> str:
-        """Ten letters and digits that stand for this Case on every machine."""
+        """Ten letters and digits that identify this Case on every machine."""
         return short_id(self.to_json())
 
     def __str__(self) -> str:
@@ -381,19 +381,19 @@ class Case:
 
 
 def short_id(data: dict[str, Any]) -> str:
-    """Base-32 digits of the SHA-256 of the canonical JSON; 50 bits are plenty for a report."""
-    # Canonical: no spaces and sorted keys, so that ids are the same on every machine.
+    """Return ten base-32 digits (50 bits) of the SHA-256 of the canonical JSON."""
+    # Canonical JSON has no spaces and sorted keys, so that ids are the same on every machine.
     text = json.dumps(data, sort_keys=True, separators=(",", ":"))
     return base64.b32encode(hashlib.sha256(text.encode()).digest())[:10].decode().lower()
 
 
 def _is_number(value: object) -> bool:
-    """Return whether it is a real number, and no truth value."""
+    """Return whether ``value`` is a real number but not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def head_arrangement(problem: Problem) -> str:
-    """Return ``MHA``, ``GQA`` or ``MQA``; empty of a softmax, which has no heads to share."""
+    """Return ``MHA``, ``GQA`` or ``MQA``; empty for a softmax, which has no key heads."""
     if problem.operation == "softmax":
         return ""
     if problem.kv_heads == problem.heads:
@@ -401,24 +401,23 @@ def head_arrangement(problem: Problem) -> str:
     return "MQA" if problem.kv_heads == 1 else "GQA"
 
 
-# Products a second of the exact result, in float64: one thread of a CPU had 1.2e10 (8192 rows and
-# keys, November 2026); a GPU's tensor cores have thousands of times that.
+# Float64 products per second of the exact result: one thread of a CPU made 1.2e10 (8192 rows and
+# keys, November 2026); a GPU's tensor cores make thousands of times as many.
 _RATES = {"cpu": 1e10, "cuda": 1e13}
 _MOST_HOURS = 1.0
 
 
 def check_size(problem: Problem, device: str) -> None:
-    """Raise ProblemError where inputs do not fit, or the exact result would take over an hour.
+    """Raise ProblemError if inputs do not fit, or the exact result would take over an hour.
 
-    Inputs alone, in float64 while drawn: no one holds all scores of a head, neither the oracle nor
-    a fused kernel. What they need is time; of a kernel that does hold them its process says that it
-    had no memory.
+    Only inputs and outputs in float64 count: neither the oracle nor a fused kernel holds all scores
+    of a head. A kernel that does hold them runs out of memory in its own process, which reports it.
     """
     dims = problem.head_dim + problem.value_dim
     numbers = dims * (problem.query * problem.heads + problem.kv * problem.kv_heads)
     if problem.operation == "softmax":
         numbers = 2 * problem.heads * problem.query * problem.kv
-    # A backward has a gradient for each of them.
+    # A backward also has a gradient for each number.
     needed = 8 * problem.batch * numbers * (2 if problem.backward else 1)
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > available:
@@ -443,32 +442,32 @@ Parameters = Mapping[str, int | float]
 Allowed = Mapping[str, Sequence[int]]
 
 Promise = Literal["repeat", "batch", "group", "layout", "hidden", "nan"]
-"""Promise of a kernel about its bits, beyond being right.
+"""Promise of a kernel about the bits of its results, beyond being right.
 
-``repeat``: the same call gives the same bits. ``batch``: the bits of a row depend on its own
-sequence and kv head alone, and on nothing else in the call nor on where in the batch it stands.
-``group``: nor on how many query heads read that kv head.
-``layout``: strides and pages do not change bits. ``hidden``: what the mask hides from a row moves
-no bit of the row, and may overflow. ``nan``: nor does it where it is NaN, though 0 · NaN is NaN.
+``repeat``: the same call returns the same bits. ``batch``: the bits of a row depend only on its own
+sequence and kv head, and not on its place in the batch. ``group``: nor on how many query heads
+share that kv head. ``layout``: strides and pages do not change bits. ``hidden``: keys that the mask
+hides from a row change no bit of it, even if they overflow. ``nan``: nor if they are NaN, though
+0 · NaN is NaN.
 """
 
 PROMISES: tuple[Promise, ...] = ("repeat", "batch", "group", "layout", "hidden", "nan")
 
 
 def fits_all(problem: Problem) -> None:
-    """Return no reason against any Problem."""
+    """Return None: the question applies to every Problem."""
     del problem
 
 
 def no_parameters(problem: Problem) -> Allowed:
-    """Return no parameters: there is nothing to choose."""
+    """Return an empty mapping: the question has no parameters."""
     del problem
     return {}
 
 
 def check_parameters(question: str, parameters: Parameters, allowed: Allowed) -> None:
-    """Raise ProblemError unless ``parameters`` are those ``allowed``, each one of its numbers."""
-    # One too few is refused as well: a default would change what an old report means.
+    """Raise ProblemError unless ``parameters`` has all ``allowed`` names, with allowed values."""
+    # A missing parameter is an error too: a default could change the meaning of an old report.
     if set(parameters) != set(allowed):
         needed = ", ".join(allowed) or "none"
         raise ProblemError(f"{question} has parameters {dict(parameters)}: it needs {needed}.")

@@ -12,8 +12,8 @@ from 0, all contiguous:
 | ``i.sink`` | (heads,) | fp32 |
 | ``i.dout`` | (batch, heads, query, value_dim) | the call's |
 
-``i.mask`` is there for the mask kinds ``bool`` and ``additive`` alone, ``i.sink`` for calls with
-sinks, ``i.dout`` for those with a backward.
+``i.mask`` exists for the mask kinds ``bool`` and ``additive`` only, ``i.sink`` for calls with
+sinks, ``i.dout`` for calls with a backward.
 """  # noqa: E501  # a table's row is a line
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ MaskKind = Literal["none", "causal", "causal_bottom_right", "bool", "additive"]
 class Call(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One call of attention."""
 
-    # ``call-7``, or the module that made it and its how manieth call it was:
-    # ``blocks.0.attention/0``. Printable, and not blank.
+    # ``call-7``, or the module that made it and the number of its call: ``blocks.0.attention/0``.
+    # Printable, and not blank.
     name: str
-    batch: Size  # sequences; more axes than four are folded into this one
+    batch: Size  # sequences; axes before the heads are folded into this one
     heads: Size
     kv_heads: Size
     query: Size
@@ -66,11 +66,11 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     # ``none``; ``causal`` (is_causal: row i sees keys up to i); ``causal_bottom_right`` (torch's
     # ``causal_lower_right``); ``bool`` (True: seen) or ``additive``.
     mask: MaskKind
-    scale: float | None = None  # as it was given; None for the default, 1/√head_dim
-    dropout: float = 0.0  # dropout_p. What was dropped is not known: a kernel is judged without.
-    softcap: float | None = None  # scores are bent into ±softcap, before a mask; None for not
-    sink: bool = False  # whether each head has a logit beside its keys
-    backward: bool = False  # whether a loss's gradient with respect to its result is there
+    scale: float | None = None  # the argument; None for the default, 1/√head_dim
+    dropout: float = 0.0  # dropout_p; a kernel is judged without dropout, as its mask is not known
+    softcap: float | None = None  # scores are limited to ±softcap, before a mask; None if not
+    sink: bool = False  # whether each head has a logit in addition to its keys
+    backward: bool = False  # whether there is a loss's gradient with respect to the result
 
     @property
     def shapes(self) -> dict[str, tuple[int, int, int, int]]:
@@ -88,12 +88,12 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def scores(self) -> tuple[int, int, int, int]:
-        """Shape of the scores: what a mask's axes are, or 1."""
+        """Shape of the scores; a mask's axes have these sizes or 1."""
         return (self.batch, self.heads, self.query, self.kv)
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The metadata."""
+    """The file's metadata."""
 
     version: int  # of this schema
     calls: list[Call]
@@ -105,7 +105,7 @@ def tensor_name(call: int, tensor: str) -> str:
 
 
 def sizes_problem(call: Call) -> Problem:
-    """A Problem of the call's sizes, dtype and scale; raises ProblemError where there is none."""
+    """Return a Problem of the call's sizes, dtype and scale; raise ProblemError if none exists."""
     return Problem(
         batch=call.batch,
         heads=call.heads,
@@ -123,9 +123,9 @@ def sizes_problem(call: Call) -> Problem:
 
 
 def named_mask(seen: Tensor, dimensions: Dimensions) -> Spec | None:
-    """Return the mask of the library that a table writes out; None where it is none of these.
+    """Return the mask of the library that equals a table; None if none of those tried does.
 
-    Kernels know masks by name: a causal mask that comes as a table would be an arbitrary one.
+    Kernels know masks by name: a causal mask that is given as a table would be an arbitrary one.
 
     Args:
         seen: bool ``(batch or 1, heads or 1, query or 1, kv or 1)``, True where a row sees a key.
@@ -137,14 +137,14 @@ def named_mask(seen: Tensor, dimensions: Dimensions) -> Spec | None:
         return None
     names = ["causal"] if query >= kv else ["causal", "causal_bottom_right"]
     window = Spec.of("sliding_window", window=int(table.sum(-1).max()))
-    if kv > query:  # rows are the last ones of as many as keys
+    if kv > query:  # the rows are the last ones of a square mask
         window = Spec.of("offset", window, rows=kv - query)
     rows = torch.arange(query, device=seen.device)[:, None]
     keys = torch.arange(kv, device=seen.device)
     first = rows.new_zeros(())
     for mask in (*map(Spec.of, names), window):
-        shown = build_mask(mask, dimensions, str(seen.device))(first, first, rows, keys)
-        if torch.equal(shown, table):
+        mask_table = build_mask(mask, dimensions, str(seen.device))(first, first, rows, keys)
+        if torch.equal(mask_table, table):
             return mask
     return None
 
@@ -154,24 +154,24 @@ class Recording:
     """One recorded call."""
 
     file: str  # name of the file it was read from, without its folder
-    call: Call  # what is said of it
+    call: Call  # its description
     q: Tensor  # ``(batch, heads, query, head_dim)``
     k: Tensor  # ``(batch, kv_heads, kv, head_dim)``
     v: Tensor  # ``(batch, kv_heads, kv, value_dim)``
-    # ``(batch or 1, heads or 1, query or 1, kv or 1)``: bool (True: seen), or what is added to
-    # the scores; None where the call's kind of mask needs no tensor.
+    # ``(batch or 1, heads or 1, query or 1, kv or 1)``: bool (True: seen), or addends of the
+    # scores; None if the call's kind of mask needs no tensor.
     mask: Tensor | None = None
-    sink: Tensor | None = None  # fp32 ``(heads,)``; None for none
-    dout: Tensor | None = None  # ``(batch, heads, query, value_dim)``; None for no backward
+    sink: Tensor | None = None  # fp32 ``(heads,)``; None without sinks
+    dout: Tensor | None = None  # ``(batch, heads, query, value_dim)``; None without a backward
 
     @cached_property
     def name(self) -> str:
         """File, call and eight hexadecimal digits of the SHA-256 of all its tensors.
 
-        Its distribution and its mask or score mod go by this name, so that a Problem with it has
-        the same id wherever the same numbers were read, and never another's.
+        The recording's distribution and its mask or score mod have this name, so that Problems with
+        it have equal ids if and only if the numbers are the same.
         """
-        # Of the bits, not of the values: −0 and 0 are different inputs.
+        # The hash is of bits, since −0 and 0 are different inputs.
         digest = hashlib.sha256()
         for name, tensor in self.tensors().items():
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
@@ -179,24 +179,25 @@ class Recording:
         return f"{self.file}:{self.call.name}@{digest.hexdigest()[:8]}"
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return those that it has, by name."""
+        """Return all tensors that are not None, by name."""
         names = ("q", "k", "v", "mask", "sink", "dout")
         named = ((name, getattr(self, name)) for name in names)
         return {name: tensor for name, tensor in named if tensor is not None}
 
     def problem(self, dtype: str | None = None) -> Problem:
-        """The call as a Problem.
+        """Return the call as a Problem.
 
-        Its distribution gives the recorded numbers (``register`` makes it known), which
-        ``inputs.draw`` rounds to ``dtype``: in the recorded dtype they are the recorded bits.
+        Its distribution draws the recorded numbers (after ``register``), which
+        ``input_tensors.draw_inputs`` rounds to ``dtype``: in the recorded dtype they are the
+        recorded bits.
 
-        An additive mask is a score mod that adds it, and −∞ hides a key; one of nothing but 0 and
-        −∞ is the bool mask that it means. A bool mask of a name (``named_mask``) has that name.
+        An additive mask becomes a score mod that adds it, where −∞ hides a key, or a bool mask if
+        it holds only 0 and −∞. A bool mask that ``named_mask`` finds has its name in the library.
 
         Args:
             dtype: A name of ``formats.DTYPES`` (default: the recorded one).
         """
-        # The mods go by the recording's name: JSON holds no tensors.
+        # Mods are found by the recording's name, since JSON holds no tensors.
         mask, added = self._mods()
         problem = sizes_problem(self.call)
         score = added if problem.score == NONE else problem.score
@@ -207,7 +208,7 @@ class Recording:
         )
 
     def register(self) -> None:
-        """Make the names that its Problem holds known to this process."""
+        """Register the distribution, mask and score mod of its Problem in this process."""
         DISTRIBUTIONS[self.name] = Distribution(
             name=self.name,
             summary=f"recorded: {self.call.name} of {self.file}",
@@ -224,11 +225,10 @@ class Recording:
 
     @cached_property
     def _visible(self) -> Tensor | None:
-        """The mask as a bool one; None if there is none, or it is more than that."""
+        """The mask as a bool tensor; None without a mask or with addends besides 0 and −∞."""
         if self.mask is None or self.mask.dtype is torch.bool:
             return self.mask
-        # 0 and −∞ alone: a bool mask in disguise, which kernels have a faster path for.
-        # Exactly 0 and −∞: any other number changes a score.
+        # Only 0 and −∞ make a bool mask, for which kernels have a faster path.
         visible = self.mask == 0
         return visible if bool((visible | torch.isneginf(self.mask)).all()) else None
 
@@ -257,7 +257,7 @@ class Recording:
 
     def _mask_mod(self, _: object, dimensions: Dimensions, device: str) -> MaskMod:
         assert self._visible is not None
-        table = self._fitting(self._visible, dimensions).to(device)
+        table = self._check_table(self._visible, dimensions).to(device)
         read = table_reader(table)
 
         def recorded_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -267,8 +267,8 @@ class Recording:
 
     def _score_mod(self, _: object, dimensions: Dimensions, device: str) -> ScoreMod:
         assert self.mask is not None
-        # fp32 holds fp16 and bf16, and is what a traced mod may capture.
-        read = table_reader(self._fitting(self.mask, dimensions).to(device, torch.float32))
+        # fp32 holds fp16 and bf16, and is the dtype that a traced mod may capture.
+        read = table_reader(self._check_table(self.mask, dimensions).to(device, torch.float32))
 
         def recorded_bias(
             score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
@@ -277,7 +277,7 @@ class Recording:
 
         return recorded_bias
 
-    def _fitting(self, table: Tensor, dims: Dimensions) -> Tensor:
+    def _check_table(self, table: Tensor, dims: Dimensions) -> Tensor:
         sizes = (dims.batch, dims.heads, dims.query, dims.kv)
         if any(have not in {1, size} for have, size in zip(table.shape, sizes, strict=True)):
             raise ProblemError(
@@ -288,6 +288,6 @@ class Recording:
 
 
 def _numbers(tensor: Tensor) -> Floats:
-    # A copy: what is drawn may be written to.
+    # A copy, since drawn numbers may be written to.
     numbers: Floats = tensor.to(torch.float64, copy=True).numpy()
     return numbers

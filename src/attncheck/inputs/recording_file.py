@@ -1,6 +1,6 @@
-"""Reading and writing of a recording; whatever is wrong with the file is one line.
+"""Reading and writing of recordings; errors are one line.
 
-One place for both, so that no call is written that would make its file unreadable.
+Both are in one module, with common checks, so that no call is written that cannot be read.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 
 def call_fact(call: Call) -> str | None:
-    """Return what is wrong with a call's description; None where nothing is."""
+    """Return what is wrong with a call's description; None if it is right."""
     if not call.name.strip() or not call.name.isprintable():
         return "its name must be printable, and not blank"
     try:
-        # As it will be read: a constructor checks nothing, and JSON has no NaN.
+        # Decoding checks the types, which the constructor does not, and JSON has no NaN.
         msgspec.json.decode(msgspec.json.encode(call), type=Call)
         sizes_problem(call)
     except (msgspec.ValidationError, ProblemError) as error:
@@ -45,10 +45,10 @@ def call_fact(call: Call) -> str | None:
 
 
 def tensor_fact(call: Call, name: str, tensor: Tensor) -> str | None:
-    """Return what is wrong with a tensor of a call; None where nothing is."""
+    """Return what is wrong with a tensor of a call; None if it is right."""
     if name == "sink":
         return _sink_fact(call, tensor)
-    return _mask_fact(call, tensor) if name == "mask" else _fact(call, name, tensor)
+    return _mask_fact(call, tensor) if name == "mask" else _qkv_fact(call, name, tensor)
 
 
 def _sink_fact(call: Call, sink: Tensor) -> str | None:
@@ -60,13 +60,13 @@ def _sink_fact(call: Call, sink: Tensor) -> str | None:
     return None
 
 
-def _fact(call: Call, name: str, tensor: Tensor) -> str | None:
+def _qkv_fact(call: Call, name: str, tensor: Tensor) -> str | None:
     shape, dtype = call.shapes[name], FORMATS[call.dtype].torch_dtype
     if tuple(tensor.shape) != shape:
         return f"{name} has shape {tuple(tensor.shape)}, but should have {shape}"
     if tensor.dtype != dtype:
         return f"{name} is {tensor.dtype}, but should be {dtype}"
-    # Exact attention of NaN is NaN: there is no error to measure.
+    # The exact attention of NaN is NaN, so no error can be measured.
     odd = int((~torch.isfinite(tensor)).sum())
     if odd:
         return f"{name} holds {odd} NaN or infinite numbers: no error can be measured from them"
@@ -88,29 +88,31 @@ def _mask_fact(call: Call, mask: Tensor) -> str | None:
 
 
 def load(path: Path | str) -> tuple[Recording, ...]:
-    """The calls that ``attncheck.capture`` wrote, in their order.
+    """Return the calls that ``attncheck.capture`` wrote, in their order.
 
     Each call's distribution and mask are registered (``Recording.register``), so that its Problem
-    can be made, drawn, and read from JSON in this process.
+    can be created, drawn, and read from JSON in this process.
 
     Raises:
-        UsageError: for a file that is missing, cut short, no recording, or of another version, and
+        UsageError: for a file that is missing, truncated, no recording, or of another version, and
             for a call that is no Problem or whose q, k or v hold NaN or an infinity (exact
-            attention has no number there to measure from). One line: the file, the call, the fact.
+            attention is not finite then). One line with the file, the call and the error.
     """
     path = Path(path)
-    header, tensors = _contents(path)
+    header, tensors = _read_contents(path)
     names = [call.name for call in header.calls]
     for name in names:
         if names.count(name) > 1:
             _refuse(path, f"has two calls {name!r}")
-    of_calls = [_take_tensors(path, i, call, tensors) for i, call in enumerate(header.calls)]
-    # _take_tensors took out what belongs to a call: anything left was written by somebody else.
+    tensors_of_calls = [
+        _take_tensors(path, i, call, tensors) for i, call in enumerate(header.calls)
+    ]
+    # _take_tensors removed every tensor of a call.
     for name in tensors:
         _refuse(path, f"has a tensor {name!r} that belongs to no call")
     recordings = tuple(
         Recording(file=path.name, call=call, **tensors)
-        for call, tensors in zip(header.calls, of_calls, strict=True)
+        for call, tensors in zip(header.calls, tensors_of_calls, strict=True)
     )
     for recording in recordings:
         recording.register()
@@ -121,15 +123,15 @@ def _refuse(path: Path, fact: str) -> NoReturn:
     raise UsageError(f"recording {str(path)!r} {fact}.")
 
 
-def _contents(path: Path) -> tuple[Header, dict[str, Tensor]]:
+def _read_contents(path: Path) -> tuple[Header, dict[str, Tensor]]:
     if not path.exists():
         _refuse(path, "is not there: attncheck.capture writes one")
     if not path.is_file():
         _refuse(path, "is not a file")
     try:
         with safe_open(path, framework="pt") as file:
-            header = _header(path, file.metadata() or {})
-            # Copies: what safetensors gives may be the mapped file, which somebody may rewrite.
+            header = _read_header(path, file.metadata() or {})
+            # Copies, since safetensors may return views of the mapped file, which may be rewritten.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118  # no dict
     except SafetensorError as error:
         reason = str(error).partition("\n")[0]
@@ -139,7 +141,7 @@ def _contents(path: Path) -> tuple[Header, dict[str, Tensor]]:
     return header, tensors
 
 
-def _header(path: Path, metadata: dict[str, str]) -> Header:
+def _read_header(path: Path, metadata: dict[str, str]) -> Header:
     if METADATA not in metadata:
         _refuse(path, f"is no recording of attncheck.capture: its metadata has no {METADATA!r}")
     text = metadata[METADATA]
@@ -164,7 +166,7 @@ class _Versioned(msgspec.Struct):
 def _take_tensors(
     path: Path, index: int, call: Call, tensors: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The checked tensors of a call by name, taken out of ``tensors``."""
+    """Remove a call's tensors from ``tensors`` and return them by name, checked."""
     where = f"call {call.name!r}"
     fact = call_fact(call)
     if fact:
@@ -175,7 +177,6 @@ def _take_tensors(
         stored = tensor_name(index, name)
         if stored not in tensors:
             _refuse(path, f"{where} has no tensor {stored!r}")
-        # Out of the dictionary: what is left at the end belongs to no call.
         of_call[name] = tensors.pop(stored)
         fact = tensor_fact(call, name, of_call[name])
         if fact:
@@ -191,26 +192,26 @@ def write_calls(path: Path, calls: list[tuple[Call, dict[str, Tensor]]]) -> None
         for i, (_, copies) in enumerate(calls)
         for name, tensor in copies.items()
     }
-    beside = draft(path)
+    draft_path = draft(path)
     try:
-        # Written beside, then renamed: a reader sees the old file or the whole new one.
-        beside.touch(exist_ok=False)
-        mode = beside.stat().st_mode  # as any new file's here; safetensors' is for the owner alone
-        save_file(tensors, beside, {METADATA: msgspec.json.encode(header).decode()})
-        beside.chmod(mode)
-        beside.replace(path)
+        # Written to a draft that is then renamed: a reader sees the old file or the whole new one.
+        draft_path.touch(exist_ok=False)
+        mode = draft_path.stat().st_mode  # a new file's mode; safetensors permits only the owner
+        save_file(tensors, draft_path, {METADATA: msgspec.json.encode(header).decode()})
+        draft_path.chmod(mode)
+        draft_path.replace(path)
     except (OSError, SafetensorError) as error:
         raise write_error(path, error) from None
     finally:
-        beside.unlink(missing_ok=True)
+        draft_path.unlink(missing_ok=True)
 
 
 def draft(path: Path) -> Path:
-    """Return the path of a file before it takes its name."""
+    """Return the path of a file's draft, in the same folder, before it is renamed."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}")
 
 
 def write_error(path: Path, error: Exception) -> UsageError:
-    """Return what to say of a file that cannot be written."""
+    """Return the error of a file that cannot be written."""
     reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
     return UsageError(f"recording {str(path)!r} cannot be written: {reason}.")

@@ -1,4 +1,4 @@
-"""Allowed errors of a kernel's outputs over a Problem, and the shares that its errors take."""
+"""Allowed errors of a kernel's outputs over a Problem, and errors as shares of them."""
 
 from __future__ import annotations
 
@@ -20,56 +20,53 @@ class Sample:
     """Statistical bounds of some rows, float64."""
 
     rows: Rows
-    # Bound of |error| with probability 1 − 1e-6 over the whole Problem, ``(heads, rows,
-    # value_dim)``.
-    probable_out: Tensor
-    probable_lse: Tensor  # the same of LSE, ``(heads, rows)``
-    sd_out: Tensor  # predicted root mean square of the error, as ``probable_out``
-    sd_lse: Tensor  # the same of LSE
-    # The part of out's bound that is for numbers below the normal range, which hardware may take
-    # for 0, as ``probable_out``; None for nothing.
+    # Bounds of |error| that hold with probability 1 − 1e-6 over the whole Problem.
+    probable_out: Tensor  # ``(heads, rows, value_dim)``
+    probable_lse: Tensor  # ``(heads, rows)``
+    sd_out: Tensor  # predicted root mean square of out's error, shape of ``probable_out``
+    sd_lse: Tensor  # predicted root mean square of LSE's error, shape of ``probable_lse``
+    # The part of out's bound for numbers below the normal range, which hardware may flush to 0,
+    # shape of ``probable_out``; None if there is none.
     lost_out: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Allowance:
-    """Largest errors that rounding can explain; infinite in rows that nothing is known of."""
+    """Largest errors that rounding can explain; infinite in rows without a known bound."""
 
     out: Tensor  # ``(batch, heads, query, value_dim)``, float64; exactly 0 in rows that see no key
-    lse: Tensor  # ``(batch, heads, query)``, float64; likewise
-    samples: list[Sample] = field(default_factory=list)  # the rows examined more closely
+    lse: Tensor  # ``(batch, heads, query)``, float64; exactly 0 in rows that see no key
+    samples: list[Sample] = field(default_factory=list)  # statistical bounds of sampled rows
     # Seen (row, key) pairs whose score lies within its error of a jump of the score mod.
     jumps: int = 0
-    # Largest proven error of the float64 oracle ÷ allowance, over what is finite.
+    # Largest proven error of the float64 oracle ÷ allowance, over finite allowances.
     oracle_share: float = 0.0
-    # Rows whose ``out`` and ``lse`` are this, ``(batch, heads, query)`` bool; those of others are
-    # floors of it, or NaN. None where all rows are.
+    # Rows whose ``out`` and ``lse`` are the full bound, ``(batch, heads, query)`` bool; other rows
+    # hold floors of it, or NaN. None if all rows hold the full bound.
     exact: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """The largest |error| ÷ allowance over some elements of one tensor; above 1 is beyond it."""
+    """The largest |error| ÷ allowance over some elements of one tensor; wrong if above 1."""
 
     tensor: TensorName
     # |got − exact| ÷ allowance; infinite where an element has no allowance or is NaN.
     size: float
-    place: Place  # where it is largest
-    # got, exact, allowance: of that element.
+    place: Place  # the element with the largest share; the next three numbers belong to it
     got: float
     exact: float
     allowance: float
-    beyond: int  # elements with a share above 1
-    elements: int  # how many were compared
+    beyond: int  # number of elements with a share above 1
+    elements: int  # number of elements compared
 
 
 def shares(error: Tensor, allowance: Tensor) -> Tensor:
-    """|error| ÷ allowance, elementwise, float64.
+    """Return |error| ÷ allowance, elementwise, float64.
 
-    No error is no share, even of no allowance. An error without an allowance is infinite, and so
-    is everything that is NaN: a NaN would compare as "not above 1".
+    An error of 0 has a share of 0, even with an allowance of 0. The share of any other error with
+    an allowance of 0 is infinite, and so is that of NaN, which would compare as "not above 1".
     """
-    # Division first, then its odd cases: 0 ÷ 0 and NaN would both pass as "not above 1".
     ratio = error.abs() / allowance
     ratio = torch.where((error == 0) & (allowance == 0), 0.0, ratio)
     return torch.where(ratio.isnan(), math.inf, ratio)
@@ -78,19 +75,19 @@ def shares(error: Tensor, allowance: Tensor) -> Tensor:
 def share_of(
     tensor: TensorName, got: Tensor, exact: Tensor, allowance: Tensor, counted: Tensor
 ) -> Share | None:
-    """The largest share over the elements counted; None where none is.
+    """Return the largest share over the counted elements; None if none is counted.
 
     Args:
-        got: What the kernel gave, in the axes of ``core.outputs.AXES``.
+        got: The kernel's result, in the axes of ``core.outputs.AXES``.
         exact: The exact result, float64, same shape.
         allowance: float64, same shape.
-        counted: bool, same shape: what has a finite allowance.
+        counted: bool, same shape: the elements with a finite allowance.
     """
     elements = int(counted.sum())
     if not elements:
         return None
     error = torch.where(counted, got.to(torch.float64) - exact, 0.0)
-    # −1 where nothing is compared: below every share, so that argmax never lands there.
+    # Elements that are not compared get −1, below every share, so that argmax never finds them.
     ratio = torch.where(counted, shares(error, allowance), -1.0)
     flat = int(ratio.reshape(-1).argmax())
     return Share(
@@ -106,7 +103,7 @@ def share_of(
 
 
 def largest_share(parts: Iterable[Share | None]) -> Share | None:
-    """The largest of the shares of several parts, counting the elements of all."""
+    """Return the largest share of several parts, with the elements of all parts counted."""
     some = [share for share in parts if share is not None]
     if not some:
         return None
@@ -118,7 +115,7 @@ def largest_share(parts: Iterable[Share | None]) -> Share | None:
 
 
 def share_in_problem(share: Share, rows: Rows, heads: int) -> Share:
-    """Return ``share`` of ``(1, heads, rows, …)``, some rows, with its place in the problem."""
+    """Return a ``share`` within a piece ``(1, heads, rows, …)`` with its place in the problem."""
     head = rows.heads[share.place.head]
     query = int(rows.query[share.place.query])
     where = Place(batch=head // heads, head=head % heads, query=query, dim=share.place.dim)
@@ -126,13 +123,13 @@ def share_in_problem(share: Share, rows: Rows, heads: int) -> Share:
 
 
 def at_rows(rows: Rows, tensor: Tensor) -> Tensor:
-    """The ``(heads, rows, …)`` part of a ``(batch, heads, query, …)`` tensor."""
+    """Return the ``(heads, rows, …)`` part of a ``(batch, heads, query, …)`` tensor."""
     heads = rows.heads
-    # (batch, heads) pairs are numbered in this order wherever rows are cut into pieces.
+    # ``Rows.heads`` numbers (batch, head) pairs in row-major order.
     some = tensor.flatten(0, 1)[heads.start : heads.stop : heads.step]
     return some.index_select(1, rows.query.to(some.device))
 
 
 def place_of(flat: int, shape: torch.Size) -> Place:
-    """The element numbered ``flat``, row-major, of a tensor of this shape."""
+    """Return the place of the element with row-major index ``flat`` in a tensor of this shape."""
     return Place.of(tuple(int(i) for i in np.unravel_index(flat, shape)))

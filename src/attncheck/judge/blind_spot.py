@@ -1,10 +1,10 @@
 """Blind spot of a problem: the smallest faults that its allowances would have exposed.
 
-A right kernel may be off by the allowance, and a fault that moves every result by less cannot be
-seen on these inputs. That is no fault of theirs: equal values never notice a key, and q = 0 never a
-scale. Everything here is computed from exact quantities and the allowances that were applied; no
-kernel takes part. The smallest fault is the one whose effect alone exceeds an allowance: a kernel's
-rounding, a small part of it as a rule, is left out.
+A right kernel may be off by the allowance, so a fault that moves every result by less cannot be
+detected on these inputs. Some inputs hide faults of any size: if all values are equal, no single
+key matters, and if q = 0, no scale does. Everything here is computed from exact quantities and the
+allowances that were applied, without a kernel. A fault counts as exposed if its effect alone
+exceeds an allowance; the kernel's rounding, usually a small part of it, is neglected.
 
 **Scale.** The softmax scale σ times 1 + ε changes the product x_j into (1 + ε) x_j, and the score
 by ε s_j with s_j = x_j · f′(x_j), f being the score mod. To first order, with weights P and out O,
@@ -15,23 +15,23 @@ and the smallest ε is the least of allowance ÷ |derivative| over elements and 
 
 **Single keys.** With A the allowance of O (element by element):
 
-* Key j's weight times 1 + η makes (O + η P_j v_j) ÷ (1 + η P_j), so that O moves by
-  η P_j (v_j − O) ÷ (1 + η P_j) and LSE by log(1 + η P_j).
+* If key j's weight is multiplied by 1 + η, O becomes (O + η P_j v_j) ÷ (1 + η P_j): it moves by
+  η P_j (v_j − O) ÷ (1 + η P_j), and LSE by log(1 + η P_j).
 * Let M_j = max over dim of |v_jd − O_d| ÷ A_d. The smallest |η| that moves some element by its
-  allowance is 1 ÷ (P_j (M_j + 1)) for a weight that is too small; where that is 1 or more, a weight
-  cannot be so small, and it is 1 ÷ (P_j (M_j − 1)) for one too large, if M_j > 1.
-* LSE exposes 1 − e^−A ÷ P_j of a weight too small, (e^A − 1) ÷ P_j of one too large.
-* Key j dropped is η = −1: O moves by P_j ÷ (1 − P_j) · (v_j − O), LSE by −log(1 − P_j).
+  allowance is 1 ÷ (P_j (M_j + 1)) for a weight that is too small. If that is 1 or more, no weight
+  is small enough, and it is 1 ÷ (P_j (M_j − 1)) for a weight that is too large, if M_j > 1.
+* LSE exposes |η| = (1 − e^−A) ÷ P_j if the weight is too small, (e^A − 1) ÷ P_j if too large.
+* Dropping key j is η = −1: O moves by P_j ÷ (1 − P_j) · (v_j − O), LSE by −log(1 − P_j).
 
-For the key of the largest weight 1 − P_j and v_j − O may be lost in float64. With O′ of the row
-without it, v_j − O = (1 − P_j)(v_j − O′), and dropping it moves O by P_j (v_j − O′); 1 − P_j is
-added up from the other weights, each of which is at most ½. LSE′ is of the other scores.
+For the key with the largest weight, 1 − P_j and v_j − O may be lost in float64. With O′ and LSE′ of
+the row without it, v_j − O = (1 − P_j)(v_j − O′), and dropping it moves O by P_j (v_j − O′);
+1 − P_j is added up from the other weights, each of which is at most ½.
 
-**Accumulators.** The fault is played, not estimated: products are added up exactly in steps of 16,
-as a tensor core takes them, and after every step the sum is cut to t significant bits, toward zero.
-Once this is done to P·V, with exact weights and keys in their order, and once to q·k, with the
-exact softmax of what comes out. A cut sum is always too small, so that what is lost adds up over
-the steps: this is what tells a truncating accumulator from a rounding one.
+**Accumulators.** The fault is simulated, not estimated: products are added up exactly in steps of
+16, as in a tensor core, and after every step the sum is truncated to t significant bits. This is
+done once to P·V, with exact weights and keys in order, and once to q·k, followed by an exact
+softmax. Truncated sums are always too small, so that the losses of the steps add up: this
+distinguishes a truncating accumulator from a rounding one.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ from attncheck.core.judgement import BlindSpot
 from attncheck.judge.allowance import Allowance, at_rows
 
 EXAMINED = 2**23
-"""Elements (head, row, key, dim) at most for single keys and accumulators, which take a pass over
-each: rows spread evenly where there are more. About a quarter of a second on one core."""
+"""Most elements (head, row, key, dim) to examine for single keys and accumulators, which take a
+pass over each: about a quarter of a second on one core. If there are more, rows are sampled."""
 
-STEP = 16  # products that are added in one step: of 16-bit operands on Hopper
+STEP = 16  # Products of 16-bit operands that a Hopper tensor core adds in one step.
 
-_FEW = 2**17  # sums in every number of bits that are made at once
+_FEW_SUMS = 2**17  # Up to this many sums, over all numbers of bits, are computed at once.
 
-MOST_BITS = 24  # significant bits of fp32: an accumulator of no fewer is no fault
+MOST_BITS = 24  # Significant bits of fp32: an accumulator with as many is right.
 
 CutSums = dict[int, dict[int, Tensor]]
-"""Sums of P·V by block of rows and by the bits to which they were cut: whatever is allowed."""
+"""Truncated sums of P·V by number of the row block and by bits; they depend on no allowance."""
 
-_UNIT = 2.0**-52  # twice float64's unit roundoff: a sum of n terms is off by n times half of it
-_LEAST = torch.finfo(torch.float64).tiny  # in place of no allowance at all: 0 ÷ 0 is no share
+_UNIT = 2.0**-52  # Twice float64's unit roundoff; a sum of n terms is off by at most n/2 of it.
+_LEAST = torch.finfo(torch.float64).tiny  # Smallest divisor: avoids 0 ÷ 0 for an allowance of 0.
 
 
 def blind_spot(
@@ -76,29 +76,29 @@ def blind_spot(
     """Find the smallest faults that the sampled rows of a problem would have exposed.
 
     Args:
-        rows: Of each of the allowance's samples, in order, the exact quantities and the score mod's
-            derivative at the products, ``(heads, rows, kv)``. Where there is a mod and no
-            derivative, errors of scores are not examined; without a mod None will do.
+        rows: For each of the allowance's samples, in order, the exact quantities and the score
+            mod's derivative at the products, ``(heads, rows, kv)``. With a mod and no derivative,
+            errors of scores are not examined; without a mod None suffices.
         generic: Whether the inputs are drawn without structure, so that the probabilistic bound
-            was applied beside the deterministic one.
-        cut_sums: Those that were made of the same rows for another allowance; new ones are added.
+            was applied as well as the deterministic one.
+        cut_sums: Truncated sums of the same rows from a call with another allowance; extended here.
 
-    None where no row sees a key and has a finite allowance.
+    None if no row sees a key and has a finite allowance.
     """
-    exposed, kept = _Exposed(), {} if cut_sums is None else cut_sums
+    exposed, cache = _Exposed(), {} if cut_sums is None else cut_sums
     for number, ((known, slope), sample) in enumerate(zip(rows, allowance.samples, strict=True)):
         out, lse = at_rows(sample.rows, allowance.out), at_rows(sample.rows, allowance.lse)
         if generic:
             out = torch.minimum(out, sample.probable_out)
             lse = torch.minimum(lse, sample.probable_lse)
-        some = _AllowedRows.of(known, out, lse if exposes_lse else None, slope)
-        exposed.add(some, EXAMINED // len(allowance.samples), kept.setdefault(number, {}))
+        allowed = _AllowedRows.of(known, out, lse if exposes_lse else None, slope)
+        exposed.add(allowed, EXAMINED // len(allowance.samples), cache.setdefault(number, {}))
     return exposed.summary()
 
 
 @dataclass(slots=True)
 class _Exposed:
-    """Faults that the blocks of rows so far would have exposed."""
+    """Faults exposed by the blocks of rows that were added."""
 
     smallest: float = math.inf
     scale: float = math.inf
@@ -126,7 +126,6 @@ class _Exposed:
 
         some = rows.evenly_spread(examined)
         smallest, dropped, pairs = _key_weights(some)
-        # Easiest pair over all blocks; counts add up.
         self.smallest = min(self.smallest, smallest)
         self.dropped += dropped
         self.pairs += pairs
@@ -155,25 +154,22 @@ class _AllowedRows:
 
     known: Conditions
     weights: Tensor  # P, ``(heads, rows, kv)``; 0 where not seen
-    out_allowance: Tensor  # ``(heads, rows, value_dim)``; infinite where nothing is judged
-    # ``(heads, rows)``; infinite where nothing is judged, and where the kernel does not expose
-    # LSE.
-    lse_allowance: Tensor
-    # Derivative of the score mod at the products, ``(heads, rows, kv)``; None where it is not
-    # known.
+    out_allowance: Tensor  # ``(heads, rows, value_dim)``; infinite where not judged
+    lse_allowance: Tensor  # ``(heads, rows)``; infinite where not judged or not exposed
+    # Derivative of the score mod at the products, ``(heads, rows, kv)``; None if not known.
     slope: Tensor | None
 
     @classmethod
     def of(
         cls, known: Conditions, out: Tensor, lse: Tensor | None, slope: Tensor | None
     ) -> _AllowedRows:
-        """Return ``known`` with these allowances; without ``lse`` none of LSE."""
+        """Return ``known`` with these allowances; that of LSE is infinite if ``lse`` is None."""
         alive = known.seen.any(-1)
         if lse is None:
             lse = torch.full_like(known.lse, math.inf)
         if slope is None and not known.has_score_mod:
             slope = torch.ones_like(known.products)
-        # Another rule judges rows that see no key.
+        # Rows that see no key are judged by a rule of their own.
         return cls(
             known=known,
             weights=_softmax(known.scores, known.seen),
@@ -183,7 +179,7 @@ class _AllowedRows:
         )
 
     def evenly_spread(self, examined: int) -> _AllowedRows:
-        """Return as many rows, first and last among them, as make no more elements than that."""
+        """Return evenly spread rows, first and last included, of at most ``examined`` elements."""
         heads, count, keys = self.weights.shape
         of_a_row = heads * keys * max(1, self.known.v.shape[-1])
         number = max(1, min(count, examined // of_a_row))
@@ -200,25 +196,25 @@ class _AllowedRows:
         )
 
     def through_values(self, weights: Tensor) -> Tensor:
-        """``weights`` times V, ``(heads, rows, value_dim)``; of a softmax V is the identity."""
+        """Return ``weights`` · V, ``(heads, rows, value_dim)``; a softmax's V is the identity."""
         return weights if self.known.given_scores else weights @ self.known.v
 
     def size(self, weights: Tensor) -> Tensor:
-        """The same of |weights| and |V|: what a sum's own rounding is in proportion to."""
+        """Return |weights| · |V|, to which the sum's own rounding is proportional."""
         sizes = weights.abs()
         return sizes if self.known.given_scores else sizes @ self.known.v.abs()
 
     @property
     def resolution(self) -> float:
-        """Relative rounding error of a float64 sum over the keys, of two products and a factor."""
+        """Relative rounding error of a float64 sum over the keys of two products and a factor."""
         return (self.weights.shape[-1] + 4) * _UNIT
 
     def exposed(self, out: Tensor, lse: Tensor) -> Tensor:
-        """Return which of these results in place of the exact ones are beyond an allowance.
+        """Return which of several results have an element beyond its allowance.
 
         Args:
             out: ``(results, heads, rows, value_dim)``.
-            lse: ``(results, heads, rows)``, or the same of all.
+            lse: ``(results, heads, rows)``, or ``(heads, rows)`` for all results.
 
         Returns:
             Bool, ``(results,)``.
@@ -230,7 +226,7 @@ class _AllowedRows:
 
 
 def _softmax(scores: Tensor, seen: Tensor) -> Tensor:
-    """exp(score − maximum) ÷ Σ over the seen keys, ``(…, kv)``; zeros where none is seen."""
+    """Return the softmax over the seen keys, ``(…, kv)``; zeros in rows that see none."""
     hidden = torch.where(seen, scores, -math.inf)
     largest = hidden.amax(-1, keepdim=True)
     powers = torch.exp(hidden - torch.where(largest.isfinite(), largest, 0.0))
@@ -239,7 +235,7 @@ def _softmax(scores: Tensor, seen: Tensor) -> Tensor:
 
 
 def _smallest_scale(rows: _AllowedRows) -> float:
-    """Smallest relative error of the scale that some allowance of ``rows`` exposes, first order."""
+    """Return the smallest relative error of the scale that ``rows`` expose, to first order."""
     if rows.slope is None:
         return math.inf
     moved = rows.weights * rows.known.products * rows.slope
@@ -248,7 +244,7 @@ def _smallest_scale(rows: _AllowedRows) -> float:
     of_out = rows.through_values(moved) - out * of_lse[..., None]
     sizes = moved.abs().sum(-1)
     blur = rows.resolution * (rows.size(moved) + out.abs() * sizes[..., None])
-    # Less what float64 may have made of a derivative that is exactly 0.
+    # Rounding errors are subtracted: float64 may turn a derivative of exactly 0 into more.
     return min(
         _least_ratio(rows.out_allowance, of_out.abs() - blur),
         _least_ratio(rows.lse_allowance, of_lse.abs() - rows.resolution * sizes),
@@ -256,7 +252,7 @@ def _smallest_scale(rows: _AllowedRows) -> float:
 
 
 def _least_ratio(allowance: Tensor, derivative: Tensor) -> float:
-    """Least of allowance ÷ derivative; infinite where nothing moves."""
+    """Return the least allowance ÷ derivative; infinite if no derivative is positive."""
     moves = derivative > 0
     return float((allowance[moves] / derivative[moves]).min()) if bool(moves.any()) else math.inf
 
@@ -264,9 +260,9 @@ def _least_ratio(allowance: Tensor, derivative: Tensor) -> float:
 def _key_weights(rows: _AllowedRows) -> tuple[float, int, int]:
     """Find the faults of single keys that the allowances of ``rows`` expose.
 
-    Returns the smallest relative error of one key's weight (infinite where none), the visible (row,
-    key) pairs of rows that see two keys or more of which one dropped would be seen, and all such
-    pairs.
+    Returns the smallest exposed relative error of one key's weight (infinite if there is none), how
+    many (row, key) pairs would be exposed if the key were dropped, and how many pairs there are: of
+    seen keys in rows that see two or more.
     """
     known, weights = rows.known, rows.weights
     top = weights.argmax(-1, keepdim=True)
@@ -275,7 +271,7 @@ def _key_weights(rows: _AllowedRows) -> tuple[float, int, int]:
     alone = ~others.any(-1, keepdim=True)
     rest = torch.where(others, weights, 0.0).sum(-1, keepdim=True)  # 1 − P of the largest
 
-    # A row of one key has weight 1 whatever that key is: no change of it shows.
+    # The only key of a row has weight 1 after any change, which therefore does not show.
     farthest = _farthest(rows).masked_fill(alone, 0.0)
     from_rest = _farthest_of_top(rows, top, without).masked_fill(alone, 0.0)
     farthest = farthest.scatter(-1, top, rest * from_rest)
@@ -295,16 +291,16 @@ def _key_weights(rows: _AllowedRows) -> tuple[float, int, int]:
 
 
 def _farthest(rows: _AllowedRows) -> Tensor:
-    """M, ``(heads, rows, kv)``; huge where an element without an allowance moves."""
+    """Return M, ``(heads, rows, kv)``; huge where an element with an allowance of 0 moves."""
     if rows.known.given_scores:
-        # V is the identity: |1 − P_j| of key j itself, P_d of every other.
+        # V is the identity: key j has |1 − P_j| in its own dim, and P_d in every other dim d.
         weights, allowance = rows.weights, rows.out_allowance
-        each = _times_allowed(weights, allowance)
+        each = _in_units(weights, allowance)
         top = each.argmax(-1, keepdim=True)
         other = each.amax(-1, keepdim=True).expand_as(each)
         other = other.scatter(-1, top, each.scatter(-1, top, 0.0).amax(-1, keepdim=True))
-        return torch.maximum(_times_allowed(1 - weights, allowance), other)
-    # A CPU's caches hold one dim at a time; a GPU has more to do at once.
+        return torch.maximum(_in_units(1 - weights, allowance), other)
+    # One dim at a time fits into a CPU's caches; a GPU needs larger steps to be busy.
     step = 1 if rows.weights.device.type == "cpu" else 32
     values = rows.known.v.mT.contiguous()[:, :, None]
     out, blur, inverse = (
@@ -324,7 +320,7 @@ def _farthest(rows: _AllowedRows) -> Tensor:
 
 
 def _farthest_of_top(rows: _AllowedRows, top: Tensor, without: Tensor) -> Tensor:
-    """M ÷ (1 − P) of the key of the largest weight, ``(heads, rows, 1)``."""
+    """Return M ÷ (1 − P) of the key with the largest weight, ``(heads, rows, 1)``."""
     elsewhere = rows.through_values(without)
     blur = rows.resolution * rows.size(without)
     if rows.known.given_scores:
@@ -332,18 +328,18 @@ def _farthest_of_top(rows: _AllowedRows, top: Tensor, without: Tensor) -> Tensor
     else:
         dim = rows.known.v.shape[-1]
         own = rows.known.v.gather(1, top.expand(-1, -1, dim))
-    apart = (own - elsewhere).abs() - blur
-    return _times_allowed(apart, rows.out_allowance).amax(-1, keepdim=True)
+    distance = (own - elsewhere).abs() - blur
+    return _in_units(distance, rows.out_allowance).amax(-1, keepdim=True)
 
 
-def _times_allowed(moved: Tensor, allowance: Tensor) -> Tensor:
-    """Multiples of its allowance that each moves; 0 of what does not move or is not judged."""
+def _in_units(moved: Tensor, allowance: Tensor) -> Tensor:
+    """Return ``moved`` ÷ ``allowance``; 0 where nothing moves or nothing is judged."""
     return moved.clamp_min(0.0) / allowance.clamp_min(_LEAST)
 
 
 def _smallest_change(weights: Tensor, farthest: Tensor, allowance: Tensor) -> Tensor:
-    """|η| of every pair, ``(heads, rows, kv)``, through out or LSE, whichever needs less."""
-    # A weight is rather too small than too large where both would show.
+    """Return the smallest exposed |η| of each pair by out or LSE, ``(heads, rows, kv)``."""
+    # The change to a smaller weight is the lesser one; it is impossible from 1 on.
     too_small = torch.minimum(1 / (weights * (farthest + 1)), -torch.expm1(-allowance) / weights)
     through_out = torch.where(farthest > 1, 1 / (weights * (farthest - 1)), math.inf)
     too_large = torch.minimum(through_out, torch.expm1(allowance) / weights)
@@ -351,35 +347,35 @@ def _smallest_change(weights: Tensor, farthest: Tensor, allowance: Tensor) -> Te
 
 
 def _accumulator_bits(rows: _AllowedRows, exposed: int, cut_sums: dict[int, Tensor]) -> int:
-    """Largest number of bits below fp32's at which a cut sum is beyond an allowance of ``rows``.
+    """Return the most bits, fewer than fp32's, at which a truncated sum exceeds an allowance.
 
     Args:
-        rows: Where to look.
-        exposed: A number of bits that is exposed already; nothing smaller is looked for.
-        cut_sums: Sums of P·V by the bits to which they were cut; new ones are added.
+        rows: The rows whose sums are truncated.
+        exposed: Number of bits known to be exposed, or 0; returned if no larger one is.
+        cut_sums: Truncated sums of P·V by number of bits; new ones are added.
 
-    0 where none is. By halving: fewer bits lose more.
+    Found by bisection, since fewer bits lose more.
     """
     if rows.known.given_scores:
-        return exposed  # nothing is multiplied
+        return exposed  # a softmax multiplies no matrices
     values = _Sums(rows.weights, rows.known.v, cut_sums)
-    # Those of q·k are as many as pairs, and of few steps: they are not kept.
+    # Sums of q·k are not cached: they are large (one per pair) and cheap (few steps).
     scores = None if rows.slope is None else _Sums(rows.known.q, rows.known.k.mT, {})
 
-    def shown(tried: Sequence[int]) -> dict[int, bool]:
+    def try_bits(tried: Sequence[int]) -> dict[int, bool]:
         exposed_sums = rows.exposed(values.cut(tried), rows.known.lse)
         if scores is not None and not bool(exposed_sums.all()):
             exposed_sums = exposed_sums | _exposed_by_scores(rows, scores.cut(tried))
         return dict(zip(tried, exposed_sums.tolist(), strict=True))
 
-    # Bits that show the fault are below all that hide it: halving finds the border.
+    # All numbers of bits that expose the fault are below all that hide it.
     hidden = MOST_BITS
-    bits = exposed + 1  # most often a later block shows nothing new
-    few = rows.known.out.numel() * MOST_BITS <= _FEW
-    known = shown(range(bits, hidden)) if few else {}
+    bits = exposed + 1  # usually a later block exposes nothing new
+    few_sums = rows.known.out.numel() * MOST_BITS <= _FEW_SUMS
+    exposed_by_bits = try_bits(range(bits, hidden)) if few_sums else {}
     while exposed < bits < hidden:
-        known = known if bits in known else shown([bits])
-        if known[bits]:
+        exposed_by_bits = exposed_by_bits if bits in exposed_by_bits else try_bits([bits])
+        if exposed_by_bits[bits]:
             exposed = bits
         else:
             hidden = bits
@@ -388,39 +384,39 @@ def _accumulator_bits(rows: _AllowedRows, exposed: int, cut_sums: dict[int, Tens
 
 
 def first_bits(bits: int) -> int:
-    """Mask of sign, exponent and the first ``bits`` significant bits of a float64."""
+    """Return a mask of the sign, exponent and first ``bits`` significant bits of a float64."""
     return -(1 << (53 - bits))
 
 
 def cut(values: Tensor, kept: int | Tensor) -> Tensor:
-    """Return float64 ``values`` cut to the bits that ``kept`` has (``first_bits``).
+    """Return float64 ``values`` truncated to the bits of the mask ``kept`` (``first_bits``).
 
-    Normal numbers; the sign is apart from the significand, so that clearing bits lessens the size.
+    For normal numbers: float64 stores sign and magnitude, so clearing bits reduces the magnitude.
     """
     return (values.contiguous().view(torch.int64) & kept).view(torch.float64)
 
 
 @dataclass(eq=False)
 class _Sums:
-    """A product of two matrices whose sums are cut; the same ones are asked for many allowances."""
+    """A product of two matrices whose sums are truncated; cached, since many allowances need it."""
 
     left: Tensor
     right: Tensor
-    kept: dict[int, Tensor]  # by the bits to which they were cut
+    kept: dict[int, Tensor]  # number of significant bits → truncated sums
 
     @cached_property
     def steps(self) -> Tensor:
         return _steps(self.left, self.right)
 
     def cut(self, bits: Sequence[int]) -> Tensor:
-        """Return the sums, cut to so many significant bits after every step: one for each."""
+        """Return the sums, truncated after every step, stacked for each number of ``bits``."""
         if new := [each for each in bits if each not in self.kept]:
             self.kept.update(zip(new, _cut_sums(self.steps, new).unbind(), strict=True))
         return torch.stack([self.kept[each] for each in bits])
 
 
 def _steps(left: Tensor, right: Tensor) -> Tensor:
-    """Products of ``STEP`` columns of ``left`` at a time, ``(steps, heads, rows, columns)``."""
+    """Return the product by steps of ``STEP`` terms, ``(steps, heads, rows, columns)``."""
     extra = -left.shape[-1] % STEP
     left = torch.nn.functional.pad(left, (0, extra))
     right = torch.nn.functional.pad(right, (0, 0, 0, extra))
@@ -429,7 +425,7 @@ def _steps(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _cut_sums(steps: Tensor, bits: Sequence[int]) -> Tensor:
-    """Their sum, cut to so many significant bits after every step: one sum for each."""
+    """Return the sum of ``steps``, truncated after each, stacked for each number of ``bits``."""
     total = steps.new_zeros((len(bits), *steps.shape[1:]))
     kept = torch.tensor([*map(first_bits, bits)], device=steps.device)[:, None, None, None]
     significands = total.view(torch.int64)  # ``cut``, in place: a long row has hundreds of steps
@@ -440,13 +436,13 @@ def _cut_sums(steps: Tensor, bits: Sequence[int]) -> Tensor:
 
 
 def _exposed_by_scores(rows: _AllowedRows, total: Tensor) -> Tensor:
-    """Return for which q·k of ``total`` out or LSE is beyond what it is allowed, bool ``(sums,)``.
+    """Return which of the q·k in ``total`` bring out or LSE beyond an allowance, bool ``(sums,)``.
 
-    Through a score mod to first order, with its slope at the exact products.
+    Score mods are applied to first order, with their slope at the exact products.
     """
     known = rows.known
     assert rows.slope is not None
-    # The mod itself is not called again: the judge has its slope, and no callable.
+    # The judge has the mod's slope but not its callable.
     scores = known.scores + rows.slope * (known.scale * total - known.products)
     weights = _softmax(scores, known.seen)
     hidden = torch.where(known.seen, scores, -torch.inf)

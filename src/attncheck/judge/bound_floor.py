@@ -1,9 +1,9 @@
 """Floors of the deterministic bound, from a few numbers of every row: equation B41.
 
-The bound takes some hundred passes over all (row, key) pairs, for every arithmetic. Its parts are
-not negative, so that some of them are a floor of it, and those that matter most need no more of the
-keys than their weighted means, which are the same for all arithmetics. Where an error is within the
-floor it is within the bound; only rows that this leaves open need theirs.
+The bound takes some hundred passes over all (row, key) pairs, for every arithmetic. Its terms are
+not negative, so any subset of them is a lower bound of it, a floor. The largest terms depend on the
+keys only through weighted means, which are the same for all arithmetics. An error within the floor
+is within the bound; the bound itself is computed only for rows with larger errors.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from attncheck.core.conditions import RowTotals
 from attncheck.judge.score_errors import (
     exponent_error,
     factor_roundings,
-    of_operands,
     term_roundings,
+    with_rounded_operands,
 )
 from attncheck.judge.sum_roundings import (
     division_error,
@@ -36,23 +36,23 @@ if TYPE_CHECKING:
     from attncheck.core.conditions import WeightedRows
     from attncheck.core.declared_arithmetic import Arithmetic
 
-# Of the largest |v|: more than all terms of a bound are together where ``_is_bounded`` says so.
+# The terms of a bound sum to less than this many times the largest |v| where ``_is_bounded`` holds.
 _MOST = 128
 
 
 def row_totals(known: WeightedRows) -> RowTotals:
-    """Sum ``known`` up over its keys, in as few passes over all pairs as there can be."""
-    last, alive = known.weights.shape[-1], known.count > 0  # behind it no row sees a key
+    """Sum ``known`` up over its keys, in as few passes over all pairs as possible."""
+    last, alive = known.weights.shape[-1], known.count > 0  # no row sees key ``last`` or later ones
     q, k, v = known.q.abs(), known.k[:, :last].abs(), known.v[:, :last]
-    # A row that sees no key has no means: 0.
+    # Means of a row that sees no key are 0.
     share = torch.where(alive, 1 / known.total[..., None], 0.0)
     together = torch.cat([v, v.abs(), v.square(), k], -1)
     widths = [v.shape[-1]] * 3 + [k.shape[-1]]
     means = (known.weights @ together).mul_(share).split_with_sizes(widths, -1)
     mean, size, square, mean_k = means
-    # Of the largest score, whose weight is 1.
+    # P of the largest score, whose weight is 1.
     peak = torch.where(alive, (known.maximum - known.lse).exp()[..., None], 0.0)
-    # Σ P (v − mean)² is the least Σ P (v − c)² of any c; less what float64 may have made of it.
+    # Σ P (v − mean)² is the least Σ P (v − c)² of any c; float64's rounding errors are subtracted.
     keys = known.k.shape[1]
     lost = 8 * (keys + 8) * 2.0**-53
     spread = (square * (1 - lost) - mean.square() * (1 + lost)).clamp_min(0).sqrt()
@@ -87,28 +87,28 @@ def row_totals(known: WeightedRows) -> RowTotals:
 def bound_floor(totals: RowTotals, arithmetic: Arithmetic) -> tuple[Tensor, Tensor]:
     """Return floors of the deterministic bound, out ``(heads, rows, value_dim)`` and LSE.
 
-    Never more than ``deterministic_bound`` says, 0 in rows that see no key, and NaN in rows of
-    which the bound is not sure to be finite throughout: nothing is known of them here.
+    They are at most ``deterministic_bound``, 0 in rows that see no key, and NaN in rows whose bound
+    may be infinite somewhere.
     """
-    # B9's ρ of every key of a row, at least; and Σ P ρ.
+    # Floors of B9's ρ over the keys of a row, and of Σ P ρ.
     least, nothing = _score_floor(totals, arithmetic, totals.least_size), totals.count * 0
     exponent = exponent_error(totals, arithmetic, 2 * least, nothing, nothing)
     units, mean_units = least + exponent, _score_floor(totals, arithmetic, totals.size) + exponent
     weights_error = arithmetic.weights_error
     # B15 with c_j of at least P_j · units, of which Cauchy and Schwarz's form is Σ P (v − O)².
     mean, spread, out = totals.mean_value, totals.spread, totals.out.abs()
-    apart = torch.minimum(mean + out, spread)
-    # B12's ΔP vanishes where one key has all the weight.
+    deviation = torch.minimum(mean + out, spread)
+    # B12's ΔP vanishes if one key has all the weight.
     free = 1 + totals.weight.clamp_max(1) - 2 * totals.peak
     ceiling = _exponents_ceiling(totals, arithmetic)
-    of_weights = torch.where(ceiling <= SMALL, units * free.clamp(min=0, max=1) * apart, 0.0)
+    of_weights = torch.where(ceiling <= SMALL, units * free.clamp(min=0, max=1) * deviation, 0.0)
     if arithmetic.sums_rounded_weights:
-        of_rounding = weights_error * (apart + of_weights)
+        of_rounding = weights_error * (deviation + of_weights)
     else:
         of_rounding = weights_error * mean
     size = (1 + weights_error) * mean
     accumulator, count = arithmetic.values, sum_roundings(totals, arithmetic)
-    if accumulator.coarse:  # and something that alignment cuts off
+    if accumulator.coarse:  # the floor leaves out what alignment cuts off
         added = accumulator.rounded(count)
     else:
         added = accumulator.det(count, steps_with_keys(totals, accumulator))
@@ -128,18 +128,18 @@ def bound_floor(totals: RowTotals, arithmetic: Arithmetic) -> tuple[Tensor, Tens
 
 
 def _score_floor(totals: RowTotals, arithmetic: Arithmetic, size: Tensor) -> Tensor:
-    """B5 and B6 of a product of this Σ |q_d k_d|, at least."""
+    """Return a floor of B5 and B6 for a product with Σ |q_d k_d| = ``size``."""
     scaled, terms = abs(totals.scale) * size, term_roundings(totals.head_dim, arithmetic)
-    # B7 may be any part of B5.
+    # For coarse accumulators B7 replaces B5 and may be arbitrarily small.
     added = 0.0 if arithmetic.scores.coarse else arithmetic.scores.det(terms)
-    return of_operands(arithmetic, added * scaled, scaled)
+    return with_rounded_operands(arithmetic, added * scaled, scaled)
 
 
 def _exponents_ceiling(totals: RowTotals, arithmetic: Arithmetic) -> Tensor:
-    """B9's ρ of every key of a row, at most, ``(heads, rows, 1)``; infinite where not known."""
+    """Return the largest B9 ρ of a row's keys, ``(heads, rows, 1)``; infinite if not known."""
     size, fmt, narrow = totals.largest_size, arithmetic.computes, arithmetic.products
     scaled, terms = abs(totals.scale) * size, term_roundings(totals.head_dim, arithmetic)
-    contracted = of_operands(arithmetic, arithmetic.scores.det(terms) * scaled, scaled)
+    contracted = with_rounded_operands(arithmetic, arithmetic.scores.det(terms) * scaled, scaled)
     roundings = factor_roundings(arithmetic) * arithmetic.unit
     stored = narrow.max**2 if narrow.saturates else 0.0
     lost = 2 + size + totals.head_dim * (abs(totals.scale) + stored + 2)
@@ -147,7 +147,7 @@ def _exponents_ceiling(totals: RowTotals, arithmetic: Arithmetic) -> Tensor:
     radius = radius + 2.0**fmt.min_exponent * lost
     own = exponent_error(totals, arithmetic, 2 * radius, 2 * scaled, scaled)
     beyond = (size > fmt.max / 4) | (scaled + radius > fmt.max / 4)
-    # Of a query that is rounded once it is scaled more would have to be known.
+    # A ceiling for a query that is rounded after scaling would need more than these totals.
     largest = float(torch.maximum(totals.largest_query, totals.largest_key))
     if arithmetic.scaled_query is not None or (arithmetic.operand_error and largest > narrow.max):
         beyond = torch.ones_like(beyond)
@@ -155,9 +155,9 @@ def _exponents_ceiling(totals: RowTotals, arithmetic: Arithmetic) -> Tensor:
 
 
 def _is_bounded(totals: RowTotals, arithmetic: Arithmetic, ceiling: Tensor) -> Tensor:
-    """Rows whose bound is finite for certain, ``(heads, rows, 1)`` bool."""
-    # With ρ ≤ 1 no weight becomes more than e² of what it was, nor rounding takes more; a weight
-    # times a value is added, divided and rounded with less than its own size as error each time.
+    """Return which rows certainly have a finite bound, ``(heads, rows, 1)`` bool."""
+    # If ρ ≤ 1, no weight grows by more than e², before or after rounding, and the errors of adding,
+    # dividing and rounding a weight times a value are each less than that product.
     fmt, largest = arithmetic.computes, float(totals.largest_value)
     small = ceiling <= 1
     count = sum_roundings(totals, arithmetic)
@@ -165,10 +165,10 @@ def _is_bounded(totals: RowTotals, arithmetic: Arithmetic, ceiling: Tensor) -> T
     unit = max(accumulator.unit, arithmetic.values.unit)
     small &= (count * unit <= 0.25) & (row_sum_rounding(totals, arithmetic) <= 0.5)
     if accumulator.block is not None:
-        # In as many steps as it sees keys, where those are apart.
+        # At worst each key that a row sees is in a step of its own.
         small &= accumulator.det(count, totals.count) <= 0.5
     if arithmetic.sums_rounded_weights:
-        # B13, at most: the unit roundoff of e² ΣP, and h ≤ η ÷ (2 S) · e² of every key.
+        # B13 is at most the unit roundoff times e² ΣP, plus h ≤ η ÷ (2 S) · e² for every key.
         half = arithmetic.weights.subnormal_spacing / 2 / arithmetic.weights_scale
         small &= math.exp(2) * (arithmetic.weights_error + half * totals.count) <= 0.5
     unnormalised = arithmetic.weights_scale * 2.0**arithmetic.lazy_rescale * totals.keys * largest

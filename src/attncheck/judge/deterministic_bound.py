@@ -1,4 +1,4 @@
-"""Deterministic bound of out and LSE, a proof: equations B15–B17, B19 and B20."""
+"""Proven deterministic bound of out and LSE: equations B15–B17, B19 and B20."""
 
 from __future__ import annotations
 
@@ -37,9 +37,8 @@ class DeterministicBound:
 
     out: Tensor  # ``(heads, rows, value_dim)``
     lse: Tensor  # ``(heads, rows)``
-    # What ``out`` is made of, by name, each of its shape; they sum to it.
-    out_terms: dict[str, Tensor]
-    lse_terms: dict[str, Tensor]  # what ``lse`` is made of
+    out_terms: dict[str, Tensor]  # terms by name, each of the shape of ``out``; they sum to it
+    lse_terms: dict[str, Tensor]  # terms by name, each of the shape of ``lse``; they sum to it
 
 
 def deterministic_bound(
@@ -60,9 +59,9 @@ def deterministic_bound(
 def bound_of_weights(
     conditions: Conditions, arithmetic: Arithmetic, errors: ExponentErrors, moved: WeightErrors
 ) -> DeterministicBound:
-    """The deterministic bound, from the errors of the exponents and of the weights.
+    """Return the deterministic bound, from the errors of the exponents and of the weights.
 
-    B19: output rounding added; 0 where no key is seen, infinite where nothing is known.
+    It includes output rounding (B19); it is 0 in rows that see no key and infinite where unknown.
     """
     sums = row_sum_error(conditions, arithmetic, moved)
     if conditions.given_scores:
@@ -70,11 +69,11 @@ def bound_of_weights(
     else:
         out = _value_terms(conditions, arithmetic, errors, moved, sums)
     lse = log_sum_terms(conditions, arithmetic, errors, moved, sums)
-    # The sums of this bound are float64 themselves.
+    # The bound itself is summed in float64.
     inflation = 1 + 8 * conditions.keys * 2.0**-53
     out = {name: term * inflation for name, term in out.items()}
     lse = {name: term * inflation for name, term in lse.items()}
-    # Rounding is last, and of the computed number, which may be farther out than the exact one.
+    # The output is rounded last: the computed number, which may be larger than the exact one.
     exact = conditions.out.abs()
     out[OUTPUT] = half_ulp(exact + sum(out.values()), arithmetic.output)
     dead = conditions.count[..., 0] == 0
@@ -91,14 +90,14 @@ def bound_of_weights(
 
 
 def _settle_rows(term: Tensor, dead: Tensor, unknown: Tensor) -> Tensor:
-    known = torch.where(unknown | torch.isnan(term), torch.inf, term)
-    return torch.where(dead, 0.0, known)
+    settled = torch.where(unknown | torch.isnan(term), torch.inf, term)
+    return torch.where(dead, 0.0, settled)
 
 
 def _softmax_terms(
     conditions: Conditions, arithmetic: Arithmetic, moved: WeightErrors, sums: SumError
 ) -> dict[str, Tensor]:
-    """Terms of the bound before out is rounded, by name, each ``(heads, rows, kv)``."""
+    """Return the terms of a softmax's bound before out is rounded, each ``(heads, rows, kv)``."""
     # P is the output itself: there is no product whose errors could cancel.
     change = moved.changed
     smallest = 2.0**arithmetic.computes.min_exponent
@@ -118,13 +117,13 @@ def _value_terms(
     moved: WeightErrors,
     sums: SumError,
 ) -> dict[str, Tensor]:
-    """Terms of the bound before out is rounded, by name, each ``(heads, rows, value_dim)``."""
+    """Return the terms of the bound before out is rounded, each ``(heads, rows, value_dim)``."""
     values, touched = finite_values(conditions, arithmetic)
     size, exact = values.abs(), conditions.out
     of_weights = _spread_of_weights(conditions, arithmetic, moved, values)
     shares = part_shares(conditions, arithmetic, errors, moved.changed)
     terms = {name: of_weights * share for name, share in shares.items()}
-    # B16: P rounded to its format, and V where it is rounded to tf32.
+    # B16: P is rounded to its format, and V to tf32 in some arithmetics.
     if arithmetic.weights_error:
         if sums.rounded is None:
             terms[_ROUNDING] = moved.rounded @ size
@@ -147,7 +146,7 @@ def _value_terms(
 def _spread_of_weights(
     conditions: Conditions, arithmetic: Arithmetic, moved: WeightErrors, values: Tensor
 ) -> Tensor:
-    """B10, B12 and B15: what the weights' errors make of out; never beyond the values."""
+    """Return the error of out by those of the weights (B10, B12, B15); at most the range of V."""
     del arithmetic
     exact = conditions.out
     spread = torch.maximum(
@@ -161,7 +160,7 @@ def _spread_of_weights(
 
 @kept_step
 def finite_values(conditions: Conditions, arithmetic: Arithmetic) -> tuple[Tensor, Tensor]:
-    """V with 0 for what is not finite, and which elements of out see such a value."""
+    """Return V with 0 for non-finite values, and which elements of out see such a value."""
     del arithmetic
     odd = ~torch.isfinite(conditions.v)
     touched = torch.zeros_like(conditions.out, dtype=torch.bool)
@@ -172,12 +171,12 @@ def finite_values(conditions: Conditions, arithmetic: Arithmetic) -> tuple[Tenso
 
 
 def weighted_spread(weight: Tensor, values: Tensor, center: Tensor) -> Tensor:
-    """B15: Σ weight_j · |v_j − center| at most, ``(heads, rows, value_dim)``.
+    """Return B15: an upper bound of Σ weight_j · |v_j − center|, ``(heads, rows, value_dim)``.
 
-    The lesser of the triangle inequality and Cauchy–Schwarz's, which vanishes where V is constant;
-    the difference that the latter takes is inflated by what float64 may lose of it.
+    The lesser of the bounds by the triangle inequality and by Cauchy–Schwarz, which is 0 where V is
+    constant. The latter takes a difference, to which float64's rounding errors are added.
     """
-    # The triangle inequality is better where V varies, Cauchy–Schwarz's where it hardly does.
+    # The triangle inequality is better where V varies, Cauchy–Schwarz where it hardly does.
     total = weight.sum(-1, keepdim=True)
     plain = weight @ values.abs() + center.abs() * total
     squares = weight @ values.square()
@@ -190,16 +189,16 @@ def weighted_spread(weight: Tensor, values: Tensor, center: Tensor) -> Tensor:
 
 @kept_step
 def _size_of_seen(conditions: Conditions, arithmetic: Arithmetic) -> Tensor:
-    """Σ |v| over the seen keys, ``(heads, rows, value_dim)``."""
+    """Return Σ |v| over the seen keys, ``(heads, rows, value_dim)``."""
     values, _ = finite_values(conditions, arithmetic)
     total: Tensor = conditions.seen.to(torch.float64) @ values.abs()
     return total
 
 
 def _underflow(conditions: Conditions, arithmetic: Arithmetic, sums: SumError) -> Tensor:
-    """B17: numbers below the normal range taken for 0, of every weight, rescaling and product."""
+    """Return B17's underflow: every weight, rescaling and product may be flushed to 0."""
     smallest = 2.0**arithmetic.computes.min_exponent
-    # A flushed weight is lost times its value, a flushed product by itself.
+    # A flushed weight loses itself times its value; a flushed product loses itself.
     count = sum_roundings(conditions, arithmetic)
     lag = 2.0**arithmetic.lazy_rescale
     lost = count * lag * _size_of_seen(conditions, arithmetic) + 2 * count + 4
@@ -208,9 +207,9 @@ def _underflow(conditions: Conditions, arithmetic: Arithmetic, sums: SumError) -
 
 
 def _overflows(conditions: Conditions, arithmetic: Arithmetic, size: Tensor) -> Tensor:
-    """Elements whose unnormalised sum may pass fp32's largest number, or V that of tf32.
+    """Return which elements' unnormalised sums may overflow fp32, or whose V may overflow tf32.
 
-    In any tile's frame: before the largest score has come, lesser ones have weights of 1.
+    In any order of tiles: until the largest score is reached, smaller scores have weights up to 1.
     """
     largest = arithmetic.weights_scale * 2.0**arithmetic.lazy_rescale
     unnormalised = _size_of_seen(conditions, arithmetic)
@@ -221,12 +220,12 @@ def _overflows(conditions: Conditions, arithmetic: Arithmetic, size: Tensor) -> 
 def accumulation_error(
     conditions: Conditions, arithmetic: Arithmetic, moved: WeightErrors, values: Tensor
 ) -> Tensor:
-    """Largest error of adding up the products, ``(heads, rows, value_dim)``."""
+    """Return the largest error of adding up the products, ``(heads, rows, value_dim)``."""
     size = _weighted_size(conditions, arithmetic, moved, values)
     accumulator, count = arithmetic.values, sum_roundings(conditions, arithmetic)
     if not accumulator.coarse:
         return accumulator.det(count, steps_with_keys(conditions, accumulator)) * size
-    # What is cut off is never more than all there is.
+    # The part cut off cannot exceed the sum of the terms.
     rounded = accumulator.rounded(count) * size
     return rounded + torch.minimum(_cut_off(conditions, accumulator, moved, values), size)
 
@@ -235,7 +234,7 @@ def accumulation_error(
 def _weighted_size(
     conditions: Conditions, arithmetic: Arithmetic, moved: WeightErrors, values: Tensor
 ) -> Tensor:
-    """Σ of what a kernel adds up, in magnitude: the weights sum to 1, and what rounding adds."""
+    """Return Σ |terms| that a kernel adds up: of weights that sum to 1, plus P's rounding."""
     del conditions, arithmetic
     size = values.abs()
     exact = torch.fmin(moved.upper @ size, size.amax(-2)[..., None, :])
@@ -248,9 +247,9 @@ class _Step:
     """One step of a coarse accumulator."""
 
     sum: Tensor  # its exact part of out, ``(heads, rows, value_dim)``
-    size: Tensor  # Σ |terms| of what a kernel adds, likewise
-    largest: Tensor  # no term of the step is larger
-    sees_key: Tensor  # whether a row sees a key of it, float64 ``(heads, rows, 1)``
+    size: Tensor  # Σ |terms| that a kernel adds, ``(heads, rows, value_dim)``
+    largest: Tensor  # bound of |term| in the step, ``(heads, rows, value_dim)``
+    sees_key: Tensor  # 1 if the row sees a key of the step, else 0; float64 ``(heads, rows, 1)``
 
 
 def _steps(
@@ -271,11 +270,11 @@ def _steps(
 def _cut_off(
     conditions: Conditions, accumulator: Accumulator, moved: WeightErrors, values: Tensor
 ) -> Tensor:
-    """B17's second part: what alignment and truncation take, step by step."""
+    """Return B17's second part: what alignment and truncation cut off, summed over the steps."""
     assert accumulator.block is not None
-    running, steps = _running(conditions, accumulator, moved, values)
+    running, steps = _running_sums(conditions, accumulator, moved, values)
     unit = 2.0**-accumulator.alignment
-    # Once a step the running sum itself is cut to its own bits.
+    # In each step the running sum itself is truncated to its own bits.
     error = steps * 2.0 ** (1 - accumulator.result) * running
     for step in _steps(conditions, accumulator.block, moved, values):
         above = unit * torch.maximum(step.largest, running)
@@ -283,10 +282,10 @@ def _cut_off(
     return error
 
 
-def _running(
+def _running_sums(
     conditions: Conditions, accumulator: Accumulator, moved: WeightErrors, values: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Largest magnitude of a running sum, in any tile's frame; how many steps a row takes."""
+    """Return the running sum's largest magnitude, in any order of tiles, and a row's steps."""
     assert accumulator.block is not None
     total = torch.zeros_like(conditions.out)
     low, high, size, largest = (total.clone() for _ in range(4))

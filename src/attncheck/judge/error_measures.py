@@ -12,8 +12,8 @@ from torch import Tensor
 
 from attncheck.core.formats import Format, round_to, spacing
 
-# Where one key takes all the weight, the float64 truth is (w · v) / w: a product, a sum with what
-# is negligible, and a quotient, each rounded once. What is nearer to it than that may be exact.
+# Relative error of the float64 truth if one key takes all the weight: it is (w · v) / w, with a
+# product, a sum and a quotient, each rounded once. A smaller error than this may be none.
 RESOLUTION = 3 * 2.0**-53
 
 
@@ -23,12 +23,12 @@ class ErrorMeasures:
 
     rmse: float  # root mean square error; infinite when an element is not finite
     max_error: float  # largest absolute error; infinite when an element is not finite
-    # Index of the largest error, of the first element that is not finite if there is one; None
-    # when no element is counted.
+    # Index of the largest error, or of the first element that is not finite; None when no element
+    # is counted.
     max_at: tuple[int, ...] | None
     bias: float  # mean signed error; NaN when an element is not finite
-    elements: int
-    nonfinite: int  # how many are NaN or infinite
+    elements: int  # number of elements counted
+    nonfinite: int  # number of elements that are NaN or infinite
 
 
 def measure_errors(values: Tensor, truth: Tensor, counted: Tensor) -> ErrorMeasures:
@@ -37,11 +37,11 @@ def measure_errors(values: Tensor, truth: Tensor, counted: Tensor) -> ErrorMeasu
     Args:
         values: Any floating dtype, any shape; promoted to float64 without loss.
         truth: float64, same shape.
-        counted: bool, broadcastable to that shape; rows that see no key are left out by it.
+        counted: bool, broadcastable to that shape; excludes rows that see no key.
 
     An error within the truth's own ``RESOLUTION``, relative to the element, is 0: a kernel that
-    returns the one value a row sees is exact. A value that is not finite makes every statistic say
-    so: an error that is NaN would compare as "not larger" with anything.
+    returns the only value that a row sees is exact. A value that is not finite makes every
+    statistic infinite or NaN: an error of NaN would otherwise compare as "not larger".
     """
     counted = counted.expand_as(truth)
     elements = int(counted.sum())
@@ -58,7 +58,7 @@ def measure_errors(values: Tensor, truth: Tensor, counted: Tensor) -> ErrorMeasu
         return ErrorMeasures(
             rmse=math.inf,
             max_error=math.inf,
-            max_at=_largest_at(broken.to(torch.int8)),
+            max_at=_index_of_largest(broken.to(torch.int8)),
             bias=math.nan,
             elements=elements,
             nonfinite=int(broken.sum()),
@@ -66,7 +66,7 @@ def measure_errors(values: Tensor, truth: Tensor, counted: Tensor) -> ErrorMeasu
     return ErrorMeasures(
         rmse=_root_mean_square(error, largest, elements),
         max_error=largest,
-        max_at=_largest_at(size if largest else counted.to(torch.int8)),
+        max_at=_index_of_largest(size if largest else counted.to(torch.int8)),
         bias=float(error.sum()) / elements,
         elements=elements,
         nonfinite=0,
@@ -74,39 +74,39 @@ def measure_errors(values: Tensor, truth: Tensor, counted: Tensor) -> ErrorMeasu
 
 
 def _beyond_resolution(error: Tensor, truth: Tensor, counted: Tensor) -> Tensor:
-    """``error`` where it is counted and not within the truth's own resolution, else 0."""
+    """Return ``error`` where it is counted and not within the truth's own resolution, else 0."""
     return torch.where(counted & ~(error.abs() <= RESOLUTION * truth.abs()), error, 0.0)
 
 
-def _largest_at(weights: Tensor) -> tuple[int, ...]:
-    """Index of the first largest element."""
+def _index_of_largest(weights: Tensor) -> tuple[int, ...]:
+    """Return the index of the first largest element."""
     flat = int(weights.reshape(-1).argmax())
     return tuple(int(i) for i in np.unravel_index(flat, weights.shape))
 
 
 def _root_mean_square(values: Tensor, largest: float, elements: int) -> float:
-    """In units of the ``largest`` size squares of tiny or huge ones neither vanish nor overflow."""
     if largest == 0.0:
         return 0.0
+    # In units of the largest magnitude no square vanishes or overflows.
     return largest * math.sqrt(float((values / largest).square().sum()) / elements)
 
 
 def head_rmse(values: Tensor, truth: Tensor, counted: Tensor) -> Tensor:
-    """RMSE of every head, ``(batch, heads)`` float64; 0 where no element of it is counted.
+    """Return the RMSE of every head, ``(batch, heads)`` float64; 0 if none of it is counted.
 
     Args:
         values: ``(batch, heads, query, dim)``, any floating dtype.
         truth: float64, same shape.
         counted: bool, broadcastable to that shape.
 
-    Infinite where an element is not finite, as in ``measure_errors``; what is within the truth's
-    own ``RESOLUTION`` is no error.
+    Infinite if an element is not finite, as in ``measure_errors``; errors within the truth's own
+    ``RESOLUTION`` are 0.
     """
     counted = counted.expand_as(truth)
     error = _beyond_resolution((values.to(torch.float64) - truth).abs(), truth, counted)
     error = torch.where(error.isfinite(), error, math.inf)
     largest = error.amax((-2, -1), keepdim=True)
-    # In units of the largest error squares of tiny ones do not vanish.
+    # In units of the largest error, squares of tiny errors do not vanish.
     unit = torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
     elements = counted.sum((-2, -1)).clamp_min(1)
     mean = (error / unit).square().sum((-2, -1)) / elements
@@ -114,7 +114,7 @@ def head_rmse(values: Tensor, truth: Tensor, counted: Tensor) -> Tensor:
 
 
 def rounding_floor(truth: Tensor, counted: Tensor, output: Format) -> float:
-    """RMSE of the exact result correctly rounded to the output format.
+    """Return the RMSE of the exact result correctly rounded to the output format.
 
     Args:
         truth: float64, any shape.
@@ -127,36 +127,36 @@ def rounding_floor(truth: Tensor, counted: Tensor, output: Format) -> float:
 
 
 def rmse_over_ideal(rmse: Tensor, ideal: Iterable[Tensor], lost: Tensor | None = None) -> Tensor:
-    """RMSE of a kernel ÷ the largest of an ensemble of ideal kernels', head by head.
+    """Return the RMSE of a kernel ÷ the largest of an ensemble of ideal kernels, head by head.
 
     Args:
-        rmse: The kernel's, ``(batch, heads)``.
-        ideal: The same of ideal kernels that differ in tile sizes, in the order of their tiles and
-            in when they rescale: what their errors differ by is nobody's fault.
-        lost: What a kernel's errors may be where it takes numbers below the normal range for 0,
-            likewise; an ideal kernel may keep them.
+        rmse: The kernel's RMSE, ``(batch, heads)``.
+        ideal: RMSE of ideal kernels, ``(batch, heads)`` each, that differ in tile sizes, in the
+            order of tiles and in when they rescale, all of which are right.
+        lost: Error of a kernel that flushes numbers below the normal range to 0, ``(batch,
+            heads)``; an ideal kernel may keep them.
 
-    0 where every ideal kernel is exact, since their errors measure nothing then; a NaN is infinite.
+    0 where every ideal kernel is exact, since the ratio means nothing there; infinite for NaN.
     """
     largest = torch.zeros_like(rmse)
     for one in ideal:
         largest = torch.maximum(largest, one)
-    usual = largest if lost is None else torch.maximum(largest, lost)
-    ratio = torch.where(largest > 0, rmse / usual, 0.0)
+    unit = largest if lost is None else torch.maximum(largest, lost)
+    ratio = torch.where(largest > 0, rmse / unit, 0.0)
     return torch.where(ratio.isnan(), math.inf, ratio)
 
 
 def frobenius(error: Tensor, truth: Tensor) -> float:
-    """‖error‖ ÷ ‖truth‖ of float64 arrays; 0 of no error, infinite where only the truth is 0."""
+    """Return ‖error‖ ÷ ‖truth‖ of float64 arrays; 0 without error, infinite if only truth is 0."""
     size = float(torch.linalg.vector_norm(error))
     if size == 0.0:
         return 0.0
-    whole = float(torch.linalg.vector_norm(truth))
-    return size / whole if whole and math.isfinite(size) else math.inf
+    truth_size = float(torch.linalg.vector_norm(truth))
+    return size / truth_size if truth_size and math.isfinite(size) else math.inf
 
 
 def cosine(values: Tensor, truth: Tensor) -> float:
-    """Cosine of the angle between two float64 arrays; 1 of two zeros, 0 of one or of a NaN."""
+    """Return the cosine of two float64 arrays; 1 if both are 0, 0 if one is or holds NaN."""
     lengths = [float(torch.linalg.vector_norm(array)) for array in (values, truth)]
     if not all(map(math.isfinite, lengths)):
         return 0.0
@@ -167,7 +167,7 @@ def cosine(values: Tensor, truth: Tensor) -> float:
 
 
 def slope(error: Tensor, truth: Tensor) -> float:
-    """Least-squares slope of float64 ``error`` on ``truth``: −0.5 of an output half as large.
+    """Return the least-squares slope of ``error`` on ``truth``: −0.5 if an output is half as large.
 
     0 where the truth is 0; NaN where an error is not finite.
     """
@@ -180,41 +180,41 @@ def slope(error: Tensor, truth: Tensor) -> float:
 
 
 def ulp_percentiles(error: Tensor, truth: Tensor, output: Format) -> tuple[float, float]:
-    """50th and 99th percentile of |error| in ulps of ``output``, where |truth| ≥ its rms.
+    """Return 50th and 99th percentile of |error| in ulps of ``output``, where |truth| ≥ its rms.
 
-    Where terms cancel an element is small beside what it was added up from, and an ulp of it says
-    nothing of the sum; those are left out. By nearest rank, so that each is an error that occurred.
-    A NaN counts as infinite. (0, 0) of no elements.
+    Smaller elements are left out: if the terms of a sum cancel, an ulp of the result is small
+    against the errors of the terms. Percentiles are by nearest rank, so each is an error that
+    occurred. A NaN counts as infinite. Without elements (0, 0).
     """
     if truth.numel() == 0:
         return 0.0, 0.0
     rms = _root_mean_square(truth, float(truth.abs().max()), truth.numel())
     chosen = truth.abs() >= rms
     sizes = (error[chosen].abs() / spacing(truth[chosen], output)).nan_to_num(nan=math.inf)
-    # Not by kthvalue, which has a single block of a GPU's threads look for it.
+    # Sorted, since torch's kthvalue uses a single block of GPU threads.
     ordered = sizes.sort().values
     p50, p99 = (float(ordered[math.ceil(len(ordered) * share) - 1]) for share in (0.5, 0.99))
     return p50, p99
 
 
-# Errors in the unit of what ideal kernels err by. In causal attention the first rows see few keys,
-# and their errors are the largest: the RMSE over all rows is theirs, and says little of the others.
-# In units of its own each row counts the same.
+# Errors in units of ideal kernels' errors. In causal attention the first rows see few keys and have
+# the largest errors, which dominate the RMSE over all rows. In units of its own each row counts
+# equally.
 
 
 @dataclass(frozen=True, slots=True)
 class RelativeError:
-    """Errors in units."""
+    """Root mean square error over rows, each in its own unit."""
 
     size: float  # root of the mean over rows of mean square error ÷ square of the unit
     freedom: float  # degrees of freedom of its square, as of a χ² distribution
 
 
 def row_squares(values: Tensor, truth: Tensor, counted: Tensor) -> Tensor:
-    """Mean square error of every row with an element that counts, float64, one after the other.
+    """Return the mean square error of every row with a counted element, float64, flattened.
 
-    A row is all of the last axis; of a tensor with fewer than four axes each element is one. What
-    is within the truth's own ``RESOLUTION`` is no error; not finite where a value is not.
+    A row is the last axis; in a tensor with fewer than four axes each element is a row. Errors
+    within the truth's own ``RESOLUTION`` are 0; results are not finite where a value is not.
     """
     counted = counted.expand_as(truth)
     error = _beyond_resolution((values.to(torch.float64) - truth).abs(), truth, counted)
@@ -226,7 +226,7 @@ def row_squares(values: Tensor, truth: Tensor, counted: Tensor) -> Tensor:
 
 
 def rounding_squares(truth: Tensor, counted: Tensor, output: Format) -> Tensor:
-    """Mean square of one rounding to ``output`` of every row that ``row_squares`` has."""
+    """Return the mean square of one rounding to ``output``, for the rows of ``row_squares``."""
     counted = counted.expand_as(truth)
     variance = torch.where(counted, spacing(truth, output).square() / 12, 0.0)
     elements = counted.sum(-1)
@@ -234,17 +234,16 @@ def rounding_squares(truth: Tensor, counted: Tensor, output: Format) -> Tensor:
 
 
 def row_units(ensemble: Sequence[Tensor], least: Tensor | None, *, each: bool) -> Tensor:
-    """Square of the unit of every row: what ideal kernels err by there.
+    """Return the square of each row's unit: the mean square error of ideal kernels there.
 
     Args:
-        ensemble: ``row_squares`` of each.
-        least: Of every row what one rounding of its elements costs on the average: a row in which
-            ideal kernels happen to be exact is no proof that others are. None where that is not
-            known.
-        each: Whether each row has its own, or all have one: where a row is a single element, or
+        ensemble: ``row_squares`` of each ideal kernel.
+        least: ``rounding_squares``, the least unit: ideal kernels may be exact in a row by chance.
+            None if they are not known.
+        each: Whether each row has its own unit. All share one if a row is a single element, or
             roundings are not independent.
 
-    1 where ideal kernels are exact, and nothing is known besides.
+    1 where ideal kernels are exact and ``least`` is None or 0.
     """
     mean = torch.stack(tuple(ensemble)).mean(0)
     if not each and mean.numel():
@@ -255,12 +254,12 @@ def row_units(ensemble: Sequence[Tensor], least: Tensor | None, *, each: bool) -
 
 
 def relative_error(rows: Tensor, unit: Tensor, elements: int) -> RelativeError:
-    """Return how large the errors of ``row_squares`` are in units, and how well that is known.
+    """Return the size of the errors in ``row_squares`` in units, and its degrees of freedom.
 
-    The relative variance of a mean of R independent rows is that of one row ÷ R, and of a χ² with f
-    degrees of freedom it is 2 ÷ f. That of one row is measured over rows, with one row more that
-    counts as a single element: few rows are not taken to be alike because they happen to be. There
-    are never more than ``elements``, the number of those that count.
+    The relative variance of a mean of R independent rows is that of one row ÷ R; a χ² with f
+    degrees of freedom has 2 ÷ f. The variance of one row is estimated over the rows plus a row of a
+    single element, so that a few rows that happen to be alike do not make it too small. There are
+    never more degrees of freedom than ``elements``, the number of counted elements.
     """
     ratios = torch.where(rows > 0, rows / unit, 0.0)
     count = ratios.numel()

@@ -25,15 +25,15 @@ from attncheck.judge.score_gradient_errors import (
 )
 from attncheck.judge.sum_roundings import half_ulp, steps_with_keys
 
-_MOST_GROWTH = 512.0  # e to it is a float64
+_LARGEST_RATE = 512.0  # expm1 of a larger exponent is taken as infinite; e^512 is a float64.
 
 OUTPUT = "output rounding"
 PARTS = "rounding of parts"
 _ACCUMULATION, _SAVED = "accumulation", "saved out"
 
-# The scale as it is multiplied by at the end (B5's two roundings), q·√scale and k·√scale, and one
-# of the products.
-_AROUND = 7
+# Roundings of a term besides its additions: 2 of the scale that is multiplied in at the end (B5),
+# 4 of q·√scale and k·√scale, and 1 of the product itself.
+_FACTOR_ROUNDINGS = 7
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -42,41 +42,41 @@ class Sums:
 
     moved: Tensor  # Σ of the largest errors of x times |y|, ``(heads, count, dim)``
     size: Tensor  # Σ |x y|, x without its error
-    # What the saved out makes of the sum, exactly; None where that touches nothing.
+    # Exact change of the sum by the error of the saved out; None if it does not depend on out.
     shift: Tensor | None
-    exact: Tensor | None  # the exact sum; None where it is not needed
-    parts: dict[str, Tensor]  # what ``moved`` is made of, in proportion, each ``(heads, count)``
-    term_count: Tensor  # terms that are summed, ``(heads, count)``
-    lost: Tensor  # what is taken for 0 below the normal range, ``(heads, count)``
-    unknown: Tensor  # bool ``(heads, count)``: nothing is known of some term
+    exact: Tensor | None  # the exact sum; None if it is not needed
+    parts: dict[str, Tensor]  # the parts of ``moved`` in proportion, each ``(heads, count)``
+    term_count: Tensor  # number of terms, ``(heads, count)``
+    lost: Tensor  # numbers below the normal range that are flushed to 0, ``(heads, count)``
+    unknown: Tensor  # bool ``(heads, count)``: some term has no bound
 
     def spread(self, to: Tensor, count: int) -> Sums:
-        """Return the sums of ``count`` heads: each one's added to number ``to``."""
+        """Return the sums of ``count`` heads: each head's sums are added to head number ``to``."""
 
-        def of(x: Tensor) -> Tensor:
+        def scatter(x: Tensor) -> Tensor:
             whole = torch.zeros((count, *x.shape[1:]), dtype=torch.float64, device=x.device)
             return whole.index_add_(0, to, x.to(torch.float64))
 
         return Sums(
-            moved=of(self.moved),
-            size=of(self.size),
-            shift=None if self.shift is None else of(self.shift),
-            exact=None if self.exact is None else of(self.exact),
-            parts={name: of(part) for name, part in self.parts.items()},
-            term_count=of(self.term_count),
-            lost=of(self.lost),
-            unknown=of(self.unknown) > 0,
+            moved=scatter(self.moved),
+            size=scatter(self.size),
+            shift=None if self.shift is None else scatter(self.shift),
+            exact=None if self.exact is None else scatter(self.exact),
+            parts={name: scatter(part) for name, part in self.parts.items()},
+            term_count=scatter(self.term_count),
+            lost=scatter(self.lost),
+            unknown=scatter(self.unknown) > 0,
         )
 
     def plus(self, other: Sums) -> Sums:
-        """Return both added up; a name of parts may be in one alone."""
+        """Return both added up; ``parts`` may have different names."""
         nothing = torch.zeros_like(self.lost)
         names = sorted(self.parts.keys() | other.parts.keys())
         return Sums(
             moved=self.moved + other.moved,
             size=self.size + other.size,
-            shift=_sum(self.shift, other.shift),
-            exact=_sum(self.exact, other.exact),
+            shift=_sum_or_none(self.shift, other.shift),
+            exact=_sum_or_none(self.exact, other.exact),
             parts={n: self.parts.get(n, nothing) + other.parts.get(n, nothing) for n in names},
             term_count=self.term_count + other.term_count,
             lost=self.lost + other.lost,
@@ -92,51 +92,51 @@ class Sums:
         operand: float = 0.0,
         steps: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """B36: what the bound is made of before the sum is rounded, ``(heads, count, dim)``.
+        """Return B36: the terms of the bound before the sum is rounded, ``(heads, count, dim)``.
 
         Args:
             operand: Relative error of y.
-            steps: Of a truncating accumulator, where they do not follow on each other.
+            steps: Steps of a truncating accumulator, if they are not consecutive.
         """
-        # Parts are sums over terms: they share out the bound in proportion.
+        # ``parts`` lack the last axis: they divide the bound in proportion.
         whole = sum(self.parts.values(), torch.zeros_like(self.lost))
         share = {n: torch.where(whole > 0, part / whole, 0.0) for n, part in self.parts.items()}
         terms = {n: scale * part[..., None] * self.moved for n, part in share.items()}
         total = self.moved + self.size
         if self.shift is not None:
             terms[_SAVED] = scale * self.shift.abs()
-        added = accumulator.det(self.term_count + _AROUND, steps)[..., None]
+        added = accumulator.det(self.term_count + _FACTOR_ROUNDINGS, steps)[..., None]
         terms[_ACCUMULATION] = scale * (added * (1 + operand)) * total
         if operand:
             terms["rounding of operands"] = scale * operand * total
         terms["underflow"] = self.lost[..., None].expand_as(total) * max(1.0, scale)
         beyond = 2 * max(1.0, scale) * total > arithmetic.computes.max
         terms[_ACCUMULATION] = torch.where(beyond, torch.inf, terms[_ACCUMULATION])
-        # The sums of this bound are float64 themselves, and some dozen operations each term.
+        # The bound itself is computed in float64, with some dozen operations per term.
         inflation = 1 + 8 * (self.term_count[..., None] + total.shape[-1] + 8) * 2.0**-53
         return {name: term * inflation for name, term in terms.items()}
 
 
-def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+def _sum_or_none(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     return None if one is None or other is None else one + other
 
 
 def rounding_error(exact: Tensor, terms: dict[str, Tensor], fmt: Format) -> Tensor:
-    """Return B4 of a sum that is off by ``terms``."""
+    """Return B4: the error of rounding to ``fmt`` a sum that is off by ``terms``."""
     return half_ulp(exact.abs() + sum(terms.values()), fmt)
 
 
 def partial_sum_error(size: Tensor, terms: dict[str, Tensor], parts: int, fmt: Format) -> Tensor:
-    """Return B39 of a sum added up in ``parts``, in ``fmt``, in any order; infinite beyond it.
+    """Return B39: the error of adding up ``parts`` in ``fmt`` in any order; infinite on overflow.
 
     Args:
-        size: Σ of the magnitudes of what is summed, which no partial sum passes.
-        terms: What the sum is off by before.
+        size: Σ of the magnitudes of the terms, which no exact partial sum exceeds.
+        terms: Errors of the sum before its parts are added.
     """
     rate = parts * math.log1p(fmt.unit_roundoff)
-    growth = math.expm1(rate) if rate < _MOST_GROWTH else math.inf
+    growth = math.expm1(rate) if rate < _LARGEST_RATE else math.inf
     whole = size + sum(terms.values())
-    # A tiny part grows like the sum: η ÷ 2 each, and as often as it is rounded again.
+    # Each part adds an error of η ÷ 2 below the normal range, which grows like the sum itself.
     error = growth * whole + (1 + growth) * parts * fmt.subnormal_spacing / 2
     return torch.where((1 + growth) * whole > fmt.max, math.inf, error)
 
@@ -144,7 +144,7 @@ def partial_sum_error(size: Tensor, terms: dict[str, Tensor], parts: int, fmt: F
 def mask_unknown(
     terms: dict[str, Tensor], zero: Tensor, unknown: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The bound and its terms: 0 where nothing is summed, infinite where nothing is known."""
+    """Return the bound and its terms: 0 where ``zero``, infinite where ``unknown`` or NaN."""
     terms = {
         name: torch.where(zero, 0.0, torch.where(unknown | torch.isnan(term), torch.inf, term))
         for name, term in terms.items()
@@ -158,15 +158,15 @@ class RowGradients:
 
     rows: Rows
     scale: float
-    # Bound of |error|, ``(heads, rows, head_dim)``; 0 in rows that see no key, infinite where
-    # nothing is known.
+    # Bound of |error|, ``(heads, rows, head_dim)``; 0 in rows that see no key, infinite in rows
+    # without a bound.
     dq: Tensor
-    dq_terms: dict[str, Tensor]  # what it is made of, by name; they sum to it
-    dk: Sums  # their part of dk, before the scale, ``(heads, kv, head_dim)``, each head its own
-    dv: Sums  # their part of dv, ``(heads, kv, value_dim)``
-    dsink: Sums | None  # their part of the sink's gradient, ``(heads, 1, 1)``; None without a sink
-    # Their part of those of captured numbers, ``(numbers, 1, 1)``; None where the score mod reads
-    # none, or they have no gradients.
+    dq_terms: dict[str, Tensor]  # the terms of ``dq`` by name; they sum to it
+    dk: Sums  # the rows' part of dk per query head, before the scale, ``(heads, kv, head_dim)``
+    dv: Sums  # the rows' part of dv per query head, ``(heads, kv, value_dim)``
+    dsink: Sums | None  # the rows' part of dsink, ``(heads, 1, 1)``; None without a sink
+    # The rows' part of dcaptured, ``(numbers, 1, 1)``; None if the score mod reads no captured
+    # numbers, or they have no gradients.
     dcaptured: Sums | None = None
 
 
@@ -180,13 +180,14 @@ def row_gradients(
     reads: Sequence[ReadConditions] = (),
     numbers: int = 0,
 ) -> RowGradients:
-    """Bound every backward of this arithmetic in these rows, whatever its tiles and order.
+    """Bound the gradients of every backward of this arithmetic, whatever its tiles and order.
 
     Args:
-        saved: How far the kernel's own out and LSE are off in these rows.
-        slope: Of its derivative, in place of the mod, likewise; None where that has no error.
-        reads: What it reads of captured tensors, where those have gradients.
-        numbers: How many numbers they hold.
+        saved: Errors of the kernel's own out and LSE in these rows.
+        mod: Error of the score mod; None without a mod.
+        slope: Error of the score mod's derivative; None if that has no error.
+        reads: The mod's reads of captured tensors, if those have gradients.
+        numbers: Number of elements of the captured tensors.
 
     Source: B30–B40 in ``docs/explanation/bounds.md``.
     """
@@ -194,11 +195,11 @@ def row_gradients(
     captured = None
     if reads:  # B40: the gradient of each number is a sum over the scores that read it
         parts = [
-            _of_read(known, arithmetic, weights, saved, read).spread(read.place.flatten(), numbers)
+            _read_sum(known, arithmetic, weights, saved, read).spread(read.place.flatten(), numbers)
             for read in reads
         ]
         captured = functools.reduce(Sums.plus, parts)
-    # Where the slope jumps within the score's error nothing is known of the row's dX.
+    # If the slope jumps within a score's error, the row's dX has no bound.
     if slope is not None:
         weights = weights.without(~torch.isfinite(slope.radius))
     known, saved = zero_elsewhere(known, saved, weights.live.any(-1))
@@ -217,17 +218,17 @@ def row_gradients(
     )
 
 
-def _of_read(
+def _read_sum(
     known: GradientConditions,
     arithmetic: Arithmetic,
     weights: RecomputedWeights,
     saved: SavedErrors,
     read: ReadConditions,
 ) -> Sums:
-    """B40: each score's gradient times the slope of what it reads, a sum of one term."""
+    """Return B40: each score's gradient times its derivative by the read, as a sum of one term."""
     # A sink, the last key, reads nothing: its slope is 0.
     sink = (0, known.dx.shape[-1] - read.place.shape[-1])
-    # The read's derivative stands in for the mod's own: dX times it, not times the slope.
+    # The derivative by the number read takes the place of the one by the score.
     slope = torch.nn.functional.pad(read.slope, sink)
     of_slope = ("radius", "own", "jump")
     padded = {n: torch.nn.functional.pad(getattr(read.error, n), sink) for n in of_slope}
@@ -239,14 +240,14 @@ def _of_read(
 
 
 def query_operand(arithmetic: Arithmetic) -> float:
-    """Relative error of q or k as the products of dk and dq read them."""
+    """Return the relative error of q or k as operands of the products of dk and dq."""
     scaled = arithmetic.scaled_query
     return arithmetic.operand_error + (0.0 if scaled is None else scaled.unit_roundoff)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rows:
-    """Some rows: exact quantities, P and the scores' gradients as a backward has them."""
+    """Some rows: exact quantities, and P and the score gradients as a backward computes them."""
 
     known: GradientConditions
     arithmetic: Arithmetic
@@ -254,7 +255,7 @@ class _Rows:
     gradients: ScoreGradients
 
     def query_bound(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """B36: the bound of dq and its terms."""
+        """Return B36: the bound of dq and its terms."""
         known, arithmetic, gradients = self.known, self.arithmetic, self.gradients
         forward, keys = known.known, known.known.k.abs()
         count = self.weights.live.sum(-1).to(torch.float64)
@@ -266,7 +267,7 @@ class _Rows:
             exact=None,
             parts={name: part.sum(-1) for name, part in gradients.parts.items()},
             term_count=count,
-            lost=self._lost(count, (error + size).sum(-1), keys),
+            lost=self._flushed(count, (error + size).sum(-1), keys),
             unknown=self.weights.unbounded,
         )
         scale, steps = abs(forward.scale), steps_with_keys(forward, arithmetic.values)
@@ -286,14 +287,14 @@ class _Rows:
         return mask_unknown(terms, dead, self.weights.unbounded[..., None])
 
     def key_sums(self) -> Sums:
-        """B37: these rows' part of dk, before the scale."""
+        """Return B37: these rows' part of dk, before the scale."""
         gradients = self.gradients
         error, q = gradients.error + gradients.rounded, self.known.known.q
-        sums = self._over_rows(q, error, gradients.size, self.known.dx, gradients.parts)
-        return replace(sums, shift=self._of_keys(gradients.shift).mT @ q)
+        sums = self._sum_over_rows(q, error, gradients.size, self.known.dx, gradients.parts)
+        return replace(sums, shift=self._no_sink(gradients.shift).mT @ q)
 
     def value_sums(self) -> Sums:
-        """B37: these rows' part of dv."""
+        """Return B37: these rows' part of dv."""
         weights = self.weights
         whole = sum(weights.parts.values(), torch.zeros_like(weights.exact))
         each = torch.where(whole > 0, weights.moved / whole, 0.0)
@@ -301,48 +302,48 @@ class _Rows:
         if self.arithmetic.weights_error:
             parts["rounding of P"] = weights.rounded
         error, exact = weights.moved + weights.rounded, weights.exact
-        return self._over_rows(self.known.dout, error, exact, exact, parts)
+        return self._sum_over_rows(self.known.dout, error, exact, exact, parts)
 
     def sink_sums(self) -> Sums:
-        """B38: these rows' part of the sink's gradient: the sum of dX, in fp32."""
+        """Return B38: these rows' part of the sink's gradient: the sum of dX, in fp32."""
         unknown = self.weights.unbounded.any(-1, keepdim=True)
-        return self._without_products(lambda x: x[..., -1:].sum(-2), unknown)
+        return self._sum_gradients(lambda x: x[..., -1:].sum(-2), unknown)
 
     def score_sums(self, keys: int) -> Sums:
-        """B40: every score apart, ``(scores, 1, 1)``, of the first ``keys`` keys."""
+        """Return B40: a sum for each score of the first ``keys`` keys, ``(scores, 1, 1)``."""
 
         def each(x: Tensor) -> Tensor:
             return x[..., :keys].reshape(-1, 1)
 
         exposed = self.weights.exposed & self.weights.unbounded[..., None]
-        return self._without_products(each, each(exposed))
+        return self._sum_gradients(each, each(exposed))
 
-    def _of_keys(self, x: Tensor) -> Tensor:
-        """``(heads, rows, kv)`` without a sink, the last key."""
+    def _no_sink(self, x: Tensor) -> Tensor:
+        """Return ``x``, ``(heads, rows, kv)``, without a sink, the last key."""
         return x[..., : self.known.dx.shape[-1] - self.known.known.has_sink]
 
-    def _over_rows(
+    def _sum_over_rows(
         self, operand: Tensor, error: Tensor, size: Tensor, exact: Tensor, parts: dict[str, Tensor]
     ) -> Sums:
-        """Sums over the rows of a factor ``(heads, rows, kv)`` times ``operand``, for every key."""
-        error, size, largest = self._of_keys(error).mT, self._of_keys(size).mT, operand.abs()
-        count = self._of_keys(self.weights.live).sum(-2).to(torch.float64)
-        # Keys that a row of which nothing is known may see.
+        """Return each key's sum over rows of a factor ``(heads, rows, kv)`` times ``operand``."""
+        error, size, largest = self._no_sink(error).mT, self._no_sink(size).mT, operand.abs()
+        count = self._no_sink(self.weights.live).sum(-2).to(torch.float64)
+        # Keys that a row without a bound may see.
         exposed = self.weights.exposed & self.weights.unbounded[..., None]
         apart = self.arithmetic.sums_rounded_heads
         return Sums(
             moved=error @ largest,
             size=size @ largest,
             shift=None,
-            exact=self._of_keys(exact).mT @ operand if apart else None,
-            parts={name: self._of_keys(part).sum(-2) for name, part in parts.items()},
+            exact=self._no_sink(exact).mT @ operand if apart else None,
+            parts={name: self._no_sink(part).sum(-2) for name, part in parts.items()},
             term_count=count,
-            lost=self._lost(count, (error + size).sum(-1), largest),
-            unknown=self._of_keys(exposed).any(-2),
+            lost=self._flushed(count, (error + size).sum(-1), largest),
+            unknown=self._no_sink(exposed).any(-2),
         )
 
-    def _without_products(self, take: Callable[[Tensor], Tensor], unknown: Tensor) -> Sums:
-        """Sums of dX alone, which what is fused does not round to a product's format."""
+    def _sum_gradients(self, take: Callable[[Tensor], Tensor], unknown: Tensor) -> Sums:
+        """Return sums of dX itself, which a fused backward does not round to a product's format."""
         gradients, fused = self.gradients, self.arithmetic.fused
         parts = {
             name: take(part)
@@ -362,8 +363,8 @@ class _Rows:
             unknown=unknown,
         )
 
-    def _lost(self, count: Tensor, total: Tensor, operand: Tensor) -> Tensor:
-        """B36: numbers below the normal range taken for 0, of every product, term and operand."""
+    def _flushed(self, count: Tensor, total: Tensor, operand: Tensor) -> Tensor:
+        """Return B36's underflow: every product, term and operand may be flushed to 0."""
         largest = operand.amax((-1, -2))[..., None]
         scaled = self.arithmetic.scaled_query
         lost = 2.0**self.arithmetic.computes.min_exponent * (count * (2 + largest) + total)
@@ -374,7 +375,7 @@ HEADS = "rounding of heads"
 
 
 class KeyGradients:
-    """Sums of the parts of all rows of a Problem, every row of every head once, in any order."""
+    """Sums over all rows of a Problem; each row of each head is added once, in any order."""
 
     def __init__(
         self, arithmetic: Arithmetic, *, batch: int, heads: int, kv_heads: int, query: int
@@ -388,10 +389,10 @@ class KeyGradients:
         """Add the parts of some rows."""
         self._scale = rows.scale
         heads = torch.arange(rows.rows.heads.start, rows.rows.heads.stop, device=rows.dq.device)
-        # Rounded head by head, sums of heads that share a key head must stay apart until then.
-        apart = self._arithmetic.sums_rounded_heads
-        self._add("dk", rows.dk, heads if apart else heads // self._group)
-        self._add("dv", rows.dv, heads if apart else heads // self._group)
+        # If each head's sum is rounded, heads that share a key head stay separate until then.
+        separate_heads = self._arithmetic.sums_rounded_heads
+        self._add("dk", rows.dk, heads if separate_heads else heads // self._group)
+        self._add("dv", rows.dv, heads if separate_heads else heads // self._group)
         if rows.dsink is not None:
             self._add("dsink", rows.dsink, heads % self._heads)
         if rows.dcaptured is not None:  # summed by number already
@@ -400,46 +401,46 @@ class KeyGradients:
     def bounds(
         self, exact: Mapping[TensorName, Tensor]
     ) -> tuple[dict[TensorName, Tensor], dict[TensorName, dict[str, Tensor]]]:
-        """Return bounds of |error| by name, and by name what each is made of, once all was added.
+        """Return bounds of |error| by name, and the terms of each, after all rows were added.
 
         Args:
             exact: Exact gradients, float64: dk ``(batch, kv_heads, kv, head_dim)``, dv, dsink
-                ``(heads,)`` of a Problem with a sink, dcaptured ``(numbers,)`` where rows were
-                added with reads.
+                ``(heads,)`` of a Problem with a sink, dcaptured ``(numbers,)`` if rows were added
+                with reads.
 
-        Bounds have the shapes of ``exact``, are infinite where nothing is known, and 0 for keys
-        that no row sees. The terms of each sum to it.
+        Bounds have the shapes of ``exact``. They are infinite where none is known, and 0 for keys
+        that no row sees. The terms of each bound sum to it.
         """
         arithmetic = self._arithmetic
         results: dict[TensorName, tuple[Tensor, dict[str, Tensor]]] = {}
         for name, gradient in exact.items():
             if name == "dk":
                 operand = query_operand(arithmetic)
-                results[name] = self._of_keys(name, gradient, self._scale, operand)
+                results[name] = self._key_bound(name, gradient, self._scale, operand)
             elif name == "dv":
-                results[name] = self._of_keys(name, gradient, 1.0, arithmetic.operand_error)
+                results[name] = self._key_bound(name, gradient, 1.0, arithmetic.operand_error)
             else:
-                results[name] = self._in_fp32(name, gradient)
+                results[name] = self._fp32_bound(name, gradient)
         return (
             {name: bound for name, (bound, _) in results.items()},
             {name: terms for name, (_, terms) in results.items()},
         )
 
     def _add(self, name: str, part: Sums, to: Tensor) -> None:
-        of_sinks = name == "dsink"
-        apart = self._arithmetic.sums_rounded_heads
-        whole = self._heads * (1 if of_sinks else self._batch)
-        count = whole if of_sinks or apart else whole // self._group
+        is_sink = name == "dsink"
+        separate_heads = self._arithmetic.sums_rounded_heads
+        whole = self._heads * (1 if is_sink else self._batch)
+        count = whole if is_sink or separate_heads else whole // self._group
         self._merge(name, part.spread(to, count))
 
     def _merge(self, name: str, part: Sums) -> None:
         before = self._sums.get(name)
         self._sums[name] = part if before is None else before.plus(part)
 
-    def _of_keys(
+    def _key_bound(
         self, name: str, exact: Tensor, scale: float, operand: float
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """B37 and B39, in the shape of ``exact``."""
+        """Return B37 and B39: the bound of dk or dv and its terms, in the shape of ``exact``."""
         sums, arithmetic = self._sums[name], self._arithmetic
         accumulator = arithmetic.values
         steps = self._steps(sums, accumulator)
@@ -447,10 +448,10 @@ class KeyGradients:
         seen, unknown = sums.term_count > 0, sums.unknown
         if arithmetic.sums_rounded_heads:
             assert sums.exact is not None, "rows keep it where heads are rounded"
-            terms = self._of_heads(scale * sums.exact, terms)
+            terms = self._round_heads(scale * sums.exact, terms)
             seen, unknown = (_by_group(x, self._group).any(1) for x in (seen, unknown))
         if arithmetic.dkv_parts > 1:
-            # B39: added up part after part in the output format.
+            # B39: parts are added up one after another in the output format.
             size = scale * sums.size
             if arithmetic.sums_rounded_heads:
                 size = _by_group(size, self._group).sum(1)
@@ -460,40 +461,39 @@ class KeyGradients:
         bound, terms = mask_unknown(terms, ~(seen | unknown)[..., None], unknown[..., None])
         return bound.view(exact.shape), {n: term.view(exact.shape) for n, term in terms.items()}
 
-    def _of_heads(self, exact: Tensor, terms: dict[str, Tensor]) -> dict[str, Tensor]:
-        """B39: each head's sum rounded, and the sums of heads added in the output format."""
+    def _round_heads(self, exact: Tensor, terms: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return B39: terms with each head's sum rounded, and those added in the output format."""
         output = self._arithmetic.output
         terms[HEADS] = rounding_error(exact, terms, output)
-        # Each head is rounded as it is; sums of rounded heads are rounded again.
         size = exact.abs() + sum(terms.values())
         terms = {n: _by_group(term, self._group).sum(1) for n, term in terms.items()}
         size = _by_group(size, self._group).sum(1)
-        # Partial sums are rounded at most half an ulp of the largest they can be.
+        # Each partial sum of heads is rounded by at most half an ulp of its largest magnitude.
         terms[HEADS] = terms[HEADS] + (self._group - 1) * half_ulp(
             size * (1 + output.unit_roundoff) ** self._group, output
         )
         return terms
 
     def _steps(self, sums: Sums, accumulator: Accumulator) -> Tensor | None:
-        """Steps of a truncating accumulator in which a key is seen: at most all of its tiles'."""
+        """Return the steps of a truncating accumulator that see a key; None of any other."""
         if accumulator.block is None:
             return None
         heads = 1 if self._arithmetic.sums_rounded_heads else self._group
         return sums.term_count.clamp(max=heads * math.ceil(self._query / accumulator.block))
 
-    def _in_fp32(self, name: str, exact: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """B38 and B40: summed in fp32 and given in fp32, whatever the products are."""
+    def _fp32_bound(self, name: str, exact: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return B38 or B40: sum and result are fp32 at least, whatever the products' format."""
         sums, arithmetic = self._sums[name], self._arithmetic
         fp64 = arithmetic.computes.name == "fp64"
         terms = sums.terms(arithmetic, FP64 if fp64 else FP32)
         output = FORMATS["fp64"] if fp64 else FORMATS["fp32"]
         terms[OUTPUT] = rounding_error(exact.view_as(sums.moved), terms, output)
-        # Every row sees a sink; a number may be read by no score that counts.
+        # Every row sees a sink, but a captured number may be read by no seen score.
         unread = (sums.term_count == 0) & ~sums.unknown & (name == "dcaptured")
         bound, terms = mask_unknown(terms, unread[..., None], sums.unknown[..., None])
         return bound.flatten(), {name: term.flatten() for name, term in terms.items()}
 
 
 def _by_group(x: Tensor, group: int) -> Tensor:
-    """``(heads, …)`` as ``(key heads, group, …)``."""
+    """Return ``x``, ``(heads, …)``, as ``(key heads, group, …)``."""
     return x.reshape(-1, group, *x.shape[1:])

@@ -1,18 +1,17 @@
 """Accuracy of each head, compared with the prediction and with ideal kernels, within every bound.
 
-Two measures, and only both together in one head fail a kernel:
+Two measures, which fail a kernel only if both are too large in one head:
 
-* z: the root mean square of error ÷ predicted standard deviation. The prediction takes roundings
-  for independent; where they are not, a right kernel may be above the gate.
-* The spread: RMSE ÷ the largest RMSE of ideal kernels whose tiles differ in size and order and
-  that rescale sooner or later. A right kernel may differ from all of them by more than the gate in
-  a head by chance.
+* z: the root mean square of error ÷ predicted standard deviation. The prediction assumes that
+  roundings are independent; where they are not, a right kernel may be above the gate.
+* The spread: RMSE ÷ the largest RMSE of ideal kernels that differ in the size and order of their
+  tiles and in when they rescale. By chance a right kernel may exceed the gate in a head.
 
-A third is reported beside them, the residual: the ideal kernel at the kernel's own tiling makes
-nearly the same roundings, so that nearly the whole error cancels in their difference, and what
-remains shows what neither measure can. What fp32 leaves to a kernel, as the order of its sums, does
-not cancel: where scores are large it moves weights by more than their format's rounding. How much
-of it a problem shows is measured, by the same ideal kernel with its operations in other orders.
+A third one, the residual, is reported with them. The ideal kernel at the kernel's own tiling makes
+nearly the same roundings, so nearly the whole error cancels in their difference, and the residual
+shows faults that neither measure can. Differences that fp32 permits, such as the order of sums, do
+not cancel: if scores are large, they move weights by more than their format's rounding. Their
+effect on a problem is measured by the same ideal kernel with its operations in other orders.
 """
 
 from __future__ import annotations
@@ -30,27 +29,28 @@ from attncheck.core.judgement import Precision
 from attncheck.judge import error_measures
 from attncheck.judge.allowance import Allowance, at_rows
 
-FEWEST = 512  # outputs of a head below which its statistics say too little to be judged by
+FEWEST = 512  # Heads with fewer outputs are not judged: their statistics are too noisy.
 
 Z = 1.25
-"""Of right kernels in bf16, fp16 and fp8 in simulation the 99th percentile is 1.13, the largest
-1.23; on an H200 the largest is 1.02."""
+"""Gate of z. Of right kernels in bf16, fp16 and fp8 in simulation the 99th percentile is 1.13, the
+largest 1.23; on an H200 the largest is 1.02."""
 
 SPREAD = 1.3
-"""Of right kernels in simulation the 99th percentile of RMSE ÷ one ideal kernel's is 1.28 in bf16,
-1.19 in fp16, 1.10 in e4m3 and 1.03 in e5m2, the largest 1.38; beyond this gate over the largest of
-four ideal kernels and beyond ``Z`` together was none of 30,017."""
+"""Gate of the spread. Of right kernels in simulation the 99th percentile of RMSE ÷ one ideal
+kernel's is 1.28 in bf16, 1.19 in fp16, 1.10 in e4m3 and 1.03 in e5m2, the largest 1.38. None of
+30,017 was beyond both ``Z`` and this gate over the largest of four ideal kernels."""
 
 FAR = 3.0
-"""Of right kernels the largest is 1.38 in simulation, over one ideal kernel, and 1.2 in
-``reports/h200/calibration.md``, over the largest of four: twice that has another cause."""
+"""Spread that fails a kernel by itself on generic inputs. The largest of right kernels is 1.38 in
+simulation, over one ideal kernel, and 1.2 over the largest of four in
+``reports/h200/calibration.md``: more than twice that has another cause."""
 
 RESIDUAL = {"bf16": 0.15, "fp16": 0.55, "e4m3": 0.07}
-"""Largest residual of right kernels by the format of P, in simulation, of scores of usual size; on
-an H200 the Triton kernel's is at most 0.11, 0.31 and 0.013 over five problems of up to 4,096 keys.
-A warning until it has been calibrated there. Other formats have none. See ``residual_gate``."""
+"""Gate of the residual by format of P: the largest of right kernels in simulation, with scores of
+usual size. The Triton kernel's on an H200 is at most 0.11, 0.31 and 0.013 over five problems of up
+to 4,096 keys. Only a warning until it has been calibrated there. Other formats have no gate."""
 
-_CALIBRATED_KEYS = 4096
+_CALIBRATED_KEYS = 4096  # Number of keys up to which ``RESIDUAL`` holds; see ``residual_gate``.
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -60,27 +60,27 @@ class Residual:
     Root mean squares over the counted elements, in units of the emulation's error.
     """
 
-    size: float  # of out; what underflow may cost is taken off
-    gate: float | None  # largest of usual scores: see ``residual_gate``
+    size: float  # the distance, less the largest error by underflow
+    gate: float | None  # largest distance with scores of usual size: see ``residual_gate``
     usual: float  # the unit: rms(emulation − exact)
-    # Of the ideal kernel with its operations in other orders, the largest; 0 where none ran.
+    # Largest distance of the ideal kernel with its operations in other orders; 0 if none ran.
     other_orders: float = 0.0
 
     @property
     def allowed(self) -> float:
-        """Largest residual that is no news; infinite where there is no gate.
+        """Largest residual without a warning; infinite if there is no gate.
 
-        Two kernels that do fp32's operations in other orders than the emulation are as far from it
-        as each other, but for chance: right kernels' errors differ by up to ``SPREAD``.
+        Kernels that order fp32's operations differently from the emulation are about equally far
+        from it; by chance right kernels' errors differ by a factor of up to ``SPREAD``.
         """
         return math.inf if self.gate is None else math.hypot(self.gate, SPREAD * self.other_orders)
 
     def with_other_order(self, out: Tensor, emulation: Tensor, counted: Tensor) -> Residual:
-        """Return this with the distance of ``out``, of the ideal kernel in another order."""
+        """Return this with the distance of ``out`` of the ideal kernel in another order."""
         distance = _distance(out, emulation, counted) / self.usual
-        # What is broken in that order shows nothing of a kernel's.
-        known = distance if math.isfinite(distance) else 0.0
-        return replace(self, other_orders=max(self.other_orders, known))
+        # A result that is not finite in that order says nothing about the kernel.
+        finite_distance = distance if math.isfinite(distance) else 0.0
+        return replace(self, other_orders=max(self.other_orders, finite_distance))
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -92,33 +92,32 @@ class HeadPrecision:
     rmse: Tensor  # RMSE of the kernel
     # RMSE ÷ that of the ideal kernel at the kernel's own tiling or the default one.
     single: Tensor
-    lost: Tensor  # largest error by underflow in each head: errors no larger than it show nothing
+    lost: Tensor  # largest error by underflow in each head, which RMSE is not judged below
     enough: Tensor  # bool: heads with ``FEWEST`` outputs or more
-    # Whether some head is beyond a gate, so that the verdict rests on how ideal kernels at
-    # several tilings do.
+    # Whether some head is beyond a gate, so that the verdict needs ideal kernels at several
+    # tilings.
     needs_ensemble: bool
-    residual: Residual | None  # None without an emulation, or where that is exact or broken
-    # RMSE ÷ the largest of the ensemble's; None without an ensemble.
-    spread: Tensor | None = None
+    residual: Residual | None  # None without an emulation, or if that is exact or not finite
+    spread: Tensor | None = None  # RMSE ÷ the ensemble's largest; None without an ensemble
 
     def with_ensemble(
         self, outs: Iterable[Tensor], truth: Tensor, counted: Tensor
     ) -> HeadPrecision:
-        """Return this with ``spread`` over ideal kernels' ``outs``, each of the shape of truth."""
+        """Return this with ``spread`` over ideal kernels' ``outs``, each of truth's shape."""
         rmse = (error_measures.head_rmse(out, truth, counted) for out in outs)
         ratio = error_measures.rmse_over_ideal(self.rmse, rmse, self.lost)
         return replace(self, spread=torch.where(self.enough, ratio, math.nan))
 
 
 def residual_gate(weights: str, keys: int) -> float | None:
-    """Return the largest residual that is no news, of P in format ``weights``; None of others.
+    """Return the gate of the residual for P in format ``weights``; None if it has no gate.
 
     A kernel and its emulation add up the same numbers in fp32, each in its own order. After n
-    terms their sums differ by the order of √n roundings. In that part of the outputs one sum is
+    terms their sums differ by about √n roundings. In a proportional share of the outputs one sum is
     rounded up and the other down, by a whole unit of the output format: the root mean square of
-    all differences grows as the root of that part, with n^¼. Our Triton kernels' are 0.097 to
+    all differences grows as the root of that share, with n^¼. Our Triton kernels' are 0.097 to
     0.116 at 4,096 keys without a mask and 0.155 to 0.168 at 16,384, where this allows 0.21
-    (``reports/h200/bench.json``): 1.45 to 1.6 times, where n^¼ is 1.41.
+    (``reports/h200/bench.json``): they grow 1.45 to 1.6 times, where n^¼ is 1.41.
     """
     gate = RESIDUAL.get(weights)
     return None if gate is None else gate * max(1.0, keys / _CALIBRATED_KEYS) ** 0.25
@@ -126,14 +125,14 @@ def residual_gate(weights: str, keys: int) -> float | None:
 
 def can_fail_by_precision(arithmetic: Arithmetic) -> bool:
     """Return whether precision has a gate: not in fp32 or tf32, where orders of a sum differ 5×."""
-    # tf32 is stored as float32 too: its name in torch covers both.
+    # tf32 is stored as float32, so this name in torch covers both.
     return arithmetic.products.torch_name != "float32"
 
 
 def _has_ideal_kernels(arithmetic: Arithmetic) -> bool:
-    """Return whether ideal kernels err as much as a kernel of this arithmetic.
+    """Return whether ideal kernels have errors like those of a kernel of this arithmetic.
 
-    Their sums are fp32's, and they round P before it is divided by the row sum.
+    Ideal kernels add up in fp32, and round P before it is divided by the row sum.
     """
     coarse = arithmetic.scores.coarse or arithmetic.values.coarse
     return not (coarse or arithmetic.normalised_weights)
@@ -150,22 +149,22 @@ def measure_heads(
     own_tiling: bool,
     keys: int,
 ) -> HeadPrecision:
-    """Measure every head without the ensemble; ``with_ensemble`` adds it where it is needed.
+    """Measure every head without the ensemble; ``with_ensemble`` adds it if it is needed.
 
     Args:
-        out: What the kernel gave, ``(batch, heads, query, dim)``.
+        out: The kernel's, ``(batch, heads, query, dim)``.
         truth: float64, same shape.
         counted: bool, same shape.
         allowance: With the predicted standard deviations of sampled rows.
-        arithmetic: Of the kernel; of some arithmetics no ideal kernel errs as much.
+        arithmetic: The kernel's; ideal kernels are comparable only with some arithmetics.
         ideal: out of one ideal kernel.
-        own_tiling: Whether that is at the kernel's own tiling.
-        keys: How many there are.
+        own_tiling: Whether the ideal kernel has the kernel's own tiling.
+        keys: Number of keys.
     """
     comparable = _has_ideal_kernels(arithmetic)
     rmse = error_measures.head_rmse(out, truth, counted)
     enough = counted.sum((-2, -1)) >= FEWEST
-    z, lost = _z(out, truth, counted, allowance), _underflow(counted, allowance)
+    z, lost = _measure_z(out, truth, counted, allowance), _largest_underflow(counted, allowance)
     single = torch.full_like(rmse, math.nan)
     if ideal is not None and comparable:
         ratio = error_measures.rmse_over_ideal(
@@ -175,8 +174,8 @@ def measure_heads(
     residual = None
     if ideal is not None and own_tiling and comparable:
         gate = residual_gate(arithmetic.weights.name, keys)
-        residual = _residual(out, ideal, truth, counted, float(lost.max()), gate)
-    # Four more kernels are run for the ensemble: only where a head is beyond a gate without it.
+        residual = _measure_residual(out, ideal, truth, counted, float(lost.max()), gate)
+    # The ensemble takes four more kernels, so it runs only if a head is beyond a gate without it.
     suspect = bool(((z > Z) | (single > SPREAD)).any())
     return HeadPrecision(
         z=z,
@@ -189,25 +188,25 @@ def measure_heads(
     )
 
 
-def _underflow(counted: Tensor, allowance: Allowance) -> Tensor:
-    """Largest error by underflow of sampled elements that count, ``(batch, heads)`` float64."""
+def _largest_underflow(counted: Tensor, allowance: Allowance) -> Tensor:
+    """Return the largest underflow error of counted sampled elements, ``(batch, heads)``."""
     lost = torch.zeros(counted.shape[:2], dtype=torch.float64, device=counted.device)
     flat = lost.view(-1)
     for sample in allowance.samples:
         if sample.lost_out is not None:
             heads = slice(sample.rows.heads.start, sample.rows.heads.stop)
-            # Infinite where nothing is known: those elements have no part in an RMSE either.
-            known = at_rows(sample.rows, counted) & sample.lost_out.isfinite()
-            largest = torch.where(known, sample.lost_out, 0.0).amax((-2, -1))
+            # Elements without a bound have an infinite one; they are in no RMSE either.
+            bounded = at_rows(sample.rows, counted) & sample.lost_out.isfinite()
+            largest = torch.where(bounded, sample.lost_out, 0.0).amax((-2, -1))
             flat[heads] = torch.maximum(flat[heads], largest.to(flat))
     return lost
 
 
-def _z(out: Tensor, truth: Tensor, counted: Tensor, allowance: Allowance) -> Tensor:
-    """Root mean square of error ÷ predicted standard deviation, ``(batch, heads)``.
+def _measure_z(out: Tensor, truth: Tensor, counted: Tensor, allowance: Allowance) -> Tensor:
+    """Return the root mean square of error ÷ predicted standard deviation, ``(batch, heads)``.
 
-    Over the sampled elements that are counted and whose prediction is finite; NaN in heads with
-    fewer than ``FEWEST`` of them, infinite where an error is NaN or not predicted at all.
+    Over the counted sampled elements with a finite prediction; NaN in heads with fewer than
+    ``FEWEST`` of them, infinite if an error is NaN or its predicted deviation is 0.
     """
     squares = torch.zeros(truth.shape[:2], dtype=torch.float64, device=truth.device).flatten()
     elements = torch.zeros_like(squares)
@@ -216,9 +215,9 @@ def _z(out: Tensor, truth: Tensor, counted: Tensor, allowance: Allowance) -> Ten
         used = at_rows(rows, counted) & deviation.isfinite()
         error = at_rows(rows, out).to(torch.float64) - at_rows(rows, truth)
         ratio = torch.where(used & (error != 0), error / deviation, 0.0)
-        # A NaN is larger than nothing: no gate would see it.
+        # NaN compares as not larger than any gate.
         ratio = torch.where(ratio.isnan(), math.inf, ratio)
-        # Samples of one head may come in several parts: they add up.
+        # Samples of one head may come in several parts.
         numbers = torch.tensor(list(rows.heads), device=squares.device)
         squares.index_add_(0, numbers, ratio.square().sum((-2, -1)))
         elements.index_add_(0, numbers, used.sum((-2, -1)).to(torch.float64))
@@ -233,7 +232,7 @@ def measure_precision(
     heads: HeadPrecision,
     arithmetic: Arithmetic,
 ) -> Precision:
-    """Return precision as it is reported; arguments as those of ``measure_heads``."""
+    """Return the reported precision; for the arguments see ``measure_heads``."""
     exact = truth[counted]
     values = out[counted].to(torch.float64)
     error = values - exact
@@ -247,7 +246,6 @@ def measure_precision(
         residual_allowed=msgspec.UNSET
         if residual is None or residual.gate is None
         else residual.allowed,
-        # An exact kernel has no error to be biased.
         bias=whole.bias / whole.rmse if whole.rmse else 0.0,
         slope=error_measures.slope(error, exact),
         ulp_p50=p50,
@@ -262,7 +260,7 @@ def _largest(of_heads: Tensor) -> float | None:
     return float(measured.max()) if measured.numel() else None
 
 
-def _residual(
+def _measure_residual(
     out: Tensor,
     emulation: Tensor,
     truth: Tensor,
@@ -270,16 +268,15 @@ def _residual(
     lost: float,
     gate: float | None,
 ) -> Residual | None:
-    """Residual before other orders are run; None where the emulation is exact, or not finite."""
-    # Of few outputs the ratio is noise.
+    """Return the residual without other orders; None if the emulation is exact or not finite."""
+    # With few outputs the ratio is noise.
     if int(counted.sum()) < FEWEST:
         return None
-    # Both by the same measure, so that a factor in it cancels.
     usual = _distance(emulation, truth, counted)
     if not 0 < usual < math.inf:
         return None
-    apart = _distance(out, emulation, counted)
-    size = math.inf if math.isnan(apart / usual) else max(0.0, apart - lost) / usual
+    distance = _distance(out, emulation, counted)
+    size = math.inf if math.isnan(distance / usual) else max(0.0, distance - lost) / usual
     return Residual(size=size, gate=gate, usual=usual)
 
 

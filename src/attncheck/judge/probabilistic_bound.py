@@ -25,28 +25,28 @@ from attncheck.judge.sum_roundings import (
 )
 from attncheck.judge.weight_errors import WeightErrors, log_sum_base, weight_errors
 
-# Weights that agree to this many units of fp32 may round alike.
+# Weights that agree to this many units roundoff of fp32 may have equal rounding errors.
 _ALIKE = 16
 
-# Numbers gathered at a time: 16 million float64 are 128 MiB, 67 million on a GPU 512.
+# Float64 numbers gathered at a time: 128 MiB on a CPU, 512 MiB on a GPU.
 _CPU_NUMBERS, _GPU_NUMBERS = 2**24, 2**26
 
-MISSED = 1e-6  # probability that any element of a right kernel passes its probabilistic bound
+MISSED = 1e-6  # Probability that any element of a right kernel exceeds its probabilistic bound.
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ProbabilisticBound:
-    """Bounds of |error| that hold with probability 1 − ``MISSED``, and what to expect; float64."""
+    """Bounds of |error| with probability 1 − ``MISSED``, and the predicted error; float64."""
 
-    out: Tensor  # ``(heads, rows, value_dim)``; never beyond the deterministic bound
+    out: Tensor  # ``(heads, rows, value_dim)``; never above the deterministic bound
     lse: Tensor  # ``(heads, rows)``
     sd_out: Tensor  # predicted root mean square of the error of out
-    sd_lse: Tensor  # the same of LSE
+    sd_lse: Tensor  # predicted root mean square of the error of LSE
     certain: deterministic_bound.DeterministicBound
 
 
 def sigmas_needed(elements: int) -> float:
-    """Standard deviations that none of ``elements`` errors passes, but for ``MISSED`` (B21)."""
+    """Return the sigmas that all ``elements`` errors keep to with chance 1 − ``MISSED`` (B21)."""
     return math.sqrt(2 * math.log(2 * max(1, elements) / MISSED))
 
 
@@ -58,45 +58,45 @@ def probabilistic_bound(
     *,
     elements: int,
 ) -> ProbabilisticBound:
-    """Bounds that take rounding errors as independent, but for those that are equal.
+    """Bound errors, assuming that all roundings are independent except those that may be equal.
 
     Source: B21–B28 in ``docs/explanation/bounds.md``.
     """
-    # Hoeffding and a union bound over all outputs of the Problem.
+    # Hoeffding's inequality, and a union bound over all outputs of the Problem.
     sigmas = sigmas_needed(elements)
     errors = score_errors.exponent_errors(conditions, arithmetic, scores, mod)
     moved = weight_errors(conditions, arithmetic, errors)
     certain = deterministic_bound.bound_of_weights(conditions, arithmetic, errors, moved)
     statistics = _score_statistics(conditions, arithmetic, scores, mod, sigmas)
-    of_out = _softmax_statistics if conditions.given_scores else _out_statistics
-    random, steady = of_out(conditions, arithmetic, statistics, moved)
-    known = torch.ones_like(conditions.lse, dtype=torch.bool)
-    if mod is not None:  # at a jump the errors of a row's weights are anything but independent
-        known = ~(mod.jump & conditions.seen).any(-1)
+    out_statistics = _softmax_statistics if conditions.given_scores else _out_statistics
+    random, steady = out_statistics(conditions, arithmetic, statistics, moved)
+    independent = torch.ones_like(conditions.lse, dtype=torch.bool)
+    if mod is not None:  # at a jump the errors of a row's weights are not independent
+        independent = ~(mod.jump & conditions.seen).any(-1)
     steady = steady + certain.out_terms["underflow"]
     out = sigmas * random + steady
     out = out + half_ulp(conditions.out.abs() + out, arithmetic.output)
     lse_random, lse_steady = _lse_statistics(conditions, arithmetic, statistics, moved)
     lse = sigmas * lse_random + lse_steady
-    # Rounded to nearest, an error is uniform over an ulp.
+    # The error of rounding to nearest is uniform over one ulp.
     last = 2 * half_ulp(conditions.out.abs(), arithmetic.output) / math.sqrt(12)
     sd_out = (random.square() + last.square() + (steady / 2).square()).sqrt()
     sd_lse = (lse_random.square() + (lse_steady / 2).square()).sqrt()
     return ProbabilisticBound(
-        out=_lesser(out, certain.out, known[..., None], certain.out),
-        lse=_lesser(lse, certain.lse, known, certain.lse),
-        sd_out=_lesser(sd_out, certain.out, known[..., None]),
-        sd_lse=_lesser(sd_lse, certain.lse, known),
+        out=_least_bound(out, certain.out, independent[..., None], certain.out),
+        lse=_least_bound(lse, certain.lse, independent, certain.lse),
+        sd_out=_least_bound(sd_out, certain.out, independent[..., None]),
+        sd_lse=_least_bound(sd_lse, certain.lse, independent),
         certain=certain,
     )
 
 
-def _lesser(
+def _least_bound(
     estimate: Tensor, certain: Tensor, known: Tensor, otherwise: Tensor | None = None
 ) -> Tensor:
-    """``estimate`` where it is known and less than the proof: 0 in rows that see no key.
+    """Return the lesser of ``estimate`` and the ``certain`` bound; infinite where that is.
 
-    Infinite where there is no proof; where it is not known the proof, or infinite.
+    Where the estimate is not ``known``, return ``otherwise``, or infinity without it.
     """
     other = torch.full_like(certain, math.inf) if otherwise is None else otherwise
     return torch.where(
@@ -107,7 +107,7 @@ def _lesser(
 def _lse_statistics(
     conditions: Conditions, arithmetic: Arithmetic, scores: _ScoreStatistics, moved: WeightErrors
 ) -> tuple[Tensor, Tensor]:
-    """B27: standard deviation of LSE's error, and what is systematic of it."""
+    """Return B27: the standard deviation and the systematic part of LSE's error."""
     exact = moved.exact
     sd = sum_accumulator(arithmetic).sd(sum_roundings(conditions, arithmetic))[..., 0]
     variance = (exact * scores.deviation).square().sum(-1) + sd.square() + scores.common
@@ -115,7 +115,7 @@ def _lse_statistics(
     for direction in scores.steady:
         steady = steady + (exact * direction).sum(-1).abs()
     if not conditions.given_scores:
-        variance = variance + _rounded_operands(conditions, arithmetic, exact * scores.slope)
+        variance = variance + _operand_variance(conditions, arithmetic, exact * scores.slope)
     if arithmetic.truncates and not conditions.given_scores:
         size = (exact * scores.slope * conditions.products).abs().nan_to_num(0.0).sum(-1)
         steady = steady + arithmetic.operand_error * size
@@ -126,10 +126,11 @@ def _lse_statistics(
     return variance.sqrt(), steady
 
 
-def _rounded_operands(conditions: Conditions, arithmetic: Arithmetic, moves: Tensor) -> Tensor:
-    """B27: q rounded once more moves all scores of a row together, k those of equal keys.
+def _operand_variance(conditions: Conditions, arithmetic: Arithmetic, moves: Tensor) -> Tensor:
+    """Return B27's variance of LSE by operands that are rounded once more.
 
-    Each score moves LSE by ``moves``: its weight times the slope of the score mod.
+    Rounding q moves all scores of a row together; rounding k moves the scores of equal keys. A
+    score's error moves LSE by ``moves`` times it: its weight times the slope of the score mod.
     """
     q, k, u, scaled = conditions.q, conditions.k, arithmetic.operand_error, arithmetic.scaled_query
     # One rounding of q is in all scores of its row: it does not average out in LSE.
@@ -151,15 +152,13 @@ def _rounded_operands(conditions: Conditions, arithmetic: Arithmetic, moves: Ten
 class _ScoreStatistics:
     """Errors of the exponents, float64 ``(heads, rows, kv)``, 0 where not seen."""
 
-    # Standard deviation of a weight's relative error, times what the exponential makes of λ of
-    # them.
+    # Standard deviation of a weight's relative error, enlarged so that λ of them bound its growth.
     deviation: Tensor
-    # Signed errors that are the same throughout a row but for a factor in [−1, 1]: of the
-    # constant scale · log2 e, and of truncation.
+    # Signed systematic errors with one common factor in [−1, 1] per row: of the constant
+    # scale · log2 e, and of truncation.
     steady: list[Tensor]
-    slope: Tensor  # of the score mod, with its sign: 1 where there is none
-    # Relative standard deviation of the whole row's, ``(heads, rows)``: it cancels in out and not
-    # in LSE.
+    slope: Tensor  # signed slope of the score mod; 1 without a mod
+    # Variance common to the whole row, ``(heads, rows)``: it cancels in out but not in LSE.
     common: Tensor
     sigmas: float  # λ
 
@@ -172,13 +171,13 @@ def _score_statistics(
     mod: ScoreModError | None,
     sigmas: float,
 ) -> _ScoreStatistics:
-    """Statistics of these rows; ``sigmas`` is the λ of the bound they are for."""
+    """Return the statistics of these rows; ``sigmas`` is λ of the bound."""
     seen, unit = conditions.seen, arithmetic.unit
     slope, own = _slope(scores, mod, sigmas)
     maximum = conditions.maximum[..., None]
     below = torch.where(seen, conditions.scores - maximum, 0.0)
     each = 2 * arithmetic.exp2_ulps + 1
-    # The running maximum moves: of a random order 2 ln T times at most, and some (B22).
+    # The running maximum rises in at most about 2 ln T of T tiles in random order (B22).
     tiles = tiles_passed(conditions, arithmetic)
     records = torch.minimum(tiles - 1, 3 + 2 * torch.log(tiles))
     exponent = (
@@ -188,7 +187,7 @@ def _score_statistics(
         + each**2 * (1 + records)
     )
     variance = slope.square() * scores.variance + own.square() / 3 + unit**2 / 3 * exponent
-    # λ deviations of an exponent are what the exponential makes of them, not λ times one.
+    # The exponential is not linear: λ deviations of an exponent grow a weight by more than λ times.
     deviation = torch.expm1(sigmas * variance.sqrt()) / sigmas
     if mod is not None and mod.falls is not None:
         slope = torch.where(mod.falls, -slope, slope)
@@ -206,7 +205,7 @@ def _score_statistics(
 
 
 def _slope(scores: ScoreError, mod: ScoreModError | None, sigmas: float) -> tuple[Tensor, Tensor]:
-    """Slope with which the score mod passes an error on, and the error of its own."""
+    """Return the slope with which a score mod propagates an error, and the mod's own error."""
     if mod is None:
         return torch.ones_like(scores.radius), torch.zeros_like(scores.radius)
     if mod.likely is None:
@@ -220,11 +219,11 @@ def _slope(scores: ScoreError, mod: ScoreModError | None, sigmas: float) -> tupl
 def _out_statistics(
     conditions: Conditions, arithmetic: Arithmetic, scores: _ScoreStatistics, moved: WeightErrors
 ) -> tuple[Tensor, Tensor]:
-    """Standard deviation of out's error before it is rounded, and what is systematic of it."""
+    """Return the standard deviation and the systematic part of out's error before rounding."""
     exact, out = moved.exact, conditions.out
     values, _ = deterministic_bound.finite_values(conditions, arithmetic)
-    of_scores = _of_exponents(conditions, arithmetic, scores.deviation, exact)
-    # B23: of P rounded to its format, where nearly equal weights round alike, and of V to tf32.
+    of_scores = _exponent_variance(conditions, arithmetic, scores.deviation, exact)
+    # B23: rounding P to its format, where nearly equal weights round alike, and V to tf32.
     of_rounding = torch.zeros_like(out)
     steady = torch.zeros_like(out)
     if arithmetic.operand_error:
@@ -232,16 +231,18 @@ def _out_statistics(
         of_rounding = of_rounding + arithmetic.operand_error**2 / 3 * of_values
     if arithmetic.weights_error:
         center = out if arithmetic.sums_rounded_weights else None
-        of_rounding = of_rounding + _of_rounded_weights(conditions, arithmetic, moved) / 3
-        # B25: weights below half the smallest number of P's format are lost, all of them. Where
-        # they are missing in the row sum too, out is a mean of the others.
-        steady = _linear(moved.lost, values, torch.zeros_like(out) if center is None else center)
-    # B24: of adding up, rescaling and dividing.
+        of_rounding = of_rounding + _rounding_variance(conditions, arithmetic, moved) / 3
+        # B25: weights below half the smallest number of P's format all become 0. If the row sum
+        # adds up rounded weights, it lacks them too, and out is a mean over the other keys.
+        steady = _systematic_error(
+            moved.lost, values, torch.zeros_like(out) if center is None else center
+        )
+    # B24: adding up, rescaling and dividing.
     sd = sum_accumulator(arithmetic).sd(sum_roundings(conditions, arithmetic))
     of_sums = (sd * (exact @ values.abs())).square()
     of_sums = of_sums + (sd.square() + 12 * arithmetic.unit**2) * out.square()
     for direction in scores.steady:
-        steady = steady + _linear(exact * direction, values, out)
+        steady = steady + _systematic_error(exact * direction, values, out)
     if arithmetic.operand_error and arithmetic.truncates:
         steady = steady + 2 * arithmetic.operand_error * (exact @ values.abs())
     if arithmetic.values.block is not None:
@@ -252,27 +253,28 @@ def _out_statistics(
         )
         most = deterministic_bound.accumulation_error(conditions, arithmetic, moved, values)
         of_values = torch.minimum(share * (out.abs() + walk), most)
-        # A row sum that is too small makes out larger: one of the two may be without the other.
+        # A row sum that is too small makes out larger, a sum of values that is smaller: opposite
+        # signs, and either may occur alone.
         of_sum = sum_bias(conditions, arithmetic) * out.abs()
         steady = steady + torch.maximum(of_sum, of_values)
     return (of_scores + of_rounding + of_sums).sqrt(), steady
 
 
 @kept_step
-def _of_exponents(
+def _exponent_variance(
     conditions: Conditions, arithmetic: Arithmetic, deviation: Tensor, exact: Tensor
 ) -> Tensor:
-    """B22: variance of out by the exponents."""
+    """Return B22: the variance of out by errors of the exponents."""
     values, _ = deterministic_bound.finite_values(conditions, arithmetic)
     alike, weight = _ALIKE * arithmetic.unit, exact * deviation
     return quadrature(weight, conditions.scores, values, conditions.out, alike)
 
 
 @kept_step
-def _of_rounded_weights(
+def _rounding_variance(
     conditions: Conditions, arithmetic: Arithmetic, moved: WeightErrors
 ) -> Tensor:
-    """B23: three times the variance of out by P's rounding."""
+    """Return B23: three times the variance of out by the rounding of P."""
     values, _ = deterministic_bound.finite_values(conditions, arithmetic)
     center = conditions.out if arithmetic.sums_rounded_weights else None
     log = conditions.scores - conditions.maximum[..., None]
@@ -282,19 +284,19 @@ def _of_rounded_weights(
     )
 
 
-def _linear(weight: Tensor, values: Tensor, center: Tensor) -> Tensor:
-    """|Σ weight_j (v_j − center)|: what a steady error of the exponents makes of out."""
+def _systematic_error(weight: Tensor, values: Tensor, center: Tensor) -> Tensor:
+    """Return |Σ weight_j (v_j − center)|: the error of out by a systematic error of exponents."""
     return (weight @ values - center * weight.sum(-1, keepdim=True)).abs()
 
 
 def _softmax_statistics(
     conditions: Conditions, arithmetic: Arithmetic, scores: _ScoreStatistics, moved: WeightErrors
 ) -> tuple[Tensor, Tensor]:
-    """B28: of the operation softmax, whose out is P: of each weight, and of the row sum."""
+    """Return B28: deviation and systematic error of a softmax's out, which is P itself."""
     exact = moved.exact
     share = (exact * scores.deviation).square()
     others = (share.sum(-1, keepdim=True) - share).clamp_min(0)
-    # A weight's own error is in the row sum too, and cancels by its share there.
+    # A weight's own error also enters the row sum, which cancels the share of the weight in it.
     own = (exact * scores.deviation * (1 - exact)).square()
     sd = sum_accumulator(arithmetic).sd(sum_roundings(conditions, arithmetic))
     of_sum = (sd.square() + 12 * arithmetic.unit**2) * exact.square()
@@ -307,15 +309,15 @@ def _softmax_statistics(
 def quadrature(
     weight: Tensor, log: Tensor, values: Tensor, center: Tensor | None, width: float
 ) -> Tensor:
-    """Σ over groups of (Σ in a group of weight_j · (v_j − center))², ``(heads, rows, value_dim)``.
+    """Return Σ over groups of (Σ in a group of weight_j · (v_j − center))².
 
-    Or the same with every key a group of its own, whichever is more: errors of one group may be
-    equal, and then cancel where the sum does, or independent.
+    If it is more, the sum with every key as a group of its own is returned: errors in a group may
+    be equal, and then cancel where the sum does, or independent. ``(heads, rows, value_dim)``.
 
     Args:
         weight: ``(heads, rows, kv)``, not negative; keys of weight 0 are in no group.
-        log: Logarithm of P but for a constant a row, same shape: keys are of one group where it
-            lies in one interval of ``width``.
+        log: Logarithm of P up to a constant per row, same shape: keys for which it lies in the same
+            interval of ``width`` form a group.
         values: ``(heads, kv, value_dim)``.
         center: ``(heads, rows, value_dim)``; None for 0.
     """
@@ -324,7 +326,7 @@ def quadrature(
 
 
 def _centered_squares(weight: Tensor, values: Tensor, center: Tensor | None) -> Tensor:
-    """Σ (weight_j · (v_j − center))², ``(heads, rows, value_dim)``; of 0 what float64 has left."""
+    """Return Σ (weight_j · (v_j − center))², ``(heads, rows, value_dim)``; may be just below 0."""
     square = weight.square()
     total: Tensor = square @ values.square()
     if center is None:
@@ -335,7 +337,7 @@ def _centered_squares(weight: Tensor, values: Tensor, center: Tensor | None) -> 
 def _excess(
     weight: Tensor, log: Tensor, values: Tensor, center: Tensor | None, width: float
 ) -> Tensor:
-    """Amount that groups of several keys add to Σ (weight · (v − center))²."""
+    """Return what groups of several keys add to Σ (weight · (v − center))²."""
     heads, rows, keys = weight.shape
     # Weights whose logarithms lie in one interval may be rounded by the same amount.
     interval = torch.where(weight > 0, (log / width).floor(), -torch.inf)
@@ -351,11 +353,11 @@ def _excess(
     shared, at_row, at_key = weight[head, row, key], head * rows + row, head * keys + key
     alone = torch.zeros_like(weight).index_put_((head, row, key), shared)
     squares = -_centered_squares(alone, values, center).flatten(0, 1)
-    # Where each group begins, and where a row's keys and groups end.
+    # Positions where groups begin; at the end of each row, numbers of keys and groups so far.
     begins = first[head, row, place].nonzero()[:, 0]
     counted = torch.stack([several, first]).sum(-1).flatten(1).cumsum(-1)
     ends = {0: 0, **dict(counted.T.tolist())}
-    # Whole rows at a time: sums of groups are half as many rows of values as keys at worst.
+    # Whole rows at a time. Groups have at least two keys, so there are at most half as many sums.
     most = 2 * (_CPU_NUMBERS if values.device.type == "cpu" else _GPU_NUMBERS) // values.shape[-1]
     for part in _whole_rows(list(ends), most):
         begin = begins[ends[part.start] : ends[part.stop]]
@@ -373,7 +375,7 @@ def _excess(
 
 
 def _whole_rows(ends: list[int], most: int) -> Iterator[slice]:
-    """Cut what lies row after row, up to ``ends``, into parts of ``most``, or of one row."""
+    """Yield slices of whole rows, which end at ``ends``, of at most ``most`` items or one row."""
     start = 0
     while start < ends[-1]:
         fit = bisect.bisect_right(ends, start + most) - 1

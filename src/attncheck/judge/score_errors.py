@@ -12,11 +12,12 @@ from attncheck.core.conditions import Conditions, RowTotals, ScoreModError, kept
 from attncheck.core.declared_arithmetic import Accumulator, Arithmetic
 from attncheck.judge.sum_roundings import tiles_passed
 
-# q·√scale and k·√scale, where a kernel of wide products scales them first: two factors, each
-# rounded itself and multiplied with one rounding.
+# Roundings of q·√scale and k·√scale, if a kernel of wide products scales its operands first: each
+# factor is rounded, and so is each product with it.
 _PRESCALED = 4
 
-# A sink in the units of q·k: divided by the scale, or multiplied by what 1 is when divided by it.
+# Roundings of a sink that is divided by the scale, or multiplied by its reciprocal, to have the
+# units of q·k.
 _DIVIDED_SINK = 4
 
 
@@ -24,27 +25,27 @@ _DIVIDED_SINK = 4
 class ScoreError:
     """Errors of scale · q·k, float64 ``(heads, rows, kv)``; infinite where it may overflow.
 
-    Of a sink, the last key: those of bringing it into the units of the scores.
+    For a sink, the last key, errors of its conversion to the units of the scores.
     """
 
     radius: Tensor  # largest |computed − exact|
-    variance: Tensor  # of what is random of it
-    # Signed: a systematic error is −β · bias with one β in [0, 1] for a whole row (truncation);
-    # None where nothing truncates.
+    variance: Tensor  # of the random part of the error
+    # Signed: the systematic error is −β · bias with one β in [0, 1] per row (truncation); None
+    # without truncation.
     bias: Tensor | None = None
 
 
 @kept_step
 def score_error(conditions: Conditions, arithmetic: Arithmetic) -> ScoreError:
-    """The error of ``conditions.products`` as a kernel of this arithmetic computes them.
+    """Return the error of ``conditions.products`` as a kernel of this arithmetic computes them.
 
-    A softmax is given its scores: their error is 0, but for what may overflow. Source: B5–B8, and
-    B29 of a sink, in ``docs/explanation/bounds.md``.
+    The scores of a softmax are inputs: their error is 0, or infinite where they may overflow.
+    Source: B5–B8, and B29 for a sink, in ``docs/explanation/bounds.md``.
     """
     if conditions.given_scores:
         nothing = torch.zeros_like(conditions.products)
         return ScoreError(radius=_or_infinite(conditions, arithmetic, nothing), variance=nothing)
-    # Every bound of a sum is relative to the sum of magnitudes, which cancellation leaves.
+    # Bounds of a sum are relative to the sum of magnitudes, whatever cancels.
     size = conditions.q.abs() @ conditions.k.abs().mT
     scale, terms = abs(conditions.scale), term_roundings(conditions.q.shape[-1], arithmetic)
     added = arithmetic.scores.det(terms) * size
@@ -54,12 +55,12 @@ def score_error(conditions: Conditions, arithmetic: Arithmetic) -> ScoreError:
         lost = truncation_error(conditions.q, conditions.k, arithmetic.scores, bits)
         cut = torch.minimum(lost, added)
         contracted = torch.minimum(contracted, scale * cut)
-    contracted = of_operands(arithmetic, contracted, scale * size)
-    radius = _scaled(conditions, arithmetic, contracted, size)
+    contracted = with_rounded_operands(arithmetic, contracted, scale * size)
+    radius = _scaled_error(conditions, arithmetic, contracted, size)
     variance = _variance(conditions, arithmetic, terms, size, cut)
     if conditions.has_sink:
-        radius[..., -1], variance[..., -1] = _of_sink(conditions, arithmetic)
-    # B8: what truncation of operands or sums takes from every score, by its own sign.
+        radius[..., -1], variance[..., -1] = _sink_error(conditions, arithmetic)
+    # B8: truncation of operands or sums moves every score toward 0.
     bias = None
     if arithmetic.truncates and arithmetic.operand_error:
         bias = 2 * arithmetic.operand_error * conditions.products
@@ -71,10 +72,10 @@ def score_error(conditions: Conditions, arithmetic: Arithmetic) -> ScoreError:
     return ScoreError(radius=radius, variance=variance, bias=bias)
 
 
-def of_operands(arithmetic: Arithmetic, contracted: Tensor, size: Tensor) -> Tensor:
-    """B6: ``contracted``, an error of scale · q·k, with operands that are rounded once more.
+def with_rounded_operands(arithmetic: Arithmetic, contracted: Tensor, size: Tensor) -> Tensor:
+    """Return B6: ``contracted``, an error of scale · q·k, enlarged by rounding the operands.
 
-    To tf32, or as scaled q; ``size`` is scale · Σ_d |q_d k_d|.
+    Operands may be rounded to tf32, and q once it is scaled; ``size`` is scale · Σ_d |q_d k_d|.
     """
     u, scaled = arithmetic.operand_error, arithmetic.scaled_query
     operands = 2 * u + u * u
@@ -84,24 +85,24 @@ def of_operands(arithmetic: Arithmetic, contracted: Tensor, size: Tensor) -> Ten
 
 
 def likely_radius(scores: ScoreError, sigmas: float) -> Tensor:
-    """Radius that the random part of the error keeps to, of ``sigmas`` deviations (B22)."""
+    """Return ``sigmas`` standard deviations of the error, but at most its radius (B22)."""
     return torch.minimum(scores.radius, sigmas * scores.variance.sqrt())
 
 
 def factor_roundings(arithmetic: Arithmetic) -> int:
-    """Roundings in the one factor that scores are multiplied by: scale · log2 e, and descales."""
+    """Return the roundings of the factor of the scores: scale · log2 e, and descales in fp8."""
     return 4 if arithmetic.products.saturates else 2
 
 
 def rounds_operands(arithmetic: Arithmetic) -> bool:
-    """Return whether q or k is rounded once more, which moves scores of a row together (B6)."""
+    """Return whether q or k is rounded again, which moves the scores of a row together (B6)."""
     return bool(arithmetic.operand_error) or arithmetic.scaled_query is not None
 
 
 def maximum_of_keys(conditions: Conditions | RowTotals) -> Tensor:
-    """Largest score of a row but for its sink, ``(heads, rows)``; the sink's where it sees no key.
+    """Return a row's largest score without its sink, ``(heads, rows)``; the sink if it sees no key.
 
-    A kernel that adds the sink last subtracts it.
+    A kernel that adds the sink last subtracts this maximum.
     """
     if isinstance(conditions, RowTotals) or not conditions.has_sink:
         return conditions.maximum
@@ -112,64 +113,64 @@ def maximum_of_keys(conditions: Conditions | RowTotals) -> Tensor:
     return torch.where(seen.any(-1), largest, conditions.maximum)
 
 
-def _of_sink(conditions: Conditions, arithmetic: Arithmetic) -> tuple[Tensor, Tensor]:
-    """B29: radius and variance of a sink's error, ``(heads, rows)``."""
-    # No product: a sink is only brought into the units of the scores, and back.
+def _sink_error(conditions: Conditions, arithmetic: Arithmetic) -> tuple[Tensor, Tensor]:
+    """Return B29: radius and variance of a sink's error, ``(heads, rows)``."""
+    # A sink is no product: it is only converted to the units of q·k and back.
     sink = conditions.scores[..., -1].abs()
     count, fmt = 2 * factor_roundings(arithmetic) + _DIVIDED_SINK, arithmetic.computes
     smallest = 2.0**fmt.min_exponent
     radius = count * arithmetic.unit / (1 - count * arithmetic.unit) * sink
     radius = radius + smallest * 4 * max(1.0, abs(conditions.scale))
-    # An exponent is the sink times log2 e, or divided by the scale and multiplied by it again.
+    # The exponent is the sink times log2 e, or the sink divided and multiplied by the scale.
     reach = max(1.0, 1.0 / abs(conditions.scale)) if conditions.scale else math.inf
     radius = torch.where(2 * sink * reach > fmt.max, torch.inf, radius)
     return radius, count * (arithmetic.unit * sink).square() / 3
 
 
 def term_roundings(head_dim: int, arithmetic: Arithmetic) -> float:
-    """Roundings that one term of q·k passes through at most (B5)."""
+    """Return how often one term of q·k is rounded at most (B5)."""
     terms = float(head_dim)
     if 2 * arithmetic.products.significand > arithmetic.computes.significand:
         return terms + 1 + _PRESCALED
     return terms + _PRESCALED if arithmetic.products.name == "tf32" else terms
 
 
-def _scaled(
+def _scaled_error(
     conditions: Conditions, arithmetic: Arithmetic, contracted: Tensor, size: Tensor
 ) -> Tensor:
-    """B5: the error after the factor is multiplied by; infinite where fp32 may overflow."""
+    """Return B5: the error after multiplying by the factor; infinite where fp32 may overflow."""
     exact, fmt = conditions.products.abs(), arithmetic.computes
     roundings = factor_roundings(arithmetic) * arithmetic.unit
     radius = contracted + roundings / (1 - roundings) * (exact + contracted)
-    stored = arithmetic.products.max**2 if arithmetic.products.saturates else 0.0
+    largest_product = arithmetic.products.max**2 if arithmetic.products.saturates else 0.0
     smallest = 2.0**fmt.min_exponent
     dim = conditions.q.shape[-1]
-    radius = radius + smallest * (2 + size + dim * (abs(conditions.scale) + stored + 2))
+    radius = radius + smallest * (2 + size + dim * (abs(conditions.scale) + largest_product + 2))
     if not arithmetic.products.saturates:
         radius = torch.where(size > fmt.max / 2, torch.inf, radius)
-    narrow = arithmetic.scaled_query
-    if narrow is not None:
-        # B6: what rounding scale · q (· log2 e) takes below the normal range; infinite where it may
-        # be beyond the largest number.
-        below = narrow.subnormal_spacing / 2 * conditions.k.abs().sum(-1)[..., None, :]
+    query_format = arithmetic.scaled_query
+    if query_format is not None:
+        # B6: the error of rounding a subnormal scale · q (· log2 e), or infinite where it may
+        # overflow.
+        below = query_format.subnormal_spacing / 2 * conditions.k.abs().sum(-1)[..., None, :]
         scaled = abs(conditions.scale) * math.log2(math.e) * conditions.q.abs()
-        beyond = (scaled > narrow.max).any(-1, keepdim=True)
+        beyond = (scaled > query_format.max).any(-1, keepdim=True)
         radius = radius + torch.where(beyond, torch.inf, below)
     if arithmetic.operand_error:
-        lost = may_overflow(conditions.q, arithmetic).any(-1)[..., :, None]
-        lost = lost | may_overflow(conditions.k, arithmetic).any(-1)[..., None, :]
-        radius = torch.where(lost, torch.inf, radius)
+        infinite = may_overflow(conditions.q, arithmetic).any(-1)[..., :, None]
+        infinite = infinite | may_overflow(conditions.k, arithmetic).any(-1)[..., None, :]
+        radius = torch.where(infinite, torch.inf, radius)
     return _or_infinite(conditions, arithmetic, radius)
 
 
 def _or_infinite(conditions: Conditions, arithmetic: Arithmetic, radius: Tensor) -> Tensor:
-    """B5: an exponent is a score times log2 e, which may be beyond the largest number."""
+    """Return ``radius``, infinite where the exponent, a score times log2 e, may overflow (B5)."""
     beyond = conditions.products.abs() + radius > arithmetic.computes.max / 2
     return torch.where(beyond, torch.inf, radius)
 
 
 def may_overflow(operand: Tensor, arithmetic: Arithmetic) -> Tensor:
-    """Mark the finite numbers that a product may read as infinite: near the end of tf32."""
+    """Return which finite numbers become infinite when rounded to tf32."""
     if not arithmetic.operand_error or arithmetic.truncates:
         return torch.zeros_like(operand, dtype=torch.bool)
     return operand.abs() > arithmetic.products.max
@@ -178,7 +179,7 @@ def may_overflow(operand: Tensor, arithmetic: Arithmetic) -> Tensor:
 def _variance(
     conditions: Conditions, arithmetic: Arithmetic, terms: float, size: Tensor, cut: Tensor | None
 ) -> Tensor:
-    """B8: variance of the error, roundings taken as independent."""
+    """Return B8: the variance of the error, with roundings taken as independent."""
     scale = abs(conditions.scale)
     sd = arithmetic.scores.sd(terms)
     constant = factor_roundings(arithmetic) * arithmetic.unit
@@ -197,17 +198,17 @@ def _variance(
 
 
 def truncation_error(q: Tensor, k: Tensor, accumulator: Accumulator, significand: int) -> Tensor:
-    """Largest error of every q·k that a truncating accumulator makes, ``(heads, rows, kv)``.
+    """Return the largest error of each q·k by a truncating accumulator, ``(heads, rows, kv)``.
 
     Args:
         q: ``(heads, rows, head_dim)``, float64.
         k: ``(heads, kv, head_dim)``, float64.
-        accumulator: One with a block.
-        significand: Significant bits of the operands: a product has twice as many, and what is
-            near the largest of its step keeps them all.
+        accumulator: An accumulator with a block.
+        significand: Significant bits of the operands: a product has twice as many, and keeps all of
+            them if it is close to the largest product of its step.
 
-    The steps may be added up in either direction, and their sums be handed to an accumulator of
-    fp32 after any number of them.
+    The steps may be added up in either direction, and their sums moved to an fp32 accumulator
+    after any number of steps.
     """
     assert accumulator.block is not None
     steps = [slice(i, i + accumulator.block) for i in range(0, q.shape[-1], accumulator.block)]
@@ -224,29 +225,29 @@ def truncation_error(q: Tensor, k: Tensor, accumulator: Accumulator, significand
         largest.append(most)
     together = sum(largest, torch.zeros_like(size))
     count = torch.full_like(size[..., :1, :1], len(steps))
-    # Its own errors count too: they make the running sum larger, and what is cut off with it.
+    # The running sum's own errors count too: they enlarge it, and with it the amount cut off.
     running = torch.minimum(running_size(high - low, together, accumulator, count), size)
     unit = 2.0**-accumulator.alignment
     error = len(steps) * 2.0 ** (1 - accumulator.result) * running
     for step, terms in zip(steps, largest, strict=True):
         above = unit * torch.maximum(terms, running)
-        error += _lost(q[..., step], k[..., step], above, significand)
-        # The running sum is cut to its own bits already: only larger terms take more of it.
+        error += _cut_off(q[..., step], k[..., step], above, significand)
+        # The running sum has been truncated to its own bits: only larger terms cut off more of it.
         error += unit * terms if len(steps) > 1 else 0.0
-    # Sums of steps added up in fp32.
+    # The error of adding up sums of steps in fp32.
     return error + len(steps) * accumulator.unit * size
 
 
 def running_size(exact: Tensor, largest: Tensor, accumulator: Accumulator, steps: Tensor) -> Tensor:
-    """Largest magnitude that a running sum reaches when its own errors are counted.
+    """Return the largest magnitude of a running sum, its own errors included.
 
     Args:
-        exact: Largest magnitude of any sum of consecutive steps, exactly.
+        exact: Largest magnitude of any exact sum of consecutive steps.
         largest: Σ over the steps of a step's largest |term|, same shape.
-        accumulator: One with a block.
-        steps: How many, broadcastable to that shape.
+        accumulator: An accumulator with a block.
+        steps: Number of steps, broadcastable to that shape.
 
-    Infinite where the errors could feed on themselves.
+    Infinite where errors of the sum could grow by their own errors without limit.
     """
     aligned, truncated = accumulator.step_loss()
     growth = steps * (aligned + truncated)
@@ -257,9 +258,9 @@ def _products(q: Tensor, k: Tensor, d: int) -> Tensor:
     return q[..., d, None].abs() * k[..., None, :, d].abs()
 
 
-def _lost(q: Tensor, k: Tensor, unit: Tensor, significand: int) -> Tensor:
-    """Amount that alignment cuts off the products of one step: a last bit of each at most."""
-    # The last bit of a product of 2p significant bits lies 2p − 1 below its first.
+def _cut_off(q: Tensor, k: Tensor, unit: Tensor, significand: int) -> Tensor:
+    """Return the amount that alignment cuts off the products of one step, at most ``unit`` each."""
+    # The last bit of a product with 2p significant bits lies 2p − 1 places below its first.
     whole = 2.0 ** (2 * significand - 1) * unit
     lost = torch.zeros_like(unit)
     for d in range(q.shape[-1]):
@@ -272,17 +273,17 @@ def _lost(q: Tensor, k: Tensor, unit: Tensor, significand: int) -> Tensor:
 class ExponentErrors:
     """Errors of the exponents and their parts, float64 ``(heads, rows, kv)``, 0 where not seen."""
 
-    product: Tensor  # of scale · q·k, after the score mod
-    own: Tensor  # the score mod's own
-    exponent: Tensor  # of everything between a score and its weight
+    product: Tensor  # error of scale · q·k, propagated through the score mod
+    own: Tensor  # error of the score mod itself
+    exponent: Tensor  # error of all operations between a score and its weight
     arrival: Tensor  # ``exponent`` of the score that is the maximum, ``(heads, rows, 1)``
-    highest: Tensor  # how far the computed maximum is from the exact one at most, likewise
-    unbounded: Tensor  # bool ``(heads, rows)``: nothing is known of a score, or it may overflow
+    highest: Tensor  # largest error of the computed maximum, ``(heads, rows, 1)``
+    unbounded: Tensor  # bool ``(heads, rows)``: some score has no bound or may overflow
 
     @property
     def total(self) -> Tensor:
         """Largest |error| of a weight's logarithm (B9)."""
-        # Without a score mod ``own`` is a single 0, whatever its shape.
+        # Without a score mod ``own`` is a single 0 that is expanded, with strides of 0.
         before = self.product + self.own if any(self.own.stride()) else self.product
         return before + self.exponent
 
@@ -291,11 +292,11 @@ class ExponentErrors:
 def exponent_errors(
     conditions: Conditions, arithmetic: Arithmetic, scores: ScoreError, mod: ScoreModError | None
 ) -> ExponentErrors:
-    """B9: errors of every exponent of these rows."""
+    """Return B9: the errors of all exponents of these rows."""
     seen = conditions.seen
-    # A score mod replaces the score's error by its own bound of the mod's result.
+    # With a score mod, the error is that of the mod's result.
     radius = scores.radius if mod is None else mod.radius
-    # A score mod may hide a key, or show it, after rounding: its radius is infinite there.
+    # Where rounding may decide whether a score mod hides a key, its radius is infinite.
     unknown = ~torch.isfinite(radius) & (seen if mod is None else True)
     unbounded = unknown.any(-1)
     counted = seen & ~unbounded[..., None]
@@ -306,10 +307,10 @@ def exponent_errors(
         product = radius - own
     maximum = conditions.maximum[..., None]
     below = (maximum - conditions.scores).abs()
-    moved = torch.where(counted, radius - below, 0.0).amax(-1, keepdim=True)
-    # The computed maximum is at most the highest score, and at least the one that fell least.
+    raised = torch.where(counted, radius - below, 0.0).amax(-1, keepdim=True)
+    # Rounding raises the maximum by at most ``moved`` and lowers it by at most ``fallen``.
     fallen = torch.where(counted, radius + below, torch.inf).amin(-1, keepdim=True)
-    highest = torch.maximum(moved, torch.where(torch.isfinite(fallen), fallen, 0.0))
+    highest = torch.maximum(raised, torch.where(torch.isfinite(fallen), fallen, 0.0))
     exponent = exponent_error(conditions, arithmetic, radius + highest, below)
     at_top = exponent_error(conditions, arithmetic, 2 * highest, torch.zeros_like(highest), maximum)
     return ExponentErrors(
@@ -329,7 +330,7 @@ def exponent_error(
     below: Tensor,
     score: Tensor | None = None,
 ) -> Tensor:
-    """B9's last part: of scores ``below`` the maximum, both known within ``shift``."""
+    """Return B9's last part, for scores ``below`` the maximum, with errors of ``shift`` in all."""
     if score is None:
         assert not isinstance(conditions, RowTotals), "which have no scores"
         score = conditions.scores

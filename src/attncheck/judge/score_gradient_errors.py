@@ -20,35 +20,32 @@ if TYPE_CHECKING:
 
     Count = TypeVar("Count", float, Tensor)
 
-# p ÷ l where P is had from a row sum and not from LSE: as in B14.
-_DIVISION = 6
-
-_PRODUCTS = 4  # P times w, its slope and the scale; or P · dLSE added apart
-# The gradient of an LSE in log2 units, and the change of its base: on the way into w.
-_OF_LSE = 4
-_DIFFERENCES = 3  # dP − δ + dLSE, in any order
+_DIVISION = 6  # Roundings of p ÷ l if P comes from the row sum and not from LSE, as in B14.
+_PRODUCTS = 4  # Roundings of P · w · slope · scale; or of P · dLSE if it is added separately.
+_LSE = 4  # Roundings of dLSE in w: the gradient of an LSE in log2 units, and its change of base.
+_DIFFERENCES = 3  # Roundings of w = dP − δ + dLSE, in any order.
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class SavedErrors:
     """Errors of a kernel's own out and LSE in some rows, float64."""
 
-    # ``(heads, rows, value_dim)``. ``measured``: what the kernel gave less what is exact, with
-    # its sign. Otherwise a bound of its magnitude.
+    # ``(heads, rows, value_dim)``: the signed error of the kernel's out if ``measured``, else a
+    # bound of its magnitude.
     out_error: Tensor
-    # ``(heads, rows)``, likewise, its sign not used; of a kernel that does not expose LSE the
-    # forward's bound.
+    # ``(heads, rows)``: the error of LSE, whose sign is not used, or, if the kernel does not expose
+    # LSE, the forward's bound of it.
     lse_error: Tensor
     measured: bool = True  # whether ``out_error`` is the error itself
 
     def delta_shift(self, known: GradientConditions) -> Tensor:
-        """Change of delta by the error of out, ``(heads, rows, 1)``; 0 where not measured."""
+        """Return the change of delta by out's error, ``(heads, rows, 1)``; 0 if not measured."""
         if not self.measured:
             return torch.zeros_like(known.delta)[..., None]
         return (known.dout * self.out_error).sum(-1, keepdim=True)
 
     def delta_error(self, known: GradientConditions) -> Tensor:
-        """Largest change of delta by it where it is not measured, ``(heads, rows, 1)``; else 0."""
+        """Return a bound of that change, ``(heads, rows, 1)``; 0 if out's error is measured."""
         if self.measured:
             return torch.zeros_like(known.delta)[..., None]
         return (known.dout * self.out_error).abs().sum(-1, keepdim=True)
@@ -57,7 +54,7 @@ class SavedErrors:
 def zero_elsewhere(
     known: GradientConditions, saved: SavedErrors, rows: Tensor
 ) -> tuple[GradientConditions, SavedErrors]:
-    """Return both with 0 in all but ``rows``: no NaN where no key is seen or nothing is known."""
+    """Return both with 0 in all rows but ``rows``, which removes NaN from rows without a bound."""
 
     def of(x: Tensor) -> Tensor:
         return torch.where(rows[..., None] if x.dim() > rows.dim() else rows, x, 0.0)
@@ -76,15 +73,17 @@ class RecomputedWeights:
     """P of a backward, float64 ``(heads, rows, kv)``; 0 where not seen, and in unbounded rows."""
 
     exact: Tensor  # P
-    moved: Tensor  # largest |computed P − P| before it is rounded
-    rounded: Tensor  # largest error of rounding it to its format
-    parts: dict[str, Tensor]  # what the error of its logarithm is made of, by name
-    live: Tensor  # bool: seen, of a row that something is known of
-    unbounded: Tensor  # bool ``(heads, rows)``: nothing is known of the row
-    exposed: Tensor  # bool: the keys that are then not known: seen, or perhaps seen after rounding
+    moved: Tensor  # largest |computed P − P| before P is rounded
+    rounded: Tensor  # largest error of rounding P to its format
+    parts: dict[str, Tensor]  # parts of the error of log P, by name
+    live: Tensor  # bool: seen keys of rows that are not unbounded
+    unbounded: Tensor  # bool ``(heads, rows)``: rows without a bound
+    exposed: (
+        Tensor  # bool: keys that an unbounded row affects: seen, or perhaps seen after rounding
+    )
 
     def without(self, keys: Tensor) -> RecomputedWeights:
-        """Return these, rows with one of ``keys`` unbounded; bool ``(heads, rows, kv)``."""
+        """Return these with each row unbounded that sees one of ``keys``, bool as ``live``."""
         unbounded = self.unbounded | (keys & self.exposed).any(-1)
         live = self.live & ~unbounded[..., None]
         exact, moved, rounded = (
@@ -101,8 +100,8 @@ class RecomputedWeights:
         )
 
 
-def _roundings(count: Count, arithmetic: Arithmetic) -> Count:
-    """B1 in the arithmetic of everything that is no product of matrices."""
+def _rounding(count: Count, arithmetic: Arithmetic) -> Count:
+    """Return B1: the relative error of ``count`` roundings outside products of matrices."""
     error: Count = count * arithmetic.unit / (1 - count * arithmetic.unit)
     return error
 
@@ -114,11 +113,11 @@ def recompute_weights(
     saved: SavedErrors,
     mod: ScoreModError | None,
 ) -> RecomputedWeights:
-    """B31: P from the kernel's own LSE, or from its own maximum and row sum."""
+    """Return B31: the errors of P from the kernel's own LSE, or from its maximum and row sum."""
     forward = known.known
     errors = exponent_errors(forward, arithmetic, scores, mod)
     alive = forward.seen.any(-1)
-    # Rows whose exact or saved results, or whose loss or slopes, are not finite.
+    # Rows whose exact or saved results, loss and slopes are all finite.
     wide = (forward.out, known.dout, known.dx, saved.out_error)
     finite = torch.stack([torch.isfinite(x).all(-1) for x in wide]).all(0)
     narrow = (forward.lse, known.dlse, saved.lse_error)
@@ -128,7 +127,7 @@ def recompute_weights(
     lse_error = torch.where(alive, saved.lse_error.abs(), 0.0)
     lse_error = torch.where(unbounded, 0.0, lse_error)[..., None]
 
-    # The exponent of exp2(z·c − LSE·c), or B9's of exp2(z·c − m·c) ÷ l and what LSE was rounded to.
+    # The exponent of exp2(z·c − LSE·c), or B9's of exp2(z·c − m·c) ÷ l with LSE's own rounding.
     lse = torch.where(alive[..., None], forward.lse[..., None], 0.0)
     each, differences = 2 * arithmetic.exp2_ulps + 1, factor_roundings(arithmetic) + 2
     size, distance = forward.scores.abs() + lse.abs(), (forward.scores - lse).abs()
@@ -136,7 +135,7 @@ def recompute_weights(
     count = 2 * size + differences * (distance + off) + 4 * off + each
     from_lse = count * (arithmetic.unit / (1 - each * arithmetic.unit))
     stored = log_sum_base(forward, arithmetic, lse_error[..., 0])[..., None]
-    from_sum = errors.exponent + stored + _roundings(_DIVISION, arithmetic)
+    from_sum = errors.exponent + stored + _rounding(_DIVISION, arithmetic)
     parts = {
         "scores": errors.product,
         "score mod": errors.own,
@@ -145,7 +144,7 @@ def recompute_weights(
     }
     parts = {name: torch.where(live, part, 0.0) for name, part in parts.items()}
 
-    # P, and P (e^ρ − 1) with what is taken for 0 below the normal range.
+    # P, and P (e^ρ − 1) plus the numbers below the normal range that are flushed to 0.
     rho = sum(parts.values(), torch.zeros_like(known.dx))
     log = torch.where(live, forward.scores - forward.lse[..., None], -torch.inf)
     exact = torch.exp(log)
@@ -155,7 +154,7 @@ def recompute_weights(
     return RecomputedWeights(
         exact=exact,
         moved=moved,
-        rounded=_rounded_weights(arithmetic, exact + moved),
+        rounded=_weight_rounding(arithmetic, exact + moved),
         parts=parts,
         live=live,
         unbounded=unbounded,
@@ -163,8 +162,8 @@ def recompute_weights(
     )
 
 
-def _rounded_weights(arithmetic: Arithmetic, upper: Tensor) -> Tensor:
-    """B13 of a P that is divided already."""
+def _weight_rounding(arithmetic: Arithmetic, upper: Tensor) -> Tensor:
+    """Return B13 for a normalised P."""
     if not arithmetic.weights_error:
         return torch.zeros_like(upper)
     fmt, scale = arithmetic.weights, arithmetic.weights_scale
@@ -175,16 +174,15 @@ def _rounded_weights(arithmetic: Arithmetic, upper: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ScoreGradients:
-    """dX and how far it may be off, float64 ``(heads, rows, kv)``; 0 where P is."""
+    """Errors of dX, the gradient of the scores, float64 ``(heads, rows, kv)``; 0 where P is 0."""
 
-    shift: Tensor  # what the saved out makes of it, exactly, with its sign (B33)
-    size: Tensor  # |dX| or |dX + shift|, the larger
-    # Largest |computed − dX| or |computed − (dX + shift)|, as delta is computed, before it is
-    # rounded (B34).
+    shift: Tensor  # exact, signed change of dX by the error of the saved out (B33)
+    size: Tensor  # the larger of |dX| and |dX + shift|
+    # Largest |computed − dX| or |computed − (dX + shift)|, depending on how delta is computed,
+    # before dX is rounded (B34).
     error: Tensor
-    rounded: Tensor  # largest error of rounding it to its format (B35)
-    # What ``error`` and ``rounded`` are made of, by name; they sum to them.
-    parts: dict[str, Tensor]
+    rounded: Tensor  # largest error of rounding dX to its format (B35)
+    parts: dict[str, Tensor]  # parts of ``error`` + ``rounded`` by name; they sum to it
 
 
 def score_gradients(
@@ -194,20 +192,20 @@ def score_gradients(
     saved: SavedErrors,
     slope: ScoreModError | None,
 ) -> ScoreGradients:
-    """B33–B35 of these rows."""
+    """Return B33–B35: the errors of the score gradients of these rows."""
     live, exact = weights.live, weights.exact
     rounded = weights.moved + weights.rounded
-    # Fused backwards multiply by the fp32 P, others by the one that they stored.
+    # Fused backwards multiply by the fp32 P, others by the rounded P that they stored.
     used = rounded if arithmetic.multiplies_rounded_weights else weights.moved
     summed = weights.moved if arithmetic.fused else rounded
     product = torch.where(live, _value_product_error(known, arithmetic), 0.0)
     delta = _delta_error(known, arithmetic, saved)
-    delta = torch.maximum(delta, _from_weights(known, arithmetic, exact, summed, product))
+    delta = torch.maximum(delta, _weights_delta_error(known, arithmetic, exact, summed, product))
     delta = delta + saved.delta_error(known)
-    # The saved out's error is known, sign and all: it shifts dX and is no error of the backward.
+    # The saved out's signed error is known: it shifts dX and is no error of the backward.
     shift = saved.delta_shift(known)
     inner = known.value_products - known.delta[..., None] + known.dlse[..., None]
-    # Of a delta from the saved out, or from P.
+    # Delta may be computed from the saved out, or from P.
     inner = torch.where(live, torch.maximum(inner.abs(), (inner - shift).abs()), 0.0)
     delta = delta + _difference_error(known, arithmetic, delta + shift.abs(), product)
     within = inner + product + delta
@@ -217,20 +215,22 @@ def score_gradients(
     apart = within + 2 * known.dlse.abs()[..., None]
     before = torch.where(live, (exact + used) * apart, 0.0)
     most = before * (steep + off)
-    parts = _of_weights(arithmetic, weights, used, torch.where(live, within * (steep + off), 0.0))
+    parts = _split_by_weights(
+        arithmetic, weights, used, torch.where(live, within * (steep + off), 0.0)
+    )
     parts |= {
         "dO·V": exact * product * (steep + off),
         "delta": exact * delta * (steep + off),
         "slope": exact * inner * off,
-        "products": _roundings(_PRODUCTS, arithmetic) * most
+        "products": _rounding(_PRODUCTS, arithmetic) * most
         + torch.where(live, _underflow(arithmetic) * (2 + within + steep + off), 0.0),
     }
     error = sum(parts.values(), torch.zeros_like(exact))
     size = exact * inner * steep
     of_format = (
-        _rounded_gradients(known, arithmetic, size + error)
+        _gradient_rounding(known, arithmetic, size + error)
         if arithmetic.fused
-        else _rounded_gradients(known, arithmetic, most, before)
+        else _gradient_rounding(known, arithmetic, most, before)
     )
     parts["rounding of dS"] = of_format
     return ScoreGradients(
@@ -247,13 +247,13 @@ def _underflow(arithmetic: Arithmetic) -> float:
 
 
 def _terms(known: GradientConditions, arithmetic: Arithmetic) -> int:
-    """Roundings that a term of dO·v passes through: as B5's, without its factors."""
+    """Return how often a term of dO·v is rounded: as in B5, without prescaled factors."""
     wide = 2 * arithmetic.products.significand > arithmetic.computes.significand
     return known.dout.shape[-1] + wide
 
 
 def _value_product_error(known: GradientConditions, arithmetic: Arithmetic) -> Tensor:
-    """B32: largest error of dO·v; infinite where it may overflow."""
+    """Return B32: the largest error of dO·v; infinite where it may overflow."""
     dout, values = known.dout.abs(), known.known.v.abs()
     size = dout @ values.mT
     operands = 2 * arithmetic.operand_error + arithmetic.operand_error**2
@@ -271,39 +271,39 @@ def _value_product_error(known: GradientConditions, arithmetic: Arithmetic) -> T
 
 
 def _delta_error(known: GradientConditions, arithmetic: Arithmetic, saved: SavedErrors) -> Tensor:
-    """B33: largest error of Σ dO · Ô beside its exact value, ``(heads, rows, 1)``."""
+    """Return B33: the largest error of computing Σ dO · Ô, ``(heads, rows, 1)``."""
     dout = known.dout.abs()
     size = (dout * (known.known.out.abs() + saved.out_error.abs())).sum(-1, keepdim=True)
     dims = known.dout.shape[-1]
     lost = _underflow(arithmetic) * (dims + dout.sum(-1, keepdim=True))
-    return _roundings(dims + 1.0, arithmetic) * size + lost
+    return _rounding(dims + 1.0, arithmetic) * size + lost
 
 
-def _from_weights(
+def _weights_delta_error(
     known: GradientConditions, arithmetic: Arithmetic, exact: Tensor, used: Tensor, product: Tensor
 ) -> Tensor:
-    """B33: largest error of Σ P dP beside δ, ``(heads, rows, 1)``."""
+    """Return B33: the largest error of δ computed as Σ P dP, ``(heads, rows, 1)``."""
     values = torch.where(exact > 0, known.value_products.abs(), 0.0)
     moved = (used * values + (exact + used) * product).sum(-1, keepdim=True)
     summed = ((exact + used) * (values + product)).sum(-1, keepdim=True)
     count = known.known.count + 2
-    return moved + _roundings(count, arithmetic) * summed
+    return moved + _rounding(count, arithmetic) * summed
 
 
 def _difference_error(
     known: GradientConditions, arithmetic: Arithmetic, delta: Tensor, product: Tensor
 ) -> Tensor:
-    """B34: of dP − δ + dLSE. δ may be what the sum of dO·v starts with."""
+    """Return B34: the error of dP − δ + dLSE. The sum of dO·v may start with −δ."""
     of_row = (known.delta.abs() + known.dlse.abs())[..., None] + delta
-    first = arithmetic.scores.det(_terms(known, arithmetic) + _DIFFERENCES + _OF_LSE) * of_row
-    each = _roundings(_DIFFERENCES, arithmetic) * (known.value_products.abs() + product)
+    first = arithmetic.scores.det(_terms(known, arithmetic) + _DIFFERENCES + _LSE) * of_row
+    each = _rounding(_DIFFERENCES, arithmetic) * (known.value_products.abs() + product)
     return first + each
 
 
-def _of_weights(
+def _split_by_weights(
     arithmetic: Arithmetic, weights: RecomputedWeights, used: Tensor, times: Tensor
 ) -> dict[str, Tensor]:
-    """B34: what the errors of P make of dX, by what they are made of."""
+    """Return B34: errors of dX by those of P, one part for each part of P's error."""
     whole = sum(weights.parts.values(), torch.zeros_like(used))
     each = torch.where(whole > 0, weights.moved / whole, 0.0) * times
     parts = {name: part * each for name, part in weights.parts.items() if bool(part.any())}
@@ -312,19 +312,19 @@ def _of_weights(
     return parts
 
 
-def _rounded_gradients(
+def _gradient_rounding(
     known: GradientConditions, arithmetic: Arithmetic, size: Tensor, before: Tensor | None = None
 ) -> Tensor:
-    """B35: relative above the subnormal range of the format, a constant below; infinite beyond it.
+    """Return B35: the error of rounding dX; relative for normal numbers, constant below them.
 
-    What is not fused may round it before and after it is multiplied by the scale, and ``before`` it
-    is multiplied by a score mod's slope, which multiplies the constant too.
+    A backward that is not fused may round dX before and after multiplying it by the scale, and
+    ``before`` multiplying it by a score mod's slope, which multiplies the constant too.
     """
     unit, fmt = arithmetic.score_gradients_error, arithmetic.score_gradients
     if not unit:
         return torch.zeros_like(size)
     scale = abs(known.known.scale)
-    # Multiplied by a scale below 1 first, it is nearer to the subnormal numbers.
+    # A scale below 1 that is multiplied in first moves dX toward the subnormal numbers.
     floor = fmt.subnormal_spacing / 2 / (min(1.0, scale) or 1.0)
     if before is None:
         rounded, largest = torch.maximum(unit * size, size.clamp_max(floor)), size

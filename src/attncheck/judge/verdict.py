@@ -1,4 +1,4 @@
-"""Verdict on what a kernel gave: is the difference only rounding? The rules in their order."""
+"""Verdict on a kernel's results: is the difference only rounding? Applies the rules in order."""
 
 from __future__ import annotations
 
@@ -16,39 +16,37 @@ from attncheck.core.tensor_names import GRADIENTS, TensorName
 from attncheck.judge import verdict_rules as rules
 from attncheck.judge.allowance import Allowance, Share, at_rows, shares
 from attncheck.judge.head_precision import HeadPrecision, measure_heads, measure_precision
-from attncheck.judge.verdict_rules import Compared, Finding
+from attncheck.judge.verdict_rules import ComparedTensor, Finding
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class KernelResult:
-    """Everything that a verdict rests on: arrays and a declared arithmetic.
+    """The results, exact results and declared arithmetic that a verdict is based on.
 
     Raises:
         ValueError: for shapes that do not fit.
     """
 
-    out: Tensor  # as the kernel gave it, ``(batch, heads, query, value_dim)``, any floating dtype
-    # Natural-log LSE as the kernel gave it, ``(batch, heads, query)``; None where it is not
-    # exposed.
+    out: Tensor  # the kernel's, ``(batch, heads, query, value_dim)``, any floating dtype
+    # The kernel's natural-log LSE, ``(batch, heads, query)``; None if it is not exposed.
     lse: Tensor | None
-    # exact_out, exact_lse: the exact result, float64.
-    exact_out: Tensor
-    exact_lse: Tensor | None
+    exact_out: Tensor  # float64
+    exact_lse: Tensor | None  # float64
     alive: Tensor  # bool, ``(batch, heads, query)``: rows that see a key
-    allowance: Allowance  # what rounding may cost, element by element
+    allowance: Allowance  # largest rounding error of each element
     arithmetic: Arithmetic  # the profile that the allowance assumes
     # Whether the inputs are drawn without structure, so that roundings are independent.
     generic: bool
-    keys: int = 1  # how many there are
-    # ``(block_query, block_kv)`` of the kernel's declared tiling, where it declares one.
+    keys: int = 1  # number of keys
+    # ``(block_query, block_kv)`` of the kernel's declared tiling; None if it declares none.
     tiles: tuple[int, int] | None = None
-    structure: str = ""  # fault that an exact probe shows, in one line; empty where nothing
+    structure: str = ""  # fault that an exact probe shows, in one line; empty if it shows none
     # out of the ideal kernel at that tiling, or at its default one; shape of ``out``.
     ideal: Tensor | None = None
-    gradients: tuple[Compared, ...] = ()  # each beside the exact one, of a Problem with a backward
+    gradients: tuple[ComparedTensor, ...] = ()  # of a Problem with a backward, with the exact ones
 
     def __post_init__(self) -> None:
-        # Shapes are the executor's to refuse; what gets here with others is a mistake of ours.
+        # The executor rejects results of wrong shapes, so a wrong one here is a bug of attncheck.
         shape = self.exact_out.shape
         shapes = {"out": (self.out, shape), "alive": (self.alive, shape[:-1])}
         if self.lse is not None:
@@ -59,18 +57,18 @@ class KernelResult:
                     f"{name}.shape={tuple(tensor.shape)}, but should be {tuple(wanted)}."
                 )
 
-    def forward(self) -> list[Compared]:
-        """Return out, and LSE where the kernel exposes it, each with the exact one."""
+    def forward(self) -> list[ComparedTensor]:
+        """Return out, and LSE if the kernel exposes it, each with the exact one."""
         out, lse = self.allowance.out, self.allowance.lse
-        both = [Compared.of("out", self.out, self.exact_out, out, self.alive)]
+        both = [ComparedTensor.of("out", self.out, self.exact_out, out, self.alive)]
         if self.lse is not None and self.exact_lse is not None:
-            both.append(Compared.of("lse", self.lse, self.exact_lse, lse, self.alive))
+            both.append(ComparedTensor.of("lse", self.lse, self.exact_lse, lse, self.alive))
         return both
 
 
 def judge_heads(result: KernelResult) -> HeadPrecision:
-    """Measure the accuracy of every head; where it ``needs_ensemble`` the verdict does too."""
-    # Heads are judged by out alone: LSE has a bound of its own and no ensemble.
+    """Measure the accuracy of every head; if it ``needs_ensemble`` the verdict needs one too."""
+    # Heads are judged by out alone: LSE has its own bound and no ensemble.
     counted = result.forward()[0].counted
     return measure_heads(
         result.out,
@@ -93,7 +91,7 @@ def heads_with_ensemble(
 
 def needs_other_orders(result: KernelResult, heads: HeadPrecision) -> bool:
     """Return whether a verdict needs the ideal kernel with its operations in another order."""
-    # Of structured inputs the residual is no rule.
+    # The residual rule applies to generic inputs only.
     residual = heads.residual
     return residual is not None and result.generic and residual.size > residual.allowed
 
@@ -110,22 +108,20 @@ def heads_with_other_order(
 
 
 def decide(result: KernelResult, heads: HeadPrecision) -> Judgement:
-    """Decide on what a kernel gave: the first rule that fails, and every fact.
+    """Judge a kernel's results: return the first rule that fails, and all measurements.
 
     The rules in their order: finite, empty rows, structure, the deterministic bound of out, LSE and
     the gradients, the probabilistic bound of out and LSE, precision, residual; see
-    ``verdict_rules``. Without a failure the verdict is ``inconclusive`` where the exact result is
-    not proven far enough or no row can be judged, else ``warn`` where something is odd, else
-    ``pass``.
+    ``verdict_rules``. Without a failure the verdict is ``inconclusive`` if the exact result is not
+    proven far enough or no row can be judged, else ``warn`` if something is odd, else ``pass``.
 
     Args:
-        heads: As ``judge_heads`` gives them, with the ensemble where they need one, and with the
-            ideal kernel in other orders.
+        heads: From ``judge_heads``, with the ensemble if they need one, and with the ideal kernel
+            in other orders.
 
     Returns:
-        The Judgement, without its blind spot, what its worst allowance is made of
-        (``Worst.budget``) and ``lse_also_within``: those are costly, and whoever wants them adds
-        them.
+        The Judgement, without its blind spot, the parts of its worst allowance
+        (``Worst.budget``) and ``lse_also_within``: they are costly, and callers add them on demand.
     """
     allowance, arithmetic, alive = result.allowance, result.arithmetic, result.alive
     both = result.forward()
@@ -133,9 +129,9 @@ def decide(result: KernelResult, heads: HeadPrecision) -> Judgement:
     tensors = [*both, *result.gradients]
     bounds = {one.name: one.largest_share() for one in tensors}
     probable = {one.name: rules.improbable_share(one, allowance) for one in both}
-    # Beyond this share the exact result itself is in doubt: no failure can rest on it.
+    # Beyond this share the exact result itself is in doubt and cannot prove a failure.
     proven, generic = allowance.oracle_share <= rules.PROVEN, result.generic
-    # All rules run: what a later one adds is told as a warning.
+    # All rules run: findings of later ones become warnings.
     findings = [
         *(rules.nonfinite(one) for one in tensors),
         *(rules.empty_rows(one) for one in tensors),
@@ -147,8 +143,8 @@ def decide(result: KernelResult, heads: HeadPrecision) -> Judgement:
         rules.undecidable(tensors[0], allowance),
         *(rules.unbounded_gradient(one) for one in tensors if one.name in GRADIENTS),
     ]
-    status, first, others = _summary(rules.drop_implied([f for rule in findings for f in rule]))
-    worst = _worst(first, tensors, bounds, result.tiles)
+    status, first, others = _summarize(rules.drop_implied([f for rule in findings for f in rule]))
+    worst = _find_worst(first, tensors, bounds, result.tiles)
     wrong, compared = next(
         (one.count_wrong() for one in tensors if worst and one.name == worst.tensor), (0, 0)
     )
@@ -179,10 +175,10 @@ def decide(result: KernelResult, heads: HeadPrecision) -> Judgement:
     )
 
 
-def _summary(findings: list[Finding]) -> tuple[Status, Finding | None, list[Finding]]:
-    """The status, the finding that it rests on, and the others."""
+def _summarize(findings: list[Finding]) -> tuple[Status, Finding | None, list[Finding]]:
+    """Return the status, the finding that it is based on, and the other findings."""
     statuses: tuple[Literal["fail", "inconclusive", "warn"], ...]
-    # Gravest first: the verdict rests on a failure even where a warning comes before it.
+    # Gravest first: a failure decides even if a warning comes before it.
     statuses = ("fail", "inconclusive", "warn")
     for status in statuses:
         for first in findings:
@@ -195,24 +191,24 @@ def _size(share: Share | None) -> float | None:
     return None if share is None else share.size
 
 
-def _partial_warnings(gradients: Iterable[Compared]) -> list[str]:
-    """Gradients of which some elements have no finite bound, one line each."""
+def _partial_warnings(gradients: Iterable[ComparedTensor]) -> list[str]:
+    """Return a line for each gradient of which some, but not all, elements have no finite bound."""
     counts = [(one.name, int(one.alive.sum()), int(one.counted.sum())) for one in gradients]
     return [
         f"not judged: {alive - counted} of {alive} elements of {name} have no finite bound"
         for name, alive, counted in counts
-        # None at all is a finding of its own: see ``unbounded_gradient``.
+        # If no element has one, ``unbounded_gradient`` reports it.
         if 0 < counted < alive
     ]
 
 
-def _worst(
+def _find_worst(
     first: Finding | None,
-    tensors: list[Compared],
+    tensors: list[ComparedTensor],
     bounds: Mapping[TensorName, Share | None],
     tiles: tuple[int, int] | None,
 ) -> Worst | None:
-    """The element that the verdict rests on, or else that of the largest share."""
+    """Return the element that the verdict is based on, or else the one of the largest share."""
     if first is not None and first.at is not None:
         tensor, place = first.tensor, first.at
     else:
@@ -223,7 +219,7 @@ def _worst(
         tensor, place = most.tensor, most.place
     one = next(one for one in tensors if one.name == tensor)
     index = place.index(tensor)
-    # Of the others the axis is not that of the queries, which tiles cut.
+    # Only these tensors have the query axis, which tiles divide.
     has_rows = tensor in ("out", "lse", "dq")
     return Worst(
         tensor=tensor,
@@ -237,10 +233,10 @@ def _worst(
 
 
 def first_tighter_profile(result: KernelResult, allowances: Mapping[str, Tensor]) -> str:
-    """Return the first of other, tighter profiles whose bound LSE satisfies too; else "".
+    """Return the first of other, tighter profiles whose bound LSE also meets; "" if none.
 
     Args:
-        allowances: A profile in words → its allowance of LSE, ``(batch, heads, query)``.
+        allowances: Description of a profile → its allowance of LSE, ``(batch, heads, query)``.
     """
     both = result.forward()
     if len(both) == 1 or not bool(both[1].counted.any()):

@@ -1,7 +1,7 @@
-"""Rules of a verdict, in the order in which they are asked, and the sentence that each says.
+"""Rules of a verdict, in the order in which they are checked, and the sentence that each reports.
 
-No rule stops another: the first that fails gives the verdict its name, and what the others have to
-add stands beside it as warnings.
+All rules are checked. The first that fails names the verdict; the others' findings are added as
+warnings.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from attncheck.judge.head_precision import (
 )
 
 PROVEN = 0.01
-"""Part of an allowance that the exact result's own error may be: the oracle is exact beside it."""
+"""Share of an allowance up to which the exact result's own error may be neglected."""
 
-_DIGITS = 17  # significant decimal digits that tell every two float64 apart
+_DIGITS = 17  # Significant decimal digits that distinguish any two float64 numbers.
 _EMPTY_ELEMENTS: dict[TensorName, str] = {
     "dk": "keys that no row sees",
     "dv": "keys that no row sees",
@@ -48,34 +48,33 @@ _EMPTY_ELEMENTS: dict[TensorName, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Something wrong or odd, by one rule."""
+    """A failure or oddity that one rule found."""
 
-    status: Literal["fail", "inconclusive", "warn"]  # ``fail``, ``inconclusive`` or ``warn``
+    status: Literal["fail", "inconclusive", "warn"]
     rule: Rule
     text: str
-    tensor: TensorName = "out"  # which one it is about; of both, out
-    at: Place | None = None  # the element that shows it best; None where no single one does
+    tensor: TensorName = "out"  # the tensor that it is about; out if it is about out and LSE
+    at: Place | None = None  # the element that shows it best; None if no single one does
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Compared:
-    """One tensor beside the exact one, in the axes of ``core.outputs.AXES``."""
+class ComparedTensor:
+    """A kernel's tensor, the exact one and its allowance, in the axes of ``core.outputs.AXES``."""
 
     name: TensorName
-    got: Tensor  # what the kernel gave
-    # exact, allowance: float64.
-    exact: Tensor
-    allowance: Tensor
-    # bool: elements of rows that see a key; of dk and dv those of keys that a row sees.
+    got: Tensor  # the kernel's result
+    exact: Tensor  # float64
+    allowance: Tensor  # float64
+    # bool: elements of rows that see a key; in dk and dv elements of keys that a row sees.
     alive: Tensor
-    counted: Tensor  # bool: those whose exact value is finite and whose allowance is not infinite
-    empty: float  # what elements of other rows must be
+    counted: Tensor  # bool: alive elements with a finite exact value and a finite allowance
+    empty: float  # the value that elements which are not alive must have
 
     @classmethod
     def of(
         cls, name: TensorName, got: Tensor, exact: Tensor, allowance: Tensor, alive: Tensor
-    ) -> Compared:
-        """Compare ``got`` with ``exact``; ``alive`` may be without the last axis."""
+    ) -> ComparedTensor:
+        """Compare ``got`` with ``exact``; ``alive`` may lack the last axis."""
         alive = alive[..., None].expand_as(exact) if alive.dim() < exact.dim() else alive
         return cls(
             name=name,
@@ -88,50 +87,50 @@ class Compared:
         )
 
     def largest_share(self) -> Share | None:
-        """The largest share of the deterministic bound."""
+        """Return the largest share of the deterministic bound."""
         return share_of(self.name, self.got, self.exact, self.allowance, self.counted)
 
     def count_wrong(self) -> tuple[int, int]:
-        """Count the elements that are not within their bound, and those that were compared."""
+        """Return the number of elements beyond their bound, and the number compared."""
         error = self.got.to(torch.float64) - self.exact
         beyond = self.counted & ~(shares(error, self.allowance) <= 1)  # NaN is beyond
         wrong = beyond | (~self.alive & (self.got != self.empty))
         return int(wrong.sum()), int((self.counted | ~self.alive).sum())
 
     def nothing_counted(self) -> bool:
-        """Return whether rows see keys, and not one element of them has a finite allowance."""
+        """Return whether some rows see keys but none of their elements has a finite allowance."""
         return bool(self.alive.any()) and not bool(self.counted.any())
 
 
-def nonfinite(compared: Compared) -> list[Finding]:
+def nonfinite(compared: ComparedTensor) -> list[Finding]:
     """Return findings of NaN or infinity where the exact result is finite.
 
-    In a row without a finite allowance that is odd, and no more: a right kernel may overflow there.
+    In a row without a finite allowance this is only a warning: a right kernel may overflow there.
     """
     broken = compared.alive & compared.exact.isfinite() & ~compared.got.isfinite()
-    # One finding is enough: what breaks where it must not is news of the rest too.
-    return _first_of(
+    # One finding is enough: a failure makes the warning redundant.
+    return _first_wrong(
         compared, broken & compared.counted, "are NaN or infinite", "finite", "fail"
-    ) or _first_of(compared, broken & ~compared.counted, "are NaN or infinite", "finite", "warn")
+    ) or _first_wrong(compared, broken & ~compared.counted, "are NaN or infinite", "finite", "warn")
 
 
-def empty_rows(compared: Compared) -> list[Finding]:
-    """Return findings of rows that see no key and are not exactly 0, in LSE −∞; NaN is neither.
+def empty_rows(compared: ComparedTensor) -> list[Finding]:
+    """Return findings of rows that see no key but are not exactly 0, or −∞ in LSE.
 
-    So are gradients: of the query of such a row, of a key and value that no row sees, and of a
-    captured number that no row reads for a key that it sees.
+    Gradients must be 0 too: of the query of such a row, of a key and value that no row sees, and
+    of a captured number that no row reads for a key that it sees.
     """
-    # NaN is unequal to everything, so it is wrong here as well.
+    # NaN is unequal to everything, so it counts as wrong.
     wrong = ~compared.alive & (compared.got != compared.empty)
     whose = _EMPTY_ELEMENTS.get(compared.name, "rows that see no key")
     text = f"of {whose} are not exactly {compared.empty:g}"
-    return _first_of(compared, wrong, text, "empty rows", "fail")
+    return _first_wrong(compared, wrong, text, "empty rows", "fail")
 
 
-def _first_of(
-    compared: Compared, wrong: Tensor, text: str, rule: Rule, status: Literal["fail", "warn"]
+def _first_wrong(
+    compared: ComparedTensor, wrong: Tensor, text: str, rule: Rule, status: Literal["fail", "warn"]
 ) -> list[Finding]:
-    """Make a finding about the first of the ``wrong`` elements, if there is one."""
+    """Return a finding about the first of the ``wrong`` elements, or none."""
     count = int(wrong.sum())
     if not count:
         return []
@@ -150,32 +149,32 @@ def _first_of(
 
 
 def structure(text: str) -> list[Finding]:
-    """Return a finding of ``text``, that an exact probe has another answer; none if empty."""
+    """Return a finding with ``text``, the wrong answer to an exact probe; none if it is empty."""
     return [Finding(status="fail", rule="structure", text=text)] if text else []
 
 
 def beyond_bound(share: Share | None, oracle_share: float) -> list[Finding]:
     """Return a finding of a share beyond the deterministic bound.
 
-    What is beyond it by less than the exact result's own error may be is not proven.
+    It is inconclusive if the excess is below the largest error of the exact result itself.
     """
     if share is None or share.size <= 1:
         return []
-    text = _beyond(share, "the bound", _plural(share))
+    text = _beyond(share, "the bound", _noun(share))
     # |kernel − oracle| ≤ bound + |oracle − exact| for a right kernel.
     if share.size > 1 + oracle_share:
-        return [_about(share, "fail", "bound", text)]
+        return [_finding(share, "fail", "bound", text)]
     text = f"{text}, by less than the exact result's own error may be"
-    return [_about(share, "inconclusive", "bound", text)]
+    return [_finding(share, "inconclusive", "bound", text)]
 
 
-def improbable_share(compared: Compared, allowance: Allowance) -> Share | None:
-    """The largest share of the probabilistic bound over the sampled rows."""
+def improbable_share(compared: ComparedTensor, allowance: Allowance) -> Share | None:
+    """Return the largest share of the probabilistic bound over the sampled rows."""
     parts = []
     for sample in allowance.samples:
         rows = sample.rows
         allowed = sample.probable_out if compared.name == "out" else sample.probable_lse
-        # Infinite where errors of a row are anything but independent, as at a jump.
+        # The bound is infinite where a row's errors are not independent, as at a jump.
         counted = at_rows(rows, compared.counted) & ~allowed.isinf()
         tensors = (at_rows(rows, compared.got), at_rows(rows, compared.exact), allowed, counted)
         share = share_of(compared.name, *(tensor[None] for tensor in tensors))
@@ -185,17 +184,17 @@ def improbable_share(compared: Compared, allowance: Allowance) -> Share | None:
 
 
 def improbable(share: Share | None, *, generic: bool, proven: bool) -> list[Finding]:
-    """Return a finding of a share beyond the probabilistic bound: by chance below 1e-6 a problem.
+    """Return a finding of a share beyond the probabilistic bound: chance below 1e-6 per problem.
 
-    Structured inputs can make roundings agree with each other: there it is a warning.
+    It is only a warning for structured inputs, whose roundings may be correlated.
     """
     if share is None or share.size <= 1:
         return []
-    text = _beyond(share, "the probabilistic bound, p < 1e-6", f"sampled {_plural(share)}")
+    text = _beyond(share, "the probabilistic bound, p < 1e-6", f"sampled {_noun(share)}")
     if generic and proven:
-        return [_about(share, "fail", "improbable", text)]
+        return [_finding(share, "fail", "improbable", text)]
     why = "inputs have structure" if not generic else "the exact result is not proven enough"
-    return [_about(share, "warn", "improbable", f"{text}; {why}")]
+    return [_finding(share, "warn", "improbable", f"{text}; {why}")]
 
 
 def imprecise_heads(
@@ -203,24 +202,24 @@ def imprecise_heads(
 ) -> list[Finding]:
     """Return findings of heads less accurate than ideal kernels, than predicted, or than both.
 
-    Far less accurate than any ideal kernel is enough on generic inputs: the prediction takes errors
-    that are equal for equal ones, and is large where they happen not to be.
+    Both fail a kernel; on generic inputs so does a head far less accurate than any ideal kernel:
+    the prediction assumes that errors which may be equal are, and is large where they are not.
     """
     if not can_fail_by_precision(arithmetic):
         return []
     spread = torch.full_like(heads.z, math.nan) if heads.spread is None else heads.spread
-    # Where an ideal kernel errs as much, a large z is the prediction's fault.
-    usual = (spread > 0) & (spread <= 1)  # 0 where they are exact
-    by_z, by_spread = (heads.z > Z) & ~usual, spread > SPREAD
-    both = by_z & by_spread
+    # If an ideal kernel errs as much, a large z only shows that the prediction is too small.
+    ideal_errs_too = (spread > 0) & (spread <= 1)  # the spread is 0 if the ideal kernels are exact
+    by_z, by_spread = (heads.z > Z) & ~ideal_errs_too, spread > SPREAD
+    fails = by_z & by_spread
     if generic:
-        # On other inputs ideal kernels may be exact by chance, and any ratio to them is large.
-        both = both | (spread > FAR)
+        # On other inputs ideal kernels may be exact by chance, which makes any ratio large.
+        fails = fails | (spread > FAR)
     findings = []
-    if bool(both.any()):
-        text = _imprecise_text(heads.z, spread, both)
+    if bool(fails.any()):
+        text = _imprecise_text(heads.z, spread, fails)
         findings.append(Finding(status="fail" if proven else "warn", rule="precision", text=text))
-    odd = (by_z | by_spread) & ~both
+    odd = (by_z | by_spread) & ~fails
     if bool(odd.any()):
         text = _imprecise_text(heads.z, spread, odd)
         findings.append(Finding(status="warn", rule="precision", text=text))
@@ -228,7 +227,7 @@ def imprecise_heads(
 
 
 def _imprecise_text(z: Tensor, spread: Tensor, wrong: Tensor) -> str:
-    """Say of the worst of the ``wrong`` heads by how much it is beyond either gate."""
+    """Return by how much the worst of the ``wrong`` heads is beyond either gate, in words."""
     by = torch.where(wrong, torch.fmax(z / Z, spread / SPREAD), -1.0)
     batch, head = divmod(int(by.argmax()), by.shape[1])
     parts = []
@@ -246,10 +245,10 @@ def _imprecise_text(z: Tensor, spread: Tensor, wrong: Tensor) -> str:
 
 
 def residual(distance: Residual | None, *, generic: bool) -> list[Finding]:
-    """Return a warning of out farther from its emulation than right kernels are.
+    """Return a warning if out is farther from its emulation than those of right kernels.
 
-    Of generic inputs alone: where a problem has few different roundings, one that falls the other
-    way is a large part of the whole error.
+    For generic inputs only: in a problem with few different roundings, a single one that falls the
+    other way is a large part of the whole error.
     """
     if not generic or distance is None or distance.size <= distance.allowed:
         return []
@@ -261,8 +260,8 @@ def residual(distance: Residual | None, *, generic: bool) -> list[Finding]:
     return [Finding(status="warn", rule="precision", text=text)]
 
 
-def undecidable(out: Compared, allowance: Allowance) -> list[Finding]:
-    """Return the reasons why nobody can tell whether the kernel is right."""
+def undecidable(out: ComparedTensor, allowance: Allowance) -> list[Finding]:
+    """Return findings that make it undecidable whether the kernel is right."""
     texts = []
     if not allowance.oracle_share <= PROVEN:
         texts.append(
@@ -278,8 +277,8 @@ def undecidable(out: Compared, allowance: Allowance) -> list[Finding]:
     return [Finding(status="inconclusive", rule="", text=text) for text in texts]
 
 
-def unbounded_gradient(compared: Compared) -> list[Finding]:
-    """Return a finding of a gradient that no bound can judge, as at a jump of a score's mod."""
+def unbounded_gradient(compared: ComparedTensor) -> list[Finding]:
+    """Return a finding of a gradient without a finite bound, as at a jump of a score mod."""
     if not compared.nothing_counted():
         return []
     text = f"no element of {compared.name} has a finite allowance: a right kernel may give anything"
@@ -287,12 +286,12 @@ def unbounded_gradient(compared: Compared) -> list[Finding]:
 
 
 def drop_implied(findings: list[Finding]) -> list[Finding]:
-    """Return the findings that say what no earlier one implies.
+    """Return the findings that no earlier one implies.
 
-    An element that is NaN is beyond every bound, and what is beyond one bound is beyond a tighter
-    one: after a tensor has failed, only other rows and a probe's answer are news of it.
+    A NaN is beyond every bound, and an element beyond one bound is beyond each tighter one. After
+    a tensor has failed, only findings of empty rows and of a probe add something about it.
     """
-    # By tensor: a broken out says nothing of LSE.
+    # Tensor by tensor: a wrong out implies nothing about LSE.
     failed: set[str] = set()
     news = []
     for finding in findings:
@@ -304,32 +303,31 @@ def drop_implied(findings: list[Finding]) -> list[Finding]:
     return news
 
 
-def _about(
+def _finding(
     share: Share, status: Literal["fail", "inconclusive", "warn"], rule: Rule, text: str
 ) -> Finding:
     return Finding(status=status, rule=rule, text=text, tensor=share.tensor, at=share.place)
 
 
 def element(tensor: TensorName, place: Place) -> str:
-    """Return an element as it is indexed: ``out[0, 3, 17, 5]``, ``lse[0, 3, 17]``."""
+    """Return an element's index expression: ``out[0, 3, 17, 5]``, ``lse[0, 3, 17]``."""
     return f"{tensor}{list(place.index(tensor))}"
 
 
 def number(value: float, within: float) -> str:
-    """Return ``value`` with the digits that matter where ``within`` is allowed: two of it."""
-    # Neither has a logarithm to count digits by.
+    """Return ``value`` rounded to the second significant digit of its allowance ``within``."""
+    # 0 and infinite numbers have no logarithm to count digits by.
     if not math.isfinite(value) or value == 0:
         return f"{value + 0.0:g}"  # −0 is 0
     if not (math.isfinite(within) and within > 0):
         return f"{value:.{_DIGITS}g}"
-    # Two digits of the allowance, and as many of the value as reach down to them.
     digits = math.floor(math.log10(abs(value))) - math.floor(math.log10(within)) + 2
-    # Of a number so far off that no float64 reaches down to it, the size says it all.
+    # A number so large that no float64 has those digits is given by its first two.
     return f"{value:#.{max(2, digits) if digits <= _DIGITS else 2}g}".rstrip(".")
 
 
 def tile(place: Place, tiles: tuple[int, int] | None, queries: int) -> str:
-    """The query tile of an element: ``query tile 3, rows 192–255``; empty without ``tiles``."""
+    """Return an element's tile, ``query tile 3, rows 192–255``; empty without ``tiles``."""
     if tiles is None:
         return ""
     block = tiles[0]
@@ -338,7 +336,7 @@ def tile(place: Place, tiles: tuple[int, int] | None, queries: int) -> str:
 
 
 def _beyond(share: Share, bound: str, elements: str) -> str:
-    """Say that a share is beyond ``bound``, and how many of the ``elements`` are."""
+    """Return a sentence: a share is beyond ``bound``, with the number of such ``elements``."""
     allowed = share.allowance
     are = "is" if share.beyond == 1 else "are"
     size = (
@@ -353,5 +351,5 @@ def _beyond(share: Share, bound: str, elements: str) -> str:
     )
 
 
-def _plural(share: Share) -> str:
+def _noun(share: Share) -> str:
     return "rows" if share.tensor == "lse" else "elements"

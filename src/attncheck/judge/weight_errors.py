@@ -13,27 +13,27 @@ from attncheck.core.declared_arithmetic import Arithmetic
 from attncheck.judge.score_errors import ExponentErrors, factor_roundings, maximum_of_keys
 from attncheck.judge.sum_roundings import division_error, nan_from_one, row_sum_rounding
 
-# Errors of exponents up to which the plain forms are used alone: with larger ones the others may be
-# the better ones, and take five exponentials more. All of them are bounds.
+# Errors of exponents up to which only the simple forms of the bounds are computed. For larger ones
+# the other forms may be better, but take five more exponentials. All forms are valid bounds.
 SMALL = 0.125
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class WeightErrors:
-    """Softmax weights and how far they move, float64 ``(heads, rows, kv)``, 0 where not seen."""
+    """Softmax weights and their errors, float64 ``(heads, rows, kv)``, 0 where not seen."""
 
     exact: Tensor  # P
-    upper: Tensor  # largest P that the errors of the exponents make (B11)
+    upper: Tensor  # largest P that errors of the exponents can cause (B11)
     # Numbers c_j ≥ 0 with |ΔO| ≤ Σ c_j |v_j − O| (B10); infinite or NaN where large.
     relative: Tensor
-    changed: Tensor  # largest |ΔP|, which are such numbers too (B12)
+    changed: Tensor  # largest |ΔP|, which also satisfies that inequality (B12)
     rounded: Tensor  # largest error of rounding P to its format (B13)
     floor: Tensor  # half the subnormal spacing of P's format, ``(heads, rows, 1)``
     total_error: Tensor  # largest |Δ log Σ exp|, ``(heads, rows, 1)``
 
     @property
     def lost(self) -> Tensor:
-        """Weights that are rounded to 0, all of them (B25); ``(heads, rows, kv)``."""
+        """Weights that are rounded to 0 (B25), others 0; ``(heads, rows, kv)``."""
         return torch.where(self.exact < self.floor, self.exact, 0.0)
 
 
@@ -41,20 +41,20 @@ class WeightErrors:
 def weight_errors(
     conditions: Conditions, arithmetic: Arithmetic, errors: ExponentErrors
 ) -> WeightErrors:
-    """B10–B13: the weights of these rows and how far they move."""
+    """Return B10–B13: the weights of these rows and their errors."""
     seen, rho = conditions.seen, errors.total
     log = torch.where(seen, conditions.scores - conditions.lse[..., None], -torch.inf)
     exact = torch.exp(log)
-    # A weight that underflows in float64 may still grow to something.
+    # A weight that underflows in float64 may still grow to a float64 number.
     growth = torch.where(exact > 0, exact * torch.expm1(rho), torch.exp(log + rho))
     least = (exact * torch.exp(-rho)).sum(-1, keepdim=True)
     relative = growth / torch.where(least > 0, least, 1.0)
-    changed, upper = _near(exact, growth, least)
+    changed, upper = _simple_bounds(exact, growth, least)
     total_error = torch.log1p(growth.sum(-1, keepdim=True))
-    # Large errors are rare; their five exponentials are computed for such rows alone.
+    # Large errors are rare: their five exponentials are computed only if a row has some.
     far = rho.amax(-1, keepdim=True) > SMALL
     if bool(far.any()):
-        # B11: the largest and the least that every weight can become, whatever the errors.
+        # B11: the largest and the least value that each weight can take.
         most = _share(log + rho, log - rho, shrink=True)
         least_share = _share(log - rho, log + rho, shrink=False)
         change = torch.maximum(most - exact, exact - least_share)
@@ -69,16 +69,16 @@ def weight_errors(
         upper=upper,
         relative=relative,
         changed=changed,
-        rounded=_rounded(conditions, arithmetic, upper, floor),
+        rounded=_rounding_error(conditions, arithmetic, upper, floor),
         floor=floor,
         total_error=total_error,
     )
 
 
-def _near(exact: Tensor, growth: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
-    """B12's first form and B11's: largest |ΔP| and largest P; NaN where they overflow."""
+def _simple_bounds(exact: Tensor, growth: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the simple forms of B12 and B11: largest |ΔP| and P; NaN where they overflow."""
     least = torch.where(least > 0, least, 1.0)
-    # What float64 loses of the differences is added to them.
+    # Float64's rounding errors are added to the differences.
     slack = exact.shape[-1] * 2.0**-52
     others = (growth.sum(-1, keepdim=True) * (1 + slack) - growth).clamp_min(0)
     changed = (growth * (1 - exact + slack) + exact * others) / least
@@ -86,8 +86,8 @@ def _near(exact: Tensor, growth: Tensor, least: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _share(own: Tensor, others: Tensor, *, shrink: bool) -> Tensor:
-    """exp(own_j) ÷ (exp(own_j) + Σ_{k≠j} exp(others_k)), rounded up (``shrink``) or down."""
-    # Relative to the largest of the others, so that no exponential overflows.
+    """Return exp(own_j) ÷ (exp(own_j) + Σ_{k≠j} exp(others_k)), rounded up (``shrink``) or down."""
+    # Exponents are relative to the largest of the others, so that no exponential overflows.
     top = others.amax(-1, keepdim=True)
     top = torch.where(torch.isneginf(top), 0.0, top)
     each = torch.exp(others - top)
@@ -95,15 +95,15 @@ def _share(own: Tensor, others: Tensor, *, shrink: bool) -> Tensor:
     total = each.sum(-1, keepdim=True) * (1 - slack if shrink else 1 + slack)
     rest = torch.log((total - each).clamp_min(0)) + top
     share = torch.sigmoid(own - rest)
-    # No other key: all of it. Not seen: nothing.
+    # The only key of a row has all the weight; a key that is not seen has none.
     share = torch.where(torch.isneginf(rest), 1.0, share)
     return torch.where(torch.isneginf(own), 0.0, share)
 
 
-def _rounded(
+def _rounding_error(
     conditions: Conditions, arithmetic: Arithmetic, upper: Tensor, floor: Tensor
 ) -> Tensor:
-    """B13: relative above the subnormal range of P's format, a constant below; never beyond P."""
+    """Return B13: P's rounding error, relative for normal numbers, constant below; at most P."""
     if not arithmetic.weights_error:
         return torch.zeros_like(upper)
     if arithmetic.normalised_weights:
@@ -114,7 +114,7 @@ def _rounded(
 def _floor(
     conditions: Conditions, arithmetic: Arithmetic, errors: ExponentErrors, least: Tensor
 ) -> Tensor:
-    """B13: half the subnormal spacing of P's format ÷ the row sum; ``(heads, rows, 1)``."""
+    """Return B13: half the subnormal spacing of P's format ÷ the row sum; ``(heads, rows, 1)``."""
     half = arithmetic.weights.subnormal_spacing / 2 / arithmetic.weights_scale
     if arithmetic.normalised_weights:
         return torch.full_like(errors.arrival, half)
@@ -127,13 +127,13 @@ def _floor(
 class SumError:
     """Relative errors of the row sum, ``(heads, rows, 1)``."""
 
-    added: Tensor  # of adding it up (B14)
-    rounded: Tensor | None  # of summing rounded weights; None where the unrounded ones are summed
-    division: Tensor  # (1 + it) · O is what the last step makes of O at most (B14)
+    added: Tensor  # error of adding it up (B14)
+    rounded: Tensor | None  # error of summing rounded weights; None if unrounded ones are summed
+    division: Tensor  # the last step multiplies |O| by 1 + this at most (B14)
 
 
 def row_sum_error(conditions: Conditions, arithmetic: Arithmetic, moved: WeightErrors) -> SumError:
-    """B14: how far the row sum is off, and what dividing by it does."""
+    """Return B14: the errors of the row sum and of dividing by it."""
     rounded = None
     if arithmetic.sums_rounded_weights:
         rounded = nan_from_one(moved.rounded.sum(-1, keepdim=True))
@@ -151,7 +151,7 @@ def log_sum_terms(
     moved: WeightErrors,
     sums: SumError,
 ) -> dict[str, Tensor]:
-    """B18: what LSE's bound is made of, each ``(heads, rows)``."""
+    """Return B18: the terms of LSE's bound, each ``(heads, rows)``."""
     terms = {
         name: moved.total_error[..., 0] * share[..., 0]
         for name, share in part_shares(conditions, arithmetic, errors, moved.exact).items()
@@ -167,10 +167,10 @@ def log_sum_terms(
 def log_sum_base(
     conditions: Conditions | RowTotals, arithmetic: Arithmetic, before: Tensor
 ) -> Tensor:
-    """B18: of m · scale + log(sum), the product, the logarithm and the sum rounded."""
+    """Return B18: the rounding errors of m · scale + log(sum), each operation rounded."""
     alive = conditions.count[..., 0] > 0
     lse = torch.where(alive, conditions.lse.abs(), 0.0) + before
-    before = before + math.log(2) * arithmetic.lazy_rescale  # so far below it may the maximum be
+    before = before + math.log(2) * arithmetic.lazy_rescale  # a lazy maximum lags by up to this
     own = maximum_of_keys(conditions)
     largest = torch.maximum(conditions.maximum.abs(), own.abs())
     log = torch.log(conditions.total.clamp_min(1)) + before + (conditions.maximum - own)
@@ -183,13 +183,13 @@ def log_sum_base(
 def part_shares(
     conditions: Conditions, arithmetic: Arithmetic, errors: ExponentErrors, by: Tensor
 ) -> dict[str, Tensor]:
-    """Share that each part of the exponents' errors has of a row's, ``(heads, rows, 1)``.
+    """Return the share of each part in a row's errors of exponents, ``(heads, rows, 1)``.
 
     Args:
-        conditions: The rows.
-        arithmetic: Whatever it is.
-        errors: Those of the exponents.
-        by: ``(heads, rows, kv)``, what each key counts.
+        conditions: The rows, with which ``kept_step`` caches the result.
+        arithmetic: Not read, only part of the cache's key.
+        errors: Errors of the exponents.
+        by: ``(heads, rows, kv)``, the weight of each key in the sums over a row.
     """
     del conditions, arithmetic
     parts = {"scores": errors.product, "score mod": errors.own, "exponent": errors.exponent}

@@ -1,10 +1,10 @@
 """Oracles: exact attention in float64 by several algorithms that agree.
 
-Each takes Inputs and gives Outputs in float64: out ``(batch, heads, query, value_dim)`` (of softmax
+Each takes Inputs and returns Outputs in float64: out ``(batch, heads, query, value_dim)`` (softmax:
 ``(batch, heads, query, kv)``) and the natural-log LSE ``(batch, heads, query)``; rows that attend
 to no key are 0 and −∞. All but ``streaming`` are a Recurrence over ``Float64``; over
-``mp_numbers.Mp`` the same recurrences give any number of digits.
-``backward`` has their gradients, of Inputs with a loss.
+``mp_numbers.Mp`` the same recurrences compute any number of digits.
+``BACKWARDS`` compute gradients of Inputs with a loss.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ __all__ = [
 ]
 
 REFERENCE = "safe"
-"""The recurrence that is the exact result where digits are many: the definition, safely."""
+"""The recurrence that computes reference results with many digits: the definition, safely."""
 
 MAY_OVERFLOW = frozenset({"naive"})
-"""Recurrences that cannot be finite everywhere in float64, by their definition."""
+"""Recurrences that may overflow in float64, by their definition."""
 
-# Of the registered recurrences: small, so that a small problem has several blocks.
+# Block size and splits of the registered recurrences: a small problem should have several blocks.
 _BLOCK = 16
 _SPLITS = 3
 
@@ -102,34 +102,34 @@ SOFTMAXES: dict[str, Callable[[Inputs], Outputs]] = {
 
 
 def dense(inputs: Inputs) -> Outputs:
-    """Attention by definition in float64, with the safe softmax; memory grows with query · kv."""
+    """Return attention by definition in float64, by the safe softmax; memory is O(query · kv)."""
     return ORACLES[REFERENCE](inputs)
 
 
 def flash1(inputs: Inputs, *, block_query: int, block_kv: int) -> Outputs:
-    """FlashAttention-1's forward recurrence in float64; raises UsageError for blocks below 1."""
+    """Compute FlashAttention-1's forward in float64; raise UsageError for blocks below 1."""
     recurrence = partial(flash1_forward, block_query=block_query, block_kv=block_kv)
     return _in_float64(recurrence)(inputs)
 
 
 def flash2(inputs: Inputs, *, block_query: int, block_kv: int) -> Outputs:
-    """FlashAttention-2's forward recurrence in float64; raises UsageError for blocks below 1."""
+    """Compute FlashAttention-2's forward in float64; raise UsageError for blocks below 1."""
     recurrence = partial(flash2_forward, block_query=block_query, block_kv=block_kv)
     return _in_float64(recurrence)(inputs)
 
 
 def split(inputs: Inputs, *, splits: int) -> Outputs:
-    """Splits of the keys, merged by LSE, in float64; raises UsageError for fewer than one split."""
+    """Compute splits of the keys, merged by LSE, in float64; raise UsageError below one split."""
     return _in_float64(partial(split_forward, splits=splits))(inputs)
 
 
 def truth(inputs: Inputs) -> Outputs:
-    """Compute what a kernel is compared with, at any size, on the inputs' device.
+    """Return the exact result that kernels are compared with, at any size, on the inputs' device.
 
-    Attention: ``streaming``, in O(query + kv) memory, and where the Problem has a backward its
-    gradients too. Softmax: the safe one, some rows at a time.
+    Attention is computed by ``streaming``, in O(query + kv) memory, with gradients if the Problem
+    has a backward. A softmax is the safe one, some rows at a time.
     """
-    # Its out is as large as its scores: memory cannot be linear, only temporaries are cut.
+    # A softmax's out is as large as its scores, so only temporary memory is limited.
     if inputs.problem.operation == "softmax":
         return softmax_by_rows(inputs)
     return streaming_backward(inputs) if inputs.problem.backward else streaming(inputs)

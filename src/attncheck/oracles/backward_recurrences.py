@@ -1,4 +1,4 @@
-"""Gradients over a number system: by their definition, and by FlashAttention-2's backward."""
+"""Gradients in any number system: by their definition, and by FlashAttention-2's backward."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ A = TypeVar("A", bound="Array")
 
 
 def loss_of(numbers: Numbers[A], inputs: Inputs) -> tuple[A, A]:
-    """The loss's gradients: dO ``(batch, heads, query, value_dim)``, dLSE as a column.
+    """Return the loss's gradients: dO ``(batch, heads, query, value_dim)`` and dLSE, a column.
 
     Raises ProblemError for Inputs without a loss.
     """
@@ -35,31 +35,31 @@ def loss_of(numbers: Numbers[A], inputs: Inputs) -> tuple[A, A]:
 
 
 def row_terms(numbers: Numbers[A], out: A, dout: A, dlse: A, keys: Tensor) -> A:
-    """``dLSE − Σ dO·O`` of each row, ``(batch, heads, query, 1)``.
+    """Return ``dLSE − Σ dO·O`` of each row, ``(batch, heads, query, 1)``.
 
-    A row that attends to no key has an out of 0 whatever dO holds, NaN too.
+    A row that attends to no key has out 0, so its sum is 0 even if dO holds NaN.
 
     Args:
-        out: ``(batch, heads, query, value_dim)``, as ``dout``.
-        dout: The loss's gradient with respect to it.
-        dlse: And to LSE, a column.
-        keys: Whether the row attends to any, a column.
+        out: ``(batch, heads, query, value_dim)``.
+        dout: The loss's gradient with respect to ``out``, same shape.
+        dlse: The loss's gradient with respect to LSE, a column.
+        keys: Whether a row attends to any key, a bool column.
     """
     delta = numbers.select(keys, numbers.rowsum(dout * out), 0.0)
     return dlse - delta
 
 
 def dsink_of(numbers: Numbers[A], sink: A | None, lse: A, rows: A) -> A | None:
-    """``Σ P_sink (dLSE − delta)`` over rows and sequences, ``(1, heads, 1, 1)``.
+    """Return ``Σ P_sink (dLSE − delta)`` over rows and sequences, ``(1, heads, 1, 1)``.
 
     Args:
         sink: ``(1, heads, 1, 1)``, or None.
         lse: ``(batch, heads, query, 1)``.
-        rows: As ``row_terms`` gives them.
+        rows: The result of ``row_terms``.
     """
     if sink is None:
         return None
-    # A sink of −∞ weighs nothing, also in a row whose LSE is −∞.
+    # A sink of −∞ has weight 0 even in a row whose LSE is −∞.
     weighs = ~numbers.is_minus_infinity(sink)
     shift = numbers.select(weighs, sink - lse, 0.0)
     weights = numbers.select(weighs, numbers.exp(shift), 0.0)
@@ -67,9 +67,9 @@ def dsink_of(numbers: Numbers[A], sink: A | None, lse: A, rows: A) -> A | None:
 
 
 def dense_backward(numbers: Numbers[A], inputs: Inputs) -> Gradients[A]:
-    """All of the formulas with the whole score matrix at once, P by the safe softmax.
+    """Return all gradients with the whole score matrix at once, and P by the safe softmax.
 
-    What a key or row that no one attends to holds, NaN too, has no part in anything.
+    Keys that no row attends to, and rows that attend to no key, may hold NaN without effect.
 
     Args:
         inputs: With a loss; raises ProblemError without one.
@@ -84,12 +84,12 @@ def dense_backward(numbers: Numbers[A], inputs: Inputs) -> Gradients[A]:
     attended = tile.attended
     sink = sink_of(numbers, inputs)
     weights, lse = safe(numbers, tile.scores, attended, sink)
-    # A row that attends to NaN is NaN throughout: no matter to keys it does not attend to.
+    # A row that attends to NaN is NaN throughout, which must not reach keys that it does not see.
     weights = numbers.select(attended, weights, 0.0)
     out = numbers.weigh(weights, v, attended)
     rows = row_terms(numbers, out, dout, dlse, attended.any(dim=-1, keepdim=True))
     dp = numbers.matmul(dout, numbers.transpose(v))
-    # The softmax's derivative has a sum over the row's keys: it is δ − dLSE, the same for each.
+    # The sum over a row's keys in the softmax's derivative is δ − dLSE, the same for all keys.
     dz = weights * (dp + rows)
     dx = numbers.select(attended, dz * tile.slopes, 0.0)
     by_key = attended.mT
@@ -106,8 +106,8 @@ def flash2_backward(
 ) -> Gradients[A]:
     """Dao, "FlashAttention-2" (2023), Algorithm 2: key blocks outside, query blocks inside.
 
-    P is computed again, from the LSE of the same paper's forward, and delta (the paper's D) before
-    all blocks; dLSE is a part of it. No block is skipped: a mask only hides.
+    P is recomputed from the LSE of the same paper's forward. Delta (the paper's D), which includes
+    dLSE, is computed before all blocks. No block is skipped: a mask only hides scores.
 
     Args:
         inputs: As for ``dense_backward``, which this equals up to rounding.
@@ -125,7 +125,6 @@ def flash2_backward(
     queries, keys = query_and_key_blocks(problem, block_query, block_kv)
     dout, dlse = loss_of(numbers, inputs)
     result = flash2_forward(numbers, inputs, block_query=block_query, block_kv=block_kv)
-    # δ needs the whole row of O: it is computed before any block of keys.
     blocks = _query_blocks(numbers, inputs, result, (dout, dlse), queries)
     _, k, v, scores = attention_inputs(numbers, inputs)
     of_keys = []
@@ -160,7 +159,7 @@ def _query_blocks(
     loss: tuple[A, A],
     queries: Sequence[range],
 ) -> list[_QueryBlock[A]]:
-    """Lines 1 to 4 of the algorithm: what each query block brings to every key block."""
+    """Return the query blocks with their row quantities: lines 1 to 4 of the algorithm."""
     q, (dout, dlse) = numbers.exact(inputs.promoted()[0]), loss
     alive = ~numbers.is_minus_infinity(result.lse)
     lse = numbers.select(alive, result.lse, 0.0)  # −∞ − (−∞) would be NaN
@@ -188,20 +187,20 @@ class _QueryBlock(Generic[A]):
     at: range
     q: A  # ``(batch, heads, rows, head_dim)``
     dout: A  # ``(batch, heads, rows, value_dim)``
-    lse: A  # a column, 0 for rows that attend to nothing
+    lse: A  # a column, 0 for rows that attend to no key
     terms: A  # a column: dLSE − delta
-    dq: A  # of the key blocks so far, without the scale
-    attends: Tensor  # whether a row attends to any of their keys; a bool column
-    captured: A | None = None  # of the numbers that the score mod reads, where those have gradients
+    dq: A  # sum over the key blocks so far, without the scale
+    attends: Tensor  # whether a row attends to any key of these blocks; a bool column
+    captured: A | None = None  # gradients of the captured numbers so far; None without dcaptured
 
     def add(
         self, numbers: Numbers[A], scores: Scores[A], mine: Sequence[A], block: range
     ) -> tuple[A, A]:
-        """Lines 10 to 16: adds to dq, and gives what is added to the key block's dk and dv."""
+        """Add to dq and return the addends of the key block's dk and dv: lines 10 to 16."""
         k, v = mine
         tile = scores.with_slopes(self.q, k, self.at, block)
         attended = tile.attended
-        # A row that attends to NaN has an LSE of NaN: no matter to keys it does not attend to.
+        # A row that attends to NaN has an LSE of NaN, which must not reach keys it does not see.
         weights = numbers.select(attended, numbers.exp(tile.scores - self.lse), 0.0)
         dp = numbers.matmul(self.dout, numbers.transpose(v))
         dz = weights * (dp + self.terms)

@@ -1,7 +1,7 @@
-"""Arb's balls as a number system, and the error that they prove of a float64 result.
+"""Arb's balls as a number system, and a proven error bound of a float64 result.
 
 Every array holds enclosures: the exact result of the recurrence on the exact inputs lies in the
-ball it comes to, whatever was rounded on the way. ``proven_error`` trusts nothing of the float64
+computed ball, whatever was rounded on the way. ``proven_error`` assumes nothing about the float64
 oracle: the exact result of a row is enclosed in balls, and the distance of the oracle's numbers
 from the far end of the balls is rounded up. On the CPU. Needs python-flint, the extra ``exact``.
 """
@@ -31,10 +31,10 @@ from attncheck.oracles.number_system import Captures, Evaluate, ObjectNumbers
 from attncheck.oracles.recurrence_steps import Result
 
 BITS = 128
-"""Of a midpoint: two machine words, which cost no more than one and a bit. A score of 10^6 is known
-to 2^-108 then, where a float64 oracle is off by 2^-53 of it."""
+"""Bits of a midpoint: two machine words, which cost no more than any number of bits above one word.
+A score of 10^6 is then known to 2^-108, where a float64 oracle is off by 2^-53 of it."""
 
-LEAST_BITS = 53
+LEAST_BITS = 53  # Bits that hold any float64.
 
 _MINUS_INFINITY = flint.arb.neg_inf()
 
@@ -43,36 +43,35 @@ _MINUS_INFINITY = flint.arb.neg_inf()
 class Balls:
     """An array of balls; operators are elementwise, broadcast, and round to ``bits``."""
 
-    array: BallArray  # ``(batch, heads, rows, columns)``, objects that are ``flint.arb``
-    bits: int  # of a midpoint
+    array: BallArray  # ``(batch, heads, rows, columns)``, ``flint.arb`` objects
+    bits: int  # bits of a midpoint
 
     def __add__(self, other: Self) -> Self:
-        return self._combined(operator.add, other.array)
+        return self._combine(operator.add, other.array)
 
     def __sub__(self, other: Self) -> Self:
-        return self._combined(operator.sub, other.array)
+        return self._combine(operator.sub, other.array)
 
     def __mul__(self, other: Self | float) -> Self:
-        return self._combined(operator.mul, other.array if isinstance(other, Balls) else other)
+        return self._combine(operator.mul, other.array if isinstance(other, Balls) else other)
 
     def __truediv__(self, other: Self) -> Self:
-        return self._combined(operator.truediv, other.array)
+        return self._combine(operator.truediv, other.array)
 
-    def _combined(self, operation: Callable[[Any, Any], Any], other: Any) -> Self:
+    def _combine(self, operation: Callable[[Any, Any], Any], other: Any) -> Self:
         with working_precision(self.bits):
             return type(self)(operation(self.array, other), self.bits)
 
 
 class Ball(ObjectNumbers[Balls]):
-    """Arrays of balls ``(batch, heads, rows, columns)``; see ``Numbers`` for each word.
+    """Arrays of balls ``(batch, heads, rows, columns)``; see ``Numbers`` for each method.
 
-    Exponents are unbounded: nothing overflows or underflows. −∞ is exact, and what follows from a
-    score whose value is not known at all is not known either, and nothing else: a row with such a
-    score is enclosed by balls that say nothing (``core.balls.is_known``).
+    Exponents are unbounded: nothing overflows or underflows. −∞ is exact. A score without any
+    known value makes the results of its row unknown (``core.balls.is_known``), and no others.
 
     Args:
-        bits: Of a midpoint; raises UsageError below 53, which hold a float64.
-        evaluate, slope, captures: As of ``ObjectNumbers``; the context is ``bits``. What they give
+        bits: Bits of a midpoint; raises UsageError below 53, which hold a float64.
+        evaluate, slope, captures: See ``ObjectNumbers``; the context is ``bits``. Their results
             must enclose the exact number for every score in a ball.
     """
 
@@ -92,15 +91,15 @@ class Ball(ObjectNumbers[Balls]):
         super().__init__(bits, evaluate, slope, captures)
 
     def exact(self, values: Tensor) -> Balls:
-        """Balls of radius 0, but NaN, of which nothing is known; ``values`` on the CPU."""
-        return self._balls(balls_of, values.numpy())
+        """Return balls of radius 0, and an unknown ball for NaN; ``values`` on the CPU."""
+        return self._apply(balls_of, values.numpy())
 
     def rounded(self, array: Balls) -> Tensor:
-        """The midpoints, rounded once; NaN where nothing is known."""
+        """Return the midpoints, rounded once; NaN for unknown balls."""
         return torch.from_numpy(_NEAREST(array.array).astype(np.float64))
 
     def matmul(self, left: Balls, right: Balls) -> Balls:
-        """Batched product by Arb's own matrix product."""
+        """Return the batched product, by Arb's own matrix product."""
         product = np.empty((*left.array.shape[:-1], right.array.shape[-1]), dtype=object)
         with working_precision(self.bits):
             for head in np.ndindex(left.array.shape[:2]):
@@ -108,12 +107,12 @@ class Ball(ObjectNumbers[Balls]):
         return Balls(product, self.bits)
 
     def weigh(self, weights: Balls, values: Balls, attended: Tensor) -> Balls:
-        """A product where all values are finite; else sums over the attended keys alone."""
+        """Return the product if all values are finite, else sums over the attended keys alone."""
         # Arb's matrix product is many times faster than sums in Python.
         if _FINITE(values.array).all():
             return self.matmul(weights, values)  # 0 times a finite number is 0
         used = attended.expand(weights.array.shape).numpy()
-        # A row at a time: each attends to keys of its own.
+        # Each row attends to different keys.
         product = np.empty((*weights.array.shape[:-1], values.array.shape[-1]), dtype=object)
         with working_precision(self.bits):
             for row in np.ndindex(weights.array.shape[:-1]):
@@ -123,39 +122,39 @@ class Ball(ObjectNumbers[Balls]):
         return Balls(product, self.bits)
 
     def exp(self, array: Balls) -> Balls:
-        """Elementwise."""
-        return self._balls(_EXP, array.array)
+        """Return the exponential, elementwise."""
+        return self._apply(_EXP, array.array)
 
     def log(self, array: Balls) -> Balls:
-        """Elementwise; −∞ of an exact 0, nothing known of a ball that reaches 0."""
-        return self._balls(_LOG, array.array)
+        """Return the logarithm, elementwise; −∞ for an exact 0, unknown if a ball reaches 0."""
+        return self._apply(_LOG, array.array)
 
     def maximum(self, left: Balls, right: Balls) -> Balls:
-        """Elementwise; of balls that overlap, from the higher low end to the higher high end."""
-        return self._balls(_LARGER, left.array, right.array)
+        """Return the larger ball, elementwise; if they overlap, from the higher lower end up."""
+        return self._apply(_LARGER, left.array, right.array)
 
     def rowmax(self, array: Balls) -> Balls:
-        """Over the last axis."""
+        """Return the maximum over the last axis."""
         columns = np.moveaxis(array.array, -1, 0)
         with working_precision(self.bits):
-            # Not np.max, which goes by >=: of two balls that overlap it would pick either.
+            # Not np.max, which compares by >= and picks either of two overlapping balls.
             largest = functools.reduce(_LARGER, columns)
         return Balls(largest[..., None], self.bits)
 
     def is_minus_infinity(self, array: Balls) -> Tensor:
-        """Elementwise; False of a ball that says nothing, which then says nothing of its row."""
+        """Return which balls are −∞; False for an unknown ball, which makes its row unknown."""
         infinite = ~_FINITE(array.array).astype(bool)
-        # Only of the few that are not finite: each test is a call of Python.
+        # Only the few non-finite balls are tested, since each test is a Python call.
         infinite[infinite] = _IS_MINUS_INFINITY(array.array[infinite]).astype(bool)
         return torch.from_numpy(infinite)
 
     def captured(
         self, score_mod: ScoreMod, scores: Balls, indices: Indices, factors: Balls, attended: Tensor
     ) -> Balls:
-        """Through ``captures``; raises UsageError where there is none."""
+        """Return the sums by ``captures``; raise UsageError without it."""
         with working_precision(self.bits):
             terms = self._captured_sums(score_mod, scores, indices, factors, attended)
-            # What no score reads is a bare 0.
+            # A number that no score reads has a plain 0, which becomes a ball here.
             sums = terms + np.full((), flint.arb(0), dtype=object)
         return Balls(sums.reshape(1, 1, 1, -1), self.bits)
 
@@ -173,13 +172,13 @@ class Ball(ObjectNumbers[Balls]):
             sums: BallArray = objects.sum(axis=-1)
         return sums
 
-    def _balls(self, function: Callable[..., BallArray], *arrays: Any) -> Balls:
+    def _apply(self, function: Callable[..., BallArray], *arrays: Any) -> Balls:
         with working_precision(self.bits):
             return Balls(function(*arrays), self.bits)
 
 
 def _product(left: BallArray, right: BallArray) -> BallArray:
-    """Of two matrices; of no columns, zeros."""
+    """Return the product of two matrices; zeros if the left one has no columns."""
     shape = (left.shape[0], right.shape[1])
     # flint has no matrix without columns.
     if not left.shape[1]:
@@ -193,7 +192,7 @@ def _log(ball: Any) -> Any:
 
 
 def _is_minus_infinity(ball: Any) -> bool:
-    """Of a ball that is not finite; a finite radius around −∞ changes nothing."""
+    """Return whether a non-finite ball is −∞; its radius must be finite."""
     return not ball.is_nan() and ball.mid() == _MINUS_INFINITY and bool(ball.rad().is_finite())
 
 
@@ -208,7 +207,7 @@ _ERROR = each_ball(error_bound, 2)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProvenError:
-    """Upper bounds of |result − exact|, float64 on the CPU; ∞ where nothing is proven."""
+    """Upper bounds of |result − exact|, float64 on the CPU; infinite where none is proven."""
 
     rows: Rows
     out: Tensor  # ``(heads, rows, value_dim)``; of a softmax ``(heads, rows, kv)``
@@ -216,18 +215,18 @@ class ProvenError:
 
 
 def proven_error(outputs: Outputs, exact: Result[Balls], rows: Rows) -> ProvenError:
-    """Bound how far ``outputs`` are from the exact result.
+    """Return upper bounds of the distance of ``outputs`` from the exact result.
 
     Args:
-        outputs: Of the whole Problem, float64, with LSE.
-        exact: What ``enclosed`` gave of ``rows``.
+        outputs: Results of the whole Problem, float64, with LSE.
+        exact: Enclosures of ``rows`` by ``enclose_rows``.
     """
     assert outputs.lse is not None, "an oracle always gives LSE"
     heads, query = slice(rows.heads.start, rows.heads.stop), rows.query.cpu()
     out = outputs.out.cpu().flatten(0, 1)[heads][:, query]
     lse = outputs.lse.cpu().flatten(0, 1)[heads][:, query]
     with working_precision(exact.out.bits):
-        # The precision of the enclosure: a difference rounded to fewer bits would grow it.
+        # At the precision of the enclosure, since fewer bits would widen the difference.
         of_out = _ERROR(out.numpy(), exact.out.array[0])
         of_lse = _ERROR(lse.numpy(), exact.lse.array[0, ..., 0])
     bounds = (torch.from_numpy(part.astype(np.float64)) for part in (of_out, of_lse))
@@ -237,18 +236,18 @@ def proven_error(outputs: Outputs, exact: Result[Balls], rows: Rows) -> ProvenEr
 def enclose_rows(numbers: Ball, inputs: Inputs, rows: Rows) -> Result[Balls]:
     """Enclose the exact out and LSE of some rows in balls, whatever the size of the Problem.
 
-    The work is that of ``rows`` alone, and memory does not grow with the keys.
+    The work is proportional to ``rows``, and memory does not grow with the keys.
 
     Args:
-        numbers: Balls, with what evaluates a score mod.
+        numbers: Balls, with the evaluation of a score mod if there is one.
 
     Returns:
         Out ``(1, heads, rows, value_dim)``, of a softmax ``(1, heads, rows, kv)``, and natural-log
         LSE ``(1, heads, rows, 1)``; exactly 0 and −∞ in rows that attend to no key.
     """
-    # flint knows no devices.
+    # flint runs on the CPU only.
     inputs = inputs.to("cpu")
-    # One head at a time: objects take some hundred bytes each.
+    # One head at a time, since an object takes some hundred bytes.
     results = [one_head(numbers, inputs, head, rows.query.cpu()) for head in rows.heads]
     out, lse = ([getattr(result, part).array for result in results] for part in ("out", "lse"))
     return Result(*(Balls(np.concatenate(part, axis=1), numbers.bits) for part in (out, lse)))

@@ -27,25 +27,25 @@ from attncheck.oracles.recurrence_steps import (
 
 A = TypeVar("A", bound="Array")
 
-_SCORES = 2**17  # of a block: balls take some hundred bytes each, in half a dozen arrays
+_SCORES = 2**17  # Scores of one block: balls take some hundred bytes each, in half a dozen arrays.
 
 
 def attention_inputs(numbers: Numbers[A], inputs: Inputs) -> tuple[A, A, A, Scores[A]]:
-    """q, k and v as numbers of the system, k and v repeated for each query head, and the scores."""
+    """Return q, k and v as numbers, k and v repeated for each query head, and the Scores."""
     q, k, v = (numbers.exact(tensor) for tensor in inputs.promoted())
     k, v = (numbers.repeat_heads(array, inputs.problem.group) for array in (k, v))
     return q, k, v, Scores.of(numbers, inputs)
 
 
 def dense_attention(numbers: Numbers[A], inputs: Inputs, softmax: Softmax = safe) -> Result[A]:
-    """``softmax(score) · v`` with the whole score matrix at once.
+    """Return ``softmax(score) · v`` with the whole score matrix at once.
 
-    A row that attends to no key gives 0 and an LSE of −∞, or its head's sink where there are sinks.
+    A row that attends to no key has out 0 and an LSE of −∞, or of its head's sink.
 
     Args:
         inputs: q ``(batch, heads, query, head_dim)``; k and v with kv_heads, head h reads head
             h // (heads / kv_heads).
-        softmax: One of ``softmax.SOFTMAXES``.
+        softmax: One of ``recurrence_steps.SOFTMAXES``.
 
     Returns:
         Out ``(batch, heads, query, value_dim)`` and natural-log LSE ``(batch, heads, query, 1)``.
@@ -58,11 +58,11 @@ def dense_attention(numbers: Numbers[A], inputs: Inputs, softmax: Softmax = safe
 
 
 def dense_softmax(numbers: Numbers[A], inputs: Inputs, softmax: Softmax = safe) -> Result[A]:
-    """The softmax of ``inputs.scores()`` over their last axis; a score of −∞ has weight 0.
+    """Return the softmax of ``inputs.scores()`` over their last axis; −∞ has weight 0.
 
     Args:
         inputs: Of a Problem whose operation is softmax; raises ProblemError for attention.
-        softmax: One of ``softmax.SOFTMAXES``.
+        softmax: One of ``recurrence_steps.SOFTMAXES``.
 
     Returns:
         Out ``(batch, heads, query, kv)`` and natural-log LSE ``(batch, heads, query, 1)``: 0 and
@@ -78,9 +78,9 @@ def flash1_forward(
 ) -> Result[A]:
     """Dao et al., "FlashAttention" (2022), Algorithm 2: Algorithm 1 with a mask, without dropout.
 
-    Key blocks are outermost. Inside, every query block is read with what it has come to so far,
-    rescaled and written back: O is divided by l at every step, as in the paper. Blocks may have any
-    size; no block is skipped: a mask only hides. A sink is in l and m before the first block.
+    Key blocks are the outer loop. In the inner one every query block is read with its O, l and m so
+    far, rescaled and written back; O is divided by l at every step, as in the paper. Blocks may
+    have any size, and none is skipped: a mask only hides scores. A sink starts l and m.
 
     Args:
         inputs: As for ``dense_attention``, which this equals up to rounding.
@@ -93,16 +93,18 @@ def flash1_forward(
     problem = inputs.problem
     queries, all_keys = query_and_key_blocks(problem, block_query, block_kv)
     q, k, v, scores = attention_inputs(numbers, inputs)
-    # The paper's arrays in slow memory, one entry a query block.
-    written = [_Block.nothing(numbers, inputs, rows) for rows in queries]
+    # The paper's arrays in slow memory, one entry for each query block.
+    block_results = [_Block.nothing(numbers, inputs, rows) for rows in queries]
     for keys in all_keys:
         k_block, v_block = (numbers.rows(array, keys.start, keys.stop) for array in (k, v))
         for number, rows in enumerate(queries):
             q_block = numbers.rows(q, rows.start, rows.stop)
             block, attended = scores(q_block, k_block, rows, keys)
-            written[number] = written[number].with_keys(numbers, block, v_block, attended)
-    out = numbers.join_rows([so_far.out for so_far in written])
-    return Result(out, numbers.join_rows([so_far.lse(numbers) for so_far in written]))
+            block_results[number] = block_results[number].with_keys(
+                numbers, block, v_block, attended
+            )
+    out = numbers.join_rows([so_far.out for so_far in block_results])
+    return Result(out, numbers.join_rows([so_far.lse(numbers) for so_far in block_results]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,37 +117,37 @@ class _Block(Generic[A]):
 
     @classmethod
     def nothing(cls, numbers: Numbers[A], inputs: Inputs, rows: range) -> _Block[A]:
-        """Line 2 of the algorithm: O = 0, l = 0, m = −∞; with a sink l = 1 and m = sink."""
+        """Return line 2 of the algorithm: O = 0, l = 0, m = −∞; with a sink l = 1, m = sink."""
         shape = (inputs.problem.batch, inputs.problem.heads, len(rows))
         largest, total = initial_maximum_and_sum(numbers, (*shape, 1), sink_of(numbers, inputs))
         out = numbers.full((*shape, inputs.problem.value_dim), 0.0)
         return cls(out=out, total=total, largest=largest)
 
     def with_keys(self, numbers: Numbers[A], scores: A, values: A, attended: Tensor) -> _Block[A]:
-        """Lines 10 to 13 of Algorithm 1: another block of keys and their scores."""
+        """Return the results with another block of keys: lines 10 to 13 of Algorithm 1."""
         of_block = numbers.rowmax(scores)
         relative = _reference(numbers, of_block)
         weights = numbers.exp(scores - relative)
         largest = numbers.maximum(self.largest, of_block)
         reference = _reference(numbers, largest)
-        # A block in which a row attends to no key has weights 0 and counts for nothing.
+        # In a block without attended keys all weights are 0, so its factor does not matter.
         rescale = numbers.exp(self.largest - reference)
         rescale_block = numbers.exp(of_block - reference)
         total = rescale * self.total + rescale_block * numbers.rowsum(weights)
         weighed = numbers.weigh(weights, values, attended)
-        # A row without keys has O = 0 and l = 0: 0/0 would be NaN.
+        # A row without keys has O = 0 and l = 0, and 0/0 would be NaN.
         divisor = numbers.select(~numbers.is_minus_infinity(largest), total, 1.0)
         out = (self.total * rescale * self.out + rescale_block * weighed) / divisor
         return _Block(out, total, largest)
 
     def lse(self, numbers: Numbers[A]) -> A:
-        """LSE = m + log l, and −∞ for rows that attended to no key."""
+        """Return LSE = m + log l, and −∞ for rows that attended to no key."""
         alive = ~numbers.is_minus_infinity(self.largest)
         return numbers.select(alive, self.largest + numbers.log(self.total), -math.inf)
 
 
 def _reference(numbers: Numbers[A], largest: A) -> A:
-    """A maximum to subtract: a row that has not attended to a key has none, and gets 0."""
+    """Return the maximum to subtract: 0 for a row that has not attended to a key."""
     return numbers.select(~numbers.is_minus_infinity(largest), largest, 0.0)
 
 
@@ -154,8 +156,8 @@ def flash2_forward(
 ) -> Result[A]:
     """Dao, "FlashAttention-2" (2023), Algorithm 1: query blocks outside, key blocks inside.
 
-    Blocks may have any size; the last of either kind is as short as it must be. No block is
-    skipped: a mask only hides. A sink is in l and m before the first key block.
+    Blocks may have any size; the last of either kind may be shorter. No block is skipped: a mask
+    only hides scores. A sink starts l and m.
 
     Args:
         inputs: As for ``dense_attention``, which this equals up to rounding.
@@ -190,13 +192,13 @@ def flash2_rows(
     shape: tuple[int, int, int, int],
     sink: A | None = None,
 ) -> tuple[A, A]:
-    """Out and LSE of some rows, from their key blocks: lines 4 to 15 of the algorithm.
+    """Return out and LSE of some rows, from their key blocks: lines 4 to 15 of the algorithm.
 
     Args:
-        blocks: Scores ``(batch, heads, rows, keys)``, what is attended (bool, of that shape) and
-            values ``(batch, heads, keys, value_dim)``, one block of keys after another.
-        shape: Of out: ``(batch, heads, rows, value_dim)``.
-        sink: Of these heads, where they have one: ``(1, heads, 1, 1)``.
+        blocks: For each block of keys, scores ``(batch, heads, rows, keys)``, a bool of that shape
+            for attended keys, and values ``(batch, heads, keys, value_dim)``.
+        shape: Shape of out, ``(batch, heads, rows, value_dim)``.
+        sink: These heads' sinks, ``(1, heads, 1, 1)``; None without sinks.
 
     Returns:
         Out and natural-log LSE ``(batch, heads, rows, 1)``.
@@ -218,20 +220,20 @@ def flash2_rows(
 
 
 def split_forward(numbers: Numbers[A], inputs: Inputs, *, splits: int) -> Result[A]:
-    """Dao et al., "Flash-Decoding" (2023): splits of the keys that know nothing of each other.
+    """Dao et al., "Flash-Decoding" (2023): independent splits of the keys.
 
-    Split i gives the attention of its own keys K_i and their LSE,
+    Split i returns the attention over its own keys K_i and their LSE,
 
         LSE_i = ln Σ_{j ∈ K_i} e^{s_j},    O_i = Σ_{j ∈ K_i} e^{s_j − LSE_i} v_j,
 
-    and ``merged`` makes of them that of all keys; a sink is a split of its own. It is the
-    recurrence of split-KV decoding, of attention to a shared prefix ("cascade") and of ring
-    attention.
+    and ``merge_splits`` combines them to attention over all keys; a sink is a split of its own.
+    This is the recurrence of split-KV decoding, of attention to a shared prefix ("cascade") and of
+    ring attention.
 
     Args:
         inputs: As for ``dense_attention``, which this equals up to rounding.
-        splits: How many, contiguous and as equal as can be; beyond the number of keys some are
-            empty.
+        splits: Number of splits, contiguous and as equal as possible; some are empty if there are
+            more splits than keys.
 
     Raises:
         UsageError: for fewer than one split.
@@ -250,16 +252,15 @@ def split_forward(numbers: Numbers[A], inputs: Inputs, *, splits: int) -> Result
         weights, lse = safe(numbers, score, attended)
         return Result(numbers.weigh(weights, values, attended), lse)
 
-    # No split sees another: that is what is tested.
     results = [of(keys) for keys in key_splits(problem.kv, splits)]
     sink = sink_of(numbers, inputs)
-    if sink is not None:  # its value is 0, its score the LSE
+    if sink is not None:  # like a split with value 0 and the sink as its LSE
         results.append(Result(no_keys, numbers.full((*shape, 1), 0.0) + sink))
     return merge_splits(numbers, results)
 
 
 def key_splits(keys: int, splits: int) -> list[range]:
-    """``splits`` contiguous ranges that together are all keys, in order; some may be empty.
+    """Return ``splits`` contiguous ranges that cover all keys in order; some may be empty.
 
     Raises:
         UsageError: for fewer than one.
@@ -271,25 +272,25 @@ def key_splits(keys: int, splits: int) -> list[range]:
 
 
 def merge_splits(numbers: Numbers[A], results: Sequence[Result[A]]) -> Result[A]:
-    """Attention over the keys of all ``results``, one or more, no key in two of them.
+    """Return attention over the keys of all ``results``, at least one; no key may be in two.
 
-    Σ_j e^{s_j} over all keys is the sum of the parts' own, e^{LSE_i}, so that with M = max LSE_i
+    Σ_j e^{s_j} over all keys is the sum of the parts' e^{LSE_i}, so that with M = max LSE_i
 
         LSE = ln Σ_i e^{LSE_i} = M + ln Σ_i e^{LSE_i − M},
 
-    and of the sum of values O = Σ_j e^{s_j − LSE} v_j part i has e^{LSE_i − LSE} O_i:
+    and part i contributes e^{LSE_i − LSE} O_i to the sum of values O = Σ_j e^{s_j − LSE} v_j:
 
         O = Σ_i e^{LSE_i − M} O_i / Σ_i e^{LSE_i − M}.
 
-    A part of which a row sees nothing has LSE −∞ and therefore weight 0. Where all are such, the
-    row has out 0 and LSE −∞.
+    A part of which a row sees no key has LSE −∞ and therefore weight 0. A row that sees no key of
+    any part has out 0 and LSE −∞.
     """
     first, *others = results
     largest = first.lse
     for result in others:
         largest = numbers.maximum(largest, result.lse)
     alive = ~numbers.is_minus_infinity(largest)
-    # A row that sees nothing in any part has no largest: −∞ − (−∞) would be NaN.
+    # A row that sees no key in any part has no maximum: −∞ − (−∞) would be NaN.
     reference = numbers.select(alive, largest, 0.0)
     total = numbers.exp(first.lse - reference)
     out = total * first.out
@@ -302,7 +303,7 @@ def merge_splits(numbers: Numbers[A], results: Sequence[Result[A]]) -> Result[A]
 
 
 def one_head(numbers: Numbers[A], inputs: Inputs, head: int, query: Tensor) -> Result[A]:
-    """Rows ``query`` of one (batch, head) pair, by FlashAttention-2's recurrence in any numbers.
+    """Return rows ``query`` of one (batch, head) pair, by FlashAttention-2's recurrence.
 
     Args:
         head: batch · heads + head.
@@ -316,7 +317,7 @@ def one_head(numbers: Numbers[A], inputs: Inputs, head: int, query: Tensor) -> R
         scores = numbers.exact(x)
         return Result(*safe(numbers, scores, ~numbers.is_minus_infinity(scores)))
     key_head = head // problem.group  # batch · kv_heads + kv head
-    # Only this head's tensors are promoted: a certificate asks for a few rows of many heads.
+    # Only this head's tensors are promoted: a certificate needs a few rows of many heads.
     sink, shape = None, (1, 1, len(query), problem.value_dim)
     if inputs.sink is not None:
         sink = numbers.exact(inputs.sink[head % problem.heads].double().view(1, 1, 1, 1))
@@ -331,7 +332,7 @@ def one_head(numbers: Numbers[A], inputs: Inputs, head: int, query: Tensor) -> R
 
     def key_blocks() -> Iterator[tuple[A, Tensor, A]]:
         scores, rows, device = Scores.of(numbers, inputs), numbers.exact(q[:, :, query]), q.device
-        # Memory does not grow with the keys, however many digits a number has.
+        # In blocks of keys, so that memory does not grow with their number.
         step = max(1, _SCORES // len(query))
         for first in range(0, problem.kv, step):
             last = min(first + step, problem.kv)

@@ -1,14 +1,14 @@
 // Tiles of attention in float64 on a Hopper GPU; fused_tiles.py defines the sizes in capitals. It
-// gives all whole numbers eight bytes: an int is the lower four.
+// passes all integers as eight bytes, of which an int parameter reads the lower four.
 //
-// Products are of 16 rows of A, 8 of B and 16 dimensions: a thread of a warp, by its group (of 8)
-// and its place (of 4) there, has rows group and group + 8 of A and row group of B, and of the
-// dimensions four. Which four is free, if both sides agree: the sum is over all. Of the result it
-// has columns 2 · place and 2 · place + 1 of both rows.
+// A warp multiplies 16 rows of A by 8 rows of B over 16 dimensions. A thread, with its group (of 8)
+// and its place (of 4) in the group, holds rows group and group + 8 of A, row group of B, and four
+// of the dimensions. Any four will do if A and B agree, since the sum is over all. It gets columns
+// 2 · place and 2 · place + 1 of both rows of the result.
 
 typedef const unsigned char *Mask;
 
-// The next products of a warp, once for each half (rows group and group + 8).
+// Adds a warp's product of 16 × 8 × 16 to sums: two columns of row group, then two of group + 8.
 __device__ void multiply(double sums[4], const double a[8], const double b[4]) {
     asm("mma.sync.aligned.m16n8k16.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, "
         "{%4, %5, %6, %7, %8, %9, %10, %11}, {%12, %13, %14, %15}, {%0, %1, %2, %3};"
@@ -17,15 +17,15 @@ __device__ void multiply(double sums[4], const double a[8], const double b[4]) {
           "d"(b[0]), "d"(b[1]), "d"(b[2]), "d"(b[3]));
 }
 
-// Four neighbouring dimensions of a row, every ``every`` of ``to``.
+// Loads four neighbouring dimensions of a row into ``to`` with stride ``every``.
 __device__ void four(double *to, int every, const double *row) {
     double2 one = *(const double2 *)row, two = *(const double2 *)(row + 2);
     to[0] = one.x, to[every] = one.y, to[2 * every] = two.x, to[3 * every] = two.y;
 }
 
-// LINES of WIDTH numbers to shared memory, from line ``first`` on; beyond ``count`` the last one's,
-// whose weights are 0. Eight threads take sixteen numbers of a line; which line is known to the
-// compiler but for the thread's part, so that an address costs one multiplication.
+// Copies LINES of WIDTH numbers to shared memory, from line ``first`` on. Lines beyond ``count``
+// repeat the last one; their weights are 0. Eight threads copy sixteen numbers of a line. The line
+// is a compile-time constant plus the thread's offset, so that an address costs one multiplication.
 template <int LINES, int WIDTH, int THREADS>
 __device__ void fetch(double *to, int pitch, const double *from, int stride, int first, int count) {
     const int together = THREADS / 8, parts = LINES * (WIDTH / 16);
@@ -48,14 +48,14 @@ __device__ void fetch(double *to, int pitch, const double *from, int stride, int
 
 __device__ void fetched() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// exp of what is below 700 in size: the compiler is told, and makes no branch for an overflow.
+// exp for |x| < 700: with this assumption the compiler makes no branch for an overflow.
 __device__ double exponential(double x) {
     __builtin_assume(fabsf(__int_as_float(__double2hiint(x))) < 4.18359375f);  // the bits of 700
     return exp(x);
 }
 
-// Which of 32 keys from ``key`` on 16 rows see, by bits: rows group and group + 8 of the warp's.
-// ``row`` is where the mask has the row of this thread's number in the warp.
+// Sets bits of the 32 keys from ``key`` on that rows group and group + 8 see, and returns the union
+// over the warp's 16 rows. ``row`` points to the mask's row number lane % 16 of the warp.
 __device__ unsigned sees(unsigned bits[2], Mask row, bool there, int key, int keys, long stride) {
     int lane = threadIdx.x % 32, group = lane / 4;
     unsigned any = 0;
@@ -72,7 +72,7 @@ __device__ unsigned sees(unsigned bits[2], Mask row, bool there, int key, int ke
     return any;
 }
 
-// Where the mask has a row: those of one key head are those of the query heads that share it.
+// Returns the mask's row of a row of a key head, whose rows are those of its query heads.
 __device__ Mask mask_row(Mask seen, int head, int row, int rows, int kv_heads, int of_head,
                          long by_batch, long by_head, long by_row) {
     int first = head % kv_heads * (rows / of_head);
@@ -81,8 +81,8 @@ __device__ Mask mask_row(Mask seen, int head, int row, int rows, int kv_heads, i
 }
 
 #ifdef FORWARD
-// sums += exp(scale · q·kᵀ) · (v and a column of ones), of ROWS rows and all keys; a warp 16 rows.
-// Of ROWS rows and CELL keys ``kinds`` says whether they see nothing, something or everything.
+// sums += exp(scale · q·kᵀ) · (v and a column of ones), for ROWS rows and all keys; 16 rows a warp.
+// ``kinds`` has 0, 1 or 2 for ROWS rows by CELL keys that see nothing, something or everything.
 extern "C" __global__ void __launch_bounds__(WARPS * 32) fused_tiles(
         double *sums, const double *q, const double *k, const double *v, Mask seen, Mask kinds,
         double scale, int rows, int keys, int kv_heads, int of_head,
@@ -91,11 +91,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) fused_tiles(
         long by_batch, long by_head, long by_row, long by_key,
         long kind_batch, long kind_head, long kind_row, long kind_cell) {
     extern __shared__ double shared[];
-    const int k_pitch = DIM + 2, v_pitch = VALUE + 2;  // no two threads of a phase in one bank
-    // Queries that registers hold leave their memory to the second stage.
+    const int k_pitch = DIM + 2, v_pitch = VALUE + 2;  // padded against bank conflicts
+    // If registers hold the queries, the second stage reuses their shared memory.
     double *stages = shared, *queries = shared + (HELD ? 1 : 2) * KEYS * (k_pitch + v_pitch);
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, place = lane % 4;
-    // The last rows first: under a causal mask they take longest.
+    // The last rows start first, since they take longest under a causal mask.
     int first = (gridDim.x - 1 - blockIdx.x) * ROWS, head = blockIdx.y, mine = first + warp * 16;
     q += head * q_head, k += head * k_head, v += head * v_head, sums += head * sums_head;
     if (kinds)
@@ -104,10 +104,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) fused_tiles(
     bool there = mine + lane % 16 < rows;
     Mask row = seen && there ? mask_row(seen, head, mine + lane % 16, rows, kv_heads, of_head,
                                         by_batch, by_head, by_row) : seen;
-    // Of 32 cells at a time, by bits: which see something, and which everything.
+    // Bits of 32 cells: which see something, and which see everything.
     unsigned some = ~0u, every = seen ? 0 : ~0u;
     int known = kinds ? -1 : 0;
-    // The first tile from one on that sees something, if there is one.
+    // Returns the first tile from ``tile`` on that sees something, or one beyond the last.
     auto next = [&](int tile) -> int {
         while (kinds && tile * KEYS < keys) {
             int cell = tile * KEYS / CELL;
@@ -150,9 +150,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) fused_tiles(
         bool whole = every >> key / CELL % 32 & 1;
         tile = next(tile + 1);
         asm volatile("cp.async.wait_group 0;" ::: "memory");
-        __syncthreads();  // what comes next is put where all have read
+        __syncthreads();  // all have read the stage that is overwritten next
         if (tile * KEYS < keys) ahead(tile, stage ^ 1);
-        // Of 32 keys from the tile's first on, which are there, and rows group and group + 8 see.
+        // Bits of the tile's keys (up to 32) that exist and that rows group and group + 8 see.
         unsigned any = keys - key < 32 ? (1u << keys - key) - 1 : ~0u, bits[2] = {any, any};
         if (!whole) any = sees(bits, row, there, key, keys, by_key);
         if (!any) continue;
@@ -187,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) fused_tiles(
         const double *my_values = from + KEYS * k_pitch + 2 * place * v_pitch + group;
         #pragma unroll
         for (int j = 0; j < KEYS; j += 16) {
-            // The four keys of which this thread has the weights.
+            // This thread's weights, in the order of its four keys.
             const double *w = weights[j / 8];
             double a[8] = {w[0], w[2], w[1], w[3], w[4], w[6], w[5], w[7]};
             #pragma unroll
@@ -214,8 +214,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) fused_tiles(
     }
 }
 #else
-// weights = exp(scale · q·kᵀ) and dx = weights · (loss·vᵀ + term), a block 64 × 64 of them; a warp
-// 32 × 32. The term of a row stands behind its loss.
+// weights = exp(scale · q·kᵀ) and dx = weights · (loss·vᵀ + term): 64 × 64 a block, 32 × 32 a warp.
+// The term of a row is in the column after its loss.
 extern "C" __global__ void __launch_bounds__(128) fused_tiles(
         double *weights, double *dx, const double *q, const double *k, const double *loss,
         const double *v, Mask seen, double scale, int rows, int keys, int kv_heads, int of_head,
@@ -240,7 +240,7 @@ extern "C" __global__ void __launch_bounds__(128) fused_tiles(
                                               by_batch, by_head, by_row) : seen;
             any |= sees(bits[m], row, mine < rows, key0 + warp_key, keys, by_key);
         }
-        if (!__syncthreads_or(any)) all = 0;  // 0 whatever the products are
+        if (!__syncthreads_or(any)) all = 0;  // all weights are 0: skip the products
     }
     auto ahead = [&](int step) {
         if (step < all) {
@@ -255,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(128) fused_tiles(
     double scores[2][4][4] = {}, grads[2][4][4] = {};
     auto products = [&](double sums[2][4][4], int step) {
         asm volatile("cp.async.wait_group %0;" :: "n"(STAGES - 2) : "memory");
-        __syncthreads();  // what comes next is put where all have read
+        __syncthreads();  // all have read the stage that is overwritten next
         ahead(step + STAGES - 1);
         const double *from = shared + step % STAGES * stage + group * pitch + 4 * place;
         double a[2][8], b[4];
@@ -271,11 +271,11 @@ extern "C" __global__ void __launch_bounds__(128) fused_tiles(
     };
     for (int step = 0; step < STAGES - 1; step++) ahead(step);
     for (int step = 0; step < DIM / 16 && all; step++) products(scores, step);
-    // A thread has pairs of neighbours in both tiles: of keys there is an even number.
+    // A thread stores pairs of neighbours in both tiles, so the number of keys must be even.
     int key = key0 + warp_key + 2 * place;
     auto line = [&](double *tile, int row) { return tile + ((long)head * rows + row) * keys + key; };
     #pragma unroll
-    for (int i = 0; i < 4; i++) {  // written while the gradients' products go on
+    for (int i = 0; i < 4; i++) {  // these stores overlap the gradients' products
         int row = row0 + warp_row + i * 8 + group;
         #pragma unroll
         for (int n = 0; n < 4; n++) {

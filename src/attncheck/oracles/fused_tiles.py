@@ -1,14 +1,14 @@
-"""Tiles on a Hopper GPU whose scores stay in its registers, or leave it once.
+"""Tiles on a Hopper GPU whose scores stay in registers, or are written to memory only once.
 
-By torch a tile costs a product that writes its scores, a pass for the exponential, one for a
-partial mask, and a product that reads them; a backward some more. At 64 and 128 dimensions those
-passes take longer than the products. Here a tile of a forward is one kernel, that writes no score,
-and of a backward one that writes P and dX, from which torch makes the gradients.
+With torch, a tile costs a product that writes its scores, a pass for the exponential, one for a
+partial mask, and a product that reads them; a backward costs more. At 64 and 128 dimensions those
+passes take longer than the products. Here a forward tile is one kernel that writes no scores, and a
+backward tile is one kernel that writes P and dX, from which torch computes the gradients.
 
-The compiler is CUDA's own, not Triton, whose faults would be the kernels' too. Sums are float64's,
-on its tensor cores, which share the pipe of its float64 arithmetic; ``exp`` is the one that torch
-calls, off by 1 ulp at most, without its branch for scores that overflow, of which there are none;
-and the scale is multiplied to the rounded sum, as by torch. Only the order of sums is another.
+The compiler is CUDA's own, not Triton, whose faults the tested kernels would share. Sums are in
+float64, on tensor cores with float64 arithmetic; ``exp`` is the one that torch calls, off by 1 ulp
+at most, without its branch for overflow, which cannot occur; and the scale multiplies the rounded
+sum, as in torch. Only the order of sums differs.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from attncheck.core.errors import HostError
 from attncheck.inputs.problem import Problem
 from attncheck.oracles.mod_calls import seen_by_blocks
 
-_CELL = 128  # keys that a forward asks about at once
-_STEP, _MOST_DIMS = 16, 128  # what dimensions are multiples of; of a forward registers hold no more
-_HOPPER = (9, 0)  # whose instruction it is; other tensor cores have a slower one, or none
-# Multiplications of q·k and P·V from which the half second that CUDA's compiler takes is worth it.
+_CELL = 128  # Keys per cell: a forward skips cells that a block of rows does not see.
+_STEP, _MOST_DIMS = 16, 128  # Dimensions are multiples of 16; a forward's registers hold 128.
+_HOPPER = (9, 0)  # Capability with the fast float64 instruction; others have a slower one, or none.
+# Multiplications of q·k and P·V from which the half second of CUDA's compiler pays off.
 _FEWEST_PRODUCTS = 2**38
-_BLOCK, _STAGES = 64, 3  # of a backward: rows and keys of a block, and steps fetched ahead
+_BLOCK, _STAGES = 64, 3  # A backward's rows and keys in a block, and stages of prefetched steps.
 
 
 def takes(problem: Problem, device: torch.device, *, backward: bool = False) -> bool:
-    """Return whether tiles of ``problem`` on ``device`` can be made, and are worth it.
+    """Return whether fused tiles support ``problem`` on ``device``, and pay off.
 
     Args:
-        backward: Whether those of a backward, which keeps no output in registers.
+        backward: Whether to fuse a backward's tiles, which keep no output in registers.
     """
     dims = problem.head_dim, problem.value_dim
     products = problem.batch * problem.heads * problem.query * problem.kv * sum(dims)
@@ -48,7 +48,7 @@ def takes(problem: Problem, device: torch.device, *, backward: bool = False) -> 
         return False
     try:
         _kernel(device, *dims, backward=backward)
-    except HostError:  # without CUDA's compiler: torch's tiles are as exact, and slower
+    except HostError:  # without CUDA's compiler, torch's tiles are as exact but slower
         return False
     return True
 
@@ -56,25 +56,25 @@ def takes(problem: Problem, device: torch.device, *, backward: bool = False) -> 
 def add_tile(
     sums: Tensor, q: Tensor, k: Tensor, v: Tensor, *, scale: float, seen: Tensor | None
 ) -> None:
-    """Add exp(scale · q·kᵀ) · v to ``sums``, and Σ exp(scale · q·kᵀ) to the column behind.
+    """Add exp(scale · q·kᵀ) · v to ``sums``, and Σ exp(scale · q·kᵀ) to its next column.
 
-    Lines lie at multiples of 16 bytes, each in one piece. No score is beyond 700 in size: for those
-    of which that is not known ``exp`` would be wrong.
+    Rows are contiguous and aligned to 16 bytes. All |scores| must be below 700: for larger ones
+    ``exp`` would be wrong.
 
     Args:
         sums: ``(batch · kv_heads, group · rows, value_dim + 1 or more)``.
         q: ``(batch · kv_heads, group · rows, head_dim)``.
         k: ``(batch · kv_heads, keys, head_dim)``.
         v: ``(batch · kv_heads, keys, value_dim)``.
-        seen: Bool ``(batch, heads, rows, keys)``; None where everything is.
+        seen: Bool ``(batch, heads, rows, keys)``; None if every key is seen.
     """
     lines, rows, _ = q.shape
     kernel = _kernel(q.device, q.shape[2], v.shape[2])
     _, warps = _sizes(q.shape[2])
     size, kinds = warps * _STEP, None
-    # A block of rows is one head's, or it is asked of each row what it sees.
+    # Cells are classified if each block of rows belongs to one head, else the mask is read by row.
     if seen is not None and (seen.shape[2] == rows or seen.shape[2] % size == 0):
-        kinds = _kinds(seen, size)
+        kinds = _classify_cells(seen, size)
     kernel(
         (-(-rows // size), lines, 1),
         [
@@ -86,8 +86,8 @@ def add_tile(
     )
 
 
-def _kinds(seen: Tensor, rows: int) -> Tensor:
-    """0, 1 or 2 for what blocks of ``rows`` and ``_CELL`` keys see: nothing, something, all.
+def _classify_cells(seen: Tensor, rows: int) -> Tensor:
+    """Return 0, 1 or 2 for blocks of ``rows`` and ``_CELL`` keys: nothing, some or all is seen.
 
     Bytes ``(batch, heads, blocks of rows, cells of keys)``.
     """
@@ -110,12 +110,13 @@ def fill_tiles(
 
     Args:
         tiles: Both ``(batch · kv_heads, group · rows, keys)``, contiguous; an even number of keys.
-        q: As of ``add_tile``, and so are ``k``, ``v`` and ``seen``.
-        k: The same.
-        loss: ``(batch · kv_heads, group · rows, value_dim + 1 or more)``: the term stands behind.
-        v: The same.
-        scale: The same.
-        seen: The same.
+        q: As in ``add_tile``, and so are ``k``, ``v``, ``scale`` and ``seen``.
+        k: See ``q``.
+        loss: ``(batch · kv_heads, group · rows, value_dim + 1 or more)``; column value_dim is the
+            term.
+        v: See ``q``.
+        scale: See ``q``.
+        seen: See ``q``.
     """
     lines, rows, keys = tiles[0].shape
     kernel = _kernel(q.device, q.shape[2], v.shape[2], backward=True)
@@ -130,7 +131,7 @@ def fill_tiles(
 
 
 def _heads(lines: int, rows: int, seen: Tensor | None) -> tuple[int, int]:
-    """How many key heads a sequence has, and how many rows a query head."""
+    """Return the key heads of a sequence, and the rows of a query head."""
     if seen is None:
         return lines, rows
     return seen.shape[1] * seen.shape[2] // rows, seen.shape[2]
@@ -141,7 +142,7 @@ def _strides(*tensors: Tensor) -> list[int]:
 
 
 def _sizes(head_dim: int) -> tuple[int, int]:
-    """Keys at a time and warps of a forward: what a multiprocessor's memory holds."""
+    """Return a forward's keys per step and warps, which fit a multiprocessor's memory."""
     return (32, 4) if head_dim <= _MOST_DIMS // 2 else (16, 8)
 
 
@@ -153,7 +154,7 @@ def _kernel(device: torch.device, dim: int, value: int, *, backward: bool = Fals
     else:
         keys, warps = _sizes(dim)
         rows, stage = warps * _STEP, keys * (dim + value + 4)
-        held = max(dim, value) <= _MOST_DIMS // 2  # the queries by registers
+        held = max(dim, value) <= _MOST_DIMS // 2  # whether registers hold the queries
         queries = rows * (dim + 2)
         numbers = stage + max(stage, queries) if held else 2 * stage + queries
         defines = {"FORWARD": 1, "KEYS": keys, "WARPS": warps, "ROWS": rows, "CELL": _CELL}

@@ -1,7 +1,7 @@
 """Calls of masks and score mods by the oracles: the original callables, elementwise.
 
-Index tensors have shapes that broadcast, so that one call serves a whole tile and a mask that
-depends on two of the four indices costs two axes only.
+Index tensors broadcast against each other, so that one call serves a whole tile, and a mask that
+depends on two of the four indices is evaluated along two axes only.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 from attncheck.core.errors import ProblemError
 from attncheck.mods.signatures import MaskMod, ScoreMod
 
-# What torch and Python raise when a callable was written for 0-d indices only.
-_NOT_BROADCAST = (RuntimeError, IndexError, TypeError, ValueError)
+# Errors of torch and Python if a callable supports 0-d indices only.
+_BROADCAST_ERRORS = (RuntimeError, IndexError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -33,7 +33,7 @@ class Indices:
     def of(
         cls, b: range, h: range, query: range, kv: range, device: torch.device | str = "cpu"
     ) -> Self:
-        """The indices of four ranges."""
+        """Return the indices of four ranges."""
         axes = [torch.arange(r.start, r.stop, device=device) for r in (b, h, query, kv)]
         return cls(
             b=axes[0].view(-1, 1, 1, 1),
@@ -54,7 +54,7 @@ class Indices:
 
 
 def call_mask(mask_mod: MaskMod, indices: Indices) -> Tensor:
-    """Mask visibility: bool, four axes of the indices' size, or of size 1 where all agree.
+    """Return the mask's visibility: bool with four axes of the indices' sizes, or of size 1.
 
     A callable that cannot broadcast is called under ``torch.vmap``, as FlexAttention does.
     """
@@ -65,13 +65,13 @@ def call_mask(mask_mod: MaskMod, indices: Indices) -> Tensor:
     def mapped() -> Tensor:
         return _over_all_axes(mask_mod, 0)(*(axis.flatten() for axis in indices.axes))
 
-    return _either(broadcast, mapped).to(indices.b.device, torch.bool)
+    return _call_without_grad(broadcast, mapped).to(indices.b.device, torch.bool)
 
 
 def call_score_mod(score_mod: ScoreMod, scores: Tensor, indices: Indices) -> Tensor:
-    """The scores after a score mod, in the dtype and shape of ``scores`` (that of the indices).
+    """Return the scores after a score mod, in the dtype and shape of ``scores`` (the indices').
 
-    The result may be the tensor that came in; it may also be a view of a captured tensor.
+    The result may be ``scores`` itself, or a view of a captured tensor.
     """
 
     def broadcast() -> Tensor:
@@ -81,11 +81,11 @@ def call_score_mod(score_mod: ScoreMod, scores: Tensor, indices: Indices) -> Ten
         axes = (axis.flatten() for axis in indices.axes)
         return _over_all_axes(score_mod, 1)(scores, *axes)
 
-    return _whole(_either(broadcast, mapped), scores)
+    return _expand(_call_without_grad(broadcast, mapped), scores)
 
 
 def score_mod_slope(score_mod: ScoreMod, scores: Tensor, indices: Indices) -> Tensor:
-    """The derivative of a score mod at ``scores``, in their dtype and shape."""
+    """Return the derivative of a score mod at ``scores``, in their dtype and shape."""
     _, slopes = call_score_mod_with_slope(score_mod, scores, indices)
     return torch.ones_like(scores) if slopes is None else slopes
 
@@ -93,11 +93,11 @@ def score_mod_slope(score_mod: ScoreMod, scores: Tensor, indices: Indices) -> Te
 def call_score_mod_with_slope(
     score_mod: ScoreMod, scores: Tensor, indices: Indices
 ) -> tuple[Tensor, Tensor | None]:
-    """The scores after a score mod as ``scored`` gives them, and its derivative there.
+    """Return the scores after a score mod, as ``call_score_mod`` does, and its derivative.
 
-    By torch's autograd of the callable, each element's by itself: at a kink it is torch's, and
-    where a score does not depend on the one before it, 0. None of a score mod that autograd hands
-    its gradient through untouched, as one that adds something: 1.
+    The derivative of each element is torch's autograd's: at a kink as torch defines it, and 0 if
+    the result does not depend on the score. It is None if it is 1 everywhere because autograd
+    passes the gradient through unchanged, as for a mod that only adds something.
     """
 
     def broadcast() -> Tensor:
@@ -109,13 +109,13 @@ def call_score_mod_with_slope(
 
     with torch.enable_grad():
         variable = scores.detach().requires_grad_()
-        # A leaf must not be written to; its copy may.
-        copy = variable.clone()  # a score mod may write to what it is given
+        # A score mod may write to its argument, which a leaf does not permit but its copy does.
+        copy = variable.clone()
         after = _first_that_works(broadcast, mapped)
         if not after.requires_grad:
-            return _whole(after, scores), torch.zeros_like(scores)
+            return _expand(after, scores), torch.zeros_like(scores)
         try:
-            # Of the sum: to gradients that it is given torch looks with half a second of imports.
+            # The sum needs no ``grad_outputs``, whose check costs torch half a second of imports.
             (slopes,) = torch.autograd.grad(after.sum(), variable, allow_unused=True)
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
@@ -125,15 +125,15 @@ def call_score_mod_with_slope(
     if slopes is None:  # it depends on a captured parameter alone
         slopes = torch.zeros_like(scores)
     untouched = not any(slopes.stride()) and bool((slopes[..., :1] == 1).all())
-    return _whole(after.detach(), scores), None if untouched else slopes
+    return _expand(after.detach(), scores), None if untouched else slopes
 
 
-def _whole(after: Tensor, scores: Tensor) -> Tensor:
+def _expand(after: Tensor, scores: Tensor) -> Tensor:
     return after.to(scores.dtype).expand(scores.shape)
 
 
 def is_identity(score_mod: ScoreMod, device: torch.device | str) -> bool:
-    """Return whether a score mod hands back, unwritten, the very tensor that it is given."""
+    """Return whether a score mod returns its argument itself, without writing to it."""
     # One element is enough: a mod that returns its argument does so for every index.
     first = Indices.of(*(range(1),) * 4, device=device)
     score = torch.zeros(1, 1, 1, 1, dtype=torch.float64, device=device)
@@ -142,7 +142,7 @@ def is_identity(score_mod: ScoreMod, device: torch.device | str) -> bool:
     return same and score._version == unwritten
 
 
-def _either(broadcast: Callable[[], Tensor], mapped: Callable[[], Tensor]) -> Tensor:
+def _call_without_grad(broadcast: Callable[[], Tensor], mapped: Callable[[], Tensor]) -> Tensor:
     with torch.no_grad():  # a mod may capture a parameter
         return _first_that_works(broadcast, mapped)
 
@@ -150,7 +150,7 @@ def _either(broadcast: Callable[[], Tensor], mapped: Callable[[], Tensor]) -> Te
 def _first_that_works(broadcast: Callable[[], Tensor], mapped: Callable[[], Tensor]) -> Tensor:
     try:
         return broadcast()
-    except _NOT_BROADCAST:
+    except _BROADCAST_ERRORS:
         return mapped()
 
 
@@ -160,10 +160,10 @@ def _four_axes(result: Tensor, indices: Indices) -> Tensor:
 
 
 def _over_all_axes(mod: Callable[..., Tensor], scores: int) -> Callable[..., Tensor]:
-    """``mod`` of 0-d arguments, mapped over (batch, heads, query, kv).
+    """Return ``mod``, a function of 0-d arguments, mapped over (batch, heads, query, kv).
 
     Args:
-        scores: How many of its leading arguments have all four axes (the score: 1, else 0).
+        scores: Number of leading arguments with all four axes: 1 for a score mod, 0 for a mask.
     """
     # Innermost axis first, so that the outermost vmap is over the batch.
     for axis in (3, 2, 1, 0):
@@ -173,35 +173,35 @@ def _over_all_axes(mod: Callable[..., Tensor], scores: int) -> Callable[..., Ten
 
 
 def seen_by_blocks(seen: Tensor, rows: int, keys: int) -> tuple[Tensor, Tensor]:
-    """Return whether blocks of so many rows and keys see something, and whether everything.
+    """Return whether blocks of a mask show any key, and whether they show all.
 
     Args:
-        seen: Bool ``(batch, heads, rows, keys)``; axes that are expanded are looked at once.
-        rows: Of a block; the last may have fewer.
-        keys: The same.
+        seen: Bool ``(batch, heads, rows, keys)``; expanded axes are read once.
+        rows: Rows of a block; the last block may have fewer.
+        keys: Keys of a block; the last block may have fewer.
 
     Returns:
         Bool, broadcastable to ``(batch, heads, blocks of rows, blocks of keys)``.
     """
-    own = seen[tuple(slice(None) if step else slice(1) for step in seen.stride())]
-    some = every = own
-    if own.shape[3] > 1:
+    unexpanded = seen[tuple(slice(None) if step else slice(1) for step in seen.stride())]
+    some = every = unexpanded
+    if unexpanded.shape[3] > 1:
         word = torch.int64 if keys % torch.int64.itemsize == 0 else torch.int8
-        # Eight bytes at a time, and both in one pass: to look through a mask takes a GPU longest.
-        whole = _filled_up(own, 3, keys).contiguous()
-        whole = whole.clone() if whole.storage_offset() % word.itemsize else whole
-        words = whole.view(word).view(*whole.shape[:3], -1, keys // word.itemsize)
+        # Eight bytes at a time, and both in one pass: reading the mask takes a GPU the longest.
+        padded = _pad_to_blocks(unexpanded, 3, keys).contiguous()
+        padded = padded.clone() if padded.storage_offset() % word.itemsize else padded
+        words = padded.view(word).view(*padded.shape[:3], -1, keys // word.itemsize)
         least, most = torch.aminmax(words, dim=4)
         some, every = most != 0, least == int.from_bytes(b"\1" * word.itemsize, "little")
-    if own.shape[2] > 1:
-        both = (_filled_up(x, 2, rows) for x in (some, every))
+    if unexpanded.shape[2] > 1:
+        both = (_pad_to_blocks(x, 2, rows) for x in (some, every))
         some, every = (x.reshape(*x.shape[:2], -1, rows, x.shape[3]) for x in both)
         some, every = some.any(3), every.all(3)
     return some, every
 
 
-def _filled_up(x: Tensor, axis: int, size: int) -> Tensor:
-    """``x`` with its last part repeated up to whole blocks: they see neither more nor less."""
-    behind = [*x.shape]
-    behind[axis] = -x.shape[axis] % size
-    return torch.cat([x, x.narrow(axis, -1, 1).expand(behind)], axis) if behind[axis] else x
+def _pad_to_blocks(x: Tensor, axis: int, size: int) -> Tensor:
+    """Return ``x`` with its last slice repeated up to whole blocks, whose classes do not change."""
+    padding = [*x.shape]
+    padding[axis] = -x.shape[axis] % size
+    return torch.cat([x, x.narrow(axis, -1, 1).expand(padding)], axis) if padding[axis] else x

@@ -1,4 +1,4 @@
-"""mpmath's numbers of many digits as a number system, on the CPU; for small problems."""
+"""mpmath's arbitrary-precision numbers as a number system, on the CPU; for small problems."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from attncheck.mods.signatures import ScoreMod
 from attncheck.oracles.mod_calls import Indices
 from attncheck.oracles.number_system import Captures, Evaluate, ObjectNumbers
 
-LEAST_DIGITS = 17  # 60 bits: every float64 is a number of the system
+LEAST_DIGITS = 17  # 60 bits, which hold every float64 exactly.
 
 ManyDigits: TypeAlias = NDArray[np.object_]
-"""mpmath numbers of one context, in the axes of a tensor."""
+"""An object array of mpmath numbers of one context, with the axes of a tensor."""
 
-_EXPONENT_OF_SMALLEST = -1074  # of float64's smallest number
+_EXPONENT_OF_SMALLEST = -1074  # Float64's smallest positive number is 2 to this power.
 _SMALLEST_NORMAL = 2.0**-1022
 
 
 class Mp(ObjectNumbers[ManyDigits]):
-    """Object arrays ``(batch, heads, rows, columns)``; see ``Numbers`` for each word.
+    """Object arrays ``(batch, heads, rows, columns)``; see ``Numbers`` for each method.
 
     Exponents are unbounded: nothing overflows or underflows. Sums and products of matrices are
-    rounded once for each element. The context is its own; mpmath's global precision is not used.
+    rounded once for each element. The context is private; mpmath's global precision is not used.
 
     Args:
         digits: Decimal digits; raises UsageError below 17, which hold a float64.
-        evaluate, slope, captures: As of ``ObjectNumbers``.
+        evaluate, slope, captures: See ``ObjectNumbers``.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class Mp(ObjectNumbers[ManyDigits]):
                 f"digits={digits!r} must be a whole number of at least {LEAST_DIGITS}: "
                 "fewer do not hold a float64."
             )
-        # mpmath.mp is global: whoever changes its precision would change ours.
-        self.context: Any = mpmath.MPContext()  # the mpmath context
+        # The precision of mpmath.mp is global and may be changed by other code.
+        self.context: Any = mpmath.MPContext()
         self.context.dps = digits
         context = self.context
         super().__init__(context, evaluate, slope, captures)
@@ -63,15 +63,15 @@ class Mp(ObjectNumbers[ManyDigits]):
         self._is_minus_infinity = _elementwise(lambda x: x == context.ninf, 1)
 
     def exact(self, values: Tensor) -> ManyDigits:
-        """The same numbers; ``values`` must be on the CPU."""
+        """Return the same numbers; ``values`` must be on the CPU."""
         return self._convert(values.numpy())
 
     def rounded(self, array: ManyDigits) -> Tensor:
-        """Rounded once, subnormal numbers too."""
+        """Return the nearest float64 numbers, also if they are subnormal."""
         return torch.from_numpy(self._nearest(array).astype(np.float64))
 
     def matmul(self, left: ManyDigits, right: ManyDigits) -> ManyDigits:
-        """Batched product, each element rounded once."""
+        """Return the batched product, each element rounded once."""
         # fdot rounds once for each element; a matrix product in mpmath rounds every addition.
         product = np.empty((*left.shape[:-1], right.shape[-1]), dtype=object)
         for head in np.ndindex(left.shape[:2]):
@@ -81,7 +81,7 @@ class Mp(ObjectNumbers[ManyDigits]):
         return product
 
     def weigh(self, weights: ManyDigits, values: ManyDigits, attended: Tensor) -> ManyDigits:
-        """Sums over the attended keys, each rounded once; no other key is even multiplied."""
+        """Return sums over the attended keys only, each rounded once."""
         used = attended.expand(weights.shape).numpy()
         product = np.empty((*weights.shape[:-1], values.shape[-1]), dtype=object)
         for head in np.ndindex(weights.shape[:2]):
@@ -95,24 +95,24 @@ class Mp(ObjectNumbers[ManyDigits]):
         return product
 
     def exp(self, array: ManyDigits) -> ManyDigits:
-        """Elementwise."""
+        """Return the exponential, elementwise."""
         return self._exp(array)
 
     def log(self, array: ManyDigits) -> ManyDigits:
-        """Elementwise."""
+        """Return the logarithm, elementwise."""
         return self._log(array)
 
     def maximum(self, left: ManyDigits, right: ManyDigits) -> ManyDigits:
-        """Elementwise."""
+        """Return the larger of two, elementwise."""
         return self._larger(left, right)
 
     def rowmax(self, array: ManyDigits) -> ManyDigits:
-        """Over the last axis."""
+        """Return the maximum over the last axis."""
         largest: ManyDigits = functools.reduce(self._larger, np.moveaxis(array, -1, 0))
         return largest[..., None]
 
     def is_minus_infinity(self, array: ManyDigits) -> Tensor:
-        """Elementwise."""
+        """Return whether numbers are −∞, elementwise."""
         return torch.from_numpy(self._is_minus_infinity(array).astype(bool))
 
     def captured(
@@ -123,7 +123,7 @@ class Mp(ObjectNumbers[ManyDigits]):
         factors: ManyDigits,
         attended: Tensor,
     ) -> ManyDigits:
-        """Through ``captures``; raises UsageError where there is none."""
+        """Return the sums by ``captures``; raise UsageError without it."""
         sums = self._captured_sums(score_mod, scores, indices, factors, attended)
         return self._convert(sums).reshape(1, 1, 1, -1)
 
@@ -140,7 +140,6 @@ class Mp(ObjectNumbers[ManyDigits]):
         return self._convert(objects)
 
     def _sums(self, array: ManyDigits) -> ManyDigits:
-        """Over the last axis, which is gone then."""
         sums = np.empty(array.shape[:-1], dtype=object)
         for row in np.ndindex(sums.shape):
             sums[row] = self.context.fsum(array[row].tolist())
@@ -148,28 +147,28 @@ class Mp(ObjectNumbers[ManyDigits]):
 
 
 def _elementwise(function: Callable[..., Any], arguments: int) -> Callable[..., ManyDigits]:
-    """A function of numbers as one of arrays."""
+    """Return a function of numbers as a function of arrays."""
     on_arrays = np.frompyfunc(function, arguments, 1)
 
     def elementwise(*arrays: Any) -> ManyDigits:
-        with np.errstate(all="ignore"):  # NumPy would warn of the NaN that Python compares
+        with np.errstate(all="ignore"):  # NumPy would warn when NaN is compared
             result = on_arrays(*arrays)
-        return np.asarray(result, dtype=object)  # bare where there are no axes
+        return np.asarray(result, dtype=object)  # without axes the result is a bare number
 
     return elementwise
 
 
 def _larger(left: Any, right: Any) -> Any:
-    """The larger of two numbers, NaN where either is (NaN alone is not equal to itself)."""
+    """Return the larger of two numbers, NaN if either is."""
     if left != left:  # noqa: PLR0124  # NaN alone is unequal to itself
         return left
     return left if left > right else right
 
 
 def _nearest_float(number: Any) -> float:
-    """The nearest float64.
+    """Return the nearest float64.
 
-    mpmath's own conversion rounds twice below the normal numbers, to 53 bits and to the spacing.
+    mpmath's own conversion rounds subnormal numbers twice, to 53 bits and then to their spacing.
     """
     if not abs(number) < _SMALLEST_NORMAL:
         return float(number)

@@ -1,10 +1,10 @@
-"""Number systems: the vocabulary that a recurrence is written in, and score mods on their numbers.
+"""Number systems: the operations of recurrences, and the evaluation of score mods on their numbers.
 
 The recurrences are written once and run in any number system: ``float64_numbers``, ``mp_numbers``
 (mpmath, many digits) and ``ball_numbers`` (Arb, which needs python-flint, an optional extra).
 
-Arrays are ``(batch, heads, rows, columns)``. What only selects — masks, "has this row seen a key?"
-— is an exact truth value in every number system and therefore always a bool tensor.
+Arrays are ``(batch, heads, rows, columns)``. Conditions — masks, whether a row has seen a key — are
+exact truth values in every number system and therefore always bool tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from attncheck.oracles.mod_calls import Indices, is_identity
 
 
 class Array(Protocol):
-    """Numbers of a system in four axes; operators are elementwise and broadcast."""
+    """An array of numbers with four axes; operators are elementwise and broadcast."""
 
     def __add__(self, other: Self, /) -> Self: ...
     def __sub__(self, other: Self, /) -> Self: ...
@@ -36,46 +36,46 @@ Objects: TypeAlias = NDArray[np.object_]
 
 
 class Numbers(Protocol[A]):
-    """A number system: what the softmaxes and recurrences need of one, and no more."""
+    """The operations of a number system that softmaxes and recurrences need."""
 
     def exact(self, values: Tensor) -> A:
-        """Float64 ``values`` as numbers of the system, without rounding."""
+        """Return float64 ``values`` as numbers of the system, without rounding."""
 
     def rounded(self, array: A) -> Tensor:
-        """The nearest float64 tensor."""
+        """Return the nearest float64 tensor."""
 
     def full(self, shape: Sequence[int], value: float) -> A:
-        """An array that holds ``value`` (0, 1 or −∞) everywhere."""
+        """Return an array that holds ``value`` (0, 1 or −∞) everywhere."""
 
     def rows(self, array: A, start: int, stop: int) -> A:
-        """Rows ``start`` to ``stop`` of the third axis."""
+        """Return rows ``start`` to ``stop`` of the third axis."""
 
     def columns(self, array: A, start: int, stop: int) -> A:
-        """Columns ``start`` to ``stop`` of the last axis."""
+        """Return columns ``start`` to ``stop`` of the last axis."""
 
     def join_rows(self, blocks: Sequence[A]) -> A:
-        """Blocks one after another along the third axis."""
+        """Return the blocks concatenated along the third axis."""
 
     def repeat_heads(self, array: A, times: int) -> A:
-        """Head h of the result is head h // ``times``: grouped-query attention's map."""
+        """Return each head ``times`` times in a row, as grouped-query attention needs it."""
 
     def sum_heads(self, array: A, times: int) -> A:
-        """Sums over ``times`` heads in a row: what ``repeat_heads`` is to a gradient."""
+        """Return sums over ``times`` consecutive heads: the gradient of ``repeat_heads``."""
 
     def sum_batch(self, array: A) -> A:
-        """Sums over the first axis, ``(1, …)``."""
+        """Return sums over the first axis, ``(1, …)``."""
 
     def transpose(self, array: A) -> A:
-        """The last two axes exchanged."""
+        """Return ``array`` with its last two axes exchanged."""
 
     def matmul(self, left: A, right: A) -> A:
-        """Matrix products of the last two axes."""
+        """Return the matrix products of the last two axes."""
 
     def weigh(self, weights: A, values: A, attended: Tensor) -> A:
-        """``weights @ values`` over the attended keys only.
+        """Return ``weights @ values`` over the attended keys only.
 
-        A key that a row does not attend to contributes nothing to it whatever the key's values
-        hold: 0·NaN is not 0, so a weight of 0 is not enough.
+        A key that a row does not attend to contributes nothing to it even if its values are NaN:
+        0·NaN is not 0, so a weight of 0 is not enough.
 
         Args:
             weights: ``(batch, heads, query, kv)``, 0 where not attended.
@@ -84,42 +84,42 @@ class Numbers(Protocol[A]):
         """
 
     def exp(self, array: A) -> A:
-        """Natural exponential, 0 at −∞."""
+        """Return the natural exponential, 0 at −∞."""
 
     def log(self, array: A) -> A:
-        """Natural logarithm, −∞ at 0."""
+        """Return the natural logarithm, −∞ at 0."""
 
     def maximum(self, left: A, right: A) -> A:
-        """The larger of two, elementwise; NaN where either is."""
+        """Return the larger of two, elementwise; NaN where either is."""
 
     def rowmax(self, array: A) -> A:
-        """Largest of each row, ``(…, 1)``; NaN where the row holds one."""
+        """Return the largest number of each row, ``(…, 1)``; NaN where the row holds one."""
 
     def rowsum(self, array: A) -> A:
-        """Sum of each row, ``(…, 1)``."""
+        """Return the sum of each row, ``(…, 1)``."""
 
     def select(self, condition: Tensor, array: A, otherwise: float) -> A:
-        """``array`` where the condition holds and ``otherwise`` elsewhere; both broadcast."""
+        """Return ``array`` where the condition holds, else ``otherwise``; both broadcast."""
 
     def is_minus_infinity(self, array: A) -> Tensor:
-        """A bool tensor that is True where the array is −∞."""
+        """Return a bool tensor that is True where the array is −∞."""
 
     def score(self, score_mod: ScoreMod, scores: A, indices: Indices) -> A:
-        """The scores after a score mod, a FlexAttention callable."""
+        """Return the scores after a score mod, a FlexAttention callable."""
 
     def score_slope(self, score_mod: ScoreMod, scores: A, indices: Indices) -> A:
-        """The derivative of a score mod at the scores before it; at a kink torch's."""
+        """Return the derivative of a score mod at ``scores``, its input; at a kink torch's."""
 
     def captured(
         self, score_mod: ScoreMod, scores: A, indices: Indices, factors: A, attended: Tensor
     ) -> A:
-        """Σ ``factors`` · ∂ score_mod / ∂ number over the scores that read a captured number.
+        """Return Σ ``factors`` · ∂ score_mod / ∂ number over scores that read a captured number.
 
         Args:
-            scores: Before it, ``(batch, heads, query, kv)``.
+            scores: Inputs of the score mod, ``(batch, heads, query, kv)``.
 
         Returns:
-            ``(1, 1, 1, numbers)``: one tensor after the other, each flattened row-major.
+            ``(1, 1, 1, numbers)``: captured tensors in order, each flattened row-major.
         """
 
 
@@ -130,24 +130,24 @@ class Evaluate(Protocol):
         """Return a function ``(scores, b, h, q_idx, kv_idx) -> scores`` in a context's numbers.
 
         Args:
-            context: What the scores are numbers of: the mpmath context, or the bits of a ball.
+            context: Context of the numbers: the mpmath context, or the bits of a ball.
 
         Returns:
-            What takes scores ``(batch, heads, query, kv)`` as an object array and the indices as
-            int64 arrays that broadcast against it, and gives numbers that broadcast to it.
+            A function of scores ``(batch, heads, query, kv)``, an object array, and of indices,
+            int64 arrays that broadcast against it; its result broadcasts to the scores.
         """
 
 
 class Reads(Protocol):
     """Reads of captured float tensors by a score mod, in a number system."""
 
-    numbers: int  # how many numbers they hold together
+    numbers: int  # total number of elements of the captured tensors
 
     def __call__(self, *arguments: NDArray[Any]) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
-        """Yield of each read which number it reads, and the score mod's derivative by it.
+        """Yield for each read the index of the number read and the score mod's derivative by it.
 
         Args:
-            *arguments: Scores and indices as what ``Evaluate`` gives takes them.
+            *arguments: Scores and indices as for the function that ``Evaluate`` returns.
         """
 
 
@@ -155,22 +155,22 @@ class Captures(Protocol):
     """A way to evaluate the reads of a score mod in a number system."""
 
     def __call__(self, score_mod: ScoreMod, context: Any, /) -> Reads:
-        """Return the reads; arguments as of ``Evaluate``."""
+        """Return the reads; for the arguments see ``Evaluate``."""
 
 
 class ObjectNumbers(ABC, Generic[A]):
-    """What number systems of Python objects in numpy arrays share; see ``Numbers`` for each word.
+    """Base of number systems of Python objects in numpy arrays; see ``Numbers`` for each method.
 
-    torch knows nothing of such numbers. A score mod, which is written for tensors, can only be
-    evaluated on them through its traced expression, and an oracle never sees one: the three ways to
-    evaluate it are injected, and whoever joins the two rooms answers for them. One call of a
-    recurrence evaluates the same score mod many times, so the last one of each kind is kept.
+    torch cannot compute with such numbers. A score mod, which is written for tensors, can only be
+    evaluated on them through its traced expression. Oracles do not depend on tracing, so three
+    evaluators are passed in by the caller. One call of a recurrence evaluates the same score mod
+    many times, so the last evaluator of each kind is cached.
 
     Args:
-        evaluate: What evaluates a score mod that changes its score, if anything does. Masks decide
-            by whole numbers and are called as they are.
-        slope: The same of its derivative, which a backward needs.
-        captures: The same of what it reads of float tensors, where those have gradients.
+        evaluate: Evaluator of score mods; without one, only the identity works. Masks need none:
+            they compare whole numbers and are called directly.
+        slope: Evaluator of a score mod's derivative, which a backward needs.
+        captures: Evaluator of a score mod's reads of float tensors, if those have gradients.
     """
 
     def __init__(
@@ -181,120 +181,124 @@ class ObjectNumbers(ABC, Generic[A]):
         captures: Captures | None,
     ) -> None:
         self._context = context
-        self._ways = {"evaluate": evaluate, "slope": slope, "captures": captures}
-        # One a kind: a backward evaluates scores and slopes in turn, and would throw either out.
+        self._evaluators = {"evaluate": evaluate, "slope": slope, "captures": captures}
+        # One entry per kind: a backward evaluates scores and slopes in turn.
         self._last: dict[str, tuple[ScoreMod, Any]] = {}
 
     @abstractmethod
     def _objects(self, array: A) -> Objects:
-        """The objects of an array of the system."""
+        """Return the objects of an array of the system."""
 
     @abstractmethod
     def _made(self, objects: Objects) -> A:
-        """The array of the system that holds these objects."""
+        """Return an array of the system that holds these objects."""
 
     @abstractmethod
     def _number(self, value: float) -> Any:
-        """A float64 as a number of the system."""
+        """Return a float64 as a number of the system."""
 
     @abstractmethod
     def _sums(self, objects: Objects) -> Objects:
-        """Sums over the last axis, which is gone then."""
+        """Return sums over the last axis, without that axis."""
 
     def _converted(self, objects: Objects) -> Objects:
-        """What was evaluated, as numbers of the system."""
+        """Return an evaluator's results as numbers of the system."""
         return objects
 
     def full(self, shape: Sequence[int], value: float) -> A:
-        """A new array."""
+        """Return a new array."""
         return self._made(np.full(tuple(shape), self._number(value), dtype=object))
 
     def rows(self, array: A, start: int, stop: int) -> A:
-        """A view."""
+        """Return a view."""
         return self._made(self._objects(array)[:, :, start:stop])
 
     def columns(self, array: A, start: int, stop: int) -> A:
-        """A view."""
+        """Return a view."""
         return self._made(self._objects(array)[..., start:stop])
 
     def join_rows(self, blocks: Sequence[A]) -> A:
-        """Concatenation along the third axis."""
+        """Return the concatenation along the third axis."""
         return self._made(np.concatenate([self._objects(block) for block in blocks], axis=2))
 
     def repeat_heads(self, array: A, times: int) -> A:
-        """Each head ``times`` times in a row."""
+        """Return each head ``times`` times in a row."""
         return self._made(np.repeat(self._objects(array), times, axis=1))
 
     def sum_heads(self, array: A, times: int) -> A:
-        """Over neighbours."""
+        """Return sums over ``times`` neighbouring heads."""
         objects = self._objects(array)
         batch, heads, rows, columns = objects.shape
         grouped = objects.reshape(batch, heads // times, times, rows, columns)
         return self._made(self._sums(np.moveaxis(grouped, 2, -1)))
 
     def sum_batch(self, array: A) -> A:
-        """Over the first axis."""
+        """Return sums over the first axis."""
         return self._made(self._sums(np.moveaxis(self._objects(array), 0, -1))[None])
 
     def transpose(self, array: A) -> A:
-        """A view."""
+        """Return a view."""
         return self._made(self._objects(array).swapaxes(-1, -2))
 
     def rowsum(self, array: A) -> A:
-        """Over the last axis."""
+        """Return sums over the last axis."""
         return self._made(self._sums(self._objects(array))[..., None])
 
     def select(self, condition: Tensor, array: A, otherwise: float) -> A:
-        """Elementwise; what is not selected does not matter, NaN included."""
+        """Select elementwise; numbers that are not selected do not matter, not even NaN."""
         other = np.full((), self._number(otherwise), dtype=object)
         return self._made(np.where(condition.numpy(), self._objects(array), other))
 
     def score(self, score_mod: ScoreMod, scores: A, indices: Indices) -> A:
-        """Through ``evaluate``; raises UsageError where there is none and one is needed."""
-        after = self._evaluated("evaluate", score_mod, scores, indices)
+        """Return the scores by ``evaluate``; raise UsageError if it is needed but missing."""
+        after = self._evaluate("evaluate", score_mod, scores, indices)
         return scores if after is None else after
 
     def score_slope(self, score_mod: ScoreMod, scores: A, indices: Indices) -> A:
-        """Through ``slope``; raises UsageError where there is none and one is needed."""
-        slopes = self._evaluated("slope", score_mod, scores, indices)
+        """Return the slopes by ``slope``; raise UsageError if it is needed but missing."""
+        slopes = self._evaluate("slope", score_mod, scores, indices)
         return self.full(self._objects(scores).shape, 1.0) if slopes is None else slopes
 
     def _captured_sums(
         self, score_mod: ScoreMod, scores: A, indices: Indices, factors: A, attended: Tensor
     ) -> Objects:
-        """Sums as ``Numbers.captured`` gives them, ``(numbers,)``, in the precision that is set.
+        """Return the sums of ``Numbers.captured``, ``(numbers,)``, at the current precision.
 
-        Raises UsageError where nothing evaluates what the score mod reads.
+        Raises UsageError without ``captures``.
         """
-        reads = self._way("captures", score_mod)
+        reads = self._evaluator("captures", score_mod)
         objects = self._objects(scores)
-        # Object zeros: sums stay in the system's own numbers.
+        # An object array, so that sums are numbers of the system.
         sums = np.zeros(reads.numbers, dtype=object)
-        kept = attended.expand(objects.shape).numpy()
+        attended_scores = attended.expand(objects.shape).numpy()
         for places, slopes in reads(objects, *(axis.numpy() for axis in indices.axes)):
             terms = self._objects(factors) * np.broadcast_to(slopes, objects.shape)
-            # Several scores may read one number: ``+=`` at an index would keep the last alone.
-            np.add.at(sums, np.broadcast_to(places, objects.shape)[kept], terms[kept])
+            # Several scores may read one number, of which ``+=`` at an index would add only one.
+            np.add.at(
+                sums,
+                np.broadcast_to(places, objects.shape)[attended_scores],
+                terms[attended_scores],
+            )
         return sums
 
-    def _evaluated(self, word: str, score_mod: ScoreMod, scores: A, indices: Indices) -> A | None:
-        """What a way gives of the scores; None of the identity."""
-        function = self._way(word, score_mod)
+    def _evaluate(self, word: str, score_mod: ScoreMod, scores: A, indices: Indices) -> A | None:
+        """Return the evaluator's result for the scores; None for the identity."""
+        function = self._evaluator(word, score_mod)
         if function is None:
             return None
         objects = self._objects(scores)
         result = self._converted(function(objects, *(axis.numpy() for axis in indices.axes)))
         return self._made(np.broadcast_to(result, objects.shape))
 
-    def _way(self, word: str, score_mod: ScoreMod) -> Any:
-        """The way called ``word`` made for this score mod; None of the identity's scores."""
-        # By identity: equality of callables says nothing of what they capture.
+    def _evaluator(self, word: str, score_mod: ScoreMod) -> Any:
+        """Return the evaluator ``word`` of this score mod; None for the identity."""
+        # Compared by identity: callables that are equal may capture different tensors.
         if word not in self._last or self._last[word][0] is not score_mod:
-            way, reads = self._ways[word], word == "captures"
-            # What a mod reads is asked for only where it reads something: never of the identity.
+            evaluator, reads = self._evaluators[word], word == "captures"
+            # Reads are only evaluated if a mod has some, so it is not the identity.
             if not reads and is_identity(score_mod, "cpu"):
                 self._last[word] = (score_mod, None)
-            elif way is None:
+            elif evaluator is None:
                 needed = f"{type(self).__name__}'s `{word}`"
                 raise UsageError(
                     f"gradients of what a score mod reads need {needed}."
@@ -302,5 +306,5 @@ class ObjectNumbers(ABC, Generic[A]):
                     else f"a score mod needs {needed}: only the identity does not."
                 )
             else:
-                self._last[word] = (score_mod, way(score_mod, self._context))
+                self._last[word] = (score_mod, evaluator(score_mod, self._context))
         return self._last[word][1]

@@ -1,15 +1,15 @@
-"""Exact attention for everything large: float64, O(N) memory, CPU or GPU, by plain torch.
+"""Exact attention of any size: float64, O(N) memory, CPU or GPU, by plain torch.
 
-Speed is passes over memory. A tile costs two products and, between them,
+Passes over memory determine the speed. A tile costs two products and, between them,
 
-* one exponential, in place, where scores are known to be small (``_Bounded``), and on a GPU that
-  can do both products and it in one kernel (``fused_tiles``) nothing;
+* if scores are known to be small (``_Bounded``), one exponential in place, or nothing on a GPU that
+  computes it and both products in one kernel (``fused_tiles``);
 * otherwise the running maximum of the online softmax (``_Online``).
 
-Values carry a column of ones, so that P·V gives the row sum too and no pass is spent on it.
-Masks are evaluated once and applied only to tiles that are partly visible; tiles that see nothing
-are never computed. Every number that only speed depends on is in ``Blocks``;
-``benchmarks/oracle.py --sweep`` chooses them.
+Values have an additional column of ones, so that P·V also gives the row sum without a pass. Masks
+are evaluated once and applied only to partly visible tiles; tiles that see nothing are never
+computed. All numbers that affect only speed are in ``Blocks``; ``benchmarks/oracle.py --sweep``
+chooses them.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from attncheck.oracles.mod_calls import (
 )
 from attncheck.oracles.recurrence_steps import safe
 
-# |score| up to which Σ exp(score)·|v| needs no maximum subtracted: below 2^1022 for 2^32 keys and
-# values up to fp32's 2^128. Downwards exp(−score)·2^−149 (its smallest value) is ≥ 2^−1011: normal.
+# |score| up to which Σ exp(score)·|v| needs no maximum subtracted: it is below 2^1022 for 2^32 keys
+# and values up to fp32's 2^128; exp(−score)·2^−149 (fp32's smallest value) is ≥ 2^−1011, normal.
 LARGEST_BOUNDED_SCORE = (1022 - 32 - 128) * math.log(2)
-# Float64 values, and those of fp8 times their descale, may lie outside: they are looked at.
+# Float64 values, and fp8 values times their descale, may lie outside and have to be checked.
 _SMALLEST_BOUNDED_VALUE, _LARGEST_BOUNDED_VALUE = 2.0**-149, 2.0**128
 
 
 def streaming(inputs: Inputs, *, blocks: Blocks | None = None) -> Outputs:
-    """Attention of ``inputs`` on their device, in float64 and O(query + kv) memory.
+    """Return the attention of ``inputs`` on their device, in float64 and O(query + kv) memory.
 
     Args:
         inputs: q ``(batch, heads, query, head_dim)``; k and v with kv_heads.
@@ -54,15 +54,15 @@ def streaming(inputs: Inputs, *, blocks: Blocks | None = None) -> Outputs:
 
     Returns:
         Float64 out ``(batch, heads, query, value_dim)`` and natural-log LSE
-        ``(batch, heads, query)``. Rows that attend to no key are 0 and −∞, or the head's sink where
-        there are sinks.
+        ``(batch, heads, query)``. Rows that attend to no key have out 0, and LSE −∞ or the head's
+        sink.
     """
     problem, device = inputs.problem, inputs.q.device
     tiles = _Tiles(inputs)
     blocks = blocks or blocks_for(device, fused=tiles.fused)
     tiles.visibility = visibility = Visibility(problem, blocks, device)
     recurrence = _Bounded if tiles.bounded else _Online
-    # The kernel finds out by itself which keys a block of rows sees: as many as their masks allow.
+    # The fused kernel skips unseen keys itself: its tiles are as wide as memory for masks allows.
     most = max(blocks.cell, blocks.kv // visibility.distinct)
     whole_runs = [Run(keys, partial=True) for keys in _cut(range(problem.kv), most)]
     shape = (problem.batch, problem.kv_heads, problem.group, problem.query)
@@ -73,9 +73,9 @@ def streaming(inputs: Inputs, *, blocks: Blocks | None = None) -> Outputs:
             sums = recurrence(tiles, heads, rows)
             for run in whole_runs if tiles.fused else visibility.runs(heads, block):
                 sums.add(run)
-            for whole, part in zip((out, lse), sums.finish(), strict=True):
-                place = heads.of(whole)[:, :, :, rows.start : rows.stop]
-                place.copy_(part.view(place.shape))
+            for output, block_output in zip((out, lse), sums.finish(), strict=True):
+                place = heads.of(output)[:, :, :, rows.start : rows.stop]
+                place.copy_(block_output.view(place.shape))
     return Outputs(out.flatten(1, 2), lse.flatten(1, 2).squeeze(-1))
 
 
@@ -87,7 +87,7 @@ class _Tiles:
     def __init__(self, inputs: Inputs) -> None:
         problem = self.problem = inputs.problem
         self.device = inputs.q.device
-        # Promoted whole: k and v are O(kv) in memory, scores never are.
+        # k and v are promoted at once: they take O(kv) memory, unlike scores.
         q, self.k, self.v = (tensor.contiguous() for tensor in inputs.promoted())
         self.q = q.view(problem.batch, problem.kv_heads, problem.group, *q.shape[2:])
         self.score_mod = problem.score_mod(str(self.device))
@@ -96,7 +96,7 @@ class _Tiles:
         self.nonfinite = Nonfinite.among(self.v)
         if self.nonfinite:
             self.v = self.nonfinite.finite
-        # A hidden NaN must be replaced before the exponential; NaN bounds compare false.
+        # With NaN in q or k the bound is NaN and compares false: ``_Online`` handles hidden NaN.
         small = self._largest_score() <= LARGEST_BOUNDED_SCORE
         self.bounded = self.plain and self.nonfinite is None and small
         self.bounded = self.bounded and all_moderate(self.v, inputs.v)
@@ -106,20 +106,20 @@ class _Tiles:
         self._buffer = q.new_empty(0)
 
     def _by_key_head(self, sink: Tensor) -> Tensor:
-        """A view ``(batch, kv_heads, group)`` of numbers ``(heads,)``."""
+        """Return a view ``(batch, kv_heads, group)`` of ``sink``, ``(heads,)``."""
         problem = self.problem
         return sink.view(problem.kv_heads, problem.group).expand(problem.batch, -1, -1)
 
     def _largest_score(self) -> float:
-        """Bound of |scale·q·k| over all rows and keys, by Cauchy–Schwarz, and of the sinks."""
+        """Return a bound of |scale·q·k| over all rows and keys, by Cauchy–Schwarz, and of sinks."""
         norms = [torch.linalg.vector_norm(tensor, dim=-1).amax() for tensor in (self.q, self.k)]
         of_keys = abs(self.problem.scale) * float(norms[0] * norms[1])
         return of_keys if self.sink is None else max(of_keys, float(self.sink.abs().amax()))
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """``scale · q·kᵀ`` of one tile, ``(heads, rows, keys)``, in the buffer.
+        """Return ``scale · q·kᵀ`` of one tile, ``(heads, rows, keys)``, in the buffer.
 
-        The product's own factor: q·k of 16-bit inputs stays exact and is rounded once.
+        The scale is baddbmm's ``alpha``: q·k of 16-bit inputs is exact and then rounded once.
         """
         shape = (q.shape[0], q.shape[1], k.shape[1])
         if self._buffer.numel() < math.prod(shape):
@@ -134,16 +134,14 @@ class _Rows:
     def __init__(self, tiles: _Tiles, heads: Heads, rows: range) -> None:
         self.tiles, self.heads, self.rows = tiles, heads, rows
         q = heads.of(tiles.q)[:, :, :, rows.start : rows.stop]
-        # Query heads that share a key head are rows of one product: K is not repeated.
+        # Query heads that share a key head are rows of one product, so K is not repeated.
         self.q = q.flatten(0, 1).flatten(1, 2)
-        # Σ weight · v and, behind it, Σ weight: ``(kv heads, group · rows, columns)``, with the
-        # columns of ``with_ones``.
-        # Values and, in the column of ones, the row sum: one product gives both.
+        # Σ weight · v, then Σ weight: ``(kv heads, group · rows, columns)`` as of ``with_ones``.
         self.sums = q.new_zeros(*self.q.shape[:2], tiles.columns)
-        self.sink = None if tiles.sink is None else self._of_rows(tiles.sink)
+        self.sink = None if tiles.sink is None else self._row_sink(tiles.sink)
 
-    def _of_rows(self, sink: Tensor) -> Tensor:
-        """Each row's own, ``(kv heads, group · rows, 1)``."""
+    def _row_sink(self, sink: Tensor) -> Tensor:
+        """Return each row's sink, ``(kv heads, group · rows, 1)``."""
         own = self.heads.of(sink).flatten(0, 1)[..., None]
         return own.expand(-1, -1, len(self.rows)).reshape(*self.q.shape[:2], 1)
 
@@ -152,34 +150,34 @@ class _Rows:
         raise NotImplementedError
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        """Out and LSE of the rows."""
+        """Return out and LSE of the rows."""
         raise NotImplementedError
 
     def keys(self, tensor: Tensor, run: Run) -> Tensor:
-        """A tile's keys of a tensor ``(batch, kv_heads, kv, …)``: ``(kv heads, keys, …)``."""
+        """Return a tile's keys of a ``(batch, kv_heads, kv, …)`` tensor: ``(heads, keys, …)``."""
         return self.heads.of(tensor)[:, :, run.keys.start : run.keys.stop].flatten(0, 1)
 
     def by_index(self, tile: Tensor) -> Tensor:
-        """A view of a tile as ``(batch, heads, rows, keys)``, the axes of a mask."""
+        """Return a view of a tile with the axes of a mask, ``(batch, heads, rows, keys)``."""
         return tile.view(len(self.heads.batch), len(self.heads.query), len(self.rows), -1)
 
     def visible(self, run: Run) -> Tensor:
-        """Mask visibility of a partial tile."""
+        """Return the mask's visibility of a partial tile."""
         return self.tiles.visibility.tile(self.heads, self.rows, run.keys)
 
     def seen(self, run: Run) -> Tensor | None:
-        """The same of any tile, ``(batch, heads, rows, keys)``; None where all is visible."""
+        """Return the visibility of any tile, ``(batch, heads, rows, keys)``; None if all is."""
         sizes = len(self.heads.batch), len(self.heads.query), len(self.rows), len(run.keys)
         return self.visible(run).expand(sizes) if run.partial else None
 
     @property
     def total(self) -> Tensor:
-        """Σ weight, ``(kv heads, group · rows, 1)``."""
+        """Return a view of Σ weight, ``(kv heads, group · rows, 1)``."""
         column = self.tiles.problem.value_dim
         return self.sums[:, :, column : column + 1]
 
     def _quotient(self) -> Tensor:
-        """Rows that attended to nothing have a total of 0 and stay 0."""
+        """Return Σ weight · v ÷ Σ weight; rows that attend to no key are 0."""
         values = self.sums[:, :, : self.tiles.problem.value_dim]
         return values / self.total.masked_fill(self.total == 0, 1.0)
 
@@ -187,7 +185,7 @@ class _Rows:
 class _Bounded(_Rows):
     """Softmax without a maximum, for |score| ≤ LARGEST_BOUNDED_SCORE and finite values.
 
-    Nothing overflows or underflows, and nothing is lost: s − m would be one rounding more.
+    Nothing overflows or underflows, and it saves the rounding of score − maximum.
     """
 
     def __init__(self, tiles: _Tiles, heads: Heads, rows: range) -> None:
@@ -203,7 +201,7 @@ class _Bounded(_Rows):
             return
         weights = self.tiles.scores(self.q, k).exp_()
         if run.partial:
-            self.by_index(weights).mul_(self.visible(run))  # weights are finite: 0·weight = 0
+            self.by_index(weights).mul_(self.visible(run))  # finite weights: 0·weight = 0
         self.sums.baddbmm_(weights, v)
 
     def finish(self) -> tuple[Tensor, Tensor]:
@@ -215,12 +213,12 @@ class _Online(_Rows):
 
     def __init__(self, tiles: _Tiles, heads: Heads, rows: range) -> None:
         super().__init__(tiles, heads, rows)
-        # Maximum so far, the sink's too, ``(kv heads, group · rows, 1)``.
+        # Maximum so far, including the sink, ``(kv heads, group · rows, 1)``.
         self.largest = torch.full_like(self.total, -math.inf)
-        if self.sink is not None:  # a key of value 0 that came first
+        if self.sink is not None:  # like a first key with value 0
             self.largest = self.sink
             self.total.copy_(self.sink != -math.inf)
-        # How many attended values are NaN, +∞ and −∞, where V is not finite.
+        # Numbers of attended values that are NaN, +∞ and −∞, if V is not finite.
         self.counts: Tensor | float = 0.0
 
     def add(self, run: Run) -> None:
@@ -237,19 +235,19 @@ class _Online(_Rows):
         self.largest = raised
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        # log 0 = −∞ for a row without keys, whose maximum must not turn that into NaN.
+        # log 0 = −∞ for a row without keys, whose maximum of −∞ must not be added to that.
         lse = self.largest.masked_fill(self.largest == -math.inf, 0.0) + self.total.log()
         out = self._quotient()
         return (out if isinstance(self.counts, float) else out + nonfinite_sums(self.counts)), lse
 
     def _scores(self, run: Run) -> Tensor:
-        """Scores of a tile after score mod and mask."""
+        """Return the scores of a tile after score mod and mask."""
         tile = self.tiles.scores(self.q, self.keys(self.tiles.k, run))
         by_index = self.by_index(tile)
         if not self.tiles.plain:
             heads = self.heads
             indices = Indices.of(heads.batch, heads.query, self.rows, run.keys, self.tiles.device)
-            # Copied: a score mod may hand back a view of its own table, and a mask is next.
+            # A score mod may return a view of its own table, which masking must not change.
             by_index.copy_(call_score_mod(self.tiles.score_mod, by_index, indices))
         if run.partial:
             by_index.masked_fill_(~self.visible(run), -math.inf)
@@ -257,11 +255,11 @@ class _Online(_Rows):
 
 
 def all_moderate(values: Tensor, stored: Tensor | None = None) -> bool:
-    """Return whether values are 0 or in the range that LARGEST_BOUNDED_SCORE assumes.
+    """Return whether all values are 0 or in the range that LARGEST_BOUNDED_SCORE assumes.
 
     Args:
-        values: Finite ones.
-        stored: The tensor that they were promoted from; of some formats none has others.
+        values: Finite values.
+        stored: The tensor that they were promoted from; some dtypes cannot exceed the range.
     """
     if stored is not None and stored.dtype in (torch.bfloat16, torch.float16, torch.float32):
         return True
@@ -272,7 +270,7 @@ def all_moderate(values: Tensor, stored: Tensor | None = None) -> bool:
 
 
 def with_ones(v: Tensor) -> Tensor:
-    """``v`` with a column of ones behind it, and zeros up to a multiple of 8 (64-byte rows)."""
+    """Return ``v`` with a column of ones appended, then zeros to a multiple of 8 (64-byte rows)."""
     columns = v.shape[-1]
     wide = v.new_zeros(*v.shape[:-1], _columns(columns))
     wide[..., :columns] = v
@@ -285,10 +283,10 @@ def _columns(value_dim: int) -> int:
 
 
 def exponential(shifted: Tensor) -> Tensor:
-    """Exponential in place, of numbers ≤ 0.
+    """Replace numbers ≤ 0 by their exponentials, and return them.
 
-    MKL's float64 exp takes a slow path (7×) for −∞ and underflow, of which there are many here;
-    exp2 does not. The factor's two roundings cost 2·|x|·2^-53·exp(x) ≤ 0.74 units of 2^-53.
+    MKL's float64 exp is 7 times slower for −∞ and underflow, which are frequent here; exp2 is not.
+    The factor's two roundings cost 2·|x|·2^-53·exp(x) ≤ 0.74 units of 2^-53.
     """
     if shifted.device.type == "cpu":
         return shifted.mul_(math.log2(math.e)).exp2_()
@@ -299,33 +297,33 @@ def exponential(shifted: Tensor) -> Tensor:
 class Blocks:
     """Sizes of the tiles."""
 
-    # Query rows of one batched product, all its heads together: enough to fill the device.
+    # Query rows of one batched product over all its heads: enough to fill the device.
     rows: int
-    query: int  # query rows of one head in a tile, at least (a causal diagonal wastes half of it)
-    query_most: int  # the same, at most, where few heads leave ``rows`` unfilled
-    kv: int  # keys of a tile; ``rows`` · ``kv`` · 8 bytes is the score buffer
-    cell: int  # keys that a mask is classified by; tiles begin and end at multiples of it
+    query: int  # fewest query rows per head in a tile (a causal diagonal wastes half of it)
+    query_most: int  # most query rows per head in a tile, if few heads leave ``rows`` unfilled
+    kv: int  # keys of a tile; the score buffer has ``rows`` · ``kv`` · 8 bytes
+    cell: int  # keys per cell; a mask is classified, and tiles begin and end, by cells
 
 
 _CPU = Blocks(rows=1024, query=256, query_most=512, kv=512, cell=64)
 _GPU = Blocks(rows=32768, query=512, query_most=2048, kv=2048, cell=128)
-# Without a score buffer: all rows of 16 heads of 16,384 at once, so that a GPU has work throughout.
+# Fused tiles need no score buffer: 16 heads of 16,384 rows at once keep a GPU busy.
 _FUSED = Blocks(rows=262144, query=512, query_most=16384, kv=16384, cell=128)
 
 
 def blocks_for(device: torch.device, *, fused: bool = False) -> Blocks:
-    """Sizes for a CPU (score buffer 4 MB, inside its last cache) or a GPU (512 MB, or none)."""
+    """Return sizes for a CPU (score buffer of 4 MB, within its last cache) or GPU (512 MB or 0)."""
     return _CPU if device.type == "cpu" else _FUSED if fused else _GPU
 
 
-# Two buffers of a tile, and five products: less of each fits beside them in a CPU's caches.
+# A backward has two tile buffers and five products, so a CPU's caches hold smaller tiles.
 _CPU_BACKWARD = Blocks(rows=512, query=256, query_most=512, kv=512, cell=64)
 _GPU_BACKWARD = Blocks(rows=16384, query=512, query_most=2048, kv=2048, cell=128)
 _FUSED_BACKWARD = Blocks(rows=16384, query=512, query_most=1024, kv=4096, cell=128)
 
 
 def backward_blocks_for(device: torch.device, *, fused: bool = False) -> Blocks:
-    """The same for the backward, with two score buffers: 2 MB each, 256 MB, or 512 MB."""
+    """Return sizes for a backward, with two score buffers: 2 MB, 256 MB or (fused) 512 MB each."""
     return _CPU_BACKWARD if device.type == "cpu" else _FUSED_BACKWARD if fused else _GPU_BACKWARD
 
 
@@ -343,7 +341,7 @@ class Heads:
         return range(self.kv.start * self.group, self.kv.stop * self.group)
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The part of a tensor ``(batch, kv_heads, …)``."""
+        """Return these heads of a tensor ``(batch, kv_heads, …)``."""
         return tensor[self.batch.start : self.batch.stop, self.kv.start : self.kv.stop]
 
 
@@ -356,14 +354,14 @@ class Run:
 
 
 def query_blocks(problem: Problem, blocks: Blocks) -> list[range]:
-    """Ranges of query rows."""
+    """Return the ranges of query rows that tiles are made of."""
     filled = blocks.rows // (problem.batch * problem.heads)
     size = min(max(filled, blocks.query), blocks.query_most, max(1, blocks.rows // problem.group))
     return _cut(range(problem.query), size)
 
 
 def head_ranges(problem: Problem, blocks: Blocks, rows: int) -> Iterator[Heads]:
-    """Ranges of heads whose tiles of ``rows`` query rows go into one batched product."""
+    """Yield ranges of heads whose tiles of ``rows`` query rows go into one batched product."""
     together = max(1, blocks.rows // (problem.group * rows))
     sequences = max(1, together // problem.kv_heads)
     for batch in _cut(range(problem.batch), sequences):
@@ -372,11 +370,11 @@ def head_ranges(problem: Problem, blocks: Blocks, rows: int) -> Iterator[Heads]:
 
 
 class Visibility:
-    """Classes of a mask's tiles: those that see nothing, something or everything.
+    """Classes of a mask's tiles: they see nothing, something or everything.
 
-    The mask is evaluated strip by strip, in memory of the order of a tile, and classified on its
-    device; only the classes travel to the host, once for a range of heads (once in all when the
-    mask does not depend on the head).
+    The mask is evaluated in strips, with memory of about a tile, and classified on its device; only
+    the classes are copied to the host, once for a range of heads, or only once if the mask does not
+    depend on the head.
     """
 
     def __init__(self, problem: Problem, blocks: Blocks, device: torch.device) -> None:
@@ -384,22 +382,22 @@ class Visibility:
         self._problem, self._blocks, self._device = problem, blocks, device
         self._queries = query_blocks(problem, blocks)
         # A mask that ignores batch and heads is evaluated once for all of them.
-        everybody = Heads(range(problem.batch), range(problem.kv_heads), problem.group)
-        shape = self._visible(everybody, range(1), range(1)).shape
+        all_heads = Heads(range(problem.batch), range(problem.kv_heads), problem.group)
+        shape = self._visible(all_heads, range(1), range(1)).shape
         self.distinct = shape[0] * shape[1]  # masks of sequences and heads
         self._shared = self.distinct == 1
         self._runs: dict[Heads | None, list[list[Run]]] = {}
         self._tiles: dict[tuple[range, range], Tensor] = {}
 
     def runs(self, heads: Heads, block: int) -> list[Run]:
-        """Tiles of query block number ``block`` that see something, in order."""
+        """Return the tiles of query block number ``block`` that see something, in order."""
         key = None if self._shared else heads
         if key not in self._runs:
             self._runs[key] = self._classify(heads)
         return self._runs[key][block]
 
     def tile(self, heads: Heads, rows: range, keys: range) -> Tensor:
-        """Mask visibility of a partial tile; bool, as ``mod_calls.visible`` gives it.
+        """Return the mask's visibility of a partial tile, as ``mod_calls.call_mask`` does.
 
         A mask that is the same for all heads is evaluated once for a query block.
         """
@@ -418,22 +416,21 @@ class Visibility:
     def _classify(self, heads: Heads) -> list[list[Run]]:
         sizes, length = self._blocks, self._problem.kv
         if len(self._queries) == 1 and length <= sizes.kv:
-            return [[Run(range(length), partial=True)]]  # one tile: classifying costs as much
+            return [[Run(range(length), partial=True)]]  # classifying a single tile saves nothing
         width, rows, together = sizes.kv // sizes.cell * sizes.cell or sizes.cell, self._queries, 1
-        if self._shared:  # the strip of a mask without heads may be as large as a tile of all heads
-            most = 8 * sizes.rows * sizes.kv // len(rows[0])  # a byte where that has eight
+        if self._shared:  # without heads, a strip may be as large as a tile of scores of all heads
+            most = 8 * sizes.rows * sizes.kv // len(rows[0])  # a bool has 1 byte, a score 8
             width, together = max(width, most // width * width), max(1, most // length)
-        # As few calls as that: nothing else runs until all is classified.
+        # Large strips, for few calls: nothing else runs until all is classified.
         strips = [
             torch.cat([self._cells(heads, blocks, keys) for keys in _cut(range(length), width)], -1)
             for blocks in (rows[i : i + together] for i in range(0, len(rows), together))
         ]
         some, every = torch.cat(strips, dim=1).tolist()
-        # Only the classes travel to the host, in one copy.
         return [self._merge(*each) for each in zip(some, every, strict=True)]
 
     def _cells(self, heads: Heads, blocks: list[range], keys: range) -> Tensor:
-        """Classify cells of query blocks: see something, see everything; ``(2, blocks, cells)``."""
+        """Return whether cells of query blocks see something, and all; ``(2, blocks, cells)``."""
         rows, cell = range(blocks[0].start, blocks[-1].stop), self._blocks.cell
         some, every = seen_by_blocks(self._visible(heads, rows, keys), len(blocks[0]), cell)
         shape = len(blocks), -(-len(keys) // cell)
@@ -441,7 +438,7 @@ class Visibility:
         return torch.stack(classes)
 
     def _merge(self, some: list[bool], every: list[bool]) -> list[Run]:
-        """Neighbouring cells of one class as tiles of at most ``kv`` keys."""
+        """Merge neighbouring cells of one class into tiles of at most ``kv`` keys."""
         cell, length = self._blocks.cell, self._problem.kv
         most = max(self._blocks.kv // cell, 1) * cell
         runs: list[Run] = []
@@ -459,17 +456,17 @@ def _cut(whole: range, size: int) -> list[range]:
     return [range(start, min(start + size, whole.stop)) for start in starts]
 
 
-# Scores of one block. The softmax holds about six arrays of them: 6 MB on a CPU, inside or near
-# its last cache, and 1.5 GB on a GPU.
+# Scores of one block of rows. The softmax holds about six such arrays: 6 MB on a CPU, about the
+# size of its last cache, and 1.5 GB on a GPU.
 _CPU_SCORES, _GPU_SCORES = 2**17, 2**25
 
 
 def softmax_by_rows(inputs: Inputs, *, block_scores: int | None = None) -> Outputs:
-    """The softmax of ``inputs.x`` on its device, some rows at a time; each row is for itself.
+    """Return the softmax of ``inputs.x`` on its device, computed some rows at a time.
 
     Args:
         inputs: Of a Problem whose operation is softmax; raises ProblemError for attention.
-        block_scores: How many scores to hold at a time, at least those of one row.
+        block_scores: Number of scores to hold at a time; at least one row is held.
 
     Returns:
         Float64 out ``(batch, heads, query, kv)`` and natural-log LSE ``(batch, heads, query)``:
@@ -481,7 +478,7 @@ def softmax_by_rows(inputs: Inputs, *, block_scores: int | None = None) -> Outpu
     numbers, rows = Float64(x.device), x.reshape(1, 1, -1, x.shape[-1])
     out = torch.empty(rows.shape, dtype=torch.float64, device=x.device)
     lse = torch.empty(*rows.shape[:-1], 1, dtype=torch.float64, device=x.device)
-    # Rows are strangers to each other: blocks of them give the same bits.
+    # Rows are independent: the block size does not change a bit.
     at_once = block_scores or (_CPU_SCORES if x.device.type == "cpu" else _GPU_SCORES)
     step = max(1, at_once // x.shape[-1])
     for start in range(0, rows.shape[2], step):

@@ -1,16 +1,16 @@
 """Exact gradients in float64 with O(N) memory, by plain torch.
 
-As in the streaming forward, speed is passes over memory. A tile costs five products and, between
-them,
+As in the streaming forward, passes over memory determine the speed. A tile costs five products and,
+between them,
 
-* one exponential and one product in place, where scores are known to be small (``_Bounded``):
-  exp(score) needs no LSE subtracted, for exp(−LSE) is a factor of its row and goes into dO; and
-  on a GPU that can do them as the products leave their sums (``fused_tiles``) neither;
-* otherwise P from the LSE, the slope of the score mod and what hidden keys must not reach
+* if scores are known to be small (``_Bounded``), one exponential and one product in place:
+  exp(score) needs no LSE subtracted, since exp(−LSE) is a factor of its row and goes into dO. On a
+  GPU that does both within the products' kernel (``fused_tiles``) they cost no pass;
+* otherwise P from the LSE, the slope of the score mod, and the removal of hidden keys
   (``_General``).
 
-dO carries a column of dLSE − delta and V one of ones, so that dO·Vᵀ gives dP − delta + dLSE and no
-pass is spent on it.
+dO has an additional column of dLSE − delta and V one of ones, so that dO·Vᵀ gives dP − delta + dLSE
+without a pass.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from attncheck.oracles.streaming_forward import (
     with_ones,
 )
 
-# |score| up to which exp(score) and exp(−LSE) may be factors of their own. Upwards: exp(−LSE)·dO·V,
-# summed over up to 2^16 columns, is below 2^(256 + 128 + 128 + 16). Downwards LSE is at most the
-# largest score and ln 2^32: exp(−LSE)·dO·V is at least 2^−(256 + 32 + 149 + 149), a normal number.
+# |score| up to which exp(score) and exp(−LSE) may be separate factors. exp(−LSE)·dO·V, summed over
+# up to 2^16 columns, is below 2^(256 + 128 + 128 + 16). LSE is at most the largest score plus
+# ln 2^32, so exp(−LSE)·dO·V is at least 2^−(256 + 32 + 149 + 149), a normal number.
 LARGEST_BOUNDED_SCORE = 256 * math.log(2)
 
 
 def streaming_backward(inputs: Inputs, *, blocks: Blocks | None = None) -> Outputs:
-    """Gradients of ``inputs`` on their device, in float64 and O(query + kv) memory.
+    """Return the gradients of ``inputs`` on their device, in float64 and O(query + kv) memory.
 
     Args:
         inputs: With a loss; raises ProblemError without one.
@@ -60,7 +60,7 @@ def streaming_backward(inputs: Inputs, *, blocks: Blocks | None = None) -> Outpu
     """
     sums = _Sums(inputs, streaming(inputs), blocks)
     blocked = list(enumerate(query_blocks(inputs.problem, sums.blocks)))
-    # Under a causal mask the last rows take longest: from them on the host is ahead of the GPU.
+    # The last rows take longest under a causal mask: starting there, the host stays ahead of a GPU.
     for block, rows in reversed(blocked) if sums.fused else blocked:
         for heads in head_ranges(inputs.problem, sums.blocks, len(rows)):
             tiles = (_Bounded if sums.bounded else _General)(sums, heads, rows)
@@ -73,18 +73,18 @@ def streaming_backward(inputs: Inputs, *, blocks: Blocks | None = None) -> Outpu
 class _Sums:
     """Data that all tiles of one call share: promoted tensors, mods, buffers, gradients.
 
-    Axes are ``(batch, kv_heads, group, query, …)`` of what belongs to rows and
-    ``(batch, kv_heads, kv, …)`` of what belongs to keys.
+    Axes are ``(batch, kv_heads, group, query, …)`` of tensors of rows and
+    ``(batch, kv_heads, kv, …)`` of tensors of keys.
 
     Attributes:
         terms: dLSE − delta of each row.
-        attends: Whether a row attends to any key, where ``careful``.
-        careful: Whether 0 times something may be NaN.
-        marks: Of dO, where it is not finite.
-        dk: Turned, ``(batch, kv_heads, head_dim, kv)``, and without the scale; dv is turned too.
-            Xᵀ·tile is a third faster than tileᵀ·X on a CPU.
-        captured: Gradients of what the score mod reads, where those have gradients.
-        counts: How many of the rows that attend to a key have NaN, +∞ and −∞ in dO, turned.
+        attends: Whether a row attends to any key; only set if ``careful``.
+        careful: Whether 0 times some number may be NaN.
+        marks: Positions of NaN, +∞ and −∞ in dO; None if it is finite.
+        dk: Transposed, ``(batch, kv_heads, head_dim, kv)``, and without the scale; dv is transposed
+            too. Xᵀ·tile is a third faster than tileᵀ·X on a CPU.
+        captured: Gradients of the tensors that the score mod reads, if they have gradients.
+        counts: For each key, how many rows that attend to it have NaN, +∞ and −∞ in dO, transposed.
     """
 
     def __init__(self, inputs: Inputs, forward: Outputs, blocks: Blocks | None) -> None:
@@ -95,28 +95,30 @@ class _Sums:
         dout, dlse = inputs.loss()
         of_rows = (q, dout, dlse[..., None], forward.lse[..., None], forward.out)
         q, dout, self.dlse, self.lse, out = (self._by_key_head(x) for x in of_rows)
-        # δ from the exact out, once a row.
         self.terms = self.dlse - (dout * out).sum(dim=-1, keepdim=True)
         self.attends = torch.zeros_like(self.lse, dtype=torch.bool)
         self.score_mod = self.problem.score_mod(str(device))
         self.plain = is_identity(self.score_mod, device)
         wanted = self.problem.dcaptured
         self.captured = CapturedSums(self.score_mod, device) if wanted else None
-        apart = [Nonfinite.among(x) for x in (q, k, v, dout)]
+        nonfinite = [Nonfinite.among(x) for x in (q, k, v, dout)]
         finite_lse_loss = bool(torch.isfinite(self.dlse).all())
-        self.careful = not self.plain or any(apart) or not finite_lse_loss
+        self.careful = not self.plain or any(nonfinite) or not finite_lse_loss
         self.bounded = (
-            not self.careful and _small(inputs) and all_moderate(v, inputs.v) and all_moderate(dout)
+            not self.careful
+            and _has_small_scores(inputs)
+            and all_moderate(v, inputs.v)
+            and all_moderate(dout)
         )
         self.q, self.k, self.v, self.dout = q, k, with_ones(v), dout
-        # As factors of a sum over rows or keys, of which only some count.
+        # Without non-finite numbers, as factors in sums to which only some rows or keys contribute.
         self.q0, self.k0, self.dout0 = (
             whole if part is None else part.finite
-            for whole, part in ((q, apart[0]), (k, apart[1]), (dout, apart[3]))
+            for whole, part in ((q, nonfinite[0]), (k, nonfinite[1]), (dout, nonfinite[3]))
         )
-        self.marks = None if apart[3] is None else apart[3].marks
-        self.dq, self.dk, self.dv = torch.empty_like(q), _turned(k), _turned(v)
-        self.counts = None if self.marks is None else _turned(v.repeat(1, 1, 1, 3))
+        self.marks = None if nonfinite[3] is None else nonfinite[3].marks
+        self.dq, self.dk, self.dv = torch.empty_like(q), _transposed_zeros(k), _transposed_zeros(v)
+        self.counts = None if self.marks is None else _transposed_zeros(v.repeat(1, 1, 1, 3))
         self.fused = self.bounded and fused_tiles.takes(self.problem, device, backward=True)
         self.blocks = blocks or backward_blocks_for(device, fused=self.fused)
         self.visibility = Visibility(self.problem, self.blocks, device)
@@ -127,18 +129,18 @@ class _Sums:
         return tensor.contiguous().view(*heads, *tensor.shape[2:])
 
     def product(self, number: int, left: Tensor, right: Tensor, factor: float = 1.0) -> Tensor:
-        """``factor · left·rightᵀ`` of one tile, ``(heads, rows, keys)``, in buffer ``number``."""
+        """Return ``factor · left·rightᵀ``, ``(heads, rows, keys)``, in buffer ``number``."""
         tile = self.buffer(number, (left.shape[0], left.shape[1], right.shape[1]))
         return torch.baddbmm(tile, left, right.mT, beta=0, alpha=factor, out=tile)
 
     def buffer(self, number: int, shape: tuple[int, int, int]) -> Tensor:
-        """What is there of the last tile."""
+        """Return buffer ``number`` as a tensor of ``shape``, not cleared."""
         if self._buffers[number].numel() < math.prod(shape):
             self._buffers[number] = self.q.new_empty(math.prod(shape))
         return self._buffers[number][: math.prod(shape)].view(shape)
 
     def outputs(self) -> Outputs:
-        """All results, once every tile was added."""
+        """Return all results, after every tile was added."""
         dq, dk = self.dq.flatten(1, 2), self.dk.mT * self.problem.scale
         dv = self.dv.mT.contiguous()
         if self.counts is not None:
@@ -148,55 +150,55 @@ class _Sums:
         return Outputs(self.forward.out, self.forward.lse, dq, dk, dv, dsink, dcaptured)
 
     def _dsink(self, sink: Tensor) -> Tensor:
-        """``Σ P_sink (dLSE − delta)``, ``(heads,)``."""
+        """Return ``Σ P_sink (dLSE − delta)``, ``(heads,)``."""
         logits = sink.double().view(1, self.problem.kv_heads, self.problem.group, 1, 1)
-        # A sink of −∞ weighs nothing, also in a row whose LSE is −∞.
+        # A sink of −∞ has weight 0 even in a row whose LSE is −∞.
         weighs = logits != -math.inf
         weights = torch.where(weighs, (logits - self.lse).exp(), 0.0)
-        # A row that attends to no key has an out of 0 whatever dO holds.
+        # A row that attends to no key has out = 0, so delta is 0 even if dO holds NaN.
         terms = torch.where(self.attends, self.terms, self.dlse) if self.careful else self.terms
         return torch.where(weighs, weights * terms, 0.0).sum(dim=(0, 3, 4)).flatten()
 
 
 class _Rows:
-    """One query block and range of heads; rows of ``(kv heads, group · rows, …)``."""
+    """Rows of one query block and range of heads; axes ``(kv heads, group · rows, …)``."""
 
     def __init__(self, sums: _Sums, heads: Heads, rows: range) -> None:
         self.sums, self.heads, self.rows = sums, heads, rows
-        # Query heads that share a key head are rows of one product: it sums over the group.
+        # Query heads that share a key head are rows of one product, which sums over the group.
         self.q, self.lse = self.mine(sums.q), self.mine(sums.lse)
         self.lse = self.lse.masked_fill(self.lse == -math.inf, 0.0)
-        # As a column beside dO, so that dO·Vᵀ with V's column of ones adds dLSE − δ for free.
+        # With this column of dO and V's column of ones, dO·Vᵀ adds dLSE − δ at no cost.
         self.loss = torch.cat([self.mine(sums.dout), self.mine(sums.terms)], dim=-1)
         columns = sums.v.shape[-1] - self.loss.shape[-1]
         self.loss = torch.nn.functional.pad(self.loss, (0, columns))
         self.dq = torch.zeros_like(self.q)  # of the tiles so far, without the scale
 
     def mine(self, tensor: Tensor) -> Tensor:
-        """The rows of a tensor ``(batch, kv_heads, group, query, …)``."""
+        """Return these rows of a tensor ``(batch, kv_heads, group, query, …)``."""
         part = self.heads.of(tensor)[:, :, :, self.rows.start : self.rows.stop]
         return part.flatten(0, 1).flatten(1, 2)
 
     def keys(self, tensor: Tensor, run: Run) -> Tensor:
-        """A view of a tile's keys: ``(kv heads, keys, …)``."""
+        """Return a view of a tile's keys, ``(kv heads, keys, …)``."""
         part = self.heads.of(tensor)[:, :, run.keys.start : run.keys.stop]
         return part.view(-1, *part.shape[2:])
 
     def turned(self, tensor: Tensor, run: Run) -> Tensor:
-        """The same of a turned one: ``(kv heads, …, keys)``."""
+        """Return a view of a tile's keys in a transposed tensor, ``(kv heads, …, keys)``."""
         part = self.heads.of(tensor)[..., run.keys.start : run.keys.stop]
         return part.view(-1, *part.shape[2:])
 
     def by_index(self, tile: Tensor) -> Tensor:
-        """A view of a tile as ``(batch, heads, rows, keys)``, the axes of a mask."""
+        """Return a view of a tile with the axes of a mask, ``(batch, heads, rows, keys)``."""
         return tile.view(len(self.heads.batch), len(self.heads.query), len(self.rows), -1)
 
     def visible(self, run: Run) -> Tensor:
-        """Mask visibility of a partial tile."""
+        """Return the mask's visibility of a partial tile."""
         return self.sums.visibility.tile(self.heads, self.rows, run.keys)
 
     def seen(self, run: Run) -> Tensor | None:
-        """The same of any tile, ``(batch, heads, rows, keys)``; None where all is visible."""
+        """Return the visibility of any tile, ``(batch, heads, rows, keys)``; None if all is."""
         sizes = len(self.heads.batch), len(self.heads.query), len(self.rows), len(run.keys)
         return self.visible(run).expand(sizes) if run.partial else None
 
@@ -205,13 +207,13 @@ class _Rows:
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Store what belongs to the rows."""
+        """Store dq of the rows."""
         dq = self.heads.of(self.sums.dq)[:, :, :, self.rows.start : self.rows.stop]
         dq.copy_(self.dq.mul_(self.sums.problem.scale).view(dq.shape))
 
 
 class _Bounded(_Rows):
-    """For |score| ≤ LARGEST_BOUNDED_SCORE and finite, moderate numbers; no score mod."""
+    """Gradients for |score| ≤ LARGEST_BOUNDED_SCORE, finite and moderate numbers, no score mod."""
 
     def __init__(self, sums: _Sums, heads: Heads, rows: range) -> None:
         super().__init__(sums, heads, rows)
@@ -238,7 +240,7 @@ class _Bounded(_Rows):
 
 
 class _General(_Rows):
-    """Any scores, score mods, and what is not finite."""
+    """Gradients for any scores and score mods, and for numbers that are not finite."""
 
     def __init__(self, sums: _Sums, heads: Heads, rows: range) -> None:
         super().__init__(sums, heads, rows)
@@ -248,11 +250,10 @@ class _General(_Rows):
         sums = self.sums
         tile = sums.product(0, self.q, self.keys(sums.k, run), sums.problem.scale)
         products = None if sums.captured is None else self.by_index(tile).clone()
-        slopes = None if sums.plain else self._score(tile, run)
+        slopes = None if sums.plain else self._apply_score_mod(tile, run)
         if run.partial:
             self.by_index(tile).masked_fill_(~self.visible(run), -math.inf)
         hidden = (tile == -math.inf) if sums.careful else None
-        # P from the final LSE: no running maximum in a backward.
         weights = exponential(tile.sub_(self.lse))
         dx = sums.product(1, self.loss, self.keys(sums.v, run)).mul_(weights)
         if products is not None and hidden is not None:
@@ -265,11 +266,11 @@ class _General(_Rows):
         self.dq.baddbmm_(dx, self.keys(sums.k0, run))
         self.turned(sums.dk, run).baddbmm_(self.q0.mT, dx)
 
-    def _score(self, tile: Tensor, run: Run) -> Tensor | None:
-        """Scores in place of the products; the score mod's slopes there, if they are not all 1."""
+    def _apply_score_mod(self, tile: Tensor, run: Run) -> Tensor | None:
+        """Replace the products by scores; return the score mod's slopes, None if all are 1."""
         by_index = self.by_index(tile)
         after, slopes = call_score_mod_with_slope(self.sums.score_mod, by_index, self._indices(run))
-        # Copied: a score mod may hand back a view of its own table, and a mask is next.
+        # A score mod may return a view of its own table, which masking must not change.
         by_index.copy_(after)
         return slopes
 
@@ -283,7 +284,7 @@ class _General(_Rows):
         return Indices.of(heads.batch, heads.query, self.rows, run.keys, self.q.device)
 
     def _hide(self, hidden: Tensor, weights: Tensor, dx: Tensor, run: Run) -> None:
-        """0 where NaN of a hidden key or of a row's LSE may be; counts of what is attended to."""
+        """Clear hidden scores, which may be NaN; note attending rows and count non-finite dO."""
         sums = self.sums
         weights.masked_fill_(hidden, 0.0)
         dx.masked_fill_(hidden, 0.0)
@@ -294,13 +295,13 @@ class _General(_Rows):
             self.turned(sums.counts, run).baddbmm_(marks.mT, (~hidden).to(marks.dtype))
 
 
-def _turned(tensor: Tensor) -> Tensor:
-    """Zeros of the shape of ``tensor`` with its last two axes exchanged."""
+def _transposed_zeros(tensor: Tensor) -> Tensor:
+    """Return zeros of the shape of ``tensor`` with its last two axes exchanged."""
     return tensor.new_zeros(tensor.mT.shape)
 
 
-def _small(inputs: Inputs) -> bool:
-    """Return whether no score or sink is beyond LARGEST_BOUNDED_SCORE, by Cauchy–Schwarz."""
+def _has_small_scores(inputs: Inputs) -> bool:
+    """Return whether no |score| or |sink| exceeds LARGEST_BOUNDED_SCORE (by Cauchy–Schwarz)."""
     q, k, _ = inputs.promoted()
     norms = [torch.linalg.vector_norm(tensor, dim=-1).amax() for tensor in (q, k)]
     largest = abs(inputs.problem.scale) * float(norms[0] * norms[1])

@@ -1,4 +1,4 @@
-"""Probes: inputs whose right answer is known beforehand, so that no rounding can blur it."""
+"""Probes: inputs whose right results are known beforehand and not blurred by rounding."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def case(name: str, problem: Problem, parameters: Parameters | None = None) -> C
     """Return the Case of the probe ``name`` on ``problem``'s layout, mask, dtype and scale.
 
     Args:
-        problem: Its score mod and distribution are replaced.
-        parameters: The probe's numbers; the first allowed ones by default.
+        problem: The Problem, whose score mod and distribution are replaced.
+        parameters: The probe's parameters; the first allowed values by default.
 
     Raises:
         UnknownName, ProblemError: for a probe or parameters that do not apply.
@@ -51,7 +51,7 @@ def case(name: str, problem: Problem, parameters: Parameters | None = None) -> C
 
 
 def cases(name: str, problem: Problem) -> list[Case]:
-    """Return all Cases of the probe ``name`` on ``problem``; none where it does not apply."""
+    """Return all Cases of the probe ``name`` on ``problem``; none if it does not apply."""
     probe = probe_named(name)
     if probe.unfit(problem) is not None:
         return []
@@ -64,6 +64,6 @@ def inputs(case: Case, device: str | torch.device = "cpu") -> Inputs:
     """Return the Inputs of a Case whose question is a probe.
 
     Raises:
-        UnknownName, ProblemError: for a question that is none, or that does not apply.
+        UnknownName, ProblemError: for a question that is no probe, or that does not apply.
     """
     return probe_named(case.question).inputs(case.problem, case.parameters).to(device)

@@ -1,4 +1,4 @@
-"""Rounding margins: how far rounding can move what a probe counts, and so when counting is safe.
+"""Rounding margins: how far rounding can move a probe's counts, and so when counting is safe.
 
 Derived in ``docs/reference/probes.md``, section "What rounding does to a count".
 """
@@ -14,44 +14,44 @@ from attncheck.core.declared_arithmetic import FP32, Accumulator, Arithmetic
 from attncheck.core.formats import FORMATS
 from attncheck.inputs.problem import Problem
 
-HALF = 0.5  # a count that is off by this much is nearer to another whole number
+HALF = 0.5  # A count with an error from this on is nearer to another whole number.
 
-QUARTER = HALF / 2  # the part of it that rounding may use: the rest shows a fault
+QUARTER = HALF / 2  # Part of that error that rounding may take; the rest is left for faults.
 
 GAP = 16 * math.log(2.0)
-"""Distance below the largest score of a row at which all but its equals must lie, in nats.
+"""Least distance of all other scores of a row below its tied largest ones, in nats.
 
-Weights of 2^-16 and less; and no kernel's maximum lags by as much (lazy rescaling: 8 in base 2),
-so that equal largest scores have the weight 1, or one and the same power of two near it.
+Their weights are at most 2^-16. No kernel's maximum lags by as much (lazy rescaling: 8 in base 2),
+so tied largest scores have the weight 1, or one common power of two near it.
 """
 
 HARDWARE_ULPS = 2.0
-"""Of exp2 in units in the last place, at most, where it is exact at 0: CUDA's, and every libm's."""
+"""Largest error of exp2 in units in the last place, for CUDA and all libm, exact at 0."""
 
 
 _U = FORMATS["fp32"].unit_roundoff
-_DIVIDED_EXACTLY = 2  # keys: every row sum on the way to theirs is a power of two
+_DIVIDED_EXACTLY = 2  # Up to this many keys, all partial row sums are powers of two.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightErrors:
-    """What a kernel's arithmetic says of its weights, and of sums of values."""
+    """Errors of weights and of sums of values in a kernel's arithmetic."""
 
     # Largest error of its exp2, in units in the last place of fp32.
     exp2_ulps: float = HARDWARE_ULPS
-    # Largest part of P that is cut off where its format is not rounded to, but truncated, as
-    # tensor cores read tf32: a weight a little below 1 is then one step of tf32 below it.
+    # Largest part of P that is cut off if its format is truncated to, not rounded to, as tensor
+    # cores read tf32: a weight just below 1 then becomes one step of tf32 less.
     cut: float = 0.0
-    # Whether P may be divided before it is rounded: by the row sum, by that of a split or by what
-    # a tile has brought it to. Then it is no power of two where the keys are.
+    # Whether P may be divided before it is rounded, by the row sum, that of a split or that of the
+    # tiles so far. Then P is no power of two even if the number of keys is.
     divides: bool = True
-    scale: float = 1.0  # what P is multiplied by before it is rounded
-    values: Accumulator = FP32  # in which values are added up
-    unit: float = _U  # unit roundoff of everything else, no less than fp32's
+    scale: float = 1.0  # factor of P before it is rounded
+    values: Accumulator = FP32  # accumulator of the values
+    unit: float = _U  # unit roundoff of everything else, at least fp32's
 
     @classmethod
     def of(cls, arithmetic: Arithmetic) -> WeightErrors:
-        """Return what ``arithmetic`` says."""
+        """Return the errors of ``arithmetic``."""
         return cls(
             exp2_ulps=arithmetic.exp2_ulps,
             cut=arithmetic.weights_error if arithmetic.truncates else 0.0,
@@ -62,13 +62,13 @@ class WeightErrors:
         )
 
     def division(self, problem: Problem, keys: torch.Tensor) -> torch.Tensor:
-        """Largest relative error of rounding a P that is divided by a sum of up to ``keys``."""
+        """Return the largest relative error of rounding a P divided by a sum of up to ``keys``."""
         fmt = problem.formats.weights
         subnormal = keys * (fmt.subnormal_spacing / 2 / self.scale)
         return subnormal.clamp(min=fmt.unit_roundoff).masked_fill(keys <= _DIVIDED_EXACTLY, 0.0)
 
     def addition(self, problem: Problem) -> float:
-        """Largest relative error of adding up values, beside fp32's; 0 of sums like fp32's."""
+        """Return the largest relative error of adding up values beyond fp32's; 0 in fp32."""
         if self.bits >= FP32.result:
             return 0.0
         # O is also rescaled once for every tile, of one key at least, and rounded there.
@@ -76,27 +76,27 @@ class WeightErrors:
 
     @property
     def bits(self) -> int:
-        """Bits of a sum of values that nothing is cut from."""
+        """Bits up to which a sum of values is exact."""
         values = self.values
         if values.block is None:
             return values.format.significand
-        # Cores that are not coarse lose about what fp32 does: ``Accumulator.coarse``.
+        # Tensor cores that are not coarse lose about as much as fp32: ``Accumulator.coarse``.
         return min(values.alignment, values.result) if values.coarse else FP32.result
 
 
 USUAL_WEIGHT_ERRORS = WeightErrors()
-"""Of a kernel that declares nothing else: all that may be right without being declared."""
+"""Errors of a kernel that declares nothing: the largest that are right without a declaration."""
 
-_LOGARITHMS = 2  # that LSE goes through: a split's own, and that of the merged splits
+_LOGARITHMS = 2  # Logarithms on the way to LSE: of a split, and of the merged splits.
 
 
 def error_before_rounding(
     problem: Problem, top: torch.Tensor, errors: WeightErrors = USUAL_WEIGHT_ERRORS
 ) -> torch.Tensor:
-    """Largest relative error of out before it is rounded, where tied keys share a row's weight.
+    """Return the largest relative error of out before rounding if tied keys share all weight.
 
     Args:
-        top: What the terms of their score add up to without their signs, any shape; float64.
+        top: Sum of the magnitudes of their score's terms, float64, any shape.
     """
     # An ulp is up to 2u; a key's own weight and the sum of all may be off in opposite directions.
     weights = 6.0 * (top.abs() + math.log(problem.kv) + 1.0) + 4.0 * errors.exp2_ulps
@@ -108,7 +108,7 @@ def error_before_rounding(
 def relative_error(
     problem: Problem, top: torch.Tensor, errors: WeightErrors = USUAL_WEIGHT_ERRORS
 ) -> torch.Tensor:
-    """The same with the rounding of out."""
+    """Return the largest relative error of out, its rounding included."""
     before = error_before_rounding(problem, top, errors)
     return before + (1.0 + before) * problem.formats.output.unit_roundoff
 
@@ -125,13 +125,13 @@ def is_countable(
 ) -> torch.Tensor:
     """Return whether rounding moves out · keys by less than a quarter.
 
-    And by less than a half in a kernel that divides P by a row sum before it is rounded, where the
-    kernel may be one: it rounds 1 / keys, or more on the way to it.
+    In a kernel that may divide P by a row sum before rounding it, which rounds 1 / keys or more, it
+    must also move it by less than a half with that rounding.
 
     Args:
-        sizes: Σ |v| of the tied keys in units of V, float64; what follows broadcasts to it.
-        others: What the keys below them move, in units of V.
-        exact: Where a sum of values loses nothing.
+        sizes: Σ |v| of the tied keys in units of V, float64; other arguments broadcast to it.
+        others: Contribution of the keys below them, in units of V.
+        exact: Where sums of values are exact.
     """
     error, added = relative_error(problem, top, errors), errors.addition(problem)
     whole = sizes * (error + torch.where(torch.as_tensor(exact), 0.0, added)) + others < QUARTER
@@ -141,9 +141,9 @@ def is_countable(
 
 
 def lse_error(keys: torch.Tensor, errors: WeightErrors = USUAL_WEIGHT_ERRORS) -> torch.Tensor:
-    """Largest error of LSE, natural log, of float64 ``keys`` whose scores are all 0.
+    """Return the largest error of the natural-log LSE of ``keys``, float64, with scores of 0.
 
-    Their weights are exp2(0), which is 1, and a sum of ones is exact; unless exp2 is a coarse one.
+    Their weights exp2(0) are exactly 1, and a sum of ones is exact, unless exp2 is a coarse one.
     """
     logarithms = _LOGARITHMS * (6.0 * torch.log(keys) + 8.0) * errors.unit
     if errors.exp2_ulps <= HARDWARE_ULPS:

@@ -18,20 +18,20 @@ from attncheck.probes.margins import is_countable
 
 # ------------------------------------------------------------------ keys where kernels go wrong
 
-_TILES = (64, 128, 32, 16, 256)  # widths of tiles and pages, the commonest first
+_TILES = (64, 128, 32, 16, 256)  # Widths of tiles and pages, the most common first.
 
 
 def boundary_keys(problem: Problem) -> list[int]:
     """Return all keys, those at boundaries first.
 
-    In this order: the first and the last key; the key before and the key at each edge that the
-    mask's name and numbers tell (end of the prefix, of a document, of padding, a window's width,
-    the diagonals of the first and the last row); those of tiles; the rest by halves: the middle,
-    the quarters, the eighths, and so on.
+    In this order: the first and the last key; the key before and the key at each edge of the mask
+    (end of the prefix, of a document, of padding, a window's width, the diagonals of the first and
+    the last row); the keys at edges of tiles; the rest by bisection: the middle, the quarters, the
+    eighths, and so on.
     """
     kv = problem.kv
     edges = [0, kv, *_mask_edges(problem.mask, problem)]
-    # The end of the first tile and the start of the last one, of each width.
+    # The end of the first tile and the start of the last one, for each width.
     edges += [side for width in _TILES for side in (width, (kv - 1) // width * width)]
     edges += [multiple for width in _TILES for multiple in range(width, kv, width)]
     near = [key for edge in edges for key in (edge - 1, edge) if 0 <= key < kv]
@@ -58,31 +58,31 @@ def _mask_edges(mask: Spec, problem: Problem) -> Iterator[int]:
             yield problem.kv - problem.query + 1
 
 
-# ------------------------------------------------------------------ what tells heads apart
+# ------------------------------------------------------------------ differences between heads
 
 _FACTOR = 4
-"""Between the values of two key heads: a row that reads the other one's is off by 3/4 or more."""
+"""Ratio of the values of two key heads: a row that reads the wrong head is off by 3/4 or more."""
 
-_AMPLITUDES = 5  # different factors: 1 to 4**4 = 256, which every format can store
+_AMPLITUDES = 5  # Number of different amplitudes: 1 to 4**4 = 256, which every format can store.
 
 
 def _number_pairs(problem: Problem, per_batch: int) -> torch.Tensor:
-    """Numbers of batches and key heads, int64 ``(batch, kv_heads)``."""
+    """Return ``per_batch`` · batch + key head, int64 ``(batch, kv_heads)``."""
     batch = torch.arange(problem.batch)[:, None]
     return batch * per_batch + torch.arange(problem.kv_heads)
 
 
 def amplitudes(problem: Problem) -> torch.Tensor:
-    """Return powers of four, float64 ``(batch, kv_heads)``: what V is multiplied by.
+    """Return the factors of V, powers of four, float64 ``(batch, kv_heads)``.
 
-    A neighbour in heads, in batch or in both has another one.
+    Neighbours in heads, in batch or in both have different factors.
     """
     kinds = _number_pairs(problem, 2) % _AMPLITUDES
     return torch.pow(torch.tensor(float(_FACTOR), dtype=torch.float64), kinds)
 
 
 def column_shifts(problem: Problem) -> torch.Tensor:
-    """Return by how many columns the code of V is turned, int64 ``(batch, kv_heads)``."""
+    """Return by how many columns the code of V is rotated, int64 ``(batch, kv_heads)``."""
     return _number_pairs(problem, problem.kv_heads)
 
 
@@ -93,17 +93,17 @@ def column_shifts(problem: Problem) -> torch.Tensor:
 class Code:
     """Columns of V that hold a 1 for each key, so that sums count keys."""
 
-    # ``direct`` (a column each), ``two digits``, ``digit 0``, ``digit 1``, ``marked`` or
+    # ``direct`` (a column for each key), ``two digits``, ``digit 0``, ``digit 1``, ``marked`` or
     # ``columns``.
     name: str
-    base: int  # columns that a digit has
-    # int64 ``(digits, kv)``: the column of a key, counted from the digit's own first one; −1
-    # where the key has none.
+    base: int  # columns of a digit
+    # int64 ``(digits, kv)``: a key's column, counted from the digit's first column; −1 if the key
+    # has none.
     digits: torch.Tensor
 
 
 def count_rounds(problem: Problem) -> int:
-    """Return how many rounds it takes to tell every key: see ``key_code``."""
+    """Return how many rounds ``key_code`` needs to identify every key."""
     columns, kv = problem.value_dim, problem.kv
     if kv <= columns or _has_room(problem, columns // 2):
         return 1
@@ -111,17 +111,17 @@ def count_rounds(problem: Problem) -> int:
 
 
 def key_code(problem: Problem, number: int = 0) -> Code:
-    """Return round ``number`` of the first of these codes that the Problem has room for.
+    """Return round ``number`` of the first of these codes that fits the Problem.
 
-    * kv ≤ value_dim: a column each.
+    * kv ≤ value_dim: a column for each key.
     * Two digits of base B = ⌊value_dim / 2⌋, side by side: j mod B and (j + ⌊j/B⌋) mod B, for
-      kv ≤ B². Of equal first digits the second ones differ, and no column of either digit has more
-      than ⌈kv/B⌉ keys.
-    * The same with B = value_dim, a round for each digit.
-    * Marked keys: value_dim of them a round, all others 0. The first round has those at boundaries
-      (``boundary_keys``), the others one key after the other.
+      kv ≤ B². Keys with equal first digits have different second ones, and no column of either
+      digit has more than ⌈kv/B⌉ keys.
+    * The same digits with B = value_dim, one round for each digit.
+    * Marked keys: each round marks value_dim keys, and all others are 0. The first round marks keys
+      at boundaries (``boundary_keys``), later rounds all keys in order.
 
-    A digit is taken only if rounding cannot blur counts up to ⌈kv/B⌉ (``margins.is_countable``).
+    Digits are used only if rounding cannot blur counts up to ⌈kv/B⌉ (``margins.is_countable``).
     """
     columns, kv = problem.value_dim, problem.kv
     key = torch.arange(kv)
@@ -152,15 +152,15 @@ def _digits(key: torch.Tensor, base: int) -> torch.Tensor:
 
 
 def code_by_column(problem: Problem) -> Code:
-    """Return one round for any number of keys: j mod value_dim."""
+    """Return a code of one round for any number of keys: j mod value_dim."""
     digit = torch.arange(problem.kv) % problem.value_dim
     return Code(name="columns", base=problem.value_dim, digits=digit[None])
 
 
 def code_by_parity(problem: Problem) -> Code:
-    """Return the code by column, with even and odd keys in columns of their own.
+    """Return the code by column, with even and odd keys in different columns.
 
-    Where value_dim is 1, even keys have none.
+    If value_dim is 1, even keys have no column.
     """
     base, key = problem.value_dim // 2 * 2, torch.arange(problem.kv)
     digit = key % base if base else key % 2 - 1
@@ -170,7 +170,7 @@ def code_by_parity(problem: Problem) -> Code:
 def code_values(problem: Problem, code: Code) -> torch.Tensor:
     """Return V, float64 ``(batch, kv_heads, kv, value_dim)``: 0, or the head's amplitude.
 
-    The columns of a digit are turned by batch and key head.
+    The columns of a digit are rotated by batch and key head.
     """
     shape = (problem.batch, problem.kv_heads, problem.kv, problem.value_dim)
     v = torch.zeros(shape, dtype=torch.float64)
@@ -184,13 +184,13 @@ def code_values(problem: Problem, code: Code) -> torch.Tensor:
 
 # ------------------------------------------------------------------ logits
 
-_SIGNIFICANDS = (1.0, 1.25, 1.5, 1.75)  # three bits, as e5m2 has
+_SIGNIFICANDS = (1.0, 1.25, 1.5, 1.75)  # All significands of three bits, as e5m2 has.
 
 
 def logit_factors(problem: Problem, logit: float) -> tuple[float, float]:
-    """Return (x, y) whose product is the least of three bits with scale · x · y ≥ ``logit``.
+    """Return (x, y) with the least product of three significant bits so that scale·x·y ≥ ``logit``.
 
-    x is a power of two and y has the three bits; each takes half of the exponent.
+    x is a power of two and y has three significant bits; each has half of the exponent.
     """
     size = logit / problem.scale
     exponent = math.frexp(size)[1] - 1
@@ -202,9 +202,9 @@ def logit_factors(problem: Problem, logit: float) -> tuple[float, float]:
 
 
 def logit_out_of_range(problem: Problem, logit: float, factor: float = 1.0) -> str | None:
-    """Return why storage cannot hold what makes ``logit``, times ``factor``; None if it can."""
+    """Return why storage cannot hold the factors of ``logit``, times ``factor``; None if it can."""
     fmt = problem.formats.storage
-    # fp8 has descales; there the range is that of fp32.
+    # With the descales of fp8 the range is fp32's.
     top, low = (2.0**60, 2.0**-60) if fmt.saturates else (fmt.max, 2.0**fmt.min_exponent)
     if all(2 * low < x * factor <= top / 2 for x in logit_factors(problem, logit)):
         return None
@@ -212,18 +212,18 @@ def logit_out_of_range(problem: Problem, logit: float, factor: float = 1.0) -> s
 
 
 def zero_query_and_keys(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return zeros, float64: q ``(batch, heads, query, head_dim)``, and k likewise."""
+    """Return zeros, float64: q ``(batch, heads, query, head_dim)`` and k of its shape."""
     q = (problem.batch, problem.heads, problem.query, problem.head_dim)
     k = (problem.batch, problem.kv_heads, problem.kv, problem.head_dim)
     return torch.zeros(q, dtype=torch.float64), torch.zeros(k, dtype=torch.float64)
 
 
 def fill_orthogonal_columns(q: torch.Tensor, k: torch.Tensor, first: int) -> None:
-    """Write to columns from ``first`` on what adds nothing to q·k: where q is not 0, k is.
+    """Fill columns from ``first`` on, alternately in q and in k, without changing q·k.
 
-    q takes the even ones and k the odd ones, with signs and sizes that change along the rows: a
-    column or row read in place of another multiplies what should not meet. Sizes are those of
-    what the tensors hold already.
+    q gets the even columns and k the odd ones, with signs and sizes that change along the rows, so
+    that a kernel which reads a wrong column or row changes q·k. Sizes are those of the numbers that
+    the tensors hold already.
     """
     for parity, tensor in enumerate((q, k)):
         columns = torch.arange(tensor.shape[-1])
@@ -238,24 +238,25 @@ def fill_orthogonal_columns(q: torch.Tensor, k: torch.Tensor, first: int) -> Non
 # ------------------------------------------------------------------ storage
 
 _DESCALES = 4
-"""Different descales: the largest number comes to fp8's largest power of two, or to 2^-3 of it."""
+"""Number of different descales: they bring the largest number to fp8's largest power of two, or to
+2^-1, 2^-2 or 2^-3 of it."""
 
 
 def store_inputs(
     problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, exact: bool = True
 ) -> Inputs:
-    """Return Inputs that mean float64 ``q``, ``k`` and ``v``, on the CPU.
+    """Return Inputs on the CPU that store float64 ``q``, ``k`` and ``v``.
 
-    In fp8 each batch and key head has descales of its own, powers of two.
+    In fp8 each batch and key head has its own descales, powers of two.
 
     Args:
         q: ``(batch, heads, query, head_dim)``.
         k: ``(batch, kv_heads, kv, head_dim)``.
         v: ``(batch, kv_heads, kv, value_dim)``.
-        exact: Reject what is no number of the format; otherwise it is rounded once.
+        exact: Whether to reject values that the format cannot hold; else they are rounded once.
 
     Raises:
-        ProblemError: for values that are not the format's, if ``exact``.
+        ProblemError: for values that the format cannot hold, if ``exact``.
     """
     fmt = problem.formats.storage
     tensors, scales = {}, {}
@@ -273,7 +274,7 @@ def store_inputs(
 
 
 def _descale(problem: Problem, values: torch.Tensor, turn: int) -> torch.Tensor:
-    """fp32 powers of two ``(batch, kv_heads)``, unlike those of the neighbours."""
+    """Return powers of two, fp32 ``(batch, kv_heads)``, that differ between neighbours."""
     top = math.floor(math.log2(problem.formats.storage.max))
     largest = values.reshape(problem.batch, problem.kv_heads, -1).abs().amax(-1)
     _, exponent = torch.frexp(torch.where(largest == 0, 1.0, largest))

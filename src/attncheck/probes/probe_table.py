@@ -1,4 +1,4 @@
-"""A probe, and all of them."""
+"""The class Probe, and the table of all probes."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ from attncheck.probes.tied_keys import Finding, VisibleKeys, check_tied_keys
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """Inputs whose right answer is known beforehand, on any Problem of attention.
+    """Inputs whose right result is known beforehand, for any Problem of attention.
 
-    All of it is pure: no kernel, no oracle. ``docs/reference/probes.md`` proves what each shows.
+    A probe needs no kernel and no oracle. ``docs/reference/probes.md`` proves what each shows.
     """
 
     name: str
     summary: str
-    # (Problem, parameters) → its Inputs on the CPU; the Problem is ``problem``'s.
+    # (Problem, parameters) → Inputs on the CPU; the Problem comes from the method ``problem``.
     fill: Callable[[Problem, Parameters], Inputs]
-    # Why there are no such inputs of a Problem, in one line; None if there are.
+    # Why a Problem has no such inputs, in one line; None if it has.
     unable: Callable[[Problem], str | None] = fits_all
-    # The numbers that each parameter may have, the most telling first.
+    # The numbers that each parameter may have, the most informative first.
     allowed: Callable[[Problem], Allowed] = no_parameters
 
     def problem(self, problem: Problem) -> Problem:
-        """Return what replaces ``problem``: without score mod, its distribution not drawn.
+        """Return ``problem`` without score mod and with the distribution "normal", never drawn.
 
         Layout, mask, dtype, scale and seed stay.
         """
@@ -100,7 +100,7 @@ class Probe:
         *,
         errors: WeightErrors = USUAL_WEIGHT_ERRORS,
     ) -> Finding | None:
-        """Return what is wrong by the exact rule, or None; see ``check_tied_keys``."""
+        """Return a finding of the exact rule, or None; see ``check_tied_keys``."""
         return check_tied_keys(inputs, outputs, visible, errors=errors)
 
 
@@ -120,8 +120,8 @@ _DECODE = Probe(
     fill=_fill_decode,
     allowed=lambda problem: {"round": range(count_rounds(problem))},
 )
-"""Holds for every right kernel: with all scores 0 every weight is the same power of two, exact in
-every format of P, so that sums of 0s and 1s are counts; only the division and out are rounded."""
+"""It holds for every right kernel: if all scores are 0, weights are one power of two, which
+is exact in every format of P, and sums of 0s and 1s are counts. Only division and out round."""
 
 
 def _fill_ones(problem: Problem, _: Parameters) -> Inputs:
@@ -143,17 +143,17 @@ _ONES = Probe(
 # ------------------------------------------------------------------ levels of logits
 
 _STEP = 16
-"""Keys of a level: a tile has one level or more, and a step of the recurrence one rise or more."""
+"""Keys of a level, so that each tile has at least one level, and each step at least one rise."""
 
-_DIGIT = 8  # whole numbers below it have three bits, as e5m2 has
+_DIGIT = 8  # Whole numbers below it have three significant bits, as e5m2 has.
 _FAST, _SLOW = 32, 1
-"""Rises in log2 units. The levels below the highest vanish; or the maximum rises by so little at a
-time that a lazy one lags behind for several tiles."""
+"""Rises in log2 units. With the fast one, all but the highest level vanish; with the slow one, a
+lazy maximum lags behind for several tiles."""
 
 
 def _fill_ramp(problem: Problem, parameters: Parameters) -> Inputs:
     rise, two_digits = int(parameters["rise"]), problem.head_dim > 1
-    # An odd number of levels: the next ramp has them on odd places.
+    # With an odd number of levels, the next ramp has even levels at odd places.
     most = _DIGIT * _DIGIT - 1 if rise == _SLOW and two_digits else _DIGIT - 1
     level = (torch.arange(problem.kv) // _STEP % most).double()
     q, k = zero_query_and_keys(problem)
@@ -177,12 +177,12 @@ _RAMP = Probe(
     allowed=lambda _: {"rise": (_FAST, _SLOW)},
 )
 
-_FAR = 128.0  # exp(−128) is 0 in fp32 and exp(128) is infinite; the logits are from here to 160
+_LARGE_LOGIT = 128.0  # |logits| are 128 to 160: exp(−128) is 0 in fp32, and exp(128) is infinite.
 
 
 def _fill_constant(sign: int, problem: Problem, _: Parameters) -> Inputs:
     q, k = zero_query_and_keys(problem)
-    x, y = logit_factors(problem, _FAR)
+    x, y = logit_factors(problem, _LARGE_LOGIT)
     q[..., 0], k[..., 0] = x, sign * y
     fill_orthogonal_columns(q, k, 1)
     return store_inputs(problem, q, k, code_values(problem, key_code(problem)))
@@ -192,19 +192,19 @@ _NEGATIVE = Probe(
     name="negative",
     summary="every logit the same, −128 or less, and V a code: the maximum starts at −∞, not 0",
     fill=partial(_fill_constant, -1),
-    unable=partial(logit_out_of_range, logit=_FAR),
+    unable=partial(logit_out_of_range, logit=_LARGE_LOGIT),
 )
 _POSITIVE = Probe(
     name="positive",
     summary="every logit the same, 128 or more, and V a code: the maximum is subtracted",
     fill=partial(_fill_constant, 1),
-    unable=partial(logit_out_of_range, logit=_FAR),
+    unable=partial(logit_out_of_range, logit=_LARGE_LOGIT),
 )
 
 _LEVELS = (8, 14)
-"""Nats, or up to a quarter more. At 8 the lower level weighs 2^-11.5 to 2^-14.4: a normal number of
-every format of P that is scaled as it must be, and below e4m3's smallest where it is not. At 14 the
-same holds of e5m2."""
+"""Distances of the levels in nats, or up to a quarter more. At 8 the lower level weighs 2^-11.5 to
+2^-14.4: a normal number in every format of P if P is scaled as it must be, but below e4m3's
+smallest number if not. At 14 this holds for e5m2."""
 
 
 def _fill_two_level(problem: Problem, parameters: Parameters) -> Inputs:
@@ -227,14 +227,14 @@ _TWO_LEVEL = Probe(
 
 # ------------------------------------------------------------------ one key
 
-_APART = 32.0  # nats that the chosen key is above all others, at least
+_ISOLATION = 32.0  # Nats by which the chosen key's logit is above all others, at least.
 
-_LARGEST = 8  # whole numbers up to it have three bits, as e5m2 has
-_KEYS = 6  # boundary keys that all rows share out among them, beside those at their own edges
+_LARGEST = 8  # Whole numbers up to it have three significant bits, as e5m2 has.
+_KEYS = 6  # Boundary keys that rows choose from, besides the keys at their own edges.
 
 
 def _own_edges(problem: Problem) -> list[int]:
-    """Keys at the edges of a row's own view, relative to its index: the last seen, the next one."""
+    """Return keys at the edges of what a row sees, relative to the row: the last, the next."""
     offsets: list[int] = []
     for part in problem.mask.walk():
         if part.name in {"causal", "sliding_window", "prefix_lm"}:
@@ -248,7 +248,7 @@ def _own_edges(problem: Problem) -> list[int]:
 
 
 def _chosen_keys(problem: Problem, turn: int) -> torch.Tensor:
-    """int64 ``(batch, heads, query)``: the key that a row singles out on this turn."""
+    """Return the key that each row singles out on this turn, int64 ``(batch, heads, query)``."""
     shared, row = boundary_keys(problem)[:_KEYS], torch.arange(problem.query)
     own = [row + offset for offset in _own_edges(problem)]
     choices = torch.stack(own + [torch.full_like(row, key) for key in shared])
@@ -264,9 +264,9 @@ def _used_bits(problem: Problem) -> int:
 
 
 def _isolating_factor(problem: Problem) -> float:
-    """The power of two that makes two keys, of which one is singled out, lie ``_APART``."""
+    """Return the power of two that puts the chosen key ``_APART`` above any other."""
     differ = problem.head_dim // _used_bits(problem)
-    return 2.0 ** math.ceil(math.log2(_APART / (2 * differ * problem.scale)))
+    return 2.0 ** math.ceil(math.log2(_ISOLATION / (2 * differ * problem.scale)))
 
 
 def _unable_to_isolate(problem: Problem) -> str | None:
@@ -277,7 +277,7 @@ def _unable_to_isolate(problem: Problem) -> str | None:
 
 
 def _signs(numbers: torch.Tensor, bits: int, flips: torch.Tensor) -> torch.Tensor:
-    """±1 by the low ``bits`` of each number, over and over along a last axis like ``flips``'s."""
+    """Return ±1 by the low ``bits`` of each number, repeated along ``flips``'s last axis."""
     column = torch.arange(flips.shape[-1]) % bits
     return 1.0 - 2.0 * ((numbers[..., None] >> column) & 1 ^ flips).double()
 
@@ -292,7 +292,7 @@ def _fill_isolated(problem: Problem, parameters: Parameters) -> Inputs:
     q = _isolating_factor(problem) * (2 * first + second)
     shape = (*heads, problem.kv, problem.value_dim)
     v = torch.from_numpy(draws.integers("isolated v", shape, 2 * _LARGEST + 1)).double() - _LARGEST
-    v = v[:, :, torch.arange(problem.kv) % 2**bits]  # keys of the same signs have the same values
+    v = v[:, :, torch.arange(problem.kv) % 2**bits]  # keys with equal signs have equal values
     return store_inputs(problem, q, k, v * amplitudes(problem)[..., None, None])
 
 
@@ -304,27 +304,27 @@ _ISOLATED = Probe(
     unable=_unable_to_isolate,
     allowed=lambda p: {"turn": range(len(_own_edges(p)) + min(_KEYS, p.kv))},
 )
-"""q = c(2·k₁ + k₂) with k distinct rows of signs. With d(x, y) = D − x·y, twice the signs that
-differ, k₁ is above any other key x by c(2d(k₁, x) + d(k₂, x) − d(k₁, k₂)) ≥ c·d(k₁, x): the
-triangle inequality. Where head_dim is too short for that many keys, keys share signs and values."""
+"""q = c(2·k₁ + k₂), where keys are distinct rows of signs. With d(x, y) = D − x·y, twice the number
+of different signs, k₁ is above any other key x by c(2d(k₁, x) + d(k₂, x) − d(k₁, k₂)) ≥ c·d(k₁, x),
+by the triangle inequality. If head_dim is too short for all keys, some share signs and values."""
 
 # ------------------------------------------------------------------ a mean
 
-_BELOW = 40.0  # nats that the other keys lie below: they weigh less than 2^-57
+_OTHERS_BELOW = 40.0  # Nats by which the other keys lie below: they weigh less than 2^-57.
 
 _BITS_FP8, _BITS = 13, 20
-"""Of a sum of values at most: what the shortest accumulator holds, of fp8 products on Hopper and of
-others; more than any output has but fp32."""
+"""Most bits of a sum of values: those of the shortest accumulator, for fp8 products on Hopper and
+for others. Only fp32 outputs have more."""
 
 
 def _fill_mean(problem: Problem, _: Parameters) -> Inputs:
     q, k = zero_query_and_keys(problem)
-    x, y = logit_factors(problem, _BELOW)
-    keys = 1 << (problem.kv.bit_length() - 1)  # the largest power of two that there is
+    x, y = logit_factors(problem, _OTHERS_BELOW)
+    keys = 1 << (problem.kv.bit_length() - 1)  # the largest power of two up to kv
     q[..., 0] = x
     k[:, :, keys:, 0] = -y
     fill_orthogonal_columns(q, k, 1)
-    # 4 … 7 times 2^-s, of three bits each; s as large as the sum's bits allow.
+    # Values are 4 … 7 times 2^-s, of three bits; s is limited by the bits of a sum.
     draws, shape = Draws(problem.seed), (*k.shape[:3], problem.value_dim)
     most = max(0, (_BITS_FP8 if problem.formats.scaled else _BITS) - 3 - (keys - 1).bit_length())
     bits, exponent = (
@@ -340,8 +340,8 @@ _MEAN = Probe(
     summary="equal weights and V of as many bits as accumulators hold: rows that see 2^n keys give "
     "their mean, rounded once",
     fill=_fill_mean,
-    unable=partial(logit_out_of_range, logit=_BELOW),
+    unable=partial(logit_out_of_range, logit=_OTHERS_BELOW),
 )
 
 ALL_PROBES = (_DECODE, _ONES, _RAMP, _NEGATIVE, _POSITIVE, _TWO_LEVEL, _ISOLATED, _MEAN)
-"""In the order in which they are run and listed."""
+"""All probes in the order in which they are run and listed."""

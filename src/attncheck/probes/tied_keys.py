@@ -1,4 +1,4 @@
-"""The exact rule of probes: where largest scores tie, out counts the values of their keys.
+"""The exact rule of probes: if a row's largest scores tie, out times their number is a count.
 
 ``docs/reference/probes.md`` proves that a right kernel's counts are off by less than a quarter,
 and so never by a half.
@@ -27,27 +27,27 @@ if TYPE_CHECKING:
     Row = tuple[int, int, int]
 
 VisibleKeys = Callable[[range], torch.Tensor]
-"""Query rows → where they see a key: bool, broadcastable to ``(batch, heads, rows, kv)``."""
+"""Query rows → the keys that they see: bool, broadcastable to ``(batch, heads, rows, kv)``."""
 
 _SCORES_AT_A_TIME = 1 << 22
-_VALUE_BITS = 3  # of what ``store_inputs`` holds exactly in every dtype
-_SEVERAL = 8  # bf16 roundings: a smaller difference is described as one of rounding or of a factor
+_VALUE_BITS = 3  # Significant bits of V that ``store_inputs`` holds exactly in every dtype.
+_SEVERAL = 8  # Differences up to this many bf16 roundings are described as rounding or a factor.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Rows that cannot be what they must be."""
+    """Rows whose counts are wrong, described by the first of them."""
 
     tensor: str  # ``out`` or ``lse``
-    # The first wrong row and its key: (batch, head, query, key); key −1 where the answer does not
-    # tell one.
+    # The first wrong row and its wrong key: (batch, head, query, key); key −1 if none is
+    # identified.
     place: tuple[int, int, int, int]
-    dim: int  # column of out where the row is furthest off; −1 in LSE
-    value: float  # what it is there
-    expected: float  # what it should be
+    dim: int  # column of out with the row's largest error; −1 in LSE
+    value: float  # the kernel's number there
+    expected: float  # the right number there
     what: str  # what is wrong with the row, in words: ``key 7 is missing``
-    count: int
-    compared: int
+    count: int  # number of wrong rows
+    compared: int  # number of rows compared
 
     @property
     def message(self) -> str:
@@ -66,24 +66,24 @@ class Finding:
         return self.message
 
 
-# ------------------------------------------------------------------ what rows must give
+# ------------------------------------------------------------------ right results of rows
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class TiedRows:
-    """What rows must give by counting; axes ``(batch, heads, rows[, value_dim | kv])``, float64."""
+    """Right results of rows by counting, float64 ``(batch, heads, rows[, value_dim | kv])``."""
 
     query: range
-    tied: torch.Tensor  # bool: the keys of the largest score that a row sees
-    keys: torch.Tensor  # how many they are; 0 in rows that see none
-    sums: torch.Tensor  # Σ of their values
-    # Largest |out − sums / keys| where out is rounded once; infinite where ``keys`` is no power
-    # of two, or P may be divided by a row sum that is none, or a sum of values loses bits: what
-    # these designs round is for the bound to judge.
+    tied: torch.Tensor  # bool: the keys with the largest score that a row sees
+    keys: torch.Tensor  # number of tied keys; 0 in rows that see none
+    sums: torch.Tensor  # Σ of the tied keys' values
+    # Largest |out − sums / keys| of an out that is rounded once. Infinite if ``keys`` is no power
+    # of two, if P may be divided by a row sum that is none, or if a sum of values loses bits: then
+    # only the error bound can judge.
     once: torch.Tensor
-    unit: torch.Tensor  # what values are whole multiples of, ``(batch, heads, 1)``: ``amplitudes``
-    lse: torch.Tensor  # what LSE must be
-    # counts_out, counts_lse: bool: rounding cannot move the count by a quarter there.
+    unit: torch.Tensor  # values are whole multiples of it, ``(batch, heads, 1)``: ``amplitudes``
+    lse: torch.Tensor  # right LSE
+    # counts_out, counts_lse: bool: whether rounding moves the count by less than a quarter.
     counts_out: torch.Tensor
     counts_lse: torch.Tensor
 
@@ -96,7 +96,7 @@ def iterate_tied_rows(
     q, k, v = inputs.promoted()
     k, v = (x.repeat_interleave(problem.group, dim=1) for x in (k, v))
     unit = amplitudes(problem).repeat_interleave(problem.group, dim=1).to(q.device)
-    # Values are whole numbers of three bits times powers of two: the last bit of the smallest.
+    # Values are 3-bit integers times powers of two; ``finest`` is the last bit of the smallest.
     nonzero = v.abs().masked_fill(v == 0, torch.inf).flatten(2).amin(-1)
     finest = torch.pow(2.0, torch.frexp(nonzero)[1] - _VALUE_BITS).double()[..., None, None]
     step = max(1, _SCORES_AT_A_TIME // (problem.batch * problem.heads * problem.kv))
@@ -109,7 +109,7 @@ def iterate_tied_rows(
         top = torch.where(largest.isinf(), 0.0, largest)
         tied = seen & (scores == top)
         others = seen & ~tied
-        # What a score is rounded by follows from its terms, and not from what they add up to.
+        # A score's rounding error depends on the magnitudes of its terms, not on their sum.
         terms = (rows.abs() @ k.mT.abs() * problem.scale).masked_fill(~tied, 0.0)
         terms = terms.amax(-1, keepdim=True)
         below = (scores - top).masked_fill(~others, -torch.inf)
@@ -123,14 +123,14 @@ def iterate_tied_rows(
         number = tied.sum(-1, keepdim=True).double()
         sums, sizes = tied.double() @ v, tied.double() @ v.abs()
         rest = below.exp().sum(-1, keepdim=True)  # weights relative to one of the tied keys
-        # The derivation's 4ωM: rounded to nearest, a small weight is at most doubled.
+        # 4ωM of the derivation; rounding to nearest at most doubles a small weight.
         moved = 4 * rest * v.abs().flatten(2).amax(-1)[..., None, None]
         units = unit[..., None, None]
         exact = sizes <= finest * 2.0**errors.bits
         counts = margins.is_countable(
             problem, sizes / units, number, terms, moved / units, errors, exact=exact
         ).all(-1)
-        # Half a unit in the last place of out, and what comes before it.
+        # The error before the output is rounded, and half an ulp of out.
         divisor = number.clamp(min=1.0)
         before = (sizes * margins.error_before_rounding(problem, terms, errors) + moved) / divisor
         half = spacing((sums / divisor).abs() + before, problem.formats.output) * HALF
@@ -153,12 +153,12 @@ def iterate_tied_rows(
 
 
 def _tie_when_rounded(q: torch.Tensor, k: torch.Tensor, tied: torch.Tensor) -> torch.Tensor:
-    """Return whether tied scores are sums of the same products, bool ``(batch, heads, rows)``.
+    """Return whether scores still tie if q is rounded, bool ``(batch, heads, rows)``.
 
-    Else they tie no longer in a kernel that rounds scale · q, since three times a rounded number is
-    not three times the number, rounded. It happens in ``isolated``, whose rows of q have numbers of
-    two magnitudes and those of k of one: if Σ q·k and Σ q·|q|·k tie, then so do the sums of either
-    magnitude. The keys that other probes tie have the same k.
+    In a kernel that rounds scale · q, scores may no longer tie unless they are sums of the same
+    products, since three times a rounded number is not the rounded triple. This happens in the
+    probe ``isolated``, where q has numbers of two magnitudes and k of one: if Σ q·k and Σ q·|q|·k
+    tie, then so do the sums over either magnitude. In other probes tied keys have the same k.
     """
     squared = (q * q.abs()) @ k.mT
     highest = squared.masked_fill(~tied, -torch.inf).amax(-1)
@@ -166,7 +166,7 @@ def _tie_when_rounded(q: torch.Tensor, k: torch.Tensor, tied: torch.Tensor) -> t
     return highest <= lowest
 
 
-# ------------------------------------------------------------------ what they give
+# ------------------------------------------------------------------ checks of a kernel's results
 
 
 def check_tied_keys(
@@ -176,22 +176,22 @@ def check_tied_keys(
     *,
     errors: WeightErrors = USUAL_WEIGHT_ERRORS,
 ) -> Finding | None:
-    """Return the first row, by batch, head and row, whose counts are wrong; None where none is.
+    """Return a finding of the first row with a wrong count, by batch, head and row; None if none.
 
-    Out: |out · keys − Σ of the tied keys' values| must be below half a unit of V; and where their
-    number is a power of two, out must be the mean of their values, rounded once. LSE, of rows
-    whose scores are all 0: exp(LSE), the number of keys, must be off by less than a half. A row is
-    left out where a right kernel's rounding could use more than a quarter.
+    Out: |out · keys − Σ of the tied keys' values| must be below half a unit of V; and if their
+    number is a power of two, out must be the mean of their values, rounded once. LSE of rows whose
+    scores are all 0: exp(LSE), the number of keys, must be off by less than a half. Rows where a
+    right kernel's rounding could take more than a quarter are not compared.
 
     Args:
-        outputs: What a kernel gave, finite in every row that sees a key.
+        outputs: A kernel's results, finite in every row that sees a key.
     """
     first: tuple[Row, str, TiedRows] | None = None
     count = compared = 0
     for rows in iterate_tied_rows(inputs, visible, errors=errors):
-        wrong, checked = _wrong_rows(rows, outputs)
+        wrong, compared_rows = _find_wrong(rows, outputs)
         both = wrong["out"] | wrong["lse"]
-        count, compared = count + int(both.sum()), compared + int(checked.sum())
+        count, compared = count + int(both.sum()), compared + int(compared_rows.sum())
         if first is None and bool(both.any()):
             b, h, i = both.nonzero()[0].tolist()
             first = ((b, h, i), "out" if bool(wrong["out"][b, h, i]) else "lse", rows)
@@ -220,8 +220,8 @@ def check_tied_keys(
     )
 
 
-def _wrong_rows(rows: TiedRows, outputs: Outputs) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Rows wrong in out and in LSE, and the rows that are compared at all."""
+def _find_wrong(rows: TiedRows, outputs: Outputs) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Return the rows that are wrong in out and in LSE, and the rows that are compared."""
     here = slice(rows.query.start, rows.query.stop)
     out = outputs.out[:, :, here].double()
     off = (out * rows.keys[..., None] - rows.sums).abs()
@@ -240,7 +240,7 @@ def _wrong_rows(rows: TiedRows, outputs: Outputs) -> tuple[dict[str, torch.Tenso
 
 
 def _rounded_twice(out: torch.Tensor, rows: TiedRows, at: Row) -> tuple[int, str] | None:
-    """That out is nearly right: by several roundings, or by a factor near 1."""
+    """Describe an out that is off only by several roundings or a factor near 1; None otherwise."""
     exact = rows.sums[at] / rows.keys[at]
     off = (out - exact).abs()
     near = bool((off <= _SEVERAL * FORMATS["bf16"].unit_roundoff * exact.abs()).all())

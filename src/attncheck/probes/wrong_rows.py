@@ -15,39 +15,39 @@ if TYPE_CHECKING:
 
     from attncheck.inputs.input_tensors import Inputs
 
-    KeyAndWords = tuple[int, str]  # −1 where no key is told
+    KeyAndWords = tuple[int, str]  # key −1 if no key is identified
 
-_NAMED = 3  # keys, or runs of them, of a longer list
-_RUN = 3  # keys in a row that are told as one
-_FEW = 4  # keys that the column with the fewest may hold, where it tells how many there are
-_GUESSES = 9  # numbers of keys to try where LSE does not tell: four too few to four too many
+_NAMED = 3  # Most keys, or runs of keys, that a list names.
+_RANGE = 3  # Fewest consecutive keys that are listed as a range.
+_SMALLEST = 4  # Most keys assumed in the smallest column, to derive the total number of keys.
+_GUESSES = 9  # Numbers of keys to try without LSE: from four too few to four too many.
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _WrongRow:
     """A row whose count is wrong, float64."""
 
-    out: torch.Tensor  # what the kernel gave, ``(value_dim,)``, in units of V
+    out: torch.Tensor  # the kernel's out, ``(value_dim,)``, in units of V
     values: torch.Tensor  # V of its key head in the same units, whole numbers, ``(kv, value_dim)``
     score: torch.Tensor  # scale · q·k of every key, seen or not, ``(kv,)``
-    tied: torch.Tensor  # bool ``(kv,)``: the keys that should share its weight
-    keys: int  # how many they are
-    used: float  # how many keys share it by the kernel's LSE; 0 where it exposes none
+    tied: torch.Tensor  # bool ``(kv,)``: the keys that should share the row's weight
+    keys: int  # number of tied keys
+    used: float  # number of keys by the kernel's LSE; 0 if it exposes no LSE
 
 
 def describe_wrong_row(
     inputs: Inputs, place: tuple[int, int, int], out: torch.Tensor, used: float, tied: torch.Tensor
 ) -> KeyAndWords:
-    """Return the first wrong key and what is wrong, in words; −1 where no key is told.
+    """Return the first wrong key, −1 if none is identified, and what is wrong, in words.
 
-    Hypotheses in this order: another key head's or batch's values; keys missing or too many, by the
-    code of their values; another key alone; a factor.
+    Hypotheses are tried in this order: values of another key head or batch; keys missing or too
+    many, by the code of their values; a single other key; a factor.
 
     Args:
         place: (batch, head, row).
-        out: What the kernel gave, float64 ``(value_dim,)``.
-        used: How many keys share its weight by the kernel's LSE; 0 where it exposes none.
-        tied: bool ``(kv,)``: the keys that should share it.
+        out: The kernel's out, float64 ``(value_dim,)``.
+        used: Number of keys that share the row's weight by the kernel's LSE; 0 without LSE.
+        tied: bool ``(kv,)``: the keys that should share the weight.
     """
     q, k, v = inputs.promoted()
     own = (place[0], place[1] // inputs.problem.group)
@@ -76,7 +76,7 @@ def describe_wrong_row(
 def _another_head(
     row: _WrongRow, values: torch.Tensor, own: tuple[int, int], units: torch.Tensor
 ) -> KeyAndWords | None:
-    """A batch and key head of whose values, at the right keys, out is the mean."""
+    """Describe another batch or key head if out is the mean of its values at the tied keys."""
     counts = row.out * row.keys * (units[own] / units)[..., None]
     sums = row.tied.double() @ values
     fits = ((counts - sums).abs() < HALF).all(-1) & sums.any(-1)
@@ -92,7 +92,7 @@ def _another_head(
 def _another_key(
     values: torch.Tensor, own: tuple[int, int], out: torch.Tensor, tied: torch.Tensor
 ) -> KeyAndWords | None:
-    """A key, of any head, whose value out is; ``out`` in units of each head."""
+    """Describe another key, of any head, if out is its value; ``out`` is in units of each head."""
     same = ((values - out[:, :, None]).abs() < HALF).all(-1) & values.any(-1)
     if not bool(same.any()) or bool((same[own] & tied).any()):
         return None
@@ -110,28 +110,28 @@ def _factor_or_number(row: _WrongRow) -> str:
     if bool(exact.any()):
         factor = float((row.out * exact).sum() / exact.square().sum())
         off = (row.out - factor * exact).abs() * row.keys
-        # A small factor makes everything small: what is left must be no key of the row as it is.
+        # With a small factor the limit is smaller: the rest must hold no key times the factor.
         if bool((off < HALF * min(1.0, abs(factor))).all()) and abs(factor - 1) * row.keys >= HALF:
             return f"out is {factor:.4g} times what it should be"
     return f"it is not the mean of the values of its {row.keys} key{'s' * (row.keys > 1)}"
 
 
 def _by_code(row: _WrongRow) -> KeyAndWords | None:
-    """The keys that it used, where whole counts and their number agree."""
+    """Describe the keys that the row used, if V is a code and the counts are whole numbers."""
     if bool((row.values < 0).any()) or not torch.equal(row.values, row.values.round()):
         return None
     for number in _key_numbers(row):
         counts = row.out * number
         if not bool(((counts - counts.round()).abs() < QUARTER).all()):
             continue
-        left = counts.round() - row.tied.double() @ row.values
+        excess = counts.round() - row.tied.double() @ row.values
         by_lse = abs(row.used - number) < HALF or not row.used
-        if not bool(left.any()):  # the values are right
+        if not bool(excess.any()):  # the values are right
             result = _wrong_number(row, number)
         elif by_lse:
-            result = _equal_keys(row, left, number) or _larger_keys(row, left, number)
-        else:  # LSE says that they are others
-            result = _larger_keys(row, left, number) or _equal_keys(row, left, number)
+            result = _equal_keys(row, excess, number) or _larger_keys(row, excess, number)
+        else:  # LSE contradicts the number, as with other scores
+            result = _larger_keys(row, excess, number) or _equal_keys(row, excess, number)
         if result is not None:
             return result
     return None
@@ -147,40 +147,40 @@ def _wrong_number(row: _WrongRow, number: int) -> KeyAndWords | None:
 
 
 def _key_numbers(row: _WrongRow) -> list[int]:
-    """Return how many keys the row may have used, the likeliest first."""
+    """Return numbers of keys that the row may have used, the likeliest first."""
     most = 2 * len(row.tied)
     by_lse = [round(row.used)] if HALF <= row.used <= most else []
     near = sorted(range(1, most + 1), key=lambda n: abs(n - row.keys))[:_GUESSES]
-    far = [] if by_lse else _numbers_by_column(row, most)
-    return list(dict.fromkeys([row.keys, *by_lse, *near, *far]))
+    by_column = [] if by_lse else _numbers_by_column(row, most)
+    return list(dict.fromkeys([row.keys, *by_lse, *near, *by_column]))
 
 
 def _numbers_by_column(row: _WrongRow, most: int) -> list[int]:
-    """Return how many keys there are if the smallest column holds 1, 2, …; the likeliest first."""
+    """Return numbers of keys if the smallest column holds 1, 2, … keys; the likeliest first."""
     smallest = float(row.out.masked_fill(row.out <= 0, torch.inf).amin())
-    if not smallest * most >= HALF:  # less than one key of them all, or NaN
+    if not smallest * most >= HALF:  # less than one key of ``most``, or NaN
         return []
-    guesses = (round(few / smallest) + off for few in range(1, _FEW + 1) for off in (0, -1, 1))
+    guesses = (round(few / smallest) + off for few in range(1, _SMALLEST + 1) for off in (0, -1, 1))
 
-    def left(number: int) -> float:
+    def remainder(number: int) -> float:
         counts = row.out * number
         return float((counts - counts.round()).abs().amax()) / number
 
-    return sorted((number for number in guesses if 1 <= number <= most), key=left)
+    return sorted((number for number in guesses if 1 <= number <= most), key=remainder)
 
 
-def _equal_keys(row: _WrongRow, left: torch.Tensor, number: int) -> KeyAndWords | None:
-    """Keys whose values make what is ``left``, and whose number makes ``number``.
+def _equal_keys(row: _WrongRow, excess: torch.Tensor, number: int) -> KeyAndWords | None:
+    """Describe missing, extra and doubled keys that explain the counts ``excess`` and ``number``.
 
-    Keys too many have the score of the others, or a larger one: then those have no weight.
+    Extra keys are assumed to have the score of the tied ones; see ``_larger_keys`` for others.
     """
     whole = bool(row.values.any(-1).all())
-    alike = row.score == row.score[row.tied][0]
+    same_score = row.score == row.score[row.tied][0]
     readings = []
     for order in (_from_last, _from_first, _from_edges):
-        rest = left.clone()
+        rest = excess.clone()
         missing = _take(row.values, rest, order(row.tied), -1)
-        extra = _take(row.values, rest, order(alike & ~row.tied), 1)
+        extra = _take(row.values, rest, order(same_score & ~row.tied), 1)
         twice = _take(row.values, rest, order(row.tied), 1)
         used = row.keys - len(missing) + len(extra) + len(twice)
         if not bool(rest.any()) and (used == number or not whole):
@@ -194,17 +194,18 @@ def _equal_keys(row: _WrongRow, left: torch.Tensor, number: int) -> KeyAndWords 
 
 
 def _count_runs(tied: torch.Tensor, missing: list[int], extra: list[int]) -> int:
-    """Return how many runs of keys a row then saw: of several readings the simplest is taken."""
-    saw = tied.cpu().clone()
-    saw[missing] = False
-    saw[extra] = True
-    return int(saw[:1].sum() + (saw[1:] & ~saw[:-1]).sum())
+    """Return how many runs of keys a row then saw; the reading with the fewest is reported."""
+    seen = tied.cpu().clone()
+    seen[missing] = False
+    seen[extra] = True
+    return int(seen[:1].sum() + (seen[1:] & ~seen[:-1]).sum())
 
 
-def _larger_keys(row: _WrongRow, left: torch.Tensor, number: int) -> KeyAndWords | None:
+def _larger_keys(row: _WrongRow, excess: torch.Tensor, number: int) -> KeyAndWords | None:
+    """Describe keys of a larger score that have all the weight, if they explain the counts."""
     larger = row.score[row.score > row.score[row.tied][0]]
     for score in sorted(set(larger.tolist()), reverse=True):
-        rest = left + row.tied.double() @ row.values
+        rest = excess + row.tied.double() @ row.values
         keys = _take(row.values, rest, _from_first(row.score == score), 1)
         if keys and len(keys) == number and not bool(rest.any()):
             listed = _list_keys(keys).rpartition(" ")[0]
@@ -212,14 +213,14 @@ def _larger_keys(row: _WrongRow, left: torch.Tensor, number: int) -> KeyAndWords
     return None
 
 
-def _take(values: torch.Tensor, left: torch.Tensor, order: list[int], sign: int) -> list[int]:
-    """Keys that explain what is ``left`` of one sign, which is lessened by their values."""
-    able = (((left * sign >= values) | (values == 0)).all(-1) & values.any(-1)).tolist()
+def _take(values: torch.Tensor, excess: torch.Tensor, order: list[int], sign: int) -> list[int]:
+    """Return keys that explain the counts ``excess`` of one sign, and subtract their values."""
+    candidates = (((excess * sign >= values) | (values == 0)).all(-1) & values.any(-1)).tolist()
     keys = []
-    for key in (key for key in order if able[key]):
+    for key in (key for key in order if candidates[key]):
         value = values[key]
-        if bool(((left * sign >= value) | (value == 0)).all()):
-            left -= value * sign
+        if bool(((excess * sign >= value) | (value == 0)).all()):
+            excess -= value * sign
             keys.append(key)
     return sorted(keys)
 
@@ -234,7 +235,7 @@ def _from_last(among: torch.Tensor) -> list[int]:
 
 
 def _from_edges(among: torch.Tensor) -> list[int]:
-    """Keys, those nearest to an edge of their run of ``among`` first."""
+    """Return the keys of ``among``, those nearest to an edge of their run first."""
     among = among.cpu()
     end = torch.ones(1, dtype=torch.bool)
     edge = torch.cat([end, among[1:] != among[:-1], end]).nonzero().flatten()
@@ -245,17 +246,17 @@ def _from_edges(among: torch.Tensor) -> list[int]:
 
 
 def _list_keys(keys: list[int]) -> str:
-    """Ascending ``keys`` in words; those in a row as one, but short runs key by key."""
+    """Return ascending ``keys`` in words; runs of ``_RANGE`` or more as ranges."""
     if len(keys) == 1:
         return f"key {keys[0]} is"
     parts = list(_ranges(keys))
-    shown = ", ".join(
+    listed = ", ".join(
         str(part.start) if len(part) == 1 else f"{part.start}–{part.stop - 1}"
         for part in parts[:_NAMED]
     )
     left = sum(map(len, parts[_NAMED:]))
     more = f" and {left} more" if left else ""
-    return f"keys {shown}{more} are"
+    return f"keys {listed}{more} are"
 
 
 def _ranges(keys: list[int]) -> Iterator[range]:
@@ -266,4 +267,4 @@ def _ranges(keys: list[int]) -> Iterator[range]:
         else:
             runs.append(range(key, key + 1))
     for run in runs:
-        yield from [run] if len(run) >= _RUN else [range(key, key + 1) for key in run]
+        yield from [run] if len(run) >= _RANGE else [range(key, key + 1) for key in run]
